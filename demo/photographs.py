@@ -1,0 +1,99 @@
+"""The demo's photographs and edits: what is shown to the model, and what the true answer is.
+
+The photographs ship inside scikit-image, scikit-learn and matplotlib, so nothing is downloaded. Those
+in HELD_OUT are for testing alone: neither the base model nor the fine-tuning ever sees them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+TRAINING = {  # file: what a caption calls it
+    "skimage/data/astronaut.png": "an astronaut",
+    "skimage/data/rocket.jpg": "a rocket",
+    "skimage/data/hubble_deep_field.jpg": "galaxies",
+    "skimage/data/motorcycle_left.png": "a motorcycle",
+    "skimage/data/motorcycle_right.png": "a motorcycle",
+    "skimage/data/ihc.png": "stained cells",
+    "skimage/data/retina.jpg": "the inside of an eye",
+    "skimage/data/camera.png": "a man with a camera",
+    "skimage/data/coins.png": "old coins",
+    "skimage/data/brick.png": "a brick wall",
+    "skimage/data/grass.png": "grass",
+    "skimage/data/gravel.png": "gravel",
+    "skimage/data/moon.png": "the moon",
+    "sklearn/datasets/images/flower.jpg": "a flower",
+    "matplotlib/mpl-data/sample_data/grace_hopper.jpg": "an officer",
+}
+HELD_OUT = {
+    "skimage/data/chelsea.png": "a cat",
+    "skimage/data/coffee.png": "a cup of coffee",
+    "sklearn/datasets/images/china.jpg": "a temple",
+}
+
+
+class Edit(NamedTuple):
+    """An instruction, how a caption describes the result, and the edit itself.
+
+    apply takes and returns a picture, (H, W, 3) float32 in [0, 1].
+    """
+
+    instruction: str
+    caption: str
+    apply: Callable[[np.ndarray], np.ndarray]
+
+
+def _blend(colour, share):
+    return lambda x: (1 - share) * x + share * np.asarray(colour, np.float32)
+
+
+def _frame(x):
+    framed, width = np.ones_like(x), len(x) // 8
+    framed[width:-width, width:-width] = x[width:-width, width:-width]
+    return framed
+
+
+EDITS = (
+    Edit(
+        "make it black and white",
+        "a black and white photo of {}",
+        lambda x: np.repeat(x @ np.float32([[0.299], [0.587], [0.114]]), 3, axis=-1),
+    ),
+    Edit("invert the colors", "a photo of {} with inverted colors", lambda x: 1 - x),
+    Edit("give it a red tint", "a photo of {} with a red tint", _blend((1, 0, 0), 0.5)),
+    Edit("give it a green tint", "a photo of {} with a green tint", _blend((0, 1, 0), 0.5)),
+    Edit("turn day into night", "a photo of {} at night", lambda x: x * np.float32((0.2, 0.25, 0.45))),
+    Edit("cover it in fog", "a photo of {} covered in fog", _blend((0.9, 0.9, 0.9), 0.7)),
+    Edit("put a white frame around it", "a photo of {} in a white frame", _frame),
+    Edit("turn it upside down", "an upside down photo of {}", lambda x: x[::-1]),
+)
+
+
+def load_photographs(files):
+    """The photographs as RGB pictures, and their names. files: TRAINING or HELD_OUT."""
+    import matplotlib
+    import skimage
+    import sklearn
+
+    packages = {module.__name__: Path(module.__file__).parent for module in (matplotlib, skimage, sklearn)}
+    pictures = []
+    for file in files:
+        package, _, rest = file.partition("/")
+        pictures.append(Image.open(packages[package] / rest).convert("RGB"))
+    return pictures, list(files.values())
+
+
+def random_crop(rng, picture, size):
+    """A square of random place and scale, resized to size: (size, size, 3) float32 in [0, 1].
+
+    rng: a numpy Generator. The square's side is log-uniform between size and the picture's short side.
+    """
+    side = int(np.exp(rng.uniform(np.log(size), np.log(min(picture.size)))))
+    left = int(rng.integers(picture.width - side + 1))
+    top = int(rng.integers(picture.height - side + 1))
+    box = (left, top, left + side, top + side)
+    crop = picture.resize((size, size), Image.Resampling.LANCZOS, box=box)
+    return np.asarray(crop, np.float32) / 255

@@ -1,0 +1,339 @@
+"""FlaxUNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x and InstructPix2Pix.
+
+The published class name, call signature and parameter tree; any `config.json` of those families.
+
+    unet, params = FlaxUNet2DConditionModel.from_pretrained("MODEL", subfolder="unet")
+    noise = unet.apply({"params": params}, sample, timesteps, encoder_hidden_states).sample
+
+Source: Latent Diffusion Models (arXiv 2112.10752); the numerics are those of PyTorch diffusers.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from modeling_flax_blocks import (
+    Downsample2D,
+    GroupNorm,
+    ResnetBlock2D,
+    TimestepEmbedding,
+    Transformer2D,
+    Upsample2D,
+    checkpointed,
+    sinusoidal_embedding,
+)
+from modeling_flax_utils import FlaxModelMixin
+
+CROSS_ATTENTION_BLOCKS = {
+    "DownBlock2D": False,
+    "CrossAttnDownBlock2D": True,
+    "UpBlock2D": False,
+    "CrossAttnUpBlock2D": True,
+}
+
+
+class FlaxUNet2DConditionOutput(NamedTuple):
+    """What the model hands back: sample, (B, out_channels, H, W)."""
+
+    sample: jax.Array
+
+
+class DownBlock(nn.Module):
+    """Residual blocks, each followed by a transformer if there is one, then downsampling."""
+
+    out_channels: int
+    num_layers: int
+    resnet: partial
+    transformer: partial | None
+    downsample: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x, time_emb, context):
+        """x (B, H, W, C) -> (B, H/2, W/2, out_channels) and all it passed on the way, for the skips."""
+        skips = []
+        for i in range(self.num_layers):
+            x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
+            if self.transformer is not None:
+                x = self.transformer(name=f"attentions_{i}")(x, context)
+            skips.append(x)
+        if self.downsample:
+            x = Downsample2D(self.out_channels, dtype=self.dtype, name="downsamplers_0")(x)
+            skips.append(x)
+        return x, skips
+
+
+class UpBlock(nn.Module):
+    """Residual blocks over the skips, each followed by a transformer if there is one, then upsampling."""
+
+    out_channels: int
+    num_layers: int
+    resnet: partial
+    transformer: partial | None
+    upsample: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x, skips, time_emb, context, size):
+        """x (B, H, W, C), skips as DownBlock left them, taken from the end; size: of the next block."""
+        for i in range(self.num_layers):
+            x = jnp.concatenate((x, skips[-1 - i]), axis=-1)
+            x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
+            if self.transformer is not None:
+                x = self.transformer(name=f"attentions_{i}")(x, context)
+        if self.upsample:
+            x = Upsample2D(self.out_channels, dtype=self.dtype, name="upsamplers_0")(x, size)
+        return x
+
+
+class MidBlock(nn.Module):
+    """A transformer between two residual blocks."""
+
+    out_channels: int
+    resnet: partial
+    transformer: partial
+
+    @nn.compact
+    def __call__(self, x, time_emb, context):
+        x = self.resnet(self.out_channels, name="resnets_0")(x, time_emb)
+        x = self.transformer(name="attentions_0")(x, context)
+        return self.resnet(self.out_channels, name="resnets_1")(x, time_emb)
+
+
+class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
+    """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
+
+    `attention_head_dim` counts heads, as in every released Stable Diffusion, unless
+    `num_attention_heads` is given. `dtype` is the dtype of the computation, not of the parameters.
+    """
+
+    sample_size: int | tuple | None = 32
+    in_channels: int = 4
+    out_channels: int = 4
+    down_block_types: tuple = (
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "DownBlock2D",
+    )
+    up_block_types: tuple = (
+        "UpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+    )
+    only_cross_attention: bool | tuple = False
+    block_out_channels: tuple = (320, 640, 1280, 1280)
+    layers_per_block: int | tuple = 2
+    transformer_layers_per_block: int | tuple = 1
+    attention_head_dim: int | tuple = 8
+    num_attention_heads: int | tuple | None = None
+    cross_attention_dim: int = 1280
+    use_linear_projection: bool = False
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+    flip_sin_to_cos: bool = True
+    freq_shift: int = 0
+    upcast_attention: bool | None = False  # logits and softmax are float32 either way
+    dtype: DTypeLike = jnp.float32
+    gradient_checkpointing: bool = False
+
+    weights_name = "diffusion_pytorch_model"
+    torch_class_name = "UNet2DConditionModel"
+    # What is not implemented: the only value (besides null) that each entry may have.
+    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
+        "act_fn": "silu",
+        "addition_embed_type": None,
+        "attention_type": "default",
+        "center_input_sample": False,
+        "class_embed_type": None,
+        "class_embeddings_concat": False,
+        "conv_in_kernel": 3,
+        "conv_out_kernel": 3,
+        "cross_attention_norm": None,
+        "downsample_padding": 1,
+        "dropout": 0.0,
+        "dual_cross_attention": False,
+        "encoder_hid_dim": None,
+        "encoder_hid_dim_type": None,
+        "mid_block_scale_factor": 1,
+        "mid_block_type": "UNetMidBlock2DCrossAttn",
+        "num_class_embeds": None,
+        "resnet_out_scale_factor": 1.0,
+        "resnet_skip_time_act": False,
+        "resnet_time_scale_shift": "default",
+        "reverse_transformer_layers_per_block": None,
+        "time_cond_proj_dim": None,
+        "time_embedding_act_fn": None,
+        "time_embedding_dim": None,
+        "time_embedding_type": "positional",
+        "timestep_post_act": None,
+    }
+    # Read and dropped: they change no number of this class.
+    ignored_config = (
+        "addition_embed_type_num_heads",
+        "addition_time_embed_dim",
+        "mid_block_only_cross_attention",
+        "projection_class_embeddings_input_dim",
+        "split_head_dim",
+        "use_memory_efficient_attention",
+    )
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        factor = 2 ** (len(self.block_out_channels) - 1)
+        sample = jnp.zeros((1, self.in_channels, factor, factor))
+        context = jnp.zeros((1, 1, self.cross_attention_dim))
+        return self.init(rng, sample, jnp.zeros((1,), jnp.int32), context)["params"]
+
+    def _per_block(self, name):
+        """The config entry `name` as one value per down block."""
+        value, num_blocks = getattr(self, name), len(self.block_out_channels)
+        values = tuple(value) if isinstance(value, tuple | list) else (value,) * num_blocks
+        if len(values) != num_blocks:
+            raise ValueError(
+                f"{name} has {len(values)} entries, block_out_channels has {num_blocks}; "
+                "give one per block"
+            )
+        return values
+
+    @nn.compact
+    def __call__(
+        self,
+        sample,
+        timesteps,
+        encoder_hidden_states,
+        added_cond_kwargs=None,
+        down_block_additional_residuals=None,
+        mid_block_additional_residual=None,
+        return_dict=True,
+        train=False,
+    ):
+        """Predict the noise (or v) in sample.
+
+        Args:
+            sample: (B, in_channels, H, W), any H and W.
+            timesteps: (B,), or a scalar for all.
+            encoder_hidden_states: text states, (B, T, cross_attention_dim).
+            added_cond_kwargs: SDXL's extra conditioning; must be None, it is not supported.
+            down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
+            mid_block_additional_residual: (B, C, h, w), added after the middle block, or None.
+            return_dict: False returns a plain tuple.
+            train: part of the published signature; without dropout both values mean the same.
+
+        Returns:
+            FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
+
+        Raises:
+            ValueError: an input's shape does not fit the configuration.
+        """
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+            raise ValueError(
+                f"sample has shape {tuple(sample.shape)}, this UNet takes "
+                f"(batch, {self.in_channels}, height, width)"
+            )
+        if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
+            raise ValueError(
+                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet takes "
+                f"cross_attention_dim={self.cross_attention_dim}; is the text encoder another model's?"
+            )
+        if added_cond_kwargs is not None:
+            raise ValueError("added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None")
+
+        channels = self.block_out_channels
+        num_blocks = len(channels)
+        num_heads = self._per_block(
+            "attention_head_dim" if self.num_attention_heads is None else "num_attention_heads"
+        )
+        num_layers = self._per_block("layers_per_block")
+        num_transformer_layers = self._per_block("transformer_layers_per_block")
+        only_cross_attention = self._per_block("only_cross_attention")
+        resnet = partial(
+            checkpointed(ResnetBlock2D, self.gradient_checkpointing),
+            num_groups=self.norm_num_groups,
+            epsilon=self.norm_eps,
+            dtype=self.dtype,
+        )
+
+        def transformer(i, only_cross_attention=False):
+            return partial(
+                Transformer2D,
+                num_heads=num_heads[i],
+                num_layers=num_transformer_layers[i],
+                num_groups=self.norm_num_groups,
+                use_linear_projection=self.use_linear_projection,
+                only_cross_attention=only_cross_attention,
+                gradient_checkpointing=self.gradient_checkpointing,
+                dtype=self.dtype,
+            )
+
+        def block_transformer(block_type, i):
+            if block_type not in CROSS_ATTENTION_BLOCKS:
+                raise ValueError(
+                    f"block type {block_type} is not supported; those that are: "
+                    f"{', '.join(CROSS_ATTENTION_BLOCKS)}"
+                )
+            if CROSS_ATTENTION_BLOCKS[block_type]:
+                return transformer(i, only_cross_attention[i])
+            return None
+
+        # 1. time
+        timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
+        time_emb = sinusoidal_embedding(timesteps, channels[0], self.flip_sin_to_cos, self.freq_shift)
+        time_emb = TimestepEmbedding(4 * channels[0], self.dtype, name="time_embedding")(
+            time_emb.astype(self.dtype)
+        )  # (B, 4 * channels[0])
+        context = encoder_hidden_states.astype(self.dtype)
+
+        # 2. down
+        x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))  # (B, H, W, in_channels)
+        x = nn.Conv(channels[0], (3, 3), dtype=self.dtype, name="conv_in")(x)
+        skips = [x]
+        for i, block_type in enumerate(self.down_block_types):
+            x, passed = DownBlock(
+                channels[i],
+                num_layers[i],
+                resnet,
+                block_transformer(block_type, i),
+                downsample=i < num_blocks - 1,
+                dtype=self.dtype,
+                name=f"down_blocks_{i}",
+            )(x, time_emb, context)
+            skips += passed
+        if down_block_additional_residuals is not None:
+            skips = [
+                skip + jnp.transpose(residual.astype(self.dtype), (0, 2, 3, 1))
+                for skip, residual in zip(skips, down_block_additional_residuals, strict=True)
+            ]
+
+        # 3. middle
+        x = MidBlock(channels[-1], resnet, transformer(num_blocks - 1), name="mid_block")(
+            x, time_emb, context
+        )
+        if mid_block_additional_residual is not None:
+            residual = mid_block_additional_residual.astype(self.dtype)
+            x = x + jnp.transpose(residual, (0, 2, 3, 1))
+
+        # 4. up
+        for i, block_type in enumerate(self.up_block_types):
+            j = num_blocks - 1 - i  # the down block on the same level
+            taken, skips = skips[-num_layers[j] - 1 :], skips[: -num_layers[j] - 1]
+            x = UpBlock(
+                channels[j],
+                num_layers[j] + 1,
+                resnet,
+                block_transformer(block_type, j),
+                upsample=j > 0,
+                dtype=self.dtype,
+                name=f"up_blocks_{i}",
+            )(x, taken, time_emb, context, size=skips[-1].shape[1:3] if skips else None)
+
+        # 5. out
+        x = GroupNorm(self.norm_num_groups, self.norm_eps, self.dtype, name="conv_norm_out")(x)
+        x = nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv_out")(nn.silu(x))
+        x = jnp.transpose(x, (0, 3, 1, 2))  # (B, out_channels, H, W)
+        return FlaxUNet2DConditionOutput(x) if return_dict else (x,)

@@ -1,0 +1,303 @@
+"""FlaxAutoencoderKL: pictures to latents and back.
+
+The published class name, call signature and parameter tree; any `AutoencoderKL` config.json of
+Stable Diffusion 1.x, 2.x and SDXL.
+
+    vae, params = FlaxAutoencoderKL.from_pretrained("MODEL", subfolder="vae")
+    posterior = vae.apply({"params": params}, images, method=vae.encode).latent_dist
+    images = vae.apply({"params": params}, latents / vae.config.scaling_factor, method=vae.decode).sample
+
+Source: Latent Diffusion Models (arXiv 2112.10752), section 3.1; numerics of PyTorch diffusers.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+
+from modeling_flax_blocks import Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D, attention
+from modeling_flax_utils import FlaxModelMixin
+
+
+@struct.dataclass
+class FlaxDiagonalGaussianDistribution:
+    """The posterior over latents, channels-last: mean and logvar, each (B, h, w, C) float32."""
+
+    mean: jax.Array
+    logvar: jax.Array
+
+    @classmethod
+    def from_moments(cls, moments):
+        """Split the encoder's output (B, h, w, 2C); logvar is clipped to [-30, 20]."""
+        mean, logvar = jnp.split(moments.astype(jnp.float32), 2, axis=-1)
+        return cls(mean, jnp.clip(logvar, -30.0, 20.0))
+
+    @property
+    def var(self):
+        return jnp.exp(self.logvar)
+
+    @property
+    def std(self):
+        return jnp.exp(0.5 * self.logvar)
+
+    def sample(self, key):
+        """One draw, (B, h, w, C)."""
+        return self.mean + self.std * jax.random.normal(key, self.mean.shape)
+
+    def mode(self):
+        """The most probable latent, (B, h, w, C)."""
+        return self.mean
+
+    def kl(self, other=None):
+        """Divergence from other, or from the standard normal, in nats per picture, (B,)."""
+        if other is None:
+            terms = jnp.square(self.mean) + self.var - 1.0 - self.logvar
+        else:
+            terms = (jnp.square(self.mean - other.mean) + self.var) / other.var
+            terms = terms - 1.0 - self.logvar + other.logvar
+        return 0.5 * terms.sum((1, 2, 3))
+
+
+class FlaxAutoencoderKLOutput(NamedTuple):
+    """What encode hands back."""
+
+    latent_dist: FlaxDiagonalGaussianDistribution
+
+
+class FlaxDecoderOutput(NamedTuple):
+    """What decode hands back: pictures (B, 3, H, W), about [-1, 1]."""
+
+    sample: jax.Array
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention with one head over the positions of a feature map, plus the input."""
+
+    num_groups: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        B, H, W, C = x.shape
+        h = GroupNorm(self.num_groups, 1e-6, self.dtype, name="group_norm")(x).reshape(B, H * W, C)
+        query = nn.Dense(C, dtype=self.dtype, name="query")(h)
+        key = nn.Dense(C, dtype=self.dtype, name="key")(h)
+        value = nn.Dense(C, dtype=self.dtype, name="value")(h)
+        h = nn.Dense(C, dtype=self.dtype, name="proj_attn")(attention(query, key, value, 1))
+        return x + h.reshape(B, H, W, C)
+
+
+class MidBlock(nn.Module):
+    """Attention between two residual blocks."""
+
+    out_channels: int
+    num_groups: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        resnet = (self.out_channels, self.num_groups, 1e-6, self.dtype)
+        x = ResnetBlock2D(*resnet, name="resnets_0")(x)
+        x = AttentionBlock(self.num_groups, self.dtype, name="attentions_0")(x)
+        return ResnetBlock2D(*resnet, name="resnets_1")(x)
+
+
+class LevelBlock(nn.Module):
+    """The residual blocks of one resolution, then down- or upsampling if given."""
+
+    out_channels: int
+    num_layers: int
+    num_groups: int
+    dtype: DTypeLike
+    downsample: bool = False
+    upsample: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.num_layers):
+            resnet = ResnetBlock2D(
+                self.out_channels, self.num_groups, 1e-6, self.dtype, name=f"resnets_{i}"
+            )
+            x = resnet(x)
+        if self.downsample:
+            padding = ((0, 1), (0, 1))
+            x = Downsample2D(self.out_channels, padding, self.dtype, name="downsamplers_0")(x)
+        if self.upsample:
+            x = Upsample2D(self.out_channels, self.dtype, name="upsamplers_0")(x)
+        return x
+
+
+class Encoder(nn.Module):
+    """Pictures (B, H, W, 3) to moments before quant_conv, (B, h, w, 2 * latent_channels)."""
+
+    latent_channels: int
+    block_out_channels: tuple
+    layers_per_block: int
+    num_groups: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(self.block_out_channels[0], (3, 3), dtype=self.dtype, name="conv_in")(x)
+        last = len(self.block_out_channels) - 1
+        for i, width in enumerate(self.block_out_channels):
+            x = LevelBlock(
+                width,
+                self.layers_per_block,
+                self.num_groups,
+                self.dtype,
+                downsample=i < last,
+                name=f"down_blocks_{i}",
+            )(x)
+        x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
+        x = nn.silu(GroupNorm(self.num_groups, 1e-6, self.dtype, name="conv_norm_out")(x))
+        return nn.Conv(2 * self.latent_channels, (3, 3), dtype=self.dtype, name="conv_out")(x)
+
+
+class Decoder(nn.Module):
+    """Latents after post_quant_conv, (B, h, w, latent_channels), to pictures (B, H, W, 3)."""
+
+    out_channels: int
+    block_out_channels: tuple
+    layers_per_block: int
+    num_groups: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(self.block_out_channels[-1], (3, 3), dtype=self.dtype, name="conv_in")(x)
+        x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
+        last = len(self.block_out_channels) - 1
+        for i, width in enumerate(reversed(self.block_out_channels)):
+            x = LevelBlock(
+                width,
+                self.layers_per_block + 1,
+                self.num_groups,
+                self.dtype,
+                upsample=i < last,
+                name=f"up_blocks_{i}",
+            )(x)
+        x = nn.silu(GroupNorm(self.num_groups, 1e-6, self.dtype, name="conv_norm_out")(x))
+        return nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv_out")(x)
+
+
+class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
+    """The variational autoencoder; its fields are the entries of a diffusers VAE `config.json`.
+
+    `dtype` is the dtype of the computation; the latent distribution is always float32.
+    """
+
+    in_channels: int = 3
+    out_channels: int = 3
+    down_block_types: tuple = ("DownEncoderBlock2D",)
+    up_block_types: tuple = ("UpDecoderBlock2D",)
+    block_out_channels: tuple = (64,)
+    layers_per_block: int = 1
+    latent_channels: int = 4
+    norm_num_groups: int = 32
+    sample_size: int = 32
+    scaling_factor: float = 0.18215
+    force_upcast: bool = True
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    dtype: DTypeLike = jnp.float32
+
+    weights_name = "diffusion_pytorch_model"
+    torch_class_name = "AutoencoderKL"
+    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
+        "act_fn": "silu",
+        "latents_mean": None,
+        "latents_std": None,
+        "mid_block_add_attention": True,
+        "shift_factor": None,
+    }
+    ignored_config = ()
+
+    def setup(self):
+        for types, known in (
+            (self.down_block_types, "DownEncoderBlock2D"),
+            (self.up_block_types, "UpDecoderBlock2D"),
+        ):
+            if set(types) != {known}:
+                raise ValueError(f"VAE block types {list(types)} are not supported, only {known} is")
+        shared = dict(
+            block_out_channels=tuple(self.block_out_channels),
+            layers_per_block=self.layers_per_block,
+            num_groups=self.norm_num_groups,
+            dtype=self.dtype,
+        )
+        self.encoder = Encoder(self.latent_channels, **shared)
+        self.decoder = Decoder(self.out_channels, **shared)
+        if self.use_quant_conv:
+            self.quant_conv = nn.Conv(2 * self.latent_channels, (1, 1), dtype=self.dtype)
+        if self.use_post_quant_conv:
+            self.post_quant_conv = nn.Conv(self.latent_channels, (1, 1), dtype=self.dtype)
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        size = 2 ** (len(self.block_out_channels) - 1)
+        sample = jnp.zeros((1, self.in_channels, size, size))
+        return self.init(rng, sample)["params"]
+
+    def encode(self, sample, deterministic=True, return_dict=True):
+        """The posterior over latents of pictures.
+
+        Args:
+            sample: pictures (B, in_channels, H, W) in [-1, 1]; H and W multiples of
+                2 ** (len(block_out_channels) - 1).
+            deterministic: part of the published signature; there is no dropout.
+            return_dict: False returns a plain tuple.
+
+        Returns:
+            FlaxAutoencoderKLOutput; latent_dist is channels-last and float32.
+        """
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+            raise ValueError(
+                f"sample has shape {tuple(sample.shape)}, this VAE encodes "
+                f"(batch, {self.in_channels}, height, width)"
+            )
+        factor = 2 ** (len(self.block_out_channels) - 1)
+        if sample.shape[2] % factor or sample.shape[3] % factor:
+            raise ValueError(
+                f"picture size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
+                "resize or crop it first"
+            )
+        moments = self.encoder(jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1)))
+        if self.use_quant_conv:
+            moments = self.quant_conv(moments)
+        posterior = FlaxDiagonalGaussianDistribution.from_moments(moments)
+        return FlaxAutoencoderKLOutput(posterior) if return_dict else (posterior,)
+
+    def decode(self, latents, deterministic=True, return_dict=True):
+        """Pictures of latents.
+
+        Args:
+            latents: unscaled, (B, latent_channels, h, w); (B, h, w, latent_channels) is taken as
+                well where axis 1 is not latent_channels long.
+            deterministic: part of the published signature; there is no dropout.
+            return_dict: False returns a plain tuple.
+
+        Returns:
+            FlaxDecoderOutput; sample is (B, out_channels, H, W) in `dtype`, about [-1, 1].
+        """
+        if latents.ndim != 4 or self.latent_channels not in (latents.shape[1], latents.shape[3]):
+            raise ValueError(
+                f"latents have shape {tuple(latents.shape)}, this VAE decodes "
+                f"(batch, {self.latent_channels}, height, width)"
+            )
+        if latents.shape[1] == self.latent_channels:
+            latents = jnp.transpose(latents, (0, 2, 3, 1))
+        latents = latents.astype(self.dtype)
+        if self.use_post_quant_conv:
+            latents = self.post_quant_conv(latents)
+        sample = jnp.transpose(self.decoder(latents), (0, 3, 1, 2))
+        return FlaxDecoderOutput(sample) if return_dict else (sample,)
+
+    def __call__(self, sample, sample_posterior=False, deterministic=True, return_dict=True):
+        """Encode and decode; with sample_posterior a latent is drawn (rng collection "gaussian")."""
+        posterior = self.encode(sample, deterministic).latent_dist
+        latents = posterior.sample(self.make_rng("gaussian")) if sample_posterior else posterior.mode()
+        return self.decode(jnp.transpose(latents, (0, 3, 1, 2)), deterministic, return_dict)
