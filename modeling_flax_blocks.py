@@ -113,7 +113,9 @@ class Downsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        conv = nn.Conv(self.out_channels, (3, 3), (2, 2), self.padding, dtype=self.dtype, name="conv")
+        conv = nn.Conv(
+            self.out_channels, (3, 3), (2, 2), self.padding, dtype=self.dtype, name="conv"
+        )
         return conv(x)
 
 
@@ -125,7 +127,7 @@ class Upsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x, size=None):
-        """x (B, H, W, C), size (height, width) or None for twice x's -> (B, *size, out_channels)."""
+        """x (B, H, W, C), size (height, width) or None to double -> (B, *size, out_channels)."""
         B, H, W, C = x.shape
         if size is None or tuple(size) == (2 * H, 2 * W):
             x = jnp.broadcast_to(x[:, :, None, :, None], (B, H, 2, W, 2, C))
@@ -162,7 +164,9 @@ class GEGLU(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        hidden, gate = jnp.split(nn.Dense(2 * self.dim_out, dtype=self.dtype, name="proj")(x), 2, -1)
+        hidden, gate = jnp.split(
+            nn.Dense(2 * self.dim_out, dtype=self.dtype, name="proj")(x), 2, -1
+        )
         return hidden * nn.gelu(gate, approximate=False)
 
 
@@ -261,7 +265,11 @@ def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
     half = dim // 2
     frequencies = np.exp(-np.log(10000.0) * np.arange(half) / (half - freq_shift))
     angles = timesteps.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
-    parts = (jnp.cos(angles), jnp.sin(angles)) if flip_sin_to_cos else (jnp.sin(angles), jnp.cos(angles))
+    parts = (
+        (jnp.cos(angles), jnp.sin(angles))
+        if flip_sin_to_cos
+        else (jnp.sin(angles), jnp.cos(angles))
+    )
     return jnp.concatenate(parts, axis=-1)
 
 

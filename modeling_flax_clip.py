@@ -36,7 +36,7 @@ class FlaxBaseModelOutputWithPooling(NamedTuple):
 
 
 class FlaxCLIPTextModelOutput(NamedTuple):
-    """text_embeds (B, projection_dim): the end-of-text row, projected; the rest as without projection."""
+    """text_embeds (B, projection_dim): the end-of-text row, projected; the rest as above."""
 
     text_embeds: jax.Array
     last_hidden_state: jax.Array
@@ -197,9 +197,9 @@ class FlaxCLIPTextModel(nn.Module, FlaxModelMixin):
         return self.init(rng, jnp.zeros((1, self.max_position_embeddings), jnp.int32))["params"]
 
     def encode(self, input_ids, attention_mask, position_ids):
-        """The shared part: last_hidden_state (B, T, D), end-of-text row (B, D), all hidden states."""
+        """What both share: last_hidden_state (B, T, D), end-of-text row (B, D), hidden states."""
         T = input_ids.shape[1]
-        if T > self.max_position_embeddings:
+        if self.max_position_embeddings < T:
             raise ValueError(
                 f"input_ids are {T} tokens long, this text encoder takes at most "
                 f"{self.max_position_embeddings}; truncate the prompt"

@@ -54,7 +54,7 @@ class DownBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, time_emb, context):
-        """x (B, H, W, C) -> (B, H/2, W/2, out_channels) and all it passed on the way, for the skips."""
+        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and what the skips will carry."""
         skips = []
         for i in range(self.num_layers):
             x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
@@ -68,7 +68,7 @@ class DownBlock(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """Residual blocks over the skips, each followed by a transformer if there is one, then upsampling."""
+    """Residual blocks over the skips, each with a transformer if there is one, then upsampling."""
 
     out_channels: int
     num_layers: int
@@ -79,7 +79,7 @@ class UpBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, skips, time_emb, context, size):
-        """x (B, H, W, C), skips as DownBlock left them, taken from the end; size: of the next block."""
+        """x (B, H, W, C), skips taken from the end; size: height and width to upsample to."""
         for i in range(self.num_layers):
             x = jnp.concatenate((x, skips[-1 - i]), axis=-1)
             x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
@@ -238,8 +238,8 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             )
         if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
             raise ValueError(
-                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet takes "
-                f"cross_attention_dim={self.cross_attention_dim}; is the text encoder another model's?"
+                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet "
+                f"takes cross_attention_dim={self.cross_attention_dim}; take both from one model"
             )
         if added_cond_kwargs is not None:
             raise ValueError("added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None")
@@ -283,7 +283,9 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
 
         # 1. time
         timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
-        time_emb = sinusoidal_embedding(timesteps, channels[0], self.flip_sin_to_cos, self.freq_shift)
+        time_emb = sinusoidal_embedding(
+            timesteps, channels[0], self.flip_sin_to_cos, self.freq_shift
+        )
         time_emb = TimestepEmbedding(4 * channels[0], self.dtype, name="time_embedding")(
             time_emb.astype(self.dtype)
         )  # (B, 4 * channels[0])

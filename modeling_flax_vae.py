@@ -5,7 +5,8 @@ Stable Diffusion 1.x, 2.x and SDXL.
 
     vae, params = FlaxAutoencoderKL.from_pretrained("MODEL", subfolder="vae")
     posterior = vae.apply({"params": params}, images, method=vae.encode).latent_dist
-    images = vae.apply({"params": params}, latents / vae.config.scaling_factor, method=vae.decode).sample
+    latents = latents / vae.config.scaling_factor
+    images = vae.apply({"params": params}, latents, method=vae.decode).sample
 
 Source: Latent Diffusion Models (arXiv 2112.10752), section 3.1; numerics of PyTorch diffusers.
 """
@@ -222,7 +223,9 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
             (self.up_block_types, "UpDecoderBlock2D"),
         ):
             if set(types) != {known}:
-                raise ValueError(f"VAE block types {list(types)} are not supported, only {known} is")
+                raise ValueError(
+                    f"VAE block types {list(types)} are not supported, only {known} is"
+                )
         shared = dict(
             block_out_channels=tuple(self.block_out_channels),
             layers_per_block=self.layers_per_block,
@@ -297,7 +300,9 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         return FlaxDecoderOutput(sample) if return_dict else (sample,)
 
     def __call__(self, sample, sample_posterior=False, deterministic=True, return_dict=True):
-        """Encode and decode; with sample_posterior a latent is drawn (rng collection "gaussian")."""
+        """Encode and decode; with sample_posterior a latent is drawn (rng "gaussian")."""
         posterior = self.encode(sample, deterministic).latent_dist
-        latents = posterior.sample(self.make_rng("gaussian")) if sample_posterior else posterior.mode()
+        latents = (
+            posterior.sample(self.make_rng("gaussian")) if sample_posterior else posterior.mode()
+        )
         return self.decode(jnp.transpose(latents, (0, 3, 1, 2)), deterministic, return_dict)

@@ -1,7 +1,8 @@
 """Pretrain demo/base_model: a tiny Stable Diffusion that makes crops of photographs from captions.
 
-    python demo/make_base_model.py                                     # about HOURS on 2 CPU cores
-    python demo/make_base_model.py --vae_steps 20 --unet_steps 20 --output_dir /tmp/base   # a minute
+    python demo/make_base_model.py                     # about HOURS hours on 2 CPU cores
+    python demo/make_base_model.py --vae_steps 20 --unet_steps 20 \\
+        --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
 
 Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the pictures; text
 encoder and UNet together on (caption, latent) pairs. The result is a diffusers pipeline folder in
@@ -12,6 +13,7 @@ Papers: Latent Diffusion Models (arXiv 2112.10752), CLIP (arXiv 2103.00020).
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,11 @@ import numpy as np
 import optax
 import tyro
 from flax import serialization
-from tqdm import tqdm
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from tqdm import tqdm, trange
+from transformers import CLIPTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,11 +37,22 @@ from demo.photographs import EDITS, TRAINING, load_photographs, random_crop  # n
 from modeling_flax_clip import FlaxCLIPTextModel  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
+from scheduling_flax import FlaxDDPMScheduler, FlaxPNDMScheduler  # noqa: E402
 
 SIZE = 64  # pixels of a picture's side
-VOCAB_SIZE = 512 + 2 + 94  # CLIP's 2 x 256 byte symbols, start and end of text, merges
-NUM_TRAIN_TIMESTEPS = 1000
-BETA_START, BETA_END = 0.00085, 0.012
+NUM_MERGES = 120
+VOCAB_SIZE = 512 + NUM_MERGES + 2  # CLIP's 2 x 256 byte symbols, merges, start and end of text
+NUM_LATENTS = 16384  # pictures encoded once, to train the UNet on
+START, END = "<|startoftext|>", "<|endoftext|>"
+SCHEDULER_CONFIG = {  # Stable Diffusion 1.5's
+    "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+}
 
 VAE = FlaxAutoencoderKL(
     down_block_types=("DownEncoderBlock2D",) * 3,
@@ -43,6 +60,27 @@ VAE = FlaxAutoencoderKL(
     block_out_channels=(16, 32, 64),
     norm_num_groups=8,
     sample_size=SIZE,
+)
+UNET = FlaxUNet2DConditionModel(
+    sample_size=SIZE // 4,
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    block_out_channels=(48, 88),
+    layers_per_block=1,
+    attention_head_dim=4,
+    cross_attention_dim=64,
+    norm_num_groups=8,
+)
+TEXT_ENCODER = FlaxCLIPTextModel(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=256,
+    projection_dim=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    bos_token_id=VOCAB_SIZE - 2,
+    eos_token_id=VOCAB_SIZE - 1,
+    pad_token_id=VOCAB_SIZE - 1,
 )
 
 
@@ -54,7 +92,8 @@ class Config:
     unet_steps: int = 4000  # optimizer steps of text encoder and UNet
     vae_batch_size: int = 16
     unet_batch_size: int = 32
-    learning_rate: float = 2e-3  # peak, both stages; warm-up, then cosine to zero
+    vae_learning_rate: float = 2e-3  # peak; warm-up, then cosine to zero
+    unet_learning_rate: float = 1e-3  # peak, likewise
     kl_weight: float = 1e-4  # weight of the VAE's KL term, per latent number
     seed: int = 0
 
@@ -109,7 +148,9 @@ def fit(loss_fn, params, batches, num_steps, learning_rate, seed, desc):
         params, opt_state, loss = step(params, opt_state, next(batches), key)
         loss = float(loss)
         if not np.isfinite(loss):
-            raise ValueError(f"the loss of stage {desc} is {loss} at step {i}; lower --learning_rate")
+            raise ValueError(
+                f"the loss of stage {desc} is {loss} at step {i}; lower its learning rate"
+            )
         average = loss if average is None else 0.98 * average + 0.02 * loss
         progress.set_postfix(loss=f"{average:.4f}", refresh=False)
     return params
@@ -132,7 +173,7 @@ def train_vae(config):
     )
     loss = partial(vae_loss, kl_weight=config.kl_weight)
     params = fit(
-        loss, params, batches, config.vae_steps, config.learning_rate, config.seed + 2, "VAE"
+        loss, params, batches, config.vae_steps, config.vae_learning_rate, config.seed + 2, "VAE"
     )
     pictures, _ = next(picture_batches(config.seed + 3, 512, False))
     encode = jax.jit(partial(VAE.apply, method=VAE.encode))
@@ -152,7 +193,116 @@ def stage(work_dir, name, make):
     return serialization.msgpack_restore(path.read_bytes())
 
 
-if __name__ == "__main__":
+def make_tokenizer(folder):
+    """Write CLIP's vocab.json and merges.txt, learnt on the captions, into folder; open them."""
+    captions = [
+        caption.format(name)
+        for name in TRAINING.values()
+        for caption in ("a photo of {}", *(edit.caption for edit in EDITS))
+    ]
+    bpe = Tokenizer(BPE(end_of_word_suffix="</w>"))
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = BpeTrainer(vocab_size=10**6, end_of_word_suffix="</w>", show_progress=False)
+    bpe.train_from_iterator(captions, trainer)
+    merges = json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
+
+    # CLIP's order: bytes, bytes that end a word, merges, start and end of text.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    symbols = [*alphabet, *(f"{symbol}</w>" for symbol in alphabet)]
+    symbols += ["".join(merge) for merge in merges] + [START, END]
+    vocab = {symbol: i for i, symbol in enumerate(symbols)}
+    special = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": END}
+    files = {
+        "vocab.json": json.dumps(vocab),
+        "merges.txt": "\n".join(["#version: 0.2", *(" ".join(merge) for merge in merges)]) + "\n",
+        "special_tokens_map.json": json.dumps(special),
+        "tokenizer_config.json": json.dumps(
+            {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **special}
+        ),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return CLIPTokenizer.from_pretrained(folder)
+
+
+def latent_batches(vae, tokenizer, config):
+    """Batches for ever: scaled latents (B, 4, h, w) and token ids (B, 77), 10% of them of ""."""
+    rng = np.random.default_rng(config.seed + 4)
+    pictures = picture_batches(config.seed + 5, 256, recolour=False)
+    encode = jax.jit(partial(VAE.apply, method=VAE.encode))
+    latents, captions = [], []
+    for _ in trange(NUM_LATENTS // 256, desc="encode", mininterval=5):
+        batch, batch_captions = next(pictures)
+        mode = encode({"params": vae["params"]}, batch).latent_dist.mode()
+        latents.append(np.asarray(mode).transpose(0, 3, 1, 2) * vae["scaling_factor"])
+        captions += batch_captions
+    latents = np.concatenate(latents)
+    ids = tokenizer([*captions, ""], padding="max_length", return_tensors="np").input_ids
+    ids = ids.astype(np.int32)
+    while True:
+        rows = rng.integers(len(latents), size=config.unet_batch_size)
+        unconditional = rng.random(config.unet_batch_size) < 0.1
+        yield latents[rows], ids[np.where(unconditional, len(latents), rows)]
+
+
+def text_to_image_loss(params, batch, key, *, scheduler, scheduler_state):
+    """Mean squared error of the predicted noise. Source: DDPM (arXiv 2006.11239), equation 14."""
+    x_0, input_ids = batch
+    noise_key, timestep_key = jax.random.split(key)
+    noise = jax.random.normal(noise_key, x_0.shape)
+    timesteps = jax.random.randint(timestep_key, (len(x_0),), 0, 1000)
+    x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
+    text = TEXT_ENCODER.apply({"params": params["text_encoder"]}, input_ids)[0]
+    eps_pred = UNET.apply({"params": params["unet"]}, x_t, timesteps, text).sample
+    return jnp.square(eps_pred - noise).mean()
+
+
+def train_unet(config, vae, tokenizer):
+    """The parameters of text encoder and UNet."""
+    keys = jax.random.split(jax.random.key(config.seed + 6))
+    params = {
+        "unet": jax.jit(UNET.init_weights)(keys[0]),
+        "text_encoder": jax.jit(TEXT_ENCODER.init_weights)(keys[1]),
+    }
+    scheduler, scheduler_state = FlaxDDPMScheduler.from_config(SCHEDULER_CONFIG)
+    loss = partial(text_to_image_loss, scheduler=scheduler, scheduler_state=scheduler_state)
+    batches = latent_batches(vae, tokenizer, config)
+    rate = config.unet_learning_rate
+    return jax.device_get(
+        fit(loss, params, batches, config.unet_steps, rate, config.seed + 7, "UNet")
+    )
+
+
+def main():
+    """Train what work_dir does not hold yet, write the pipeline folder."""
     config = tyro.cli(Config, description=__doc__)
+    output_dir = Path(config.output_dir)
+    started = time.perf_counter()
+    tokenizer = make_tokenizer(output_dir / "tokenizer")
     vae = stage(config.work_dir, "vae", partial(train_vae, config))
-    print(vae["scaling_factor"])
+    params = stage(config.work_dir, "unet", partial(train_unet, config, vae, tokenizer))
+
+    half = dict(dtype=np.float16)
+    scaled_vae = VAE.clone(scaling_factor=round(float(vae["scaling_factor"]), 5))
+    scaled_vae.save_pretrained(output_dir / "vae", params=vae["params"], **half)
+    UNET.save_pretrained(output_dir / "unet", params=params["unet"], **half)
+    TEXT_ENCODER.save_pretrained(output_dir / "text_encoder", params["text_encoder"], **half)
+    FlaxPNDMScheduler.from_config(SCHEDULER_CONFIG)[0].save_pretrained(output_dir / "scheduler")
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "feature_extractor": [None, None],
+        "requires_safety_checker": False,
+        "safety_checker": [None, None],
+        "scheduler": ["diffusers", "PNDMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (output_dir / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    print(f"saved {output_dir} after {(time.perf_counter() - started) / 3600:.2f} hours")
+
+
+if __name__ == "__main__":
+    main()

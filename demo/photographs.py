@@ -1,7 +1,7 @@
 """The demo's photographs and edits: what is shown to the model, and what the true answer is.
 
-The photographs ship inside scikit-image, scikit-learn and matplotlib, so nothing is downloaded. Those
-in HELD_OUT are for testing alone: neither the base model nor the fine-tuning ever sees them.
+The photographs ship inside scikit-image, scikit-learn and matplotlib, so nothing is downloaded.
+Those in HELD_OUT are for testing alone: neither the base model nor the fine-tuning sees them.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,9 @@ EDITS = (
     Edit("invert the colors", "a photo of {} with inverted colors", lambda x: 1 - x),
     Edit("give it a red tint", "a photo of {} with a red tint", _blend((1, 0, 0), 0.5)),
     Edit("give it a green tint", "a photo of {} with a green tint", _blend((0, 1, 0), 0.5)),
-    Edit("turn day into night", "a photo of {} at night", lambda x: x * np.float32((0.2, 0.25, 0.45))),
+    Edit(
+        "turn day into night", "a photo of {} at night", lambda x: x * np.float32((0.2, 0.25, 0.45))
+    ),
     Edit("cover it in fog", "a photo of {} covered in fog", _blend((0.9, 0.9, 0.9), 0.7)),
     Edit("put a white frame around it", "a photo of {} in a white frame", _frame),
     Edit("turn it upside down", "an upside down photo of {}", lambda x: x[::-1]),
@@ -78,7 +80,9 @@ def load_photographs(files):
     import skimage
     import sklearn
 
-    packages = {module.__name__: Path(module.__file__).parent for module in (matplotlib, skimage, sklearn)}
+    packages = {
+        module.__name__: Path(module.__file__).parent for module in (matplotlib, skimage, sklearn)
+    }
     pictures = []
     for file in files:
         package, _, rest = file.partition("/")
@@ -89,7 +93,7 @@ def load_photographs(files):
 def random_crop(rng, picture, size):
     """A square of random place and scale, resized to size: (size, size, 3) float32 in [0, 1].
 
-    rng: a numpy Generator. The square's side is log-uniform between size and the picture's short side.
+    rng: a numpy Generator. The square's side is log-uniform, from size to the picture's short side.
     """
     side = int(np.exp(rng.uniform(np.log(size), np.log(min(picture.size)))))
     left = int(rng.integers(picture.width - side + 1))

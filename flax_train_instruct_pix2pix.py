@@ -1,0 +1,591 @@
+"""Fine-tune Stable Diffusion into InstructPix2Pix: one readable pmap loop.
+
+    python flax_train_instruct_pix2pix.py \\
+        --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
+        --unet_model_name_or_path modified_unet --train_data_dir data --output_dir instruct-pix2pix
+
+`modified_unet` is what create_modified_unet.py wrote; `data` is a folder of parquet shards. On a
+CPU, with the demo's model and data (`make demo` makes both), in about a minute:
+
+    python flax_train_instruct_pix2pix.py --pretrained_model_name_or_path demo/base_model \\
+        --unet_model_name_or_path demo/output/modified_unet --train_data_dir demo/output/data \\
+        --resolution 64 --train_batch_size 8 --max_train_steps 50 --output_dir /tmp/trained
+
+Stable Diffusion 1.5 needs about 14 GB per device for parameters, optimizer and gradients, and the
+activations of its share of the batch. On several hosts run the same command on each.
+
+Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
+"""
+
+import itertools
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import struct
+from flax.jax_utils import replicate, unreplicate
+from flax.training.common_utils import shard
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+from tqdm import tqdm
+from transformers import CLIPTokenizer
+
+from modeling_flax_clip import FlaxCLIPTextModel
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_vae import FlaxAutoencoderKL
+from parquet_processing import ParquetImagePairs
+from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
+
+EMA_HORIZONS = 5  # the averaging window in units of 1 / (1 - decay)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Config:
+    # model
+    pretrained_model_name_or_path: str  # pipeline folder or hub id: VAE, text encoder, scheduler
+    unet_model_name_or_path: str  # the 8-channel UNet: create_modified_unet.py's --output_dir
+    revision: str | None = None  # branch, tag or commit, if the pretrained model is a hub id
+    variant: str | None = None  # e.g. fp16, for the pretrained model's files
+    # data
+    train_data_dir: str = "data"  # folder with this host's *.parquet shards
+    original_image_column: str = ""  # "" finds original_image or input_image
+    edited_image_column: str = ""  # "" finds edited_image
+    edit_prompt_column: str = ""  # "" finds edit_prompt
+    resolution: int = 256  # side of the square training pictures, pixels
+    random_crop: bool = True  # crop anywhere along the longer side, else in the middle
+    random_flip: bool = True  # mirror half of the pairs
+    dataloader_num_workers: int = 0  # decoding threads; 0 takes one per core
+    # training
+    train_batch_size: int = 16  # pairs per step over all devices of all hosts
+    max_train_steps: int = 15000  # optimizer steps
+    learning_rate: float = 5e-5  # peak
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    lr_warmup_steps: int = 0  # linear from 0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_weight_decay: float = 1e-2
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0  # clip the global norm of the gradient
+    conditioning_dropout_prob: float = (
+        0.05  # q of each dropout case; 0 switches it off, at most 1/3
+    )
+    mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; master weights stay float32
+    gradient_checkpointing: bool = False  # recompute activations: less memory, about 1.3x the time
+    seed: int = 42
+    # exponential moving average of the weights
+    ema: Literal["none", "late", "full"] = "late"  # late: only in the final stage
+    ema_fraction: float = 0.036  # late: the share of the run, at its end, that is averaged
+    ema_start_step: int | None = None  # late: the first averaged step, instead of ema_fraction
+    ema_decay: float | None = None  # None is 1 - 5 / (averaged steps)
+    # output
+    output_dir: str = "instruct-pix2pix-model"  # becomes a diffusers pipeline folder
+    save_raw_unet: bool = False  # also keep the UNet before averaging, in OUTPUT_DIR/unet_raw
+    logging_steps: int = 50  # steps between lines of metrics.jsonl
+    report_to: Literal["none", "wandb"] = "none"
+    tracker_project_name: str = "instruct-pix2pix"  # wandb project
+
+
+class Models(NamedTuple):
+    """The modules of a training step; parameters travel separately."""
+
+    unet: FlaxUNet2DConditionModel
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel
+    scheduler: FlaxDDPMScheduler
+
+
+@struct.dataclass
+class TrainState:
+    """What a step changes: its number, float32 master weights, optimizer moments."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def conditioning_dropout(key, text, null_text, image_latents, rate):
+    """Drop text, image or both, so that one network learns all three branches of the guidance.
+
+    One uniform number per sample decides: below `rate` the text is dropped, up to 2 `rate` both
+    are, up to 3 `rate` the image is.
+
+    Args:
+        key: PRNG key.
+        text: text-encoder states, (B, T, D).
+        null_text: states of the empty prompt, (1, T, D).
+        image_latents: unscaled latents of the picture to edit, (B, C, h, w).
+        rate: chance of each of the three cases; 0 switches dropout off, at most 1/3.
+
+    Returns:
+        (text, image_latents), dropped text replaced by null_text and dropped latents by zeros.
+
+    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.1.
+    """
+    u = jax.random.uniform(key, (text.shape[0],))
+    drop_text = u < 2 * rate
+    drop_image = (u >= rate) & (u < 3 * rate)
+    text = jnp.where(drop_text[:, None, None], null_text, text)
+    return text, jnp.where(drop_image[:, None, None, None], 0, image_latents)
+
+
+def diffusion_loss(
+    params, unet, scheduler, scheduler_state, x_0, condition, text, noise, timesteps
+):
+    """Mean squared error of the UNet's prediction of the noise (or of v, as the scheduler says).
+
+    Args:
+        params: the UNet's parameters.
+        unet: FlaxUNet2DConditionModel with twice the latents' channels as in_channels.
+        scheduler: FlaxDDPMScheduler, and scheduler_state its state.
+        x_0: scaled latents of the edited picture, (B, C, h, w) float32.
+        condition: unscaled latents of the picture to edit, (B, C, h, w).
+        text: text-encoder states, (B, T, D).
+        noise: standard normal, (B, C, h, w) float32.
+        timesteps: (B,) integers in [0, num_train_timesteps).
+
+    Returns:
+        A float32 scalar.
+
+    Source: DDPM (arXiv 2006.11239), equation 14; InstructPix2Pix (arXiv 2211.09800), equation 1.
+    """
+    x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
+    target = noise
+    if scheduler.config.prediction_type == "v_prediction":
+        target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
+    x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w)
+    prediction = unet.apply({"params": params}, x_in, timesteps, text).sample
+    return jnp.square(prediction.astype(jnp.float32) - target).mean()
+
+
+def train_step(state, frozen, batch, base_rng, *, models, tx, dropout_rate):
+    """One optimizer step on one device's share of the batch; call it under pmap(axis_name="batch").
+
+    All randomness comes from (base_rng, state.step, global device index), so none has to be saved.
+
+    Args:
+        state: TrainState.
+        frozen: {"vae", "text_encoder"} parameters, "null_text" states of the empty prompt
+            (1, T, D), "scheduler" state.
+        batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3); input_ids (B, T).
+        base_rng: PRNG key, the same on every device and at every step.
+        models: Models.
+        tx: optax optimizer.
+        dropout_rate: see conditioning_dropout.
+
+    Returns:
+        (state, {"loss", "grad_norm"}), both metrics averaged over all devices.
+
+    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.
+    """
+    rng = jax.random.fold_in(base_rng, state.step)
+    rng = jax.random.fold_in(rng, jax.lax.axis_index("batch"))
+    posterior_key, noise_key, timestep_key, dropout_key = jax.random.split(rng, 4)
+
+    # Latents: the target is a scaled sample of the posterior, the condition its unscaled mode.
+    pictures = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
+    pictures = jnp.transpose(pictures.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
+    posterior = models.vae.apply(
+        {"params": frozen["vae"]}, pictures, method=models.vae.encode
+    ).latent_dist  # (2B, h, w, C)
+    B = len(pictures) // 2
+    edited = jax.tree.map(lambda x: x[:B], posterior)
+    x_0 = edited.sample(posterior_key) * models.vae.config.scaling_factor
+    x_0 = jnp.transpose(x_0, (0, 3, 1, 2))  # (B, C, h, w)
+    condition = jnp.transpose(posterior.mode()[B:], (0, 3, 1, 2))
+
+    text = models.text_encoder.apply({"params": frozen["text_encoder"]}, batch["input_ids"])[0]
+    text, condition = conditioning_dropout(
+        dropout_key, text, frozen["null_text"], condition, dropout_rate
+    )
+    noise = jax.random.normal(noise_key, x_0.shape)
+    num_timesteps = models.scheduler.config.num_train_timesteps
+    timesteps = jax.random.randint(timestep_key, (B,), 0, num_timesteps)
+
+    loss, grads = jax.value_and_grad(diffusion_loss)(
+        state.params,
+        models.unet,
+        models.scheduler,
+        frozen["scheduler"],
+        x_0,
+        condition,
+        text,
+        noise,
+        timesteps,
+    )
+    loss, grads = jax.lax.pmean((loss, grads), "batch")  # from here on every replica does the same
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
+    return state, {"loss": loss, "grad_norm": optax.global_norm(grads)}
+
+
+def ema_start(params):
+    """A copy of the parameters: the average of the steps so far is where it starts."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def ema_update(ema_params, params, decay):
+    """Move the average towards the parameters: decay * ema_params + (1 - decay) * params."""
+    return jax.tree.map(lambda ema, p: ema + (1 - decay) * (p - ema), ema_params, params)
+
+
+def ema_plan(ema, max_train_steps, ema_fraction, ema_start_step, ema_decay):
+    """When the average starts and how fast it forgets.
+
+    The default decay is 1 - 5 / window: whatever the run's length, the weights that the average
+    starts from keep e^-5 = 0.7% of it.
+
+    Args:
+        ema: "none", "late" or "full".
+        max_train_steps: length of the run, steps.
+        ema_fraction: late: the share of the run that is averaged, in (0, 1].
+        ema_start_step: late: the first averaged step instead, in [0, max_train_steps); or None.
+        ema_decay: in [0, 1), or None for the default.
+
+    Returns:
+        (first averaged step, decay), or (None, None) for "none".
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
+    """
+    if ema == "none":
+        return None, None
+    if not 0 < ema_fraction <= 1:
+        raise ValueError(f"ema_fraction={ema_fraction} must be above 0 and at most 1")
+    if ema == "full":
+        start = 0
+    elif ema_start_step is None:
+        start = max_train_steps - max(1, round(max_train_steps * ema_fraction))
+    else:
+        start = ema_start_step
+    if not 0 <= start < max_train_steps:
+        raise ValueError(
+            f"ema_start_step={start} must be from 0 to max_train_steps-1, {max_train_steps - 1}; "
+            "or use --ema none"
+        )
+    decay = ema_decay
+    if decay is None:
+        decay = max(0.0, 1 - EMA_HORIZONS / (max_train_steps - start))
+    if not 0 <= decay < 1:
+        raise ValueError(f"ema_decay={decay} must be at least 0 and below 1")
+    return start, decay
+
+
+def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
+    """Step -> learning rate: linear warm-up, then "constant", or "linear" or "cosine" to zero."""
+    if not 0 <= num_warmup_steps < max_train_steps:
+        raise ValueError(
+            f"lr_warmup_steps={num_warmup_steps} must be at least 0 and below "
+            f"max_train_steps={max_train_steps}"
+        )
+    num_decay_steps = max_train_steps - num_warmup_steps
+    after = {
+        "constant": optax.constant_schedule(learning_rate),
+        "linear": optax.linear_schedule(learning_rate, 0.0, num_decay_steps),
+        "cosine": optax.cosine_decay_schedule(learning_rate, num_decay_steps),
+    }[name]
+    if num_warmup_steps == 0:
+        return after
+    warmup = optax.linear_schedule(0.0, learning_rate, num_warmup_steps)
+    return optax.join_schedules([warmup, after], [num_warmup_steps])
+
+
+def make_tokenize(tokenizer: CLIPTokenizer) -> Callable[[list[str]], np.ndarray]:
+    """Prompts to token ids, (B, model_max_length) int32, padded and truncated."""
+
+    def tokenize(prompts):
+        ids = tokenizer(
+            prompts, padding="max_length", truncation=True, return_tensors="np"
+        ).input_ids
+        return ids.astype(np.int32)
+
+    return tokenize
+
+
+def check_config(config: Config, num_devices: int):
+    """Raise a ValueError for what no run could work with, before anything is loaded."""
+    for name in ("train_batch_size", "max_train_steps", "logging_steps"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.train_batch_size % num_devices:
+        below = config.train_batch_size // num_devices * num_devices
+        ways_out = [str(n) for n in (below, below + num_devices) if n]
+        raise ValueError(
+            f"train_batch_size={config.train_batch_size} is not divisible by {num_devices} "
+            f"devices; try {' or '.join(ways_out)}"
+        )
+    if not 0 <= config.conditioning_dropout_prob <= 1 / 3:
+        raise ValueError(
+            f"conditioning_dropout_prob={config.conditioning_dropout_prob} must be from 0 to 1/3: "
+            "it is the chance of each of three cases"
+        )
+    if config.learning_rate <= 0 or config.max_grad_norm <= 0:
+        raise ValueError(
+            f"learning_rate={config.learning_rate} and max_grad_norm={config.max_grad_norm} "
+            "must be above 0"
+        )
+    if Path(config.output_dir).is_file():
+        raise ValueError(f"output_dir={config.output_dir} is a file; name a folder")
+
+
+def load_models(config: Config, dtype):
+    """Modules, frozen parameters and float32 master weights, all on the host."""
+    source, revision = config.pretrained_model_name_or_path, config.revision
+    files = dict(revision=revision, variant=config.variant, dtype=dtype)
+    unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(
+        config.unet_model_name_or_path, dtype=dtype
+    )
+    unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
+    vae, vae_params = FlaxAutoencoderKL.from_pretrained(source, subfolder="vae", **files)
+    text_encoder, text_params = FlaxCLIPTextModel.from_pretrained(
+        source, subfolder="text_encoder", **files
+    )
+    scheduler, scheduler_state = FlaxDDPMScheduler.from_pretrained(
+        source, subfolder="scheduler", revision=revision
+    )
+    tokenizer = CLIPTokenizer.from_pretrained(source, subfolder="tokenizer", revision=revision)
+
+    if unet.in_channels != 2 * vae.latent_channels:
+        raise ValueError(
+            f"the UNet in {config.unet_model_name_or_path} has {unet.in_channels} input channels, "
+            f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it: create_modified_unet.py"
+        )
+    if unet.cross_attention_dim != text_encoder.hidden_size:
+        raise ValueError(
+            f"the UNet in {config.unet_model_name_or_path} reads text states "
+            f"{unet.cross_attention_dim} wide, the text encoder of {source} makes "
+            f"{text_encoder.hidden_size}; take both from the same Stable Diffusion"
+        )
+    factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
+    if config.resolution % factor:
+        below = config.resolution // factor * factor
+        ways_out = [str(n) for n in (below, below + factor) if n]
+        raise ValueError(
+            f"resolution={config.resolution} is not a multiple of {factor}; "
+            f"try {' or '.join(ways_out)}"
+        )
+
+    # The empty prompt's states come from the text encoder itself, once.
+    null_ids = make_tokenize(tokenizer)([""])
+    null_text = jax.jit(text_encoder.apply)({"params": text_params}, null_ids)[0]
+    cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
+    frozen = {
+        "vae": cast(vae_params),
+        "text_encoder": cast(text_params),
+        "null_text": np.asarray(null_text),
+        "scheduler": scheduler_state,
+    }
+    params = jax.tree.map(lambda x: np.asarray(x, np.float32), unet_params)
+    return Models(unet, vae, text_encoder, scheduler), tokenizer, frozen, params
+
+
+def save_pipeline(config: Config, models: Models, tokenizer, frozen, params, raw_params):
+    """Write OUTPUT_DIR as a diffusers pipeline folder; raw_params go beside, if they are given."""
+    scheduler, scheduler_state = scheduler_from_pretrained(
+        config.pretrained_model_name_or_path, revision=config.revision
+    )
+    pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
+        models.vae, models.text_encoder, tokenizer, models.unet, scheduler
+    )
+    parts = {"unet": params, "scheduler": scheduler_state}
+    parts |= {name: frozen[name] for name in ("vae", "text_encoder")}
+    pipeline.save_pretrained(config.output_dir, parts)
+    if raw_params is not None:
+        models.unet.save_pretrained(Path(config.output_dir) / "unet_raw", params=raw_params)
+
+
+def train(config: Config):
+    """The run: load, loop, save. Returns nothing; the results are in config.output_dir."""
+    num_devices, num_processes = jax.device_count(), jax.process_count()
+    is_main = jax.process_index() == 0
+    check_config(config, num_devices)
+    ema_first_step, ema_decay = ema_plan(
+        config.ema,
+        config.max_train_steps,
+        config.ema_fraction,
+        config.ema_start_step,
+        config.ema_decay,
+    )
+    schedule = lr_schedule(
+        config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, config.max_train_steps
+    )
+    dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+    models, tokenizer, frozen, params = load_models(config, dtype)
+    dataset = ParquetImagePairs(
+        config.train_data_dir,
+        batch_size=config.train_batch_size // num_processes,
+        resolution=config.resolution,
+        seed=config.seed,
+        random_crop=config.random_crop,
+        random_flip=config.random_flip,
+        tokenizer=make_tokenize(tokenizer),
+        original_image_column=config.original_image_column,
+        edited_image_column=config.edited_image_column,
+        edit_prompt_column=config.edit_prompt_column,
+        process_index=jax.process_index(),
+        process_count=num_processes,
+        num_threads=config.dataloader_num_workers,
+    )
+
+    tx = optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            schedule,
+            b1=config.adam_beta1,
+            b2=config.adam_beta2,
+            eps=config.adam_epsilon,
+            weight_decay=config.adam_weight_decay,
+        ),
+    )
+    p_train_step = jax.pmap(
+        partial(train_step, models=models, tx=tx, dropout_rate=config.conditioning_dropout_prob),
+        axis_name="batch",
+        donate_argnums=0,
+    )
+    p_init = jax.pmap(lambda params: TrainState(jnp.int32(0), params, tx.init(params)))
+    p_ema_start = jax.pmap(ema_start)
+    p_ema_update = jax.pmap(partial(ema_update, decay=ema_decay), donate_argnums=0)
+
+    state = p_init(replicate(params))
+    p_frozen = replicate(frozen)
+    base_rng = replicate(jax.random.PRNGKey(config.seed))
+    ema_params = None
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    del params
+
+    output_dir = Path(config.output_dir)
+    log = None
+    if is_main:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        log = MetricsLog(config, output_dir / "metrics.jsonl")
+        print(
+            f"training {num_params / 1e6:.1f}M parameters on {dataset.num_rows} pairs: "
+            f"{config.train_batch_size} pairs a step on {num_devices} device(s), "
+            f"{jax.devices()[0].device_kind}"
+        )
+        if ema_first_step is not None:
+            print(f"averaging the weights from step {ema_first_step} with decay {ema_decay:.6g}")
+    progress = tqdm(total=config.max_train_steps, unit="step", desc="train", disable=not is_main)
+    progress.set_postfix_str("compiling")
+
+    pending = []  # metrics still on the device, one dict per step since the last logged one
+    for step, batch in zip(range(config.max_train_steps), endless_batches(dataset)):
+        if step == ema_first_step:
+            ema_params = p_ema_start(state.params)
+        state, metrics = p_train_step(state, p_frozen, shard(batch), base_rng)
+        if ema_params is not None:
+            ema_params = p_ema_update(ema_params, state.params)
+        pending.append(metrics)
+        if step == 0:  # the clock starts after compilation
+            jax.block_until_ready(metrics)
+            started, images = time.perf_counter(), 0
+            progress.set_postfix_str("")
+        else:
+            jax.block_until_ready(pending[-2:-1])  # one step stays in flight, so the bar is honest
+            images += config.train_batch_size
+        progress.update()
+
+        num_steps = step + 1
+        if num_steps % config.logging_steps and num_steps < config.max_train_steps:
+            continue
+        losses = np.array([unreplicate(m["loss"]) for m in pending])
+        check_finite(losses, num_steps - len(losses))
+        seconds = time.perf_counter() - started
+        row = {
+            "step": num_steps,
+            "loss": float(losses.mean()),
+            "lr": float(schedule(step)),
+            "grad_norm": float(unreplicate(metrics["grad_norm"])),
+            "images_per_second": images / seconds if images else None,
+            "ema_decay": ema_decay if ema_params is not None else None,
+            "num_bad": dataset.num_bad,
+        }
+        pending, images, started = [], 0, time.perf_counter()
+        if is_main:
+            log.write(row)
+            rate = row["images_per_second"]
+            progress.set_postfix_str(
+                f"loss={row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
+            )
+    progress.close()
+
+    raw_params = jax.device_get(unreplicate(state.params))
+    if is_main:
+        params = raw_params if ema_params is None else jax.device_get(unreplicate(ema_params))
+        save_pipeline(
+            config, models, tokenizer, frozen, params, raw_params if config.save_raw_unet else None
+        )
+        log.close()
+        print(f"saved {config.output_dir}")
+
+
+def endless_batches(dataset):
+    """Epoch after epoch, what train_step needs of each batch."""
+    for epoch in itertools.count():
+        dataset.set_epoch(epoch)
+        for batch in dataset:
+            yield {name: x for name, x in batch.items() if name != "edit_prompt"}
+
+
+def check_finite(losses, first_step):
+    """Raise a FloatingPointError that names the steps whose loss is not a number."""
+    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(losses))]
+    if bad:
+        raise FloatingPointError(
+            f"the loss is not finite at step {bad[0]} ({len(bad)} of the last {len(losses)} "
+            "steps); nothing was saved; lower --learning_rate, or leave out --mixed_precision bf16"
+        )
+
+
+class MetricsLog:
+    """metrics.jsonl, one object a line, and wandb if asked for."""
+
+    def __init__(self, config, path):
+        self.file = path.open("w", buffering=1)
+        self.run = None
+        if config.report_to == "wandb":
+            import wandb
+
+            self.run = wandb.init(project=config.tracker_project_name, config=asdict(config))
+
+    def write(self, row):
+        self.file.write(json.dumps(row) + "\n")
+        if self.run is not None:
+            self.run.log(row, step=row["step"])
+
+    def close(self):
+        self.file.close()
+        if self.run is not None:
+            self.run.finish()
+
+
+def main():
+    """Read the flags, train; the user's mistakes end in one line and exit code 2."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    config = tyro.cli(Config, description=__doc__)
+    try:
+        train(config)
+    except (ValueError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,505 @@
+"""from_pretrained and save_pretrained for the Flax models: files on disk <-> a parameter tree.
+
+Reads safetensors (one file, sharded, with a variant), PyTorch .bin and the published Flax msgpack,
+from a folder or from the Hugging Face Hub. Writes what PyTorch diffusers and transformers open.
+
+    unet, params = FlaxUNet2DConditionModel.from_pretrained("my_model", subfolder="unet")
+    unet.save_pretrained("copy/unet", params)
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import mmap
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import msgpack
+import numpy as np
+from flax.serialization import msgpack_restore, msgpack_serialize
+from flax.traverse_util import flatten_dict, unflatten_dict
+from huggingface_hub import hf_hub_download, split_state_dict_into_shards_factory
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+# By `weights_name`: the file names to look for, in this order.
+WEIGHT_FILES = {
+    "diffusion_pytorch_model": (
+        "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.bin",
+        "diffusion_flax_model.msgpack",
+    ),
+    "model": ("model.safetensors", "pytorch_model.bin", "flax_model.msgpack"),
+}
+
+# Fields of a Flax module that say how it runs, not what it is.
+RUNTIME_FIELDS = {"dtype", "gradient_checkpointing", "parent", "name"}
+
+# Keys of transformers' config.json that describe the file, not the model.
+FILE_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
+
+# Lists whose index the Flax trees join to the name; CLIP's `layers` keeps its index apart.
+JOINED_LISTS = (
+    "attentions|down_blocks|downsamplers|net|resnets|to_out|transformer_blocks|up_blocks|upsamplers"
+)
+TORCH_LIST = re.compile(rf"\b({JOINED_LISTS})\.(\d+)\b")
+FLAX_LIST = re.compile(rf"\b({JOINED_LISTS})_(\d+)\b")
+
+# The VAE's attention kept its first names in Flax; PyTorch has since taken the UNet's.
+VAE_ATTENTION = re.compile(r"(?:encoder|decoder)[./]mid_block[./]attentions")
+VAE_TORCH_TO_FLAX = {
+    ".to_q.": ".query.",
+    ".to_k.": ".key.",
+    ".to_v.": ".value.",
+    ".to_out.0.": ".proj_attn.",
+}
+
+# transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without).
+CLIP_WITHOUT_PREFIX = ("embeddings.", "encoder.layers.", "final_layer_norm.")
+
+logger = logging.getLogger(__name__)
+
+
+def torch_to_flax(key, array):
+    """Rename one PyTorch tensor to its place in the Flax tree and turn its axes.
+
+    Args:
+        key: name in a state dict of UNet2DConditionModel, AutoencoderKL, CLIPTextModel or
+            CLIPTextModelWithProjection, e.g. "down_blocks.0.resnets.1.conv1.weight".
+        array: the tensor, NumPy; convolution OIHW, linear (out, in), anything of one axis.
+
+    Returns:
+        (path, array): path joined by "/", array a view; convolution HWIO, linear (in, out).
+    """
+    if key.startswith(CLIP_WITHOUT_PREFIX):
+        key = f"text_model.{key}"
+    if VAE_ATTENTION.match(key):
+        for torch_name, flax_name in VAE_TORCH_TO_FLAX.items():
+            key = key.replace(torch_name, flax_name)
+        if array.ndim == 4 and not key.endswith("group_norm.weight"):
+            array = array[:, :, 0, 0]  # the oldest files have 1x1 convolutions here
+    module, _, leaf = key.rpartition(".")
+    if leaf == "weight":
+        if module.endswith(("token_embedding", "position_embedding")):
+            leaf = "embedding"
+        elif array.ndim == 1:
+            leaf = "scale"
+        elif array.ndim == 2:
+            leaf, array = "kernel", array.T
+        elif array.ndim == 4:
+            leaf, array = "kernel", array.transpose(2, 3, 1, 0)
+    return TORCH_LIST.sub(r"\1_\2", f"{module}.{leaf}").replace(".", "/"), array
+
+
+def flax_to_torch(key, array):
+    """Rename one Flax parameter to its PyTorch state dict name; the inverse of torch_to_flax.
+
+    Args:
+        key: path in the Flax tree joined by "/", e.g. "down_blocks_0/resnets_1/conv1/kernel".
+        array: the parameter, NumPy; convolution HWIO, linear (in, out), anything of one axis.
+
+    Returns:
+        (name, array): today's diffusers name, or CLIP's published one with its `text_model.`
+        prefix, which every transformers opens; array a view; convolution OIHW, linear (out, in).
+    """
+    is_vae_attention = VAE_ATTENTION.match(key)
+    key = FLAX_LIST.sub(r"\1.\2", key).replace("/", ".")
+    if is_vae_attention:
+        for torch_name, flax_name in VAE_TORCH_TO_FLAX.items():
+            key = key.replace(flax_name, torch_name)
+    module, _, leaf = key.rpartition(".")
+    if leaf == "kernel":
+        array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
+    if leaf in ("kernel", "scale", "embedding"):
+        leaf = "weight"
+    return f"{module}.{leaf}", array
+
+
+class FrozenConfig(Mapping):
+    """A model's settings, read-only: as attributes (config.in_channels) and as a mapping."""
+
+    def __init__(self, values):
+        self.__dict__.update(values)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"config is read-only: pass {name}={value!r} to from_pretrained")
+
+    def __getitem__(self, key):
+        return self.__dict__[key]
+
+    def __iter__(self):
+        return iter(self.__dict__)
+
+    def __len__(self):
+        return len(self.__dict__)
+
+    def __repr__(self):
+        return f"FrozenConfig({self.__dict__})"
+
+
+class FlaxModelMixin:
+    """What every model here can do besides computing: be read, be written, show its config.
+
+    A model is a Linen module whose dataclass fields are config.json entries, with a method
+    `init_weights(rng) -> params` and these class attributes (assigned without an annotation, which
+    would make fields of them):
+
+        weights_name: "diffusion_pytorch_model" (diffusers) or "model" (transformers).
+        torch_class_name: the PyTorch class that opens the same folder.
+        fixed_config: config keys that are not implemented -> the one value that is right here.
+        ignored_config: config keys without effect on the numbers.
+    """
+
+    weights_name = "diffusion_pytorch_model"
+    torch_class_name = None
+    fixed_config = {}  # noqa: RUF012 - an annotation would make it a dataclass field
+    ignored_config = ()
+
+    @property
+    def config(self):
+        """The entries of config.json this model understands; lists are tuples."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return FrozenConfig({n: getattr(self, n) for n in names if n not in RUNTIME_FIELDS})
+
+    @classmethod
+    def from_config(cls, config, **overrides):
+        """Build the module, without parameters, from the content of a config.json.
+
+        Args:
+            config: mapping; entries it lacks take the module's defaults.
+            **overrides: entries that win over `config`, and dtype=, gradient_checkpointing=.
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: a setting this model does not implement, or an override it does not know.
+        """
+        fields = {field.name for field in dataclasses.fields(cls)}
+        settings = {}
+        for key, value in {**config, **overrides}.items():
+            value = _lists_to_tuples(value)
+            if key in fields and (key not in RUNTIME_FIELDS or key in overrides):
+                settings[key] = value
+            elif key in cls.fixed_config:
+                supported = cls.fixed_config[key]
+                if value is not None and value != _lists_to_tuples(supported):
+                    raise ValueError(
+                        f"{cls.__name__} does not implement {key}={value!r}; "
+                        f"it supports {key}={supported!r} only"
+                    )
+            elif key in overrides:
+                known = ", ".join(sorted(fields - {"parent", "name"}))
+                raise ValueError(f"{cls.__name__} has no setting {key!r}; it has {known}")
+            elif not (key.startswith("_") or key in cls.ignored_config or key in FILE_KEYS):
+                _warn_once(f"{cls.__name__} does not know the config key {key!r}: ignored")
+        return cls(**settings)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        dtype=jnp.float32,
+        *,
+        subfolder=None,
+        revision=None,
+        variant=None,
+        from_pt=False,
+        **config_overrides,
+    ):
+        """Read config.json and the weights beside it.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a Hub id ("owner/name").
+            dtype: what the module computes in; the parameters keep the dtype they are stored in.
+            subfolder: the model's folder in a pipeline, e.g. "unet".
+            revision: branch, tag or commit on the Hub.
+            variant: the part in the middle of the weights' name, e.g. "fp16".
+            from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
+            **config_overrides: config entries that win over config.json.
+
+        Returns:
+            (module, params): params a nested dict of NumPy arrays.
+
+        Raises:
+            ValueError: nothing there, unreadable, another class's folder, or weights that do not
+                fit the config; the message names everything that is wrong.
+        """
+        fetch = functools.partial(
+            _fetch, pretrained_model_name_or_path, subfolder=subfolder, revision=revision
+        )
+        where = f"{pretrained_model_name_or_path}{f'/{subfolder}' if subfolder else ''}"
+        if not os.path.isdir(pretrained_model_name_or_path):
+            where += f" (no folder here, so looked up on the Hub, revision {revision or 'main'})"
+
+        config_file = fetch("config.json")
+        if config_file is None:
+            raise ValueError(
+                f"no config.json in {where}; give the folder or Hub id that holds it, for a whole "
+                'pipeline with subfolder="unet" (or "vae", "text_encoder"), and if HF_HUB_OFFLINE '
+                "is set or the Hub is out of reach, download it first"
+            )
+        config = _read_json(config_file)
+        class_names = config.get("_class_name") or config.get("architectures") or []
+        class_names = [class_names] if isinstance(class_names, str) else class_names
+        accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
+        if class_names and not accepted.intersection(class_names):
+            raise ValueError(
+                f"{config_file} is the config of {class_names[0]}, not of {cls.torch_class_name}, "
+                f"which {cls.__name__} needs; open another folder or another class"
+            )
+        module = cls.from_config(config, **config_overrides, dtype=dtype)
+        expected = module._param_shapes()  # finds faults of the config before a long download
+
+        files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
+        flat = {}
+        for file in files:
+            flat.update(_read_weights(file))
+        source = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
+        module._check_params(flat, expected, source)
+        return module, unflatten_dict(flat, sep="/")
+
+    def save_pretrained(
+        self,
+        save_directory,
+        params,
+        *,
+        variant=None,
+        dtype=None,
+        flax_msgpack=False,
+        max_shard_size="10GB",
+    ):
+        """Write config.json and the weights; PyTorch's from_pretrained opens the folder.
+
+        Everything is written beside its place and moved in at the end, so an interrupted save
+        leaves the folder as it was. Shards and index of an earlier save with the same variant go.
+
+        Args:
+            save_directory: folder, made if absent.
+            params: nested dict of NumPy or JAX arrays, not replicated over devices.
+            variant: name part as in from_pretrained, e.g. "fp16".
+            dtype: what to store; None keeps each array's own.
+            flax_msgpack: True writes the published Flax msgpack as well (it has no variant).
+            max_shard_size: largest safetensors file, in bytes or as "10GB"; one such file at a time
+                is held in memory on top of params.
+
+        Raises:
+            ValueError: params are not this model's.
+        """
+        flat = flatten_dict(params, sep="/")
+        self._check_params(flat, self._param_shapes(), "params")
+
+        def stored(key):
+            array = np.asarray(flat[key])
+            return array if dtype is None else array.astype(dtype, copy=False)
+
+        def num_bytes(array):
+            return array.size * np.dtype(array.dtype if dtype is None else dtype).itemsize
+
+        flax_keys = {flax_to_torch(key, array)[0]: key for key, array in flat.items()}
+        dot_variant = f".{variant}" if variant else ""
+        stem = f"{self.weights_name}{dot_variant}"
+        index_name = f"{self.weights_name}.safetensors.index{dot_variant}.json"
+        shards = split_state_dict_into_shards_factory(
+            {torch_key: flat[key] for torch_key, key in flax_keys.items()},
+            get_storage_size=num_bytes,
+            filename_pattern=stem + "{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as tmp:
+            tmp = Path(tmp)
+            _write_json(tmp / "config.json", self._torch_config())
+            for file_name, torch_keys in shards.filename_to_tensors.items():
+                tensors = {
+                    # save_file stores the memory as it lies, so a transposed view would be lost.
+                    k: np.ascontiguousarray(flax_to_torch(flax_keys[k], stored(flax_keys[k]))[1])
+                    for k in torch_keys
+                }
+                save_file(tensors, tmp / file_name, metadata={"format": "pt"})
+                shutil.copymode(tmp / "config.json", tmp / file_name)  # safetensors leaves 0600
+                del tensors
+            if shards.is_sharded:
+                index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+                _write_json(tmp / index_name, index)
+            if flax_msgpack:
+                keys = unflatten_dict({key: key for key in flat}, sep="/")
+                with open(tmp / WEIGHT_FILES[self.weights_name][2], "wb") as file:
+                    for part in _msgpack_parts(keys, stored):
+                        file.write(part)
+            written = {file.name for file in tmp.iterdir()}
+            for name in written:
+                os.replace(tmp / name, folder / name)
+
+        # PyTorch would prefer a left-over index to the new single file.
+        ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+        for file in folder.iterdir():
+            if (ours.fullmatch(file.name) or file.name == index_name) and file.name not in written:
+                file.unlink()
+
+    def _torch_config(self):
+        """The config.json that PyTorch reads; what is fixed here is said, not left to defaults."""
+        if self.weights_name == "model":
+            names = {"architectures": [self.torch_class_name], "model_type": "clip_text_model"}
+        else:
+            names = {"_class_name": self.torch_class_name}
+        fixed = {key: value for key, value in self.fixed_config.items() if value is not None}
+        return {**names, **fixed, **self.config}
+
+    def _param_shapes(self):
+        """{path joined by "/": shape} of this configuration; nothing is computed."""
+        params = jax.eval_shape(lambda: self.init_weights(jax.random.key(0)))
+        return {key: leaf.shape for key, leaf in flatten_dict(params, sep="/").items()}
+
+    def _check_params(self, flat, expected, where):
+        """Raise one ValueError that names every missing, unexpected or mis-shaped parameter."""
+        found = {key: np.shape(array) for key, array in flat.items()}
+        misshaped = sorted(k for k in expected.keys() & found.keys() if expected[k] != found[k])
+        groups = {
+            "missing": sorted(expected.keys() - found.keys()),
+            "unexpected": sorted(found.keys() - expected.keys()),
+            "wrong shape": [f"{k} is {found[k]}, model has {expected[k]}" for k in misshaped],
+        }
+        problems = [f"{name}: {', '.join(keys)}" for name, keys in groups.items() if keys]
+        if "conv_in/kernel" in misshaped:
+            kernel, wanted = found["conv_in/kernel"], expected["conv_in/kernel"]
+            if len(kernel) == 4 and kernel[2] != wanted[2]:
+                problems.append(
+                    f"conv_in takes {kernel[2]} channels, the config says {wanted[2]}: "
+                    "create_modified_unet.py widens a UNet"
+                )
+        if problems:
+            raise ValueError(f"{where} does not fit {type(self).__name__}: {'; '.join(problems)}")
+
+
+def _lists_to_tuples(value):
+    """Linen modules must be hashable, so their fields hold tuples."""
+    return tuple(map(_lists_to_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+@functools.cache
+def _warn_once(message):
+    logger.warning(message)
+
+
+def _fetch(source, name, subfolder, revision):
+    """Path of one file of a folder or Hub repository, downloaded if need be; None if absent."""
+    if os.path.isdir(source):
+        file = Path(source, subfolder or "", name)
+        return file if file.is_file() else None
+    try:
+        return Path(hf_hub_download(str(source), name, subfolder=subfolder, revision=revision))
+    except EntryNotFoundError:  # not in the repository, or offline and not in the cache
+        return None
+    except HFValidationError:
+        raise ValueError(
+            f"{source} is no folder here and cannot be a Hub id (owner/name); check the path"
+        ) from None
+    except HfHubHTTPError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{source} is no folder here, and the Hub refuses it: {reason}") from error
+
+
+def _find_weights(fetch, weights_name, variant, from_pt, where):
+    """The files that hold the weights, in the first format there is."""
+    dot_variant = f".{variant}" if variant else ""
+    tried = []
+    for file_name in WEIGHT_FILES[weights_name][: 2 if from_pt else 3]:
+        stem, suffix = file_name.split(".")
+        single = f"{stem}{dot_variant}.{suffix}"
+        if file := fetch(single):
+            return [file]
+        if index := fetch(f"{stem}.{suffix}.index{dot_variant}.json"):
+            shards = {name: fetch(name) for name in set(_read_json(index)["weight_map"].values())}
+            if missing := sorted(name for name, file in shards.items() if file is None):
+                raise ValueError(
+                    f"{index} names shards that are not there: {', '.join(missing)}; "
+                    "download or copy them again"
+                )
+            return [shards[name] for name in sorted(shards)]
+        tried.append(single)
+    hint = f"; without variant={variant!r} there may be some" if variant else ""
+    raise ValueError(f"no weights in {where}: neither {', '.join(tried)} nor shards of one{hint}")
+
+
+def _read_weights(file):
+    """Yield (Flax path, array) of one file; each array stands alone, the file is not kept."""
+    try:
+        if file.suffix == ".msgpack":
+            yield from _read_msgpack(file)
+            return
+        for key, tensor in _read_safetensors(file) if file.suffix != ".bin" else _read_bin(file):
+            if not key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
+                key, array = torch_to_flax(key, tensor)
+                yield key, np.array(array, order="C")
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{file} cannot be read as weights ({reason}); it may be an incomplete download, "
+            "a git-lfs pointer, or no weights at all: fetch it again"
+        ) from error
+
+
+def _read_safetensors(file):
+    # pread, as the pages of a memory map would stay resident beside the copies made of them.
+    with safe_open(file, "np", backend="pread") as tensors:
+        for key in tensors.keys():  # noqa: SIM118 - it is no dict
+            yield key, tensors.get_tensor(key)
+
+
+def _read_bin(file):
+    import torch  # seconds to import, and needed for .bin files only
+
+    # Files from before PyTorch 1.6 are no zip archives and cannot be mapped.
+    tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"its entry {key!r} is no tensor")
+        if tensor.dtype == torch.bfloat16:  # unknown to NumPy, so by its bits
+            yield key, tensor.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        else:
+            yield key, tensor.detach().numpy()
+
+
+def _read_msgpack(file):
+    with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        tree = msgpack_restore(data)
+    if not isinstance(tree, dict):
+        raise ValueError("it holds no tree")
+    yield from flatten_dict(tree, sep="/").items()
+
+
+def _msgpack_parts(tree, leaf_to_array):
+    """Yield msgpack_serialize's bytes leaf by leaf; at once they take twice the file's size."""
+    if not isinstance(tree, dict):
+        yield msgpack_serialize(leaf_to_array(tree))
+        return
+    packer = msgpack.Packer()
+    yield packer.pack_map_header(len(tree))
+    for key, subtree in sorted(tree.items()):
+        yield packer.pack(key)
+        yield from _msgpack_parts(subtree, leaf_to_array)
+
+
+def _read_json(file):
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
+
+
+def _write_json(file, content):
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
