@@ -36,9 +36,6 @@ import tyro
 from flax import struct
 from flax.jax_utils import replicate, unreplicate
 from flax.training.common_utils import shard
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
@@ -46,6 +43,9 @@ from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_processing import ParquetImagePairs
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
 EMA_HORIZONS = 5  # the averaging window in units of 1 / (1 - decay)
@@ -453,18 +453,19 @@ def train(config: Config):
             weight_decay=config.adam_weight_decay,
         ),
     )
-    p_train_step = jax.pmap(
+    # One axis name for all: pmap compiles anew for arrays that come from an axis of another name.
+    pmap = partial(jax.pmap, axis_name="batch")
+    p_train_step = pmap(
         partial(train_step, models=models, tx=tx, dropout_rate=config.conditioning_dropout_prob),
-        axis_name="batch",
         donate_argnums=0,
     )
-    p_init = jax.pmap(lambda params: TrainState(jnp.int32(0), params, tx.init(params)))
-    p_ema_start = jax.pmap(ema_start)
-    p_ema_update = jax.pmap(partial(ema_update, decay=ema_decay), donate_argnums=0)
+    p_init = pmap(lambda p: TrainState(jnp.int32(0), p, tx.init(p)), donate_argnums=0)
+    p_ema_start = pmap(ema_start)
+    p_ema_update = pmap(partial(ema_update, decay=ema_decay), donate_argnums=0)
 
-    state = p_init(replicate(params))
-    p_frozen = replicate(frozen)
-    base_rng = replicate(jax.random.PRNGKey(config.seed))
+    state = p_init(replicate(params, axis_name="batch"))
+    p_frozen = replicate(frozen, axis_name="batch")
+    base_rng = replicate(jax.random.PRNGKey(config.seed), axis_name="batch")
     ema_params = None
     num_params = sum(x.size for x in jax.tree.leaves(params))
     del params

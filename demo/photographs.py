@@ -90,12 +90,17 @@ def load_photographs(files):
     return pictures, list(files.values())
 
 
-def random_crop(rng, picture, size):
-    """A square of random place and scale, resized to size: (size, size, 3) float32 in [0, 1].
+def random_crop(rng, picture, size, smallest=0.0):
+    """A square of random place and scale, resized: (size, size, 3) float32 in [0, 1].
 
-    rng: a numpy Generator. The square's side is log-uniform, from size to the picture's short side.
+    Args:
+        rng: numpy Generator.
+        picture: PIL picture.
+        size: pixels of the result's side, at most the picture's shorter side.
+        smallest: least side of the square as a share of the shorter side; `size` pixels at least.
     """
-    side = int(np.exp(rng.uniform(np.log(size), np.log(min(picture.size)))))
+    shorter = min(picture.size)
+    side = int(np.exp(rng.uniform(np.log(max(size, smallest * shorter)), np.log(shorter))))
     left = int(rng.integers(picture.width - side + 1))
     top = int(rng.integers(picture.height - side + 1))
     box = (left, top, left + side, top + side)

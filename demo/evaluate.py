@@ -1,0 +1,135 @@
+"""Compare the demo's edits with the truth, draw them, sum them up.
+
+    python demo/evaluate.py --output_dir demo/output          # after edit_cli.py; seconds
+
+Reads OUTPUT_DIR/held_out/edits.jsonl and the pictures it names. Writes OUTPUT_DIR/summary.json and
+OUTPUT_DIR/edits.png: a row per held-out crop; the input, then result and truth of each instruction.
+"""
+
+import json
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from PIL import Image, ImageDraw, ImageFont
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from demo.photographs import EDITS
+
+CELL = 128  # pixels of a picture in the grid
+GAP = 6
+HEADER = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    output_dir: str = "demo/output"
+    started: float | None = None  # when the demo began, seconds since 1970; None leaves it out
+
+
+def read_picture(path):
+    """(H, W, 3) float32 in [0, 1]."""
+    return np.asarray(Image.open(path).convert("RGB"), np.float32) / 255
+
+
+def distance(a, b):
+    """Mean absolute difference of two pictures in [0, 1]."""
+    return float(np.abs(a - b).mean())
+
+
+def load_edits(output_dir):
+    """Per held-out crop: its picture, its results and its truths in the order of EDITS."""
+    instructions = [edit.instruction for edit in EDITS]
+    crops = {}
+    for line in (Path(output_dir) / "held_out" / "edits.jsonl").read_text().splitlines():
+        edit = json.loads(line)
+        source, i = Path(edit["input"]), instructions.index(edit["edit"])
+        crop = crops.setdefault(
+            source.stem, {"input": read_picture(source), "results": {}, "truths": {}}
+        )
+        crop["results"][i] = read_picture(edit["output"])
+        crop["truths"][i] = read_picture(source.with_name(f"{source.stem}_truth_{i}.png"))
+    return crops
+
+
+def measure(crops):
+    """The numbers of summary.json.
+
+    edit_error_ratio: mean of L1(result, truth) / L1(input, truth); copying the input gives 1.
+    instruction_accuracy: share of results that are nearer to their own truth than to the truth of
+        any other instruction and to the input.
+    """
+    ratios, hits = {i: [] for i in range(len(EDITS))}, {i: [] for i in range(len(EDITS))}
+    for crop in crops.values():
+        for i, result in crop["results"].items():
+            errors = {j: distance(result, truth) for j, truth in crop["truths"].items()}
+            errors["input"] = distance(result, crop["input"])
+            ratios[i].append(errors[i] / distance(crop["input"], crop["truths"][i]))
+            hits[i].append(min(errors, key=errors.get) == i)
+    return {
+        "edit_error_ratio": float(np.mean([r for rs in ratios.values() for r in rs])),
+        "instruction_accuracy": float(np.mean([h for hs in hits.values() for h in hs])),
+        "num_edits": sum(len(rs) for rs in ratios.values()),
+        "by_instruction": {
+            edit.instruction: {
+                "edit_error_ratio": float(np.mean(ratios[i])),
+                "instruction_accuracy": float(np.mean(hits[i])),
+            }
+            for i, edit in enumerate(EDITS)
+        },
+    }
+
+
+def draw(crops):
+    """The grid: input, then (result, truth) per instruction; the instructions above."""
+    pair = 2 * CELL + GAP
+    width = CELL + len(EDITS) * (pair + 3 * GAP) + 2 * GAP
+    grid = Image.new("RGB", (width, HEADER + len(crops) * (CELL + GAP) + GAP), "white")
+    pen, font = ImageDraw.Draw(grid), ImageFont.load_default(15)
+
+    def heading(x, text, columns):
+        wrapped = "\n".join(textwrap.wrap(text, columns))
+        pen.multiline_text((x, GAP), wrapped, fill="black", font=font)
+
+    heading(GAP, "input", 16)
+    for i, edit in enumerate(EDITS):
+        left = CELL + 4 * GAP + i * (pair + 3 * GAP)
+        heading(left, f"{edit.instruction}", 36)
+        pen.text((left, HEADER - 22), "result", fill="black", font=font)
+        pen.text((left + CELL + GAP, HEADER - 22), "truth", fill="gray", font=font)
+
+    def paste(picture, x, y):
+        cell = Image.fromarray(np.uint8(np.round(picture * 255)))
+        grid.paste(cell.resize((CELL, CELL), Image.Resampling.BICUBIC), (x, y))
+
+    for row, crop in enumerate(crops.values()):
+        y = HEADER + row * (CELL + GAP)
+        paste(crop["input"], GAP, y)
+        for i in crop["results"]:
+            left = CELL + 4 * GAP + i * (pair + 3 * GAP)
+            paste(crop["results"][i], left, y)
+            paste(crop["truths"][i], left + CELL + GAP, y)
+    return grid
+
+
+def main():
+    """Measure, draw, print."""
+    config = tyro.cli(Config, description=__doc__)
+    output_dir = Path(config.output_dir)
+    crops = load_edits(output_dir)
+    draw(crops).save(output_dir / "edits.png")
+    summary = measure(crops)
+    if config.started is not None:
+        summary["seconds"] = round(time.time() - config.started, 1)
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(json.dumps(summary, indent=2))
+    print(f"look at {output_dir / 'edits.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Make the demo's data: parquet shards to train on, and held-out photographs to be edited.
+
+    python demo/make_dataset.py --output_dir demo/output          # seconds, no accelerator
+
+OUTPUT_DIR/data gets shards in the schema of timbrooks/instructpix2pix-clip-filtered.
+OUTPUT_DIR/held_out gets crops of photographs that are in no shard, their true edits and edits.jsonl,
+which edit_cli.py reads: every instruction for every crop.
+"""
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from PIL import Image
+from tqdm import trange
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
+
+SIZE = 64  # pixels of a picture's side
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+SCHEMA = pa.schema(
+    {
+        "original_prompt": pa.string(),
+        "original_image": IMAGE,
+        "edit_prompt": pa.string(),
+        "edited_prompt": pa.string(),
+        "edited_image": IMAGE,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    output_dir: str = "demo/output"
+    num_pairs: int = 8000  # training pairs, over all instructions
+    num_shards: int = 4
+    crops_per_photograph: int = 3  # of the held-out ones
+    seed: int = 0
+
+
+def to_pil(picture):
+    """(H, W, 3) float32 in [0, 1] to a PIL picture."""
+    return Image.fromarray(np.uint8(np.round(picture * 255)))
+
+
+def jpeg(picture):
+    """A parquet image cell with the picture as JPEG of the best quality."""
+    buffer = io.BytesIO()
+    to_pil(picture).save(buffer, "JPEG", quality=100, subsampling=0)
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def write_shards(folder, rng, num_pairs, num_shards):
+    """num_pairs random crops, each with a random edit."""
+    photographs, names = load_photographs(TRAINING)
+    rows = []
+    for _ in trange(num_pairs, desc="pairs", mininterval=2):
+        i, edit = rng.integers(len(photographs)), EDITS[rng.integers(len(EDITS))]
+        picture = random_crop(rng, photographs[i], SIZE)
+        rows.append(
+            {
+                "original_prompt": f"a photo of {names[i]}",
+                "original_image": jpeg(picture),
+                "edit_prompt": edit.instruction,
+                "edited_prompt": edit.caption.format(names[i]),
+                "edited_image": jpeg(edit.apply(picture)),
+            }
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(num_shards):
+        table = pa.Table.from_pylist(rows[shard::num_shards], schema=SCHEMA)
+        name = f"train-{shard:05d}-of-{num_shards:05d}.parquet"
+        pq.write_table(table, folder / name, row_group_size=500)
+
+
+def write_held_out(folder, results, rng, crops_per_photograph):
+    """Crops of the held-out photographs, every true edit, and the list of edits to be made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    photographs, _ = load_photographs(HELD_OUT)
+    lines = []
+    for photograph, file in zip(photographs, HELD_OUT):
+        for crop in range(crops_per_photograph):
+            picture = random_crop(rng, photograph, SIZE, smallest=0.4)
+            name = f"{Path(file).stem}_{crop}"
+            to_pil(picture).save(folder / f"{name}.png")
+            for i, edit in enumerate(EDITS):
+                to_pil(edit.apply(picture)).save(folder / f"{name}_truth_{i}.png")
+                line = {"input": f"{folder}/{name}.png", "edit": edit.instruction}
+                lines.append(line | {"output": f"{results}/{name}_{i}.png"})
+    (folder / "edits.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return len(lines)
+
+
+def main():
+    """Write both."""
+    config = tyro.cli(Config, description=__doc__)
+    output_dir = Path(config.output_dir)
+    rng = np.random.default_rng(config.seed)
+    write_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)
+    held_out = output_dir / "held_out"
+    num_edits = write_held_out(held_out, output_dir / "edits", rng, config.crops_per_photograph)
+    print(f"wrote {config.num_pairs} pairs and {num_edits} held-out edits below {output_dir}")
+
+
+if __name__ == "__main__":
+    main()
