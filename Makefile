@@ -2,6 +2,7 @@
 # make test: the test suite.  make lint: style.  Each makes .venv first, and only once.
 
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
 .PHONY: demo test lint
@@ -15,11 +16,13 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# The CPU build of torch, where the package index has one, is a tenth of the CUDA build: what is
-# installed already, or comes through TORCH=..., satisfies requirements.txt.
+# torch comes first and pinned, so that requirements.txt takes what is there: see the README on how
+# a machine without a GPU gets torch's CPU build, a tenth of the size.
 .venv/installed: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, e.g.: make PYTHON=python3.12" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH) -r requirements.txt
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
 	touch $@

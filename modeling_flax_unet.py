@@ -107,8 +107,8 @@ class MidBlock(nn.Module):
 class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
 
-    `attention_head_dim` counts heads, as in every released Stable Diffusion, unless
-    `num_attention_heads` is given. `dtype` is the dtype of the computation, not of the parameters.
+    `attention_head_dim` counts heads, whatever its name says, as in every released Stable
+    Diffusion. `dtype` is the dtype of the computation, not of the parameters.
     """
 
     sample_size: int | tuple | None = 32
@@ -131,7 +131,6 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     layers_per_block: int | tuple = 2
     transformer_layers_per_block: int | tuple = 1
     attention_head_dim: int | tuple = 8
-    num_attention_heads: int | tuple | None = None
     cross_attention_dim: int = 1280
     use_linear_projection: bool = False
     norm_num_groups: int = 32
@@ -162,6 +161,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         "encoder_hid_dim_type": None,
         "mid_block_scale_factor": 1,
         "mid_block_type": "UNetMidBlock2DCrossAttn",
+        "num_attention_heads": None,  # PyTorch refuses it as well
         "num_class_embeds": None,
         "resnet_out_scale_factor": 1.0,
         "resnet_skip_time_act": False,
@@ -246,9 +246,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
 
         channels = self.block_out_channels
         num_blocks = len(channels)
-        num_heads = self._per_block(
-            "attention_head_dim" if self.num_attention_heads is None else "num_attention_heads"
-        )
+        num_heads = self._per_block("attention_head_dim")
         num_layers = self._per_block("layers_per_block")
         num_transformer_layers = self._per_block("transformer_layers_per_block")
         only_cross_attention = self._per_block("only_cross_attention")
@@ -295,7 +293,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))  # (B, H, W, in_channels)
         x = nn.Conv(channels[0], (3, 3), dtype=self.dtype, name="conv_in")(x)
         skips = [x]
-        for i, block_type in enumerate(self.down_block_types):
+        for i, block_type in enumerate(self._per_block("down_block_types")):
             x, passed = DownBlock(
                 channels[i],
                 num_layers[i],
@@ -321,7 +319,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             x = x + jnp.transpose(residual, (0, 2, 3, 1))
 
         # 4. up
-        for i, block_type in enumerate(self.up_block_types):
+        for i, block_type in enumerate(self._per_block("up_block_types")):
             j = num_blocks - 1 - i  # the down block on the same level
             taken, skips = skips[-num_layers[j] - 1 :], skips[: -num_layers[j] - 1]
             x = UpBlock(

@@ -1,0 +1,389 @@
+"""UNet, VAE and CLIP against PyTorch diffusers and transformers with the same random weights."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from flax.traverse_util import flatten_dict, unflatten_dict
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_utils import torch_to_flax
+from modeling_flax_vae import FlaxAutoencoderKL
+
+TOLERANCE = 2e-4  # of the largest output, float32
+BF16_TOLERANCE = 5e-2  # bfloat16 keeps 8 bits: 0.4% a rounding, and there are dozens on the way
+PUBLISHED_SHAPES = Path(__file__).parent / "published_flax_param_shapes.json"
+
+SD1_BLOCKS = dict(
+    down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    block_out_channels=(32, 64, 96),
+    cross_attention_dim=24,
+)
+# name: (config of both, batch, height, width)
+UNETS = {
+    "sd1": (dict(attention_head_dim=8), 1, 16, 16),
+    "sd1 at 40x56": (dict(attention_head_dim=4), 2, 40, 56),
+    "sd1 at odd sizes": (dict(attention_head_dim=8), 3, 9, 13),
+    "sd2": (dict(attention_head_dim=(2, 4, 6), use_linear_projection=True), 2, 16, 24),
+    "instruct-pix2pix": (dict(attention_head_dim=8, in_channels=8), 3, 16, 8),
+    "only_cross_attention": (dict(only_cross_attention=(True, False, True)), 2, 8, 8),
+    "layers per block": (
+        dict(layers_per_block=(1, 2, 3), transformer_layers_per_block=(2, 1, 3)),
+        1,
+        8,
+        16,
+    ),
+    "norms and time": (
+        dict(norm_num_groups=16, norm_eps=1e-3, flip_sin_to_cos=False, freq_shift=1),
+        2,
+        8,
+        8,
+    ),
+    "all attention": (
+        dict(
+            down_block_types=("CrossAttnDownBlock2D",) * 3,
+            up_block_types=("CrossAttnUpBlock2D",) * 3,
+            upcast_attention=True,
+        ),
+        1,
+        16,
+        8,
+    ),
+}
+
+
+def flax_params(model):
+    """A PyTorch model's parameters as our tree, host arrays."""
+    pairs = dict(torch_to_flax(key, x.numpy()) for key, x in model.state_dict().items())
+    return unflatten_dict(pairs, sep="/")
+
+
+def to_jax(x):
+    return jnp.asarray(x.detach().numpy())
+
+
+def error(ours, theirs):
+    """Largest difference as a share of the largest value."""
+    ours, theirs = np.asarray(ours, np.float32), theirs.detach().float().numpy()
+    assert ours.shape == theirs.shape
+    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+
+
+def unet_pair(config, seed=0):
+    torch.manual_seed(seed)
+    config = {**SD1_BLOCKS, **config}
+    theirs = UNet2DConditionModel(**config).eval()
+    return theirs, FlaxUNet2DConditionModel(**config), flax_params(theirs)
+
+
+def unet_inputs(module, batch, height, width):
+    return (
+        torch.randn(batch, module.in_channels, height, width),
+        torch.randint(0, 1000, (batch,)),
+        torch.randn(batch, 7, module.cross_attention_dim),
+    )
+
+
+@pytest.mark.parametrize("name", UNETS)
+@torch.no_grad()
+def test_unet_equals_pytorch(name):
+    config, batch, height, width = UNETS[name]
+    theirs, ours, params = unet_pair(config)
+    inputs = unet_inputs(ours, batch, height, width)
+    expected = theirs(*inputs).sample
+    result = jax.jit(ours.apply)({"params": params}, *map(to_jax, inputs)).sample
+    assert result.dtype == jnp.float32
+    assert error(result, expected) < TOLERANCE
+
+    if batch == 1:  # enough of those that take as long to compile
+        return
+    rough = jax.jit(ours.clone(dtype=jnp.bfloat16).apply)
+    result = rough({"params": params}, *map(to_jax, inputs)).sample
+    assert result.dtype == jnp.bfloat16
+    assert error(result, expected) < BF16_TOLERANCE
+
+
+@torch.no_grad()
+def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
+    theirs, ours, params = unet_pair({})
+    x, _, text = unet_inputs(ours, 2, 8, 8)
+    skips = [torch.randn(2, 32, 8, 8) for _ in range(3)]
+    skips += [torch.randn(2, 32, 4, 4)] + [torch.randn(2, 64, 4, 4) for _ in range(2)]
+    skips += [torch.randn(2, 64, 2, 2)] + [torch.randn(2, 96, 2, 2) for _ in range(2)]
+    middle = torch.randn(2, 96, 2, 2)
+    extra = dict(down_block_additional_residuals=tuple(skips), mid_block_additional_residual=middle)
+    (expected,) = theirs(x, 77, text, **extra, return_dict=False)
+    (result,) = ours.apply(
+        {"params": params},
+        to_jax(x),
+        77,
+        to_jax(text),
+        down_block_additional_residuals=[to_jax(s) for s in skips],
+        mid_block_additional_residual=to_jax(middle),
+        return_dict=False,
+    )
+    assert error(result, expected) < TOLERANCE
+
+
+def test_unet_gradients_equal_pytorch_and_checkpointing_changes_nothing():
+    theirs, ours, params = unet_pair(dict(attention_head_dim=4))
+    x, t, text = unet_inputs(ours, 2, 8, 8)
+    target = torch.randn(2, 4, 8, 8)
+    torch.nn.functional.mse_loss(theirs(x, t, text).sample, target).backward()
+    for name, parameter in theirs.named_parameters():
+        theirs.get_parameter(name).data = parameter.grad  # so that flax_params reads gradients
+    expected = flatten_dict(flax_params(theirs))
+
+    for module in (ours, ours.clone(gradient_checkpointing=True)):
+
+        def loss(params, module=module):
+            prediction = module.apply({"params": params}, to_jax(x), to_jax(t), to_jax(text)).sample
+            return jnp.square(prediction - to_jax(target)).mean()
+
+        grads = flatten_dict(jax.jit(jax.grad(loss))(params))
+        assert grads.keys() == expected.keys()
+        norm = np.sqrt(sum(np.sum(g**2) for g in expected.values()))
+        for key, grad in grads.items():
+            difference = np.linalg.norm(np.asarray(grad) - expected[key])
+            assert difference < 1e-3 * np.linalg.norm(expected[key]) + 1e-6 * norm, key
+
+
+def test_gradient_checkpointing_recomputes():
+    """The checkpointed backward pass has the forward's work in it again."""
+    _, ours, params = unet_pair({})
+    inputs = [to_jax(x) for x in unet_inputs(ours, 1, 8, 8)]
+
+    def num_convolutions(module):
+        def loss(params):
+            return module.apply({"params": params}, *inputs).sample.sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("conv_general_dilated")
+
+    plain = num_convolutions(ours)
+    assert num_convolutions(ours.clone(gradient_checkpointing=True)) > plain + 10
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(dual_cross_attention=True), "dual_cross_attention"),
+        (dict(act_fn="mish"), "act_fn"),
+        (dict(class_embed_type="timestep"), "class_embed_type"),
+        (dict(addition_embed_type="text_time"), "addition_embed_type"),
+        (dict(resnet_time_scale_shift="scale_shift"), "resnet_time_scale_shift"),
+        (dict(mid_block_type="UNetMidBlock2DSimpleCrossAttn"), "mid_block_type"),
+        (dict(down_block_types=("AttnDownBlock2D",) * 3), "AttnDownBlock2D is not supported"),
+        (dict(num_attention_heads=8), "num_attention_heads"),
+        (dict(attention_head_dim=(2, 4)), "attention_head_dim has 2 entries"),
+        (dict(attention_head_dim=7), "7 attention heads do not divide 32 channels"),
+        (dict(norm_num_groups=30), "norm_num_groups=30 does not divide 32"),
+        (dict(down_block_types=("DownBlock2D",) * 2), "down_block_types has 2 entries"),
+        (dict(up_block_types=("UpBlock2D",) * 4), "up_block_types has 4 entries"),
+    ],
+)
+def test_unet_refuses_what_it_cannot_do(config, words):
+    with pytest.raises(ValueError, match=words):
+        module = FlaxUNet2DConditionModel.from_config({**SD1_BLOCKS, **config})
+        jax.eval_shape(module.init_weights, jax.random.key(0))
+
+
+def test_unet_refuses_wrong_inputs():
+    _, ours, params = unet_pair({})
+    x, t, text = (to_jax(x) for x in unet_inputs(ours, 2, 8, 8))
+    variables = {"params": params}
+    with pytest.raises(ValueError, match=r"shape \(2, 8, 8, 4\), this UNet takes \(batch, 4,"):
+        ours.apply(variables, jnp.transpose(x, (0, 2, 3, 1)), t, text)
+    with pytest.raises(ValueError, match=r"10 wide, this UNet takes cross_attention_dim=24"):
+        ours.apply(variables, x, t, text[..., :10])
+    with pytest.raises(ValueError, match="added_cond_kwargs is SDXL's"):
+        ours.apply(variables, x, t, text, added_cond_kwargs={"time_ids": t})
+
+
+VAE_CONFIG = dict(
+    down_block_types=("DownEncoderBlock2D",) * 3,
+    up_block_types=("UpDecoderBlock2D",) * 3,
+    block_out_channels=(32, 64, 64),
+)
+VAES = {
+    "two layers": (dict(layers_per_block=2), 1, 32, 32),
+    "sizes": (dict(layers_per_block=1), 3, 40, 56),
+    "16 latent channels": (dict(latent_channels=16, norm_num_groups=16), 2, 16, 24),
+    "no quant_conv": (dict(use_quant_conv=False, use_post_quant_conv=False), 1, 16, 16),
+}
+
+
+def vae_pair(config):
+    torch.manual_seed(0)
+    config = {**VAE_CONFIG, **config}
+    theirs = AutoencoderKL(**config).eval()
+    return theirs, FlaxAutoencoderKL(**config), flax_params(theirs)
+
+
+@pytest.mark.parametrize("name", VAES)
+@torch.no_grad()
+def test_vae_equals_pytorch(name):
+    config, batch, height, width = VAES[name]
+    theirs, ours, params = vae_pair(config)
+    x = torch.rand(batch, 3, height, width) * 2 - 1
+    expected = theirs.encode(x).latent_dist
+    decoded = theirs.decode(expected.mode()).sample
+    variables = {"params": params}
+
+    encode = jax.jit(lambda v, x: ours.apply(v, x, method=ours.encode))
+    posterior = encode(variables, to_jax(x)).latent_dist
+    latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))
+    assert error(latents, expected.mode()) < TOLERANCE
+    assert error(jnp.transpose(posterior.std, (0, 3, 1, 2)), expected.std) < TOLERANCE
+    assert error(posterior.kl(), expected.kl()) < TOLERANCE
+
+    decode = jax.jit(lambda v, z: ours.apply(v, z, method=ours.decode))
+    assert error(decode(variables, to_jax(expected.mode())).sample, decoded) < TOLERANCE
+    assert error(ours.apply(variables, to_jax(x)).sample, decoded) < TOLERANCE
+
+    rough = ours.clone(dtype=jnp.bfloat16)
+    result = rough.apply(variables, to_jax(expected.mode()), method=rough.decode).sample
+    assert result.dtype == jnp.bfloat16
+    assert error(result, decoded) < BF16_TOLERANCE
+    posterior = rough.apply(variables, to_jax(x), method=rough.encode).latent_dist
+    assert posterior.mean.dtype == jnp.float32
+
+
+def test_vae_posterior_sample_has_its_mean_and_deviation():
+    _, ours, params = vae_pair({})
+    x = jax.random.uniform(jax.random.key(0), (1, 3, 16, 16)) * 2 - 1
+    posterior = ours.apply({"params": params}, x, method=ours.encode).latent_dist
+    draws = jax.vmap(posterior.sample)(jax.random.split(jax.random.key(1), 4000))
+    assert np.allclose(draws.mean(0), posterior.mean, atol=0.08 * float(posterior.std.max()))
+    assert np.allclose(draws.std(0), posterior.std, rtol=0.08)
+    z, again = (
+        ours.apply({"params": params}, x, True, rngs={"gaussian": jax.random.key(seed)}).sample
+        for seed in (2, 3)
+    )
+    assert not np.allclose(z, again)
+
+
+def test_vae_decodes_channels_last_latents_as_well():
+    _, ours, params = vae_pair({})
+    z = jax.random.normal(jax.random.key(0), (2, 4, 6, 5))
+    first = ours.apply({"params": params}, z, method=ours.decode).sample
+    last = ours.apply({"params": params}, jnp.transpose(z, (0, 2, 3, 1)), method=ours.decode).sample
+    assert np.array_equal(first, last)
+
+
+def test_vae_refuses_wrong_inputs():
+    _, ours, params = vae_pair({})
+    with pytest.raises(ValueError, match="30x32 is not divisible by 4"):
+        ours.apply({"params": params}, jnp.zeros((1, 3, 30, 32)), method=ours.encode)
+    with pytest.raises(ValueError, match=r"this VAE encodes \(batch, 3"):
+        ours.apply({"params": params}, jnp.zeros((1, 32, 32, 3)), method=ours.encode)
+    with pytest.raises(ValueError, match=r"this VAE decodes \(batch, 4"):
+        ours.apply({"params": params}, jnp.zeros((1, 8, 32, 8)), method=ours.decode)
+    with pytest.raises(ValueError, match="only DownEncoderBlock2D is"):
+        FlaxAutoencoderKL(down_block_types=("AttnDownEncoderBlock2D",)).init_weights(
+            jax.random.key(0)
+        )
+
+
+CLIPS = {
+    "quick_gelu": dict(hidden_act="quick_gelu", eos_token_id=98),
+    "gelu": dict(hidden_act="gelu", eos_token_id=98),
+    "old configs' eos": dict(hidden_act="quick_gelu", eos_token_id=2),
+}
+CLIP_CLASSES = [
+    (CLIPTextModel, FlaxCLIPTextModel),
+    (CLIPTextModelWithProjection, FlaxCLIPTextModelWithProjection),
+]
+
+
+@pytest.mark.parametrize("classes", CLIP_CLASSES)
+@pytest.mark.parametrize("name", CLIPS)
+@torch.no_grad()
+def test_clip_equals_pytorch(classes, name):
+    config = dict(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        projection_dim=16,
+        max_position_embeddings=20,
+        bos_token_id=97,
+        **CLIPS[name],
+    )
+    torch.manual_seed(0)
+    theirs, ours = classes[0](CLIPTextConfig(**config)).eval(), classes[1](**config)
+    params = flax_params(theirs)
+    ids = torch.randint(3, 97, (3, 20))
+    ids[0, 5:], ids[1, 19], ids[2, 11:] = 98, 98, 98  # the end of text is the padding as well
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    for given in (None, mask):
+        expected = theirs(ids, attention_mask=given, output_hidden_states=True)
+        result = jax.jit(ours.apply, static_argnames="output_hidden_states")(
+            {"params": params},
+            to_jax(ids),
+            None if given is None else to_jax(given),
+            output_hidden_states=True,
+        )
+        assert error(result[0], expected[0]) < TOLERANCE
+        assert error(result[1], expected[1]) < TOLERANCE
+        assert error(result.last_hidden_state, expected.last_hidden_state) < TOLERANCE
+        assert len(result.hidden_states) == len(expected.hidden_states)
+        for state, expected_state in zip(result.hidden_states, expected.hidden_states):
+            assert error(state, expected_state) < TOLERANCE
+    rough = ours.clone(dtype=jnp.bfloat16).apply({"params": params}, to_jax(ids))
+    assert rough[0].dtype == jnp.bfloat16
+    assert rough.hidden_states is None
+    assert error(rough[0], theirs(ids)[0]) < BF16_TOLERANCE
+
+
+def test_clip_refuses_what_it_cannot_do():
+    ours = FlaxCLIPTextModel(vocab_size=9, hidden_size=8, num_attention_heads=2)
+    with pytest.raises(ValueError, match="78 tokens long, this text encoder takes at most 77"):
+        jax.eval_shape(ours.init, jax.random.key(0), jnp.zeros((1, 78), jnp.int32))
+    with pytest.raises(ValueError, match="hidden_act=relu is not supported"):
+        jax.eval_shape(ours.clone(hidden_act="relu").init_weights, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("sd15_unet", FlaxUNet2DConditionModel(cross_attention_dim=768)),
+        (
+            "vae",
+            FlaxAutoencoderKL(
+                down_block_types=("DownEncoderBlock2D",) * 4,
+                up_block_types=("UpDecoderBlock2D",) * 4,
+                block_out_channels=(128, 256, 512, 512),
+                layers_per_block=2,
+            ),
+        ),
+        (
+            "clip_l_text",
+            FlaxCLIPTextModel(hidden_size=768, intermediate_size=3072, num_attention_heads=12),
+        ),
+        (
+            "clip_bigg_text_with_projection",
+            FlaxCLIPTextModelWithProjection(
+                hidden_size=1280,
+                intermediate_size=5120,
+                num_hidden_layers=32,
+                num_attention_heads=20,
+                projection_dim=1280,
+                hidden_act="gelu",
+            ),
+        ),
+    ],
+)
+def test_parameter_trees_are_the_published_ones(name, module):
+    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+    tree = {key: list(x.shape) for key, x in flatten_dict(shapes, sep="/").items()}
+    assert tree == json.loads(PUBLISHED_SHAPES.read_text())[name]
