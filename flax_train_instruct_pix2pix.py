@@ -80,9 +80,7 @@ class Config:
     adam_weight_decay: float = 1e-2
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0  # clip the global norm of the gradient
-    conditioning_dropout_prob: float = (
-        0.05  # q of each dropout case; 0 switches it off, at most 1/3
-    )
+    conditioning_dropout_prob: float = 0.05  # of each dropout case; 0 is off, at most 1/3
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; master weights stay float32
     gradient_checkpointing: bool = False  # recompute activations: less memory, about 1.3x the time
     seed: int = 42
@@ -230,7 +228,7 @@ def train_step(state, frozen, batch, base_rng, *, models, tx, dropout_rate):
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
-    return state, {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
 
 def ema_start(params):
@@ -306,6 +304,14 @@ def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
     return optax.join_schedules([warmup, after], [num_warmup_steps])
 
 
+def make_optimizer(schedule, beta1, beta2, epsilon, weight_decay, max_grad_norm):
+    """Optax optimizer: clip the gradient's global norm, then AdamW at the schedule's rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay),
+    )
+
+
 def make_tokenize(tokenizer: CLIPTokenizer) -> Callable[[list[str]], np.ndarray]:
     """Prompts to token ids, (B, model_max_length) int32, padded and truncated."""
 
@@ -345,7 +351,11 @@ def check_config(config: Config, num_devices: int):
 
 
 def load_models(config: Config, dtype):
-    """Modules, frozen parameters and float32 master weights, all on the host."""
+    """Load and check everything a run needs of the models, on the host, weights in float32.
+
+    Returns:
+        (Models; the pipeline to save at the end; train_step's `frozen`; the UNet's parameters).
+    """
     source, revision = config.pretrained_model_name_or_path, config.revision
     files = dict(revision=revision, variant=config.variant, dtype=dtype)
     unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(
@@ -359,8 +369,24 @@ def load_models(config: Config, dtype):
     scheduler, scheduler_state = FlaxDDPMScheduler.from_pretrained(
         source, subfolder="scheduler", revision=revision
     )
-    tokenizer = CLIPTokenizer.from_pretrained(source, subfolder="tokenizer", revision=revision)
+    sampler, _ = scheduler_from_pretrained(source, revision=revision)
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(source, subfolder="tokenizer", revision=revision)
+    except Exception as error:  # what the tokenizers library raises has no class of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer of {source} cannot be read: {reason}") from error
 
+    # Without its files transformers makes a tokenizer of two tokens and says nothing.
+    if not 2 < len(tokenizer) <= text_encoder.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {source} has {len(tokenizer)} tokens, its text encoder knows "
+            f"{text_encoder.vocab_size}; is {source}/tokenizer complete?"
+        )
+    if scheduler.config.prediction_type == "sample":
+        raise ValueError(
+            f"the scheduler of {source} has prediction_type=sample; epsilon and v_prediction can "
+            "be trained"
+        )
     if unet.in_channels != 2 * vae.latent_channels:
         raise ValueError(
             f"the UNet in {config.unet_model_name_or_path} has {unet.in_channels} input channels, "
@@ -375,7 +401,7 @@ def load_models(config: Config, dtype):
     factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
     if config.resolution % factor:
         below = config.resolution // factor * factor
-        ways_out = [str(n) for n in (below, below + factor) if n]
+        ways_out = [str(n) for n in (below, below + factor) if n > 0]
         raise ValueError(
             f"resolution={config.resolution} is not a multiple of {factor}; "
             f"try {' or '.join(ways_out)}"
@@ -384,30 +410,17 @@ def load_models(config: Config, dtype):
     # The empty prompt's states come from the text encoder itself, once.
     null_ids = make_tokenize(tokenizer)([""])
     null_text = jax.jit(text_encoder.apply)({"params": text_params}, null_ids)[0]
-    cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
+    float32 = partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
     frozen = {
-        "vae": cast(vae_params),
-        "text_encoder": cast(text_params),
+        "vae": float32(vae_params),
+        "text_encoder": float32(text_params),
         "null_text": np.asarray(null_text),
         "scheduler": scheduler_state,
     }
-    params = jax.tree.map(lambda x: np.asarray(x, np.float32), unet_params)
-    return Models(unet, vae, text_encoder, scheduler), tokenizer, frozen, params
-
-
-def save_pipeline(config: Config, models: Models, tokenizer, frozen, params, raw_params):
-    """Write OUTPUT_DIR as a diffusers pipeline folder; raw_params go beside, if they are given."""
-    scheduler, scheduler_state = scheduler_from_pretrained(
-        config.pretrained_model_name_or_path, revision=config.revision
-    )
     pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
-        models.vae, models.text_encoder, tokenizer, models.unet, scheduler
+        vae, text_encoder, tokenizer, unet, sampler
     )
-    parts = {"unet": params, "scheduler": scheduler_state}
-    parts |= {name: frozen[name] for name in ("vae", "text_encoder")}
-    pipeline.save_pretrained(config.output_dir, parts)
-    if raw_params is not None:
-        models.unet.save_pretrained(Path(config.output_dir) / "unet_raw", params=raw_params)
+    return Models(unet, vae, text_encoder, scheduler), pipeline, frozen, float32(unet_params)
 
 
 def train(config: Config):
@@ -426,7 +439,7 @@ def train(config: Config):
         config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, config.max_train_steps
     )
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
-    models, tokenizer, frozen, params = load_models(config, dtype)
+    models, pipeline, frozen, params = load_models(config, dtype)
     dataset = ParquetImagePairs(
         config.train_data_dir,
         batch_size=config.train_batch_size // num_processes,
@@ -434,7 +447,7 @@ def train(config: Config):
         seed=config.seed,
         random_crop=config.random_crop,
         random_flip=config.random_flip,
-        tokenizer=make_tokenize(tokenizer),
+        tokenizer=make_tokenize(pipeline.tokenizer),
         original_image_column=config.original_image_column,
         edited_image_column=config.edited_image_column,
         edit_prompt_column=config.edit_prompt_column,
@@ -443,15 +456,13 @@ def train(config: Config):
         num_threads=config.dataloader_num_workers,
     )
 
-    tx = optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(
-            schedule,
-            b1=config.adam_beta1,
-            b2=config.adam_beta2,
-            eps=config.adam_epsilon,
-            weight_decay=config.adam_weight_decay,
-        ),
+    tx = make_optimizer(
+        schedule,
+        config.adam_beta1,
+        config.adam_beta2,
+        config.adam_epsilon,
+        config.adam_weight_decay,
+        config.max_grad_norm,
     )
     # One axis name for all: pmap compiles anew for arrays that come from an axis of another name.
     pmap = partial(jax.pmap, axis_name="batch")
@@ -464,7 +475,11 @@ def train(config: Config):
     p_ema_update = pmap(partial(ema_update, decay=ema_decay), donate_argnums=0)
 
     state = p_init(replicate(params, axis_name="batch"))
-    p_frozen = replicate(frozen, axis_name="batch")
+    # In the compute dtype on the devices; what is saved at the end keeps its precision.
+    cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
+    on_device = {name: cast(frozen[name]) for name in ("vae", "text_encoder")}
+    p_frozen = replicate(frozen | on_device, axis_name="batch")
+    del on_device
     base_rng = replicate(jax.random.PRNGKey(config.seed), axis_name="batch")
     ema_params = None
     num_params = sum(x.size for x in jax.tree.leaves(params))
@@ -483,56 +498,58 @@ def train(config: Config):
         )
         if ema_first_step is not None:
             print(f"averaging the weights from step {ema_first_step} with decay {ema_decay:.6g}")
-    progress = tqdm(total=config.max_train_steps, unit="step", desc="train", disable=not is_main)
-    progress.set_postfix_str("compiling")
 
     pending = []  # metrics still on the device, one dict per step since the last logged one
-    for step, batch in zip(range(config.max_train_steps), endless_batches(dataset)):
-        if step == ema_first_step:
-            ema_params = p_ema_start(state.params)
-        state, metrics = p_train_step(state, p_frozen, shard(batch), base_rng)
-        if ema_params is not None:
-            ema_params = p_ema_update(ema_params, state.params)
-        pending.append(metrics)
-        if step == 0:  # the clock starts after compilation
-            jax.block_until_ready(metrics)
-            started, images = time.perf_counter(), 0
-            progress.set_postfix_str("")
-        else:
-            jax.block_until_ready(pending[-2:-1])  # one step stays in flight, so the bar is honest
-            images += config.train_batch_size
-        progress.update()
+    with tqdm(
+        total=config.max_train_steps, unit="step", desc="train", disable=not is_main
+    ) as progress:
+        progress.set_postfix_str("compiling")
+        for step, batch in zip(range(config.max_train_steps), endless_batches(dataset)):
+            if step == ema_first_step:
+                ema_params = p_ema_start(state.params)
+            state, metrics = p_train_step(state, p_frozen, shard(batch), base_rng)
+            if ema_params is not None:
+                ema_params = p_ema_update(ema_params, state.params)
+            pending.append(metrics)
+            if step == 0:  # the clock starts after compilation
+                jax.block_until_ready(metrics)
+                started, images = time.perf_counter(), 0
+                progress.set_postfix_str("")
+            else:  # one step stays in flight, so the bar is honest
+                jax.block_until_ready(pending[-2:-1])
+                images += config.train_batch_size
+            progress.update()
 
-        num_steps = step + 1
-        if num_steps % config.logging_steps and num_steps < config.max_train_steps:
-            continue
-        losses = np.array([unreplicate(m["loss"]) for m in pending])
-        check_finite(losses, num_steps - len(losses))
-        seconds = time.perf_counter() - started
-        row = {
-            "step": num_steps,
-            "loss": float(losses.mean()),
-            "lr": float(schedule(step)),
-            "grad_norm": float(unreplicate(metrics["grad_norm"])),
-            "images_per_second": images / seconds if images else None,
-            "ema_decay": ema_decay if ema_params is not None else None,
-            "num_bad": dataset.num_bad,
-        }
-        pending, images, started = [], 0, time.perf_counter()
-        if is_main:
-            log.write(row)
-            rate = row["images_per_second"]
-            progress.set_postfix_str(
-                f"loss={row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
-            )
-    progress.close()
+            num_steps = step + 1
+            if num_steps % config.logging_steps and num_steps < config.max_train_steps:
+                continue
+            losses = np.array([unreplicate(m["loss"]) for m in pending])
+            check_finite(losses, num_steps - len(losses))
+            seconds = time.perf_counter() - started
+            row = {
+                "step": num_steps,
+                "loss": float(losses.mean()),
+                "lr": float(schedule(step)),
+                "grad_norm": float(unreplicate(metrics["grad_norm"])),
+                "images_per_second": images / seconds if images else None,
+                "ema_decay": ema_decay if ema_params is not None else None,
+                "num_bad": dataset.num_bad,
+            }
+            pending, images, started = [], 0, time.perf_counter()
+            if is_main:
+                log.write(row)
+                rate = row["images_per_second"]
+                progress.set_postfix_str(
+                    f"loss={row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
+                )
 
     raw_params = jax.device_get(unreplicate(state.params))
     if is_main:
         params = raw_params if ema_params is None else jax.device_get(unreplicate(ema_params))
-        save_pipeline(
-            config, models, tokenizer, frozen, params, raw_params if config.save_raw_unet else None
-        )
+        parts = {"unet": params, "vae": frozen["vae"], "text_encoder": frozen["text_encoder"]}
+        pipeline.save_pretrained(output_dir, parts)
+        if config.save_raw_unet:
+            models.unet.save_pretrained(output_dir / "unet_raw", params=raw_params)
         log.close()
         print(f"saved {config.output_dir}")
 
@@ -583,9 +600,9 @@ def main():
     config = tyro.cli(Config, description=__doc__)
     try:
         train(config)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
 
 
 if __name__ == "__main__":

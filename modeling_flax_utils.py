@@ -237,7 +237,7 @@ class FlaxModelMixin:
                 fit the config; the message names everything that is wrong.
         """
         fetch = functools.partial(
-            _fetch, pretrained_model_name_or_path, subfolder=subfolder, revision=revision
+            fetch_file, pretrained_model_name_or_path, subfolder=subfolder, revision=revision
         )
         where = f"{pretrained_model_name_or_path}{f'/{subfolder}' if subfolder else ''}"
         if not os.path.isdir(pretrained_model_name_or_path):
@@ -250,7 +250,7 @@ class FlaxModelMixin:
                 'pipeline with subfolder="unet" (or "vae", "text_encoder"), and if HF_HUB_OFFLINE '
                 "is set or the Hub is out of reach, download it first"
             )
-        config = _read_json(config_file)
+        config = read_json(config_file)
         class_names = config.get("_class_name") or config.get("architectures") or []
         class_names = [class_names] if isinstance(class_names, str) else class_names
         accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
@@ -322,7 +322,7 @@ class FlaxModelMixin:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as tmp:
             tmp = Path(tmp)
-            _write_json(tmp / "config.json", self._torch_config())
+            write_json(tmp / "config.json", self._torch_config())
             for file_name, torch_keys in shards.filename_to_tensors.items():
                 tensors = {
                     # save_file stores the memory as it lies, so a transposed view would be lost.
@@ -334,7 +334,7 @@ class FlaxModelMixin:
                 del tensors
             if shards.is_sharded:
                 index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-                _write_json(tmp / index_name, index)
+                write_json(tmp / index_name, index)
             if flax_msgpack:
                 keys = unflatten_dict({key: key for key in flat}, sep="/")
                 with open(tmp / WEIGHT_FILES[self.weights_name][2], "wb") as file:
@@ -395,7 +395,7 @@ def _warn_once(message):
     logger.warning(message)
 
 
-def _fetch(source, name, subfolder, revision):
+def fetch_file(source, name, subfolder, revision):
     """Path of one file of a folder or Hub repository, downloaded if need be; None if absent."""
     if os.path.isdir(source):
         file = Path(source, subfolder or "", name)
@@ -423,7 +423,7 @@ def _find_weights(fetch, weights_name, variant, from_pt, where):
         if file := fetch(single):
             return [file]
         if index := fetch(f"{stem}.{suffix}.index{dot_variant}.json"):
-            shards = {name: fetch(name) for name in set(_read_json(index)["weight_map"].values())}
+            shards = {name: fetch(name) for name in set(read_json(index)["weight_map"].values())}
             if missing := sorted(name for name, file in shards.items() if file is None):
                 raise ValueError(
                     f"{index} names shards that are not there: {', '.join(missing)}; "
@@ -494,12 +494,12 @@ def _msgpack_parts(tree, leaf_to_array):
         yield from _msgpack_parts(subtree, leaf_to_array)
 
 
-def _read_json(file):
+def read_json(file):
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
 
 
-def _write_json(file, content):
+def write_json(file, content):
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

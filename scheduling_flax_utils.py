@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from modeling_flax_utils import FrozenConfig, _fetch, _read_json, _write_json
+from modeling_flax_utils import FrozenConfig, fetch_file, read_json, write_json
 
 CONFIG_NAME = "scheduler_config.json"
 
@@ -174,11 +174,11 @@ def load_config(pretrained_model_name_or_path, subfolder=None, revision=None):
     Raises:
         ValueError: there is no such file, or it is no JSON object.
     """
-    file = _fetch(pretrained_model_name_or_path, CONFIG_NAME, subfolder, revision)
+    file = fetch_file(pretrained_model_name_or_path, CONFIG_NAME, subfolder, revision)
     where = "/".join(map(str, filter(None, (pretrained_model_name_or_path, subfolder))))
     if file is None:
         raise ValueError(f"{where} has no {CONFIG_NAME}; give a model's scheduler folder")
-    config = _read_json(file)
+    config = read_json(file)
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG_NAME} in {where} holds no options; fetch it again")
     return config
@@ -263,7 +263,7 @@ class Scheduler:
         folder.mkdir(parents=True, exist_ok=True)
         options = {name: self.config[name] for name in self.defaults}
         options["_class_name"] = type(self).__name__.removeprefix("Flax")
-        _write_json(folder / CONFIG_NAME, options)
+        write_json(folder / CONFIG_NAME, options)
 
     def create_state(self):
         """The state before set_timesteps: enough for add_noise and get_velocity in training."""

@@ -1,0 +1,386 @@
+"""Edit pictures with an InstructPix2Pix model, over all devices of this machine.
+
+    python edit_cli.py --model MODEL --input in.jpg --edit "make it red" --output out.png
+    python edit_cli.py --model MODEL --input a.jpg b.jpg --edit "make it red" --output edited/
+    python edit_cli.py --model MODEL --edits_jsonl edits.jsonl --batch_size 8 --grid grid.png
+
+The last takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"}. With the
+model of `make demo`, on a CPU:
+
+    python edit_cli.py --model demo/output/model --resolution 64 --input in.jpg --edit "..."
+
+Sizes: the EXIF orientation is applied; the longer side becomes --resolution, the shorter one what
+the aspect ratio makes of it, each rounded to the nearest multiple of the VAE's factor (8). The
+picture is scaled (Lanczos), up or down, until it covers that size, and what stands over, less than
+one multiple in all, is cropped evenly from both sides. Transparent parts become white.
+
+The noise of an edit depends on --seed and on its place in the list (0, 1, ...), not on batch size,
+number of devices or the other edits: the same command gives the same pictures anywhere, up to
+rounding. Pictures of one size run together; each size compiles once, which takes most of the time
+of a short list. Runs on TPU, GPU and CPU; --batch_size times devices is what runs at once.
+
+Source: InstructPix2Pix (arXiv 2211.09800).
+"""
+
+import json
+import math
+import os
+import sys
+import tempfile
+import textwrap
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import jax_utils
+from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
+from tqdm import tqdm
+
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+    check_pipeline,
+    to_rgb,
+)
+from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
+
+OUTPUT_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+JPEG_QUALITY = 95
+
+GRID_EDITS = 64  # at most; more cannot be looked at in one picture
+GRID_PICTURE_SIZE = 256  # pixels, longer side
+GRID_MARGIN = 8  # pixels
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to edit, with what, how."""
+
+    model: str  # folder or Hub id of an InstructPix2Pix pipeline
+    input: tuple[Path, ...] = ()  # pictures
+    edit: tuple[str, ...] = ()  # instructions: one per picture, or one for all
+    output: Path | None = None  # picture (.png, .jpg); several edits: folder; default: beside input
+    edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
+    num_inference_steps: int = 50
+    guidance_scale: float = 7.5  # weight of the instruction, >= 0
+    image_guidance_scale: float = 1.5  # likeness to the input, >= 0
+    negative_prompt: str = ""  # what to avoid
+    seed: int = 0
+    resolution: int = 512  # pixels, longer side
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    batch_size: int = 1  # pictures per device at once
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    grid: Path | None = None  # picture of the first 64 edits, before and after
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One picture to edit; index is its place in the list, which its noise depends on."""
+
+    index: int
+    input: Path
+    instruction: str
+    output: Path
+
+
+def edits_of_flags(inputs, instructions, output):
+    """Pair the pictures and instructions of the command line and name the outputs.
+
+    Args:
+        inputs: paths.
+        instructions: as many, or one.
+        output: file or existing folder for one edit, folder for several, None: beside each input,
+            NAME-edited.png.
+
+    Returns:
+        List of Edit.
+    """
+    if not inputs or not instructions:
+        raise ValueError("nothing to edit; give --input and --edit, or --edits_jsonl")
+    if len(instructions) not in (1, len(inputs)):
+        raise ValueError(
+            f"{len(instructions)} --edit do not fit {len(inputs)} --input; give one per input, "
+            "in quotation marks, or one for all"
+        )
+    instructions = list(instructions) * (len(inputs) // len(instructions))
+    if output is None:
+        outputs = [path.with_name(f"{path.stem}-edited.png") for path in inputs]
+    elif len(inputs) == 1 and not output.is_dir():
+        outputs = [output]
+    elif output.suffix.lower() in OUTPUT_FORMATS or output.is_file():
+        raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a folder")
+    else:
+        outputs = [output / f"{path.stem}.png" for path in inputs]
+    return [Edit(i, *row) for i, row in enumerate(zip(inputs, instructions, outputs))]
+
+
+def edits_of_jsonl(file):
+    """Read a list of edits: one JSON object {"input", "edit", "output"} per line.
+
+    Paths are relative to the working directory; empty lines are skipped.
+    """
+    edits = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--edits_jsonl {file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            values = [row[key] for key in ("input", "edit", "output")]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            values = [None]
+        if not all(isinstance(value, str) for value in values):
+            raise ValueError(
+                f'{file}, line {number} is no JSON object {{"input": "...", "edit": "...", '
+                f'"output": "..."}}: {textwrap.shorten(line, 60)}'
+            )
+        edits.append(Edit(len(edits), Path(values[0]), values[1], Path(values[2])))
+    if not edits:
+        raise ValueError(f"--edits_jsonl {file} holds no edits")
+    return edits
+
+
+def load_picture(path):
+    """The picture in a file, turned as its EXIF says, RGB. ValueError if it is none."""
+    try:
+        with Image.open(path) as picture:
+            return to_rgb(ImageOps.exif_transpose(picture))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; check the path") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is not a picture that Pillow can read") from None
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be read as a picture: {error}") from error
+
+
+def check_output(path):
+    """Refuse a picture file that cannot be written, touching nothing."""
+    if path.suffix.lower() not in OUTPUT_FORMATS:
+        raise ValueError(
+            f"{path} ends in {path.suffix or 'no extension'}; name it {' or '.join(OUTPUT_FORMATS)}"
+        )
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"{path} cannot be written: no folder can be made or filled in {folder}")
+
+
+def check_outputs(edits, grid):
+    """Refuse outputs that cannot be written, coincide, or would overwrite an input."""
+    paths = [edit.output for edit in edits] + ([grid] if grid else [])
+    for path in paths:
+        check_output(path)
+    written = Counter(path.resolve() for path in paths)
+    path, count = written.most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{count} pictures would be written to {path}; give each its own output")
+    for edit in edits:
+        if edit.input.resolve() in written:
+            raise ValueError(f"{edit.input} is to be edited and would be overwritten; name another")
+
+
+def load_fitted(path, size):
+    """The picture in a file, scaled to cover size (width, height) and cropped to it evenly."""
+    return ImageOps.fit(load_picture(path), size, Image.Resampling.LANCZOS)
+
+
+def edit_size(size, resolution, factor):
+    """Width and height a picture is edited at.
+
+    Args:
+        size: its (width, height).
+        resolution: of the longer side.
+        factor: what both must be multiples of.
+
+    Returns:
+        (width, height), each the nearest multiple of factor, at least one.
+    """
+    scale = resolution / max(size)
+    return tuple(max(1, math.floor(side * scale / factor + 0.5)) * factor for side in size)
+
+
+def save_picture(picture, path):
+    """Write a picture by its extension; it appears under its name when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as tmp:
+        file = Path(tmp, path.name)
+        picture.save(file, OUTPUT_FORMATS[path.suffix.lower()], quality=JPEG_QUALITY)
+        os.replace(file, path)
+
+
+def before_after_grid(edits, sizes):
+    """One picture of the first edits: each before and after, the instruction written under.
+
+    Args:
+        edits: list of Edit, their outputs written.
+        sizes: per edit the (width, height) it ran at.
+
+    Returns:
+        PIL picture.
+    """
+    edits = edits[:GRID_EDITS]
+    box = (GRID_PICTURE_SIZE, GRID_PICTURE_SIZE)
+    font = ImageFont.load_default(14)
+    tiles = []
+    for edit, size in zip(edits, sizes):
+        before = ImageOps.contain(load_fitted(edit.input, size), box)
+        after = ImageOps.contain(load_picture(edit.output), box)
+        text = textwrap.fill(edit.instruction, max(1, 2 * before.width // 7))  # about 7 pixels each
+        tile = Image.new("RGB", (2 * before.width, before.height + 20 * (1 + text.count("\n"))))
+        tile.paste("white", (0, 0, *tile.size))
+        tile.paste(before, (0, 0))
+        tile.paste(after, (before.width, 0))
+        ImageDraw.Draw(tile).text((0, before.height), text, fill="black", font=font)
+        tiles.append(tile)
+
+    columns = max(1, round(math.sqrt(len(tiles) / 2)))  # a tile is about twice as wide as high
+    width = max(tile.width for tile in tiles) + GRID_MARGIN
+    height = max(tile.height for tile in tiles) + GRID_MARGIN
+    rows = math.ceil(len(tiles) / columns)
+    grid = Image.new("RGB", (columns * width + GRID_MARGIN, rows * height + GRID_MARGIN), "white")
+    for i, tile in enumerate(tiles):
+        row, column = divmod(i, columns)
+        grid.paste(tile, (GRID_MARGIN + column * width, GRID_MARGIN + row * height))
+    return grid
+
+
+def run_edits(pipeline, params, edits, sizes, config):
+    """Edit and write all pictures, those of one size together, over the local devices.
+
+    Args:
+        pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
+        params: its parameters, in the dtype to compute in.
+        edits: list of Edit.
+        sizes: per edit the (width, height) to edit at.
+        config: Config.
+    """
+    devices = jax.local_devices()[: len(edits)]
+    p_params = jax_utils.replicate(params, devices)
+    # All texts before the first picture, so that a warning about one comes early and once.
+    all_prompt_ids = pipeline.prepare_text_inputs([edit.instruction for edit in edits])
+    neg_prompt_ids = pipeline.prepare_text_inputs(config.negative_prompt)
+    base_key = jax.random.key(config.seed)
+    groups = defaultdict(list)
+    for edit, size in zip(edits, sizes):
+        groups[size].append(edit)
+
+    with tqdm(total=len(edits), unit="edit") as bar:
+        for size, group in groups.items():
+            B = min(config.batch_size, math.ceil(len(group) / len(devices)))
+            bar.set_description(f"compiling {size[0]}x{size[1]}")
+            for start in range(0, len(group), B * len(devices)):
+                batch = group[start : start + B * len(devices)]
+                padded = batch + batch[-1:] * (B * len(devices) - len(batch))
+                _, image = pipeline.prepare_inputs("", [load_fitted(e.input, size) for e in padded])
+                indices = np.array([edit.index for edit in padded])
+                prompt_ids = all_prompt_ids[indices]
+                keys = jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices)
+                neg_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
+                prompt_ids, image, keys, neg_ids = (
+                    x.reshape(len(devices), B, *x.shape[1:])
+                    for x in (prompt_ids, image, keys, neg_ids)
+                )
+                images = pipeline(
+                    prompt_ids,
+                    image,
+                    p_params,
+                    keys,
+                    config.num_inference_steps,
+                    config.guidance_scale,
+                    config.image_guidance_scale,
+                    neg_prompt_ids=neg_ids,
+                    jit=True,
+                ).images  # (devices, B, H, W, 3)
+                images = np.asarray(images).reshape(-1, *images.shape[2:])[: len(batch)]
+                if not np.isfinite(images).all():
+                    raise ValueError(
+                        f"the edit of {batch[0].input} and others came out as NaN; try --dtype "
+                        "float32, and if that does not help, the model is broken"
+                    )
+                for edit, picture in zip(batch, pipeline.numpy_to_pil(images)):
+                    save_picture(picture, edit.output)
+                bar.set_description(f"editing {size[0]}x{size[1]}")
+                bar.update(len(batch))
+
+
+def run(config):
+    """Check everything that can be checked, load the model, edit, write."""
+    if config.edits_jsonl and (config.input or config.edit or config.output):
+        raise ValueError("--edits_jsonl goes without --input, --edit and --output; drop either")
+    if config.edits_jsonl:
+        edits = edits_of_jsonl(config.edits_jsonl)
+    else:
+        edits = edits_of_flags(config.input, config.edit, config.output)
+    for name in ("num_inference_steps", "batch_size"):
+        if (value := getattr(config, name)) < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    for name in ("guidance_scale", "image_guidance_scale"):
+        if not 0 <= (value := getattr(config, name)) < math.inf:
+            raise ValueError(f"--{name} {value} must be 0 or more; 1 and 1 switch guidance off")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"--seed {config.seed} must be from 0 to {2**32 - 1}")
+    if config.scheduler not in (None, *SCHEDULERS):
+        raise ValueError(
+            f"--scheduler {config.scheduler} is unknown; choose from {', '.join(SCHEDULERS)}"
+        )
+    check_outputs(edits, config.grid)
+    picture_sizes = [
+        load_picture(edit.input).size
+        for edit in tqdm(edits, "checking pictures", unit="edit", disable=len(edits) < 100)
+    ]
+
+    vae_config = check_pipeline(config.model)["vae"]
+    factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
+    if config.resolution < factor:
+        raise ValueError(
+            f"--resolution {config.resolution} is too small; this model's pictures are multiples "
+            f"of {factor}, and it was trained on larger ones (256 or 512)"
+        )
+    sizes = [edit_size(size, config.resolution, factor) for size in picture_sizes]
+    scheduler, state = scheduler_from_pretrained(config.model)
+    if config.scheduler:
+        scheduler, state = make_scheduler(config.scheduler, scheduler.config)
+    scheduler.set_timesteps(state, config.num_inference_steps)  # refuses numbers that do not fit
+
+    default_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = jnp.dtype(config.dtype or default_dtype)
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        config.model, dtype=dtype, scheduler=scheduler
+    )
+    models = {name: params[name] for name in ("unet", "vae", "text_encoder")}
+    params |= jax.tree.map(lambda array: np.asarray(array, dtype), models)
+
+    run_edits(pipeline, params, edits, sizes, config)
+    if config.grid:
+        save_picture(before_after_grid(edits, sizes), config.grid)
+    for path in [edit.output for edit in edits][:10]:
+        print(path)
+    if len(edits) > 10:
+        print(f"... {len(edits)} pictures")
+
+
+def main(args=None):
+    """Command line."""
+    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
+    try:
+        run(config)
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            if "RESOURCE_EXHAUSTED" not in message:
+                raise
+            message = "out of device memory; lower --batch_size or --resolution, or use bfloat16"
+        print(f"edit_cli.py: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

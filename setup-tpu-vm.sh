@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Put what the scripts need on a machine: aria2, .venv, jax for its accelerator, requirements.txt.
+#
+#   bash setup-tpu-vm.sh            a TPU VM; on a slice, run it on every worker at once:
+#   gcloud compute tpus tpu-vm ssh $TPU_NAME --zone=$ZONE --worker=all \
+#       --command="git clone URL_OF_THIS_REPOSITORY scripts; cd scripts && bash setup-tpu-vm.sh"
+#   bash setup-tpu-vm.sh cuda       a machine with NVIDIA GPUs (CUDA 12 or newer driver)
+#   bash setup-tpu-vm.sh cpu        any other
+#
+# Safe to run again: what is there already is left alone. Then: source .venv/bin/activate
+# PYTHON=python3.12 chooses the interpreter, 3.11 or newer. Asks nothing.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+say() { echo "[$(hostname)] $*"; }
+
+target=${1:-tpu}
+torch=${TORCH:-torch==2.13.0}
+case $target in
+    tpu) extra=tpu ;;
+    cuda) extra=cuda12 ;;
+    cpu) extra= ;;
+    -h | --help)
+        sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0"
+        exit 0
+        ;;
+    *)
+        say "unknown target '$target'; use tpu, cuda or cpu" >&2
+        exit 2
+        ;;
+esac
+
+if ! command -v aria2c >/dev/null; then
+    say "installing aria2"
+    as_root=$([ "$(id -u)" = 0 ] || echo sudo)
+    # A fresh VM may still be updating itself: wait for its lock.
+    apt_get() { $as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 "$@"; }
+    apt_get update
+    apt_get install -y aria2 >/dev/null
+fi
+
+python=${PYTHON:-}
+for candidate in python3 python3.13 python3.12 python3.11; do
+    [ -n "$python" ] && break
+    if command -v "$candidate" >/dev/null &&
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        python=$candidate
+    fi
+done
+if [ -z "$python" ]; then
+    say "Python 3.11 or newer is needed and not installed; install one and set PYTHON" >&2
+    exit 2
+fi
+
+if [ ! -x .venv/bin/python ]; then
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv .venv
+fi
+pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+say "installing packages for $target (some minutes the first time)"
+# torch only reads checkpoints, on the host. Its CPU build is a tenth of the size of the CUDA build
+# that the package index has; where PyTorch's own index is out of reach, the large one does as well.
+.venv/bin/python -c 'import torch' 2>/dev/null ||
+    pip --retries 1 install "$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+    pip install "$torch"
+pip install -r requirements.txt ${extra:+"jax[$extra]"}
+touch .venv/installed
+say "jax $(.venv/bin/python -c 'import jax; print(jax.__version__)') for $target is installed"
+say "done; now: source .venv/bin/activate"

@@ -1,0 +1,276 @@
+"""edit_cli by its command line: what it writes, that noise follows the edit, what it refuses."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from tiny_models import make_tiny_pipeline
+
+import edit_cli
+from edit_cli import edit_size, edits_of_flags, load_fitted, load_picture, save_picture
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+from scheduling_flax import SCHEDULERS, make_scheduler
+
+SCRIPT = Path(edit_cli.__file__)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # One level compiles faster than two.
+    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", unet_channels=(16,))
+
+
+def photo(width, height, seed=0):
+    """Smooth random colours with something different in each corner."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Five pictures, all but b.png landscape, one of those by its EXIF only."""
+    photo(96, 72, 0).save(tmp_path / "a.png")
+    photo(72, 96, 1).save(tmp_path / "b.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    photo(72, 96, 2).save(tmp_path / "turned.jpg", exif=exif, quality=95)
+    photo(48, 36, 3).convert("P").save(tmp_path / "palette.png")
+    photo(96, 72, 4).convert("L").save(tmp_path / "grey.png")
+    return tmp_path
+
+
+EDITS = [
+    ("a.png", "make it red", "out/a.png"),
+    ("turned.jpg", "make it red", "out/deep/turned.png"),
+    ("palette.png", "make it blue, with a caption so long that it takes two lines", "out/p.png"),
+    ("grey.png", "make it red", "out/grey.JPG"),
+    ("b.png", "invert the colors", "out/b.png"),
+]
+
+
+def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
+    lines = [json.dumps(dict(zip(("input", "edit", "output"), edit))) for edit in EDITS]
+    (pictures / "edits.jsonl").write_text("\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:]))
+    flags = {
+        "model": model,
+        "edits_jsonl": "edits.jsonl",
+        "num_inference_steps": 3,
+        "scheduler": "euler_ancestral",
+        "resolution": 32,
+        "seed": 7,
+    }
+    args = [f"--{name}={value}" for name, value in flags.items()]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *args, "--batch_size=3", "--grid=grid.png"],
+        cwd=pictures,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [edit[2] for edit in EDITS]
+    assert "5/5" in done.stderr
+    found = [Image.open(pictures / edit[2]) for edit in EDITS]
+    assert [picture.format for picture in found] == ["PNG", "PNG", "PNG", "JPEG", "PNG"]
+    assert [picture.size for picture in found] == [(32, 24)] * 4 + [(24, 32)]
+    files = {path.name for path in (pictures / "out").rglob("*")}
+    assert files == {"a.png", "b.png", "deep", "turned.png", "p.png", "grey.JPG"}
+
+    # The first tile: before, after and instruction.
+    grid = Image.open(pictures / "grid.png")
+    margin = edit_cli.GRID_MARGIN
+    before = ImageOps.contain(load_fitted(pictures / "a.png", (32, 24)), (256, 256))
+    corner = grid.crop((margin, margin, margin + 256, margin + 192))
+    np.testing.assert_array_equal(np.asarray(corner), np.asarray(before))
+    after = ImageOps.contain(found[0], (256, 256))
+    corner = grid.crop((margin + 256, margin, margin + 512, margin + 192))
+    np.testing.assert_array_equal(np.asarray(corner), np.asarray(after))
+    caption = np.asarray(grid.crop((margin, margin + 192, margin + 512, margin + 212)))
+    assert caption.min() < 80  # black letters
+    assert caption[:, 256:].min() == 255  # on white, and short
+
+    # The same one picture at a time, by the pipeline itself: edit 1 ...
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
+    scheduler, params["scheduler"] = make_scheduler("euler_ancestral", pipeline.scheduler.config)
+    pipeline = dataclasses.replace(pipeline, scheduler=scheduler)
+    turned = Image.open(pictures / "turned.jpg").transpose(Image.Transpose.ROTATE_270)
+    inputs = pipeline.prepare_inputs(
+        "make it red", turned.resize((32, 24), Image.Resampling.LANCZOS)
+    )
+    key = jax.random.fold_in(jax.random.key(7), 1)[None]
+    images = pipeline(*inputs, params, key, 3).images
+    expected = np.asarray(pipeline.numpy_to_pil(images)[0], np.int16)
+    assert np.abs(np.asarray(found[1], np.int16) - expected).max() <= 1
+
+    # ... and those of one size over four devices.
+    monkeypatch.chdir(pictures)
+    Path("edits.jsonl").write_text("\n".join(lines[:4]))
+    one_device = [np.asarray(picture, np.int16) for picture in found]
+    edit_cli.main([*args, "--batch_size=1"])
+    for before, edit in zip(one_device, EDITS[:4]):
+        now = np.asarray(Image.open(edit[2]), np.int16)
+        assert np.abs(now - before).max() <= (1 if edit[2].endswith("png") else 4)
+    assert len(jax.local_devices()) == 4
+
+
+def test_exif_orientation_is_applied(tmp_path):
+    pixels = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
+    for orientation, expected in ((1, pixels), (3, pixels[::-1, ::-1]), (6, np.rot90(pixels, -1))):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+        np.testing.assert_array_equal(np.asarray(load_picture(tmp_path / "a.png")), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "resolution", "factor", "expected"),
+    [
+        ((4000, 3000), 512, 8, (512, 384)),
+        ((3000, 4000), 512, 8, (384, 512)),
+        ((100, 100), 512, 8, (512, 512)),
+        ((1000, 667), 512, 8, (512, 344)),  # 341.5
+        ((1000, 660), 512, 8, (512, 336)),  # 337.9
+        ((640, 480), 500, 8, (504, 376)),  # 500 = 62.5 * 8 and 375
+        ((5000, 20), 512, 8, (512, 8)),
+        ((64, 48), 64, 4, (64, 48)),
+    ],
+)
+def test_sizes(size, resolution, factor, expected):
+    assert edit_size(size, resolution, factor) == expected
+
+
+def test_fitting_keeps_the_aspect_ratio(tmp_path):
+    """A disc stays a disc: what stands over is cropped, evenly."""
+    y, x = np.mgrid[:120, :200]
+    disc = np.hypot(x - 99.5, y - 59.5) < 50
+    Image.fromarray(np.where(disc, 255, 0).astype(np.uint8)).save(tmp_path / "disc.png")
+    fitted = np.asarray(load_fitted(tmp_path / "disc.png", (64, 48)))[..., 0] > 127  # not 64 x 38
+    rows, columns = fitted.any(1).nonzero()[0], fitted.any(0).nonzero()[0]
+    assert len(rows) == len(columns) == 40  # 100 * 48 / 120
+    assert rows[0] + rows[-1] == 47
+    assert columns[0] + columns[-1] == 63
+
+
+def test_outputs_of_flags(tmp_path):
+    inputs = [Path("x/a.jpg"), Path("b.png")]
+
+    def outputs(*args):
+        return [str(edit.output) for edit in edits_of_flags(*args)]
+
+    assert outputs(inputs, ["red"], None) == ["x/a-edited.png", "b-edited.png"]
+    assert outputs(inputs, ["red", "blue"], Path("out")) == ["out/a.png", "out/b.png"]
+    assert outputs(inputs[:1], ["red"], Path("out.jpg")) == ["out.jpg"]
+    assert outputs(inputs[:1], ["red"], tmp_path) == [str(tmp_path / "a.png")]
+    edits = edits_of_flags(inputs, ["red", "blue"], None)
+    assert [(edit.index, edit.instruction) for edit in edits] == [(0, "red"), (1, "blue")]
+
+
+def test_interrupted_writing_leaves_the_old_picture(tmp_path):
+    path = tmp_path / "a.png"
+    photo(8, 8).save(path)
+    before = path.read_bytes()
+
+    class Broken(Image.Image):
+        def save(self, file, *args, **kwargs):
+            Path(file).write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_picture(Broken(), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.png"]
+    assert path.read_bytes() == before
+
+
+def jsonl(*rows):
+    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+
+
+GOOD_ROW = {"input": "a.png", "edit": "red", "output": "o.png"}
+ONE = ["--input", "a.png", "--edit", "red"]
+TWO = ["--input", "a.png", "b.png", "--edit", "red"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "nothing to edit; give --input"),
+        (["--input", "a.png"], "nothing to edit"),
+        (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
+        (["--input", "text.png", "--edit", "red"], "text.png is not a picture"),
+        (["--input", "half.png", "--edit", "red"], "half.png cannot be read as a picture"),
+        (["--input", ".", "--edit", "red", "--output=o.png"], ". cannot be read as a picture"),
+        ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
+        ([*ONE, "blue"], "2 --edit do not fit 1 --input"),
+        ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a folder"),
+        ([*ONE, "--output", "o.gif"], "o.gif ends in .gif; name it .png or .jpg"),
+        ([*ONE, "--output", "o"], "o ends in no extension"),
+        ([*ONE, "--output", "a.png"], "a.png is to be edited and would be overwritten"),
+        ([*ONE, "--output", "text.png/o.png"], "text.png/o.png cannot be written"),
+        ([*ONE, "--output", "o.png", "--grid", "o.png"], "2 pictures would be written to"),
+        ([*ONE, "--grid", "o.txt"], "o.txt ends in .txt"),
+        ([*ONE, "--scheduler", "eular"], f"choose from {', '.join(SCHEDULERS)}"),
+        ([*ONE, "--num_inference_steps", "0"], "--num_inference_steps 0 must be at least 1"),
+        ([*ONE, "--num_inference_steps", "1001"], "num_inference_steps=1001"),
+        ([*ONE, "--batch_size", "0"], "--batch_size 0 must be at least 1"),
+        ([*ONE, "--guidance_scale", "-1"], "--guidance_scale -1.0 must be 0 or more"),
+        ([*ONE, "--seed", "-1"], "--seed -1"),
+        ([*ONE, "--resolution", "3"], "--resolution 3 is too small"),
+        ([*ONE, "--model", "nowhere/model"], "nowhere/model has no model_index.json"),
+        ([*ONE, "--model", "narrow"], "narrow is no InstructPix2Pix"),
+        (["--edits_jsonl", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--edits_jsonl", "empty.jsonl"], "empty.jsonl holds no edits"),
+        (["--edits_jsonl", "malformed.jsonl"], 'malformed.jsonl, line 3 is no JSON object {"input'),
+        (["--edits_jsonl", "lacking.jsonl"], "lacking.jsonl, line 2 is no JSON object"),
+        (["--edits_jsonl", "list.jsonl"], "list.jsonl, line 1 is no JSON object"),
+        (["--edits_jsonl", "twice.jsonl"], "2 pictures would be written to"),
+        (["--edits_jsonl", "missing.jsonl"], "none.png does not exist"),
+        (["--edits_jsonl", "twice.jsonl", *ONE], "--edits_jsonl goes without"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_loaded(
+    model, tmp_path, monkeypatch, capsys, args, message
+):
+    def load(*args, **kwargs):
+        raise AssertionError("the model is being loaded")
+
+    monkeypatch.setattr(FlaxStableDiffusionInstructPix2PixPipeline, "from_pretrained", load)
+    monkeypatch.chdir(tmp_path)
+    photo(16, 16).save("a.png")
+    photo(16, 16).save("b.png")
+    Path("text.png").write_text("no picture")
+    whole = io.BytesIO()
+    photo(64, 64).save(whole, "PNG")
+    Path("half.png").write_bytes(whole.getvalue()[:100])
+    Path("empty.jsonl").write_text("\n \n")
+    Path("malformed.jsonl").write_text(jsonl(GOOD_ROW, "", '{"input": "a.png",'))
+    Path("lacking.jsonl").write_text(jsonl(GOOD_ROW, {"input": "b.png", "output": "p.png"}))
+    Path("list.jsonl").write_text(jsonl(["a.png", "red", "o.png"]))
+    Path("twice.jsonl").write_text(jsonl(GOOD_ROW, GOOD_ROW | {"output": "./o.png"}))
+    Path("missing.jsonl").write_text(
+        jsonl(GOOD_ROW, {**GOOD_ROW, "input": "none.png", "output": "p.png"})
+    )
+    if "narrow" in args:
+        make_tiny_pipeline("narrow", in_channels=4)
+        capsys.readouterr()  # PyTorch's progress bars
+    files = sorted(Path().rglob("*"))
+
+    with pytest.raises(SystemExit) as error:
+        edit_cli.main(args if "--model" in args else [*args, "--model", str(model)])
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("edit_cli.py: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == files

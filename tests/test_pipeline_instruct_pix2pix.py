@@ -1,0 +1,457 @@
+"""The edit pipeline against PyTorch diffusers', over devices, batches, scales, and on disk."""
+
+import json
+import logging
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionInstructPix2PixPipeline
+from flax.jax_utils import replicate
+from PIL import Image
+from tiny_models import END, START, make_tiny_pipeline
+
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+    guidance_branches,
+    to_rgb,
+)
+from scheduling_flax import make_scheduler
+
+# diffusers' Euler scheduler under NumPy 2.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
+
+PROMPTS = ["make it red", "invert the colors", "turn it upside down", ""]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    # One level compiles faster than two.
+    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", unet_channels=(16,))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """(pipeline, params) of the DDIM model."""
+    return FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
+
+
+def random_inputs(batch, height, width, factor=4):
+    """Pictures (B, H, W, 3) in [0, 1], not just noise, and latents (B, 4, h, w)."""
+    rng = np.random.default_rng(0)
+    patches = rng.random((batch, height // 8, width // 8, 3), np.float32)
+    pictures = patches.repeat(8, 1).repeat(8, 2)
+    latents = rng.standard_normal((batch, 4, height // factor, width // factor), np.float32)
+    return pictures, latents
+
+
+def edit_with_torch(folder, prompts, pictures, latents, negative_prompt=None):
+    """PyTorch's pipeline, 20 steps, default scales; (B, H, W, 3) in [0, 1]."""
+    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, safety_checker=None)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompts,
+        image=torch.tensor(pictures).permute(0, 3, 1, 2),
+        num_inference_steps=20,
+        latents=torch.tensor(latents),
+        negative_prompt=negative_prompt,
+        output_type="np",
+    ).images
+
+
+def psnr(a, b):
+    """In dB, of pictures in [0, 1]."""
+    return -10 * np.log10(np.mean((np.asarray(a) - np.asarray(b)) ** 2) + 1e-20)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "batch", "height", "width", "negative_prompt"),
+    [
+        ("ddim", {}, 2, 64, 48, None),
+        ("pndm", {"prediction_type": "v_prediction", "seed": 1}, 1, 32, 32, None),
+        ("euler", {}, 2, 48, 64, ["upside colors", "red"]),
+        ("dpmsolver++", {"vae_channels": (8, 8, 8, 16), "seed": 2}, 3, 64, 64, None),
+    ],
+)
+def test_pictures_are_those_of_pytorch(
+    tmp_path, scheduler, options, batch, height, width, negative_prompt
+):
+    folder = make_tiny_pipeline(tmp_path / "model", scheduler=scheduler, **options)
+    factor = 8 if "vae_channels" in options else 4
+    pictures, latents = random_inputs(batch, height, width, factor)
+    prompts = PROMPTS[:batch]
+    expected = edit_with_torch(folder, prompts, pictures, latents, negative_prompt)
+
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
+    prompt_ids, image = pipeline.prepare_inputs(prompts, pictures)
+    edit = partial(
+        pipeline,
+        image=image,
+        params=params,
+        prng_seed=jax.random.key(0),
+        num_inference_steps=20,
+        latents=latents,
+        neg_prompt_ids=negative_prompt and pipeline.prepare_text_inputs(negative_prompt),
+    )
+    images = edit(prompt_ids).images
+    assert images.dtype == jnp.float32
+    assert images.shape == (batch, height, width, 3)
+    assert psnr(images, expected) > 60
+    # The measure is not blind to what was asked for.
+    others = pipeline.prepare_text_inputs(["make it black and white"] * batch)
+    assert psnr(edit(others).images, expected) < 45
+
+
+def test_saved_folder_gives_the_same_picture_in_pytorch(folder, loaded, tmp_path):
+    pipeline, params = loaded
+    saved = tmp_path / "out" / "model"
+    pipeline.save_pretrained(saved, params)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+    pictures, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], pictures, latents)
+    np.testing.assert_allclose(
+        edit_with_torch(saved, PROMPTS[:1], pictures, latents), expected, atol=1e-6
+    )
+    _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(saved)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    index = json.loads((saved / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionInstructPix2PixPipeline"
+    assert index["scheduler"] == ["diffusers", "DDIMScheduler"]
+    # What transformers before 5.0 opens.
+    for name in ("vocab.json", "merges.txt"):
+        assert (saved / "tokenizer" / name).exists()
+    vocab = json.loads((saved / "tokenizer" / "vocab.json").read_text())
+    assert vocab == json.loads((folder / "tokenizer" / "vocab.json").read_text())
+
+
+def test_saving_into_a_filled_folder_replaces_the_model_only(loaded, tmp_path):
+    pipeline, params = loaded
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "notes.txt").write_text("mine")
+    pipeline.save_pretrained(tmp_path, params)
+    doubled = jax.tree.map(lambda array: 2 * array, params["unet"])
+    pipeline.save_pretrained(tmp_path, {**params, "unet": doubled})
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+    assert (tmp_path / "unet" / "notes.txt").read_text() == "mine"
+    _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again["unet"], doubled)
+
+
+def test_interrupted_save_leaves_nothing(loaded, tmp_path, monkeypatch):
+    pipeline, params = loaded
+
+    def fail(self, folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(pipeline.scheduler), "save_pretrained", fail)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.save_pretrained(tmp_path / "model", params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_devices_and_batches_share_out_the_same_pictures(folder):
+    """A noisy scheduler: the noise of every step has to follow the picture, too."""
+    config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    scheduler, _ = make_scheduler("euler_ancestral", config)
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, scheduler=scheduler
+    )
+    assert pipeline.scheduler is scheduler
+    pictures, _ = random_inputs(4, 32, 32)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS, pictures)
+    key = jax.random.key(3)
+    whole = None
+    for devices, key_ in ((1, key), (2, key), (4, jax.random.PRNGKey(3))):
+        p_params = replicate(params, jax.local_devices()[:devices])
+        p_ids, p_image = (x.reshape(devices, -1, *x.shape[1:]) for x in (prompt_ids, image))
+        images = np.asarray(pipeline(p_ids, p_image, p_params, key_, 3, jit=True).images)
+        assert images.shape == (devices, 4 // devices, 32, 32, 3)
+        whole = images[0] if whole is None else whole
+        np.testing.assert_allclose(images.reshape(whole.shape), whole, atol=2e-5)
+    others = pipeline(p_ids, p_image, p_params, jax.random.key(4), 3, jit=True).images
+    assert psnr(others[:, 0], whole) < 30
+
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.array([3, 1, 2, 0]))[:, None]
+    p_ids, p_image = (x[jnp.array([3, 1, 2, 0])] for x in (p_ids, p_image))
+    images = pipeline(p_ids, p_image, p_params, keys, 3, jit=True).images  # a key per picture
+    np.testing.assert_allclose(images[:, 0], whole[[3, 1, 2, 0]], atol=2e-5)
+
+
+def test_generate_under_pmap_with_everything_defaulted(loaded):
+    pipeline, params = loaded
+    pictures, _ = random_inputs(6, 16, 16)
+    prompt_ids, image = pipeline.prepare_inputs((PROMPTS * 2)[:6], pictures)
+    prompt_ids, image = (x.reshape(2, 3, *x.shape[1:]) for x in (prompt_ids, image))
+    rng = jax.random.split(jax.random.PRNGKey(0), 2)
+    p_params = replicate(params, jax.local_devices()[:2])
+    images = np.asarray(jax.pmap(pipeline._generate)(prompt_ids, image, p_params, rng))
+    assert images.shape == (2, 3, 16, 16, 3)
+    for i in range(2):
+        expected = pipeline(prompt_ids[i], image[i], params, rng[i]).images
+        np.testing.assert_allclose(images[i], expected, atol=1e-4)
+
+
+def test_branches_left_out_do_not_change_the_picture(loaded):
+    pipeline, params = loaded
+    pictures, _ = random_inputs(1, 32, 32)
+    inputs = (*pipeline.prepare_inputs(PROMPTS[:1], pictures), params, jax.random.key(0))
+    all_branches = jax.jit(partial(pipeline._generate, num_inference_steps=4))
+    for s_T, s_I in ((1, np.int32(1)), (1.5, np.float64(1.5))):
+        expected = all_branches(
+            *inputs, guidance_scale=jnp.float32(s_T), image_guidance_scale=jnp.float32(s_I)
+        )
+        images = pipeline(*inputs, 4, s_T, s_I).images
+        np.testing.assert_allclose(images, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("s_T", "s_I", "branches"),
+    [
+        (7.5, 1.5, ("text", "image", "null")),
+        (1, 1, ("text",)),
+        (7.5, 1, ("text", "image")),
+        (1.5, 1.5, ("text", "null")),
+        (0, 1, ("image",)),
+        (0, 0, ("null",)),
+        (0, 2.0, ("image", "null")),
+        (np.float32(2), np.int64(2), ("text", "null")),
+        (jnp.float32(1), 1, ("text", "image", "null")),
+    ],
+)
+def test_branches_needed(s_T, s_I, branches):
+    assert guidance_branches(s_T, s_I) == branches
+
+
+class CountingPipeline(FlaxStableDiffusionInstructPix2PixPipeline):
+    """Notes the branches of each trace, that is, of each compilation."""
+
+    traces = ()
+
+    def _generate(self, *args):
+        type(self).traces += (args[-1],)
+        # Tracing is what is counted; the program itself need not be a model's.
+        return args[1] * args[7] + args[8]
+
+
+def test_other_scale_values_do_not_recompile(loaded):
+    pipeline, params = loaded
+    parts = (pipeline.vae, pipeline.text_encoder, pipeline.tokenizer, pipeline.unet)
+    counting = CountingPipeline(*parts, pipeline.scheduler)
+    inputs = (*counting.prepare_inputs("", np.ones((16, 16, 3), np.uint8)), params)
+    inputs += (jax.random.key(0),)
+    for s_T in (7.5, 7, np.float32(3), np.int64(2), jnp.float32(4)):
+        images = counting(*inputs, guidance_scale=s_T).images
+        np.testing.assert_allclose(images, inputs[1] * float(s_T) + 1.5, rtol=1e-5)
+    assert counting.traces == (("text", "image", "null"),)
+    counting(*inputs, guidance_scale=1, image_guidance_scale=1)
+    counting(*inputs, guidance_scale=1.0, image_guidance_scale=np.float32(1))
+    assert counting.traces[1:] == (("text",),)
+    counting(*inputs, num_inference_steps=3)
+    assert len(counting.traces) == 3
+
+
+def test_bfloat16_keeps_the_scheduler_in_float32(folder):
+    pictures, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], pictures, latents)
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, dtype=jnp.bfloat16
+    )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params["scheduler"])} == {
+        "float32",
+        "int32",
+    }
+    # Users cast whole trees; the schedule must survive that as well.
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, params)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], pictures)
+    edit = partial(
+        pipeline, *inputs, prng_seed=jax.random.key(0), num_inference_steps=20, latents=latents
+    )
+    images = edit(params=low).images
+    assert images.dtype == jnp.float32
+    assert psnr(images, expected) > 30
+
+
+def test_height_and_width_resize_the_pictures(folder, loaded):
+    pipeline, params = loaded
+    pictures, latents = random_inputs(1, 64, 32)  # to be resized from 32 x 32
+    small = pictures[:, ::2]
+    resized = [
+        Image.fromarray(small[0, :, :, c]).resize((32, 64), Image.Resampling.LANCZOS)
+        for c in range(3)
+    ]
+    resized = np.clip(np.stack([np.asarray(c) for c in resized], -1), 0, 1)[None]
+    expected = edit_with_torch(folder, PROMPTS[:1], resized, latents)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], small)
+    images = pipeline(
+        *inputs, params, jax.random.key(0), 20, height=64, width=32, latents=latents
+    ).images
+    assert psnr(images, expected) > 50
+
+
+def test_prompts_become_clip_tokens(folder, loaded):
+    vocab = json.loads((folder / "tokenizer" / "vocab.json").read_text(encoding="utf-8"))
+    start, end = vocab[START], vocab[END]
+    words = ["make</w>", "it</w>", "red</w>", "!</w>"]
+    expected = [start, *(vocab[word] for word in words), end]
+    expected += [end] * (77 - len(expected))
+    ids = loaded[0].prepare_text_inputs(["Make it  RED!", ""])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [expected, [start] + [end] * 76]
+
+
+def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
+    with caplog.at_level(logging.WARNING):
+        ids = loaded[0].prepare_text_inputs(["red " * 73 + "make it make it red", "short"])
+    assert ids.shape == (2, 77)
+    full = loaded[0].prepare_text_inputs("red " * 73 + "make it")
+    np.testing.assert_array_equal(ids[:1], full)  # 75 words, start and end
+    (record,) = caplog.records
+    assert "80 tokens" in record.getMessage()
+    assert record.getMessage().endswith("cut off: 'make it red'")
+
+
+def test_pictures_become_arrays(loaded):
+    pixels = np.arange(2 * 4 * 8 * 3, dtype=np.uint8).reshape(2, 4, 8, 3)
+    expected = (pixels.astype(np.float64) / 127.5 - 1).transpose(0, 3, 1, 2)
+    for image in (
+        pixels,
+        pixels / 255,
+        list(pixels),
+        [Image.fromarray(picture) for picture in pixels],
+    ):
+        ids, arrays = loaded[0].prepare_inputs(PROMPTS[:2], image)
+        assert (ids.shape, arrays.dtype) == ((2, 77), np.float32)
+        np.testing.assert_allclose(arrays, expected, atol=1e-6)
+
+    ids, arrays = loaded[0].prepare_inputs("red", pixels)
+    np.testing.assert_array_equal(ids[0], ids[1])
+    ids, arrays = loaded[0].prepare_inputs(PROMPTS[:3], Image.fromarray(pixels[1]))
+    assert (ids.shape, arrays.shape) == ((3, 77), (3, 3, 4, 8))
+    np.testing.assert_allclose(arrays, expected[[1, 1, 1]], atol=1e-6)
+
+
+def test_pictures_of_any_mode_become_rgb():
+    grey = np.array([[0, 90], [180, 255]], np.uint8)
+    rgb = np.stack([grey] * 3, -1)
+    alpha = np.array([[255, 255], [255, 0]], np.uint8)
+    clear = rgb.copy()
+    clear[1, 1] = 0  # what hides under transparency must not show
+    rgba = Image.fromarray(np.dstack([clear, alpha]))
+    palette = Image.fromarray(rgb).convert("P", palette=Image.Palette.ADAPTIVE)
+    for picture in (
+        Image.fromarray(rgb),
+        Image.fromarray(grey),
+        Image.fromarray(grey.astype(np.uint16) * 257),
+        palette,
+        rgba,
+    ):
+        np.testing.assert_array_equal(np.asarray(to_rgb(picture)), rgb, err_msg=picture.mode)
+    black_and_white = Image.fromarray(grey > 128)
+    assert np.asarray(to_rgb(black_and_white))[..., 1].tolist() == [[0, 0], [255, 255]]
+
+
+def test_numpy_to_pil():
+    images = np.zeros((2, 3, 4, 6, 3), np.float32)
+    images[1, 2, 0, 0] = (1, 0.5, 0.25)
+    pictures = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(jnp.asarray(images))
+    assert [picture.size for picture in pictures] == [(6, 4)] * 6
+    assert pictures[5].getpixel((0, 0)) == (255, 128, 64)
+
+
+def edit_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: edit_json(f / "unet/config.json", in_channels=4), r"create_modified_unet\.py.*"),
+        (lambda f: edit_json(f / "unet/config.json", in_channels=9), "in_channels=9.*twice"),
+        (lambda f: edit_json(f / "vae/config.json", latent_channels=16), "latent_channels=16"),
+        (
+            lambda f: edit_json(
+                f / "model_index.json", _class_name="StableDiffusionXLInstructPix2PixPipeline"
+            ),
+            "StableDiffusionXL.*1.x and 2.x",
+        ),
+        (lambda f: shutil.rmtree(f / "vae"), "lacks vae/config.json"),
+        (lambda f: shutil.rmtree(f / "tokenizer"), "lacks tokenizer/tokenizer_config.json"),
+        (lambda f: (f / "model_index.json").unlink(), "no model_index.json; give"),
+        (lambda f: (f / "tokenizer/vocab.json").unlink(), "lacks tokenizer/vocab.json"),
+        (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
+        (lambda f: shutil.rmtree(f), "is no folder here.*check the path"),
+    ],
+)
+def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    spoil(copy)
+    with pytest.raises(ValueError, match=message) as error:
+        FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(copy)
+    assert str(copy) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+PICTURE = np.zeros((16, 16, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "image", "message"),
+    [
+        (["a", "b"], [PICTURE] * 3, "2 prompts do not fit 3 pictures"),
+        ("a", [PICTURE, PICTURE[:8]], "found 8x16, 16x16"),
+        ("a", [PICTURE, PICTURE[:8].transpose(1, 0, 2)], "found 16x8, 16x16"),
+        ("a", [], "found none"),
+        ([], PICTURE, "empty list"),
+        ("a", PICTURE[..., 0], r"\(16, 16\)"),
+        ("a", PICTURE[..., 0][None, None], r"\(1, 16, 16\)"),
+        ("a", PICTURE - 1.0, "from -1.0 to -1.0"),
+        ("a", PICTURE.astype(np.int32), "int32"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
+    with pytest.raises(ValueError, match=message):
+        loaded[0].prepare_inputs(prompt, image)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"guidance_scale": -1}, "guidance_scale=-1.0 must be 0 or more"),
+        ({"image_guidance_scale": float("nan")}, "image_guidance_scale=nan"),
+        ({"num_inference_steps": 0}, "num_inference_steps=0"),
+        ({"prng_seed": 0}, "prng_seed=0 is no PRNG key"),
+        ({"latents": np.zeros((1, 4, 2, 2), np.float32)}, r"\(1, 4, 2, 2\), need \(1, 4, 4, 4\)"),
+        ({"image": np.zeros((1, 3, 18, 16), np.float32)}, "18x16 is not divisible by 4"),
+        ({"height": 30}, "30x16 is not divisible by 4"),
+        ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "same batch"),
+        ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "uint8"),
+        ({"jit": True}, "shard prompt_ids"),
+        ({"jit": True, "prompt_ids": np.zeros((1, 1, 77), np.int32)}, "not replicated"),
+        ({"prompt_ids": np.zeros((1, 1, 77), np.int32)}, "jit=False takes"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
+    pipeline, params = loaded
+    prompt_ids, image = pipeline.prepare_inputs("", PICTURE)
+    arguments = {
+        "prompt_ids": prompt_ids,
+        "image": image,
+        "params": params,
+        "prng_seed": jax.random.key(0),
+    }
+    with pytest.raises(ValueError, match=message):
+        pipeline(**(arguments | changes))
+
+
+def test_a_pipeline_cannot_change_under_its_compiled_programs(loaded):
+    with pytest.raises(AttributeError):
+        loaded[0].scheduler = None
