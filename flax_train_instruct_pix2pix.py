@@ -22,7 +22,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -312,18 +311,6 @@ def make_optimizer(schedule, beta1, beta2, epsilon, weight_decay, max_grad_norm)
     )
 
 
-def make_tokenize(tokenizer: CLIPTokenizer) -> Callable[[list[str]], np.ndarray]:
-    """Prompts to token ids, (B, model_max_length) int32, padded and truncated."""
-
-    def tokenize(prompts):
-        ids = tokenizer(
-            prompts, padding="max_length", truncation=True, return_tensors="np"
-        ).input_ids
-        return ids.astype(np.int32)
-
-    return tokenize
-
-
 def check_config(config: Config, num_devices: int):
     """Raise a ValueError for what no run could work with, before anything is loaded."""
     for name in ("train_batch_size", "max_train_steps", "logging_steps"):
@@ -341,13 +328,19 @@ def check_config(config: Config, num_devices: int):
             f"conditioning_dropout_prob={config.conditioning_dropout_prob} must be from 0 to 1/3: "
             "it is the chance of each of three cases"
         )
-    if config.learning_rate <= 0 or config.max_grad_norm <= 0:
-        raise ValueError(
-            f"learning_rate={config.learning_rate} and max_grad_norm={config.max_grad_norm} "
-            "must be above 0"
-        )
+    for name in ("learning_rate", "max_grad_norm", "adam_epsilon"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name}={getattr(config, name)} must be above 0")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 0 and below 1")
+    if not config.adam_weight_decay >= 0:
+        raise ValueError(f"adam_weight_decay={config.adam_weight_decay} must be at least 0")
     if Path(config.output_dir).is_file():
         raise ValueError(f"output_dir={config.output_dir} is a file; name a folder")
+    for name in ("pretrained_model_name_or_path", "unet_model_name_or_path"):
+        if Path(config.output_dir).resolve() == Path(getattr(config, name)).resolve():
+            raise ValueError(f"output_dir={config.output_dir} is {name}; name another folder")
 
 
 def load_models(config: Config, dtype):
@@ -407,19 +400,19 @@ def load_models(config: Config, dtype):
             f"try {' or '.join(ways_out)}"
         )
 
-    # The empty prompt's states come from the text encoder itself, once.
-    null_ids = make_tokenize(tokenizer)([""])
-    null_text = jax.jit(text_encoder.apply)({"params": text_params}, null_ids)[0]
     float32 = partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
+    pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
+        vae, text_encoder, tokenizer, unet, sampler
+    )
+    # The empty prompt's states come from the text encoder itself, once.
+    null_ids = pipeline.prepare_text_inputs("")
+    null_text = jax.jit(text_encoder.apply)({"params": text_params}, null_ids)[0]
     frozen = {
         "vae": float32(vae_params),
         "text_encoder": float32(text_params),
         "null_text": np.asarray(null_text),
         "scheduler": scheduler_state,
     }
-    pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
-        vae, text_encoder, tokenizer, unet, sampler
-    )
     return Models(unet, vae, text_encoder, scheduler), pipeline, frozen, float32(unet_params)
 
 
@@ -439,15 +432,13 @@ def train(config: Config):
         config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, config.max_train_steps
     )
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
-    models, pipeline, frozen, params = load_models(config, dtype)
-    dataset = ParquetImagePairs(
+    dataset = ParquetImagePairs(  # first: its faults show before gigabytes are loaded
         config.train_data_dir,
         batch_size=config.train_batch_size // num_processes,
         resolution=config.resolution,
         seed=config.seed,
         random_crop=config.random_crop,
         random_flip=config.random_flip,
-        tokenizer=make_tokenize(pipeline.tokenizer),
         original_image_column=config.original_image_column,
         edited_image_column=config.edited_image_column,
         edit_prompt_column=config.edit_prompt_column,
@@ -455,6 +446,7 @@ def train(config: Config):
         process_count=num_processes,
         num_threads=config.dataloader_num_workers,
     )
+    models, pipeline, frozen, params = load_models(config, dtype)
 
     tx = make_optimizer(
         schedule,
@@ -504,7 +496,8 @@ def train(config: Config):
         total=config.max_train_steps, unit="step", desc="train", disable=not is_main
     ) as progress:
         progress.set_postfix_str("compiling")
-        for step, batch in zip(range(config.max_train_steps), endless_batches(dataset)):
+        batches = endless_batches(dataset, pipeline.prepare_text_inputs)
+        for step, batch in zip(range(config.max_train_steps), batches):
             if step == ema_first_step:
                 ema_params = p_ema_start(state.params)
             state, metrics = p_train_step(state, p_frozen, shard(batch), base_rng)
@@ -554,12 +547,12 @@ def train(config: Config):
         print(f"saved {config.output_dir}")
 
 
-def endless_batches(dataset):
-    """Epoch after epoch, what train_step needs of each batch."""
+def endless_batches(dataset, tokenize):
+    """Epoch after epoch, what train_step needs of each batch; tokenize: prompts to ids (B, T)."""
     for epoch in itertools.count():
         dataset.set_epoch(epoch)
         for batch in dataset:
-            yield {name: x for name, x in batch.items() if name != "edit_prompt"}
+            yield {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
 
 
 def check_finite(losses, first_step):
@@ -576,20 +569,21 @@ class MetricsLog:
     """metrics.jsonl, one object a line, and wandb if asked for."""
 
     def __init__(self, config, path):
-        self.file = path.open("w", buffering=1)
+        self.path = path
         self.run = None
+        path.write_text("")
         if config.report_to == "wandb":
             import wandb
 
             self.run = wandb.init(project=config.tracker_project_name, config=asdict(config))
 
     def write(self, row):
-        self.file.write(json.dumps(row) + "\n")
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         if self.run is not None:
             self.run.log(row, step=row["step"])
 
     def close(self):
-        self.file.close()
         if self.run is not None:
             self.run.finish()
 

@@ -1,7 +1,7 @@
 """Pretrain demo/base_model: a tiny Stable Diffusion that makes crops of photographs from captions.
 
     python demo/make_base_model.py                     # about HOURS hours on 2 CPU cores
-    python demo/make_base_model.py --vae_steps 20 --unet_steps 20 \\
+    python demo/make_base_model.py --vae_steps 20 --unet_steps 20 --num_latents 256 \\
         --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
 
 Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the pictures; text
@@ -42,7 +42,6 @@ from scheduling_flax import FlaxDDPMScheduler, FlaxPNDMScheduler  # noqa: E402
 SIZE = 64  # pixels of a picture's side
 NUM_MERGES = 120
 VOCAB_SIZE = 512 + NUM_MERGES + 2  # CLIP's 2 x 256 byte symbols, merges, start and end of text
-NUM_LATENTS = 16384  # pictures encoded once, to train the UNet on
 START, END = "<|startoftext|>", "<|endoftext|>"
 SCHEDULER_CONFIG = {  # Stable Diffusion 1.5's
     "num_train_timesteps": 1000,
@@ -92,6 +91,7 @@ class Config:
     unet_steps: int = 4000  # optimizer steps of text encoder and UNet
     vae_batch_size: int = 16
     unet_batch_size: int = 32
+    num_latents: int = 16384  # pictures encoded once, to train the UNet on
     vae_learning_rate: float = 2e-3  # peak; warm-up, then cosine to zero
     unet_learning_rate: float = 1e-3  # peak, likewise
     kl_weight: float = 1e-4  # weight of the VAE's KL term, per latent number
@@ -232,7 +232,7 @@ def latent_batches(vae, tokenizer, config):
     pictures = picture_batches(config.seed + 5, 256, recolour=False)
     encode = jax.jit(partial(VAE.apply, method=VAE.encode))
     latents, captions = [], []
-    for _ in trange(NUM_LATENTS // 256, desc="encode", mininterval=5):
+    for _ in trange(-(-config.num_latents // 256), desc="encode", mininterval=5):
         batch, batch_captions = next(pictures)
         mode = encode({"params": vae["params"]}, batch).latent_dist.mode()
         latents.append(np.asarray(mode).transpose(0, 3, 1, 2) * vae["scaling_factor"])

@@ -3,8 +3,8 @@
     python demo/make_dataset.py --output_dir demo/output          # seconds, no accelerator
 
 OUTPUT_DIR/data gets shards in the schema of timbrooks/instructpix2pix-clip-filtered.
-OUTPUT_DIR/held_out gets crops of photographs that are in no shard, their true edits, and edits.jsonl
-for edit_cli.py: every instruction for every crop.
+OUTPUT_DIR/held_out gets crops of photographs that are in no shard, their true edits and a list,
+edits.jsonl for edit_cli.py: every instruction for every crop.
 """
 
 import io

@@ -1,0 +1,171 @@
+"""create_modified_unet.py by its command line: what it writes, its own check, bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from jax.experimental.compilation_cache import compilation_cache
+from safetensors.numpy import load_file
+from tiny_models import make_tiny_pipeline
+
+import create_modified_unet
+from modeling_flax_unet import FlaxUNet2DConditionModel
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings(tmp_path_factory):
+    """Compile quickly, and what several tests need once."""
+    torch.set_num_threads(1)
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A text-to-image pipeline folder."""
+    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "narrow", in_channels=4)
+
+
+def run_main(monkeypatch, source, output_dir, **flags):
+    flags = {"pretrained_model_name_or_path": source, "output_dir": output_dir} | flags
+    args = [f"--{name}={value}" for name, value in flags.items()]
+    monkeypatch.setattr(sys, "argv", ["create_modified_unet.py", *args])
+    create_modified_unet.main()
+
+
+def read(folder):
+    """(config.json, tensors in PyTorch's naming) of a UNet folder."""
+    return json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
+
+
+def check_widened(source, widened, in_channels):
+    """Every tensor bit by bit, and PyTorch's outputs whatever the new channels hold."""
+    (old_config, old), (new_config, new) = read(source), read(widened)
+    assert old_config["in_channels"] == 4
+    assert new_config["in_channels"] == in_channels
+    assert old.keys() == new.keys()
+    kernel = new.pop("conv_in.weight")  # (C, in_channels, 3, 3)
+    assert kernel.dtype == old["conv_in.weight"].dtype
+    assert kernel[:, :4].tobytes() == old.pop("conv_in.weight").tobytes()
+    assert kernel[:, 4:].tobytes() == bytes(kernel[:, 4:].nbytes)
+    assert kernel.shape[1] == in_channels
+    assert "conv_in.bias" in old
+    for name, tensor in old.items():
+        assert new[name].dtype == tensor.dtype
+        assert new[name].tobytes() == tensor.tobytes(), name
+
+    torch.manual_seed(0)
+    latents, text = torch.randn(2, 4, 8, 12), torch.randn(2, 7, 24)
+    timesteps = torch.tensor([3, 900])
+    unets = [UNet2DConditionModel.from_pretrained(f).float() for f in (source, widened)]
+    with torch.no_grad():
+        expected = unets[0](latents, timesteps, text).sample
+        for extra in (torch.zeros, torch.randn, lambda *size: 100 * torch.randn(*size)):
+            x = torch.cat((latents, extra(2, in_channels - 4, 8, 12)), 1)
+            torch.testing.assert_close(
+                unets[1](x, timesteps, text).sample, expected, rtol=1e-5, atol=1e-6
+            )
+
+
+def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "deep" / "widened"
+    run_main(monkeypatch, narrow, out)
+    check_widened(narrow / "unet", out, 8)
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", WEIGHTS]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"loaded {narrow}: 4 input channels"
+    (check,) = [line for line in lines if line.startswith("largest difference")]
+    assert float(check.split()[2].rstrip(",")) <= 1e-5 * float(check.split()[5].rstrip(","))
+    assert "the 4 new channels" in check
+    assert lines[-1] == f"saved {out}: 8 input channels, the rest as it was"
+
+
+def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkeypatch):
+    source, out = tmp_path / "half", tmp_path / "widened"
+    UNet2DConditionModel.from_pretrained(narrow / "unet").half().save_pretrained(source)
+    run_main(monkeypatch, source, out, subfolder="", in_channels=12)
+    check_widened(source, out, 12)
+    assert {tensor.dtype.name for tensor in read(out)[1].values()} == {"float16"}
+
+
+def random_bias(params):
+    """What a bias drawn anew would do."""
+    bias = np.random.default_rng(0).normal(0, 1e-2, params["conv_in"]["bias"].shape)
+    return {**params, "conv_in": {**params["conv_in"], "bias": bias.astype(np.float32)}}
+
+
+def random_kernel(params):
+    """What small random weights of the new channels would do."""
+    kernel = params["conv_in"]["kernel"].copy()
+    kernel[:, :, 4:] = np.random.default_rng(0).normal(0, 1e-3, kernel[:, :, 4:].shape)
+    return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}
+
+
+def not_finite(params):
+    kernel = np.full_like(params["conv_in"]["kernel"], np.nan)
+    return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}
+
+
+@pytest.mark.parametrize("spoil", [random_bias, random_kernel, not_finite])
+def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch, spoil):
+    widen = create_modified_unet.widen
+    monkeypatch.setattr(create_modified_unet, "widen", lambda *args: spoil(widen(*args)))
+    with pytest.raises(RuntimeError, match=r"differs from the narrow one by .*; nothing was saved"):
+        run_main(monkeypatch, narrow, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_widen_leaves_its_argument_alone(narrow):
+    _, params = FlaxUNet2DConditionModel.from_pretrained(narrow, subfolder="unet")
+    before = params["conv_in"]["kernel"].copy()
+    widened = create_modified_unet.widen(params, 8)
+    np.testing.assert_array_equal(params["conv_in"]["kernel"], before)
+    assert widened["conv_in"]["kernel"].shape == (3, 3, 8, before.shape[3])
+    assert widened["conv_in"]["bias"] is params["conv_in"]["bias"]
+    assert all(widened[name] is params[name] for name in params.keys() - {"conv_in"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"in_channels": 4}, "in_channels=4 must be more than the 4 input channels"),
+        ({"in_channels": -1}, "in_channels=-1 must be more than the 4 input channels"),
+        ({"source": "wide"}, "in_channels=8 must be more than the 8 input channels"),
+        ({"source": "nowhere/model"}, "no config.json in nowhere/model/unet"),
+        ({"source": "file"}, "no config.json in file"),
+        ({"subfolder": "prior"}, "no config.json in narrow/prior"),
+        ({"subfolder": ""}, "no config.json in narrow;"),
+        ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
+        ({"variant": "fp16"}, "fp16"),
+        ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
+        ({"output_dir": "file/out"}, "file/out"),
+    ],
+)
+def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    Path("narrow").symlink_to(narrow)
+    if flags.get("source") == "wide":
+        make_tiny_pipeline("wide", in_channels=8)
+    Path("file").touch()
+    files = sorted(Path().rglob("*"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, **{"source": "narrow", "output_dir": "out"} | flags)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(Path().rglob("*")) == files

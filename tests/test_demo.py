@@ -1,0 +1,145 @@
+"""The demo: its photographs and edits, its data, its measures, its base model."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from demo.evaluate import load_edits, measure
+from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
+from parquet_processing import ParquetImagePairs
+
+BASE_MODEL = ROOT / "demo" / "base_model"
+
+
+@pytest.fixture(scope="module")
+def output_dir(tmp_path_factory):
+    """What make_dataset.py writes, small."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "demo/make_dataset.py", "--output_dir", folder]
+    command += ["--num_pairs", "40", "--num_shards", "2", "--crops_per_photograph", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_no_held_out_photograph_is_trained_on():
+    assert not set(HELD_OUT) & set(TRAINING)
+    held_out, training = (load_photographs(files)[0] for files in (HELD_OUT, TRAINING))
+    assert not {picture.tobytes() for picture in held_out} & {p.tobytes() for p in training}
+
+
+def test_edits_are_pictures_and_differ():
+    rng = np.random.default_rng(0)
+    assert len(EDITS) >= 6
+    for photograph in load_photographs(HELD_OUT)[0]:
+        crop = random_crop(rng, photograph, 32, smallest=0.5)
+        results = [crop, *(edit.apply(crop) for edit in EDITS)]
+        for i, result in enumerate(results):
+            assert result.shape == (32, 32, 3)
+            assert result.dtype == np.float32
+            assert 0 <= result.min() <= result.max() <= 1
+            for other in results[:i]:
+                assert np.abs(result - other).mean() > 0.02
+
+
+def test_shards_hold_true_edits(output_dir):
+    """What the loader makes of the shards is an instruction's effect on the picture beside it."""
+    apply = {edit.instruction: edit.apply for edit in EDITS}
+    dataset = ParquetImagePairs(
+        str(output_dir / "data"), batch_size=40, resolution=64, random_flip=False
+    )
+    (batch,) = dataset
+    for original, edited, prompt in zip(
+        batch["original_pixel_values"], batch["edited_pixel_values"], batch["edit_prompt"]
+    ):
+        truth = apply[prompt](original.astype(np.float32) / 255)
+        assert np.abs(truth - edited / 255).mean() < 0.02  # both went through JPEG
+
+
+def test_measures(output_dir):
+    """Copies score 1 and never hit, truths score 0 and always do, another's truth misses."""
+
+    def summary_of(choose):
+        for line in (output_dir / "held_out" / "edits.jsonl").read_text().splitlines():
+            edit = json.loads(line)
+            number = [e.instruction for e in EDITS].index(edit["edit"])
+            stem = edit["input"].removesuffix(".png")
+            (output_dir / "edits").mkdir(exist_ok=True)
+            shutil.copy(choose(stem, number), edit["output"])
+        return measure(load_edits(output_dir))
+
+    copied = summary_of(lambda stem, number: f"{stem}.png")
+    assert copied["num_edits"] == len(HELD_OUT) * len(EDITS)
+    assert copied["edit_error_ratio"] == pytest.approx(1)
+    assert copied["instruction_accuracy"] == 0
+    perfect = summary_of(lambda stem, number: f"{stem}_truth_{number}.png")
+    assert perfect["edit_error_ratio"] == 0
+    assert perfect["instruction_accuracy"] == 1
+    wrong = summary_of(lambda stem, number: f"{stem}_truth_{(number + 1) % len(EDITS)}.png")
+    assert wrong["instruction_accuracy"] == 0
+    assert wrong["edit_error_ratio"] > 0.5
+
+    command = [sys.executable, "demo/evaluate.py", "--output_dir", output_dir, "--started", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert summary["seconds"] > 1e9
+    assert {k: summary[k] for k in wrong} == wrong
+    with Image.open(output_dir / "edits.png") as grid:
+        assert grid.width > 2000
+
+
+def test_base_model_is_a_stable_diffusion_of_at_most_6_mb():
+    size = sum(file.stat().st_size for file in BASE_MODEL.rglob("*") if file.is_file())
+    assert size <= 6e6
+    pipeline = StableDiffusionPipeline.from_pretrained(BASE_MODEL, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.unet.config.in_channels == 4
+    ids = pipeline.tokenizer("Make it black and white, 日本!").input_ids
+    assert "".join(pipeline.tokenizer.decode(ids, skip_special_tokens=True).split()) == (
+        "makeitblackandwhite,日本!"
+    )
+    generator = torch.Generator().manual_seed(0)
+    images = pipeline(
+        "a photo of galaxies at night",
+        num_inference_steps=10,
+        generator=generator,
+        output_type="np",
+    ).images
+    day = pipeline(
+        "a photo of grass covered in fog",
+        num_inference_steps=10,
+        generator=generator,
+        output_type="np",
+    ).images
+    assert images.shape == (1, 64, 64, 3)
+    assert images.mean() < day.mean() - 0.2  # it knows what the captions say
+
+
+@pytest.mark.slow
+def test_make_base_model(tmp_path):
+    command = [sys.executable, "demo/make_base_model.py", "--vae_steps", "2", "--unet_steps", "2"]
+    command += ["--num_latents", "256", "--work_dir", tmp_path / "work"]
+    command += ["--output_dir", tmp_path / "model"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = {file.relative_to(tmp_path / "model") for file in (tmp_path / "model").rglob("*.*")}
+    assert made == {file.relative_to(BASE_MODEL) for file in BASE_MODEL.rglob("*.*")}
+
+
+@pytest.mark.slow
+def test_the_whole_demo():
+    """The README's figures, here and now; about 15 minutes."""
+    assert subprocess.run([sys.executable, "demo/run_demo.py"], cwd=ROOT).returncode == 0
+    summary = json.loads((ROOT / "demo" / "output" / "summary.json").read_text())
+    assert summary["edit_error_ratio"] <= 0.6
+    assert summary["instruction_accuracy"] >= 0.8
+    assert summary["num_edits"] >= 60

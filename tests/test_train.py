@@ -1,0 +1,915 @@
+"""The trainer against PyTorch, closed forms and its own command line, on four forced devices."""
+
+import functools
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from flax.jax_utils import replicate
+from flax.training.common_utils import shard
+from flax.traverse_util import flatten_dict
+from jax.experimental.compilation_cache import compilation_cache
+from PIL import Image
+from tiny_models import make_tiny_pipeline
+from transformers import CLIPTextModel, CLIPTokenizer
+
+import flax_train_instruct_pix2pix as trainer
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_utils import flax_to_torch
+from parquet_processing import ParquetImagePairs
+from scheduling_flax import FlaxDDPMScheduler
+
+SCRIPT = Path(trainer.__file__)
+NUM_DEVICES = 4  # conftest.py's
+SIZE = dict(vae_channels=(16, 32), unet_channels=(16, 32))  # latents are half as wide as pictures
+# A run small enough to be computed again by hand. Adam's epsilon is large so that the sign of a
+# gradient that is zero but for rounding does not matter.
+RUN = dict(
+    resolution=16,
+    train_batch_size=8,
+    max_train_steps=5,
+    learning_rate=0.03,
+    lr_scheduler="cosine",
+    lr_warmup_steps=2,
+    adam_epsilon=1e-3,
+    adam_weight_decay=0.1,
+    max_grad_norm=0.05,
+    conditioning_dropout_prob=0.2,
+    seed=3,
+    logging_steps=1,
+)
+PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+PROMPTS = ["make it red", "invert the colors", "turn it upside down"]
+COLUMNS = ("original_image", "edit_prompt", "edited_image")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings(tmp_path_factory):
+    """Compile quickly, and the same step once; optax alone is let off strict promotion."""
+    make_optimizer = trainer.make_optimizer
+
+    def make_lenient_optimizer(*args):
+        tx = make_optimizer(*args)
+        return optax.GradientTransformation(
+            tx.init, jax.numpy_dtype_promotion("standard")(tx.update)
+        )
+
+    torch.set_num_threads(1)
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
+    compilation_cache.reset_cache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "make_optimizer", make_lenient_optimizer)
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A pipeline folder; its unet/ has 8 input channels, as a widened one."""
+    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", **SIZE)
+
+
+def encoded(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (18, 22, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_shard(path, num_rows, seed=0, broken=(), columns=COLUMNS):
+    """A parquet shard in the public dataset's schema; the original of the rows `broken` is none."""
+    originals = [b"no picture" if i in broken else encoded([seed, i, 0]) for i in range(num_rows)]
+    edits = [encoded([seed, i, 1]) for i in range(num_rows)]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(num_rows)]
+
+    def cells(pictures):
+        return pa.array([{"bytes": data, "path": None} for data in pictures], PICTURE)
+
+    table = dict(zip(columns, (cells(originals), pa.array(prompts), cells(edits))))
+    pq.write_table(pa.table(table), path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sixteen pairs, two batches, in two shards; row 3 of the first cannot be decoded."""
+    folder = tmp_path_factory.mktemp("data")
+    write_shard(folder / "a.parquet", 9, seed=1, broken=[3])
+    write_shard(folder / "b.parquet", 7, seed=2)
+    return folder
+
+
+def config_of(model, data, out, **options):
+    folders = dict(
+        pretrained_model_name_or_path=str(model),
+        unet_model_name_or_path=str(Path(model) / "unet"),
+        train_data_dir=str(data),
+        output_dir=str(out),
+    )
+    return trainer.Config(**folders | RUN | options)
+
+
+def flags_of(config):
+    """The command line that gives this config."""
+    args = []
+    for name, value in asdict(config).items():
+        if isinstance(value, bool):
+            args.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            args.append(f"--{name}={value}")
+    return args
+
+
+def run_main(config, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags_of(config)])
+    trainer.main()
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def params_of(folder, subfolder=None):
+    params = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder=subfolder)[1]
+    return flatten_dict(params, sep="/")
+
+
+def replica(tree, device=0):
+    """One device's copy, flat, on the host."""
+    return {k: np.array(x[device]) for k, x in flatten_dict(tree, sep="/").items()}
+
+
+# conditioning_dropout
+
+
+@pytest.mark.parametrize("rate", [0, 0.05, 0.2, 1 / 3])
+def test_dropout_follows_the_table(rate):
+    B, key = 20000, jax.random.key(5)
+    rng = np.random.default_rng(0)
+    text = rng.standard_normal((B, 2, 3), np.float32)
+    null_text = rng.standard_normal((1, 2, 3), np.float32)
+    latents = rng.standard_normal((B, 4, 1, 2), np.float32)
+    latents[:, 0] = np.inf  # nothing may leak, as it would if dropping were multiplying by 0
+    new_text, new_latents = trainer.conditioning_dropout(key, text, null_text, latents, rate)
+
+    u = np.asarray(jax.random.uniform(key, (B,)))
+    q = [np.float32(k * rate) for k in range(4)]
+    cases = {  # name: (samples, text is null, latents are zero)
+        "text": (u < q[1], True, False),
+        "both": ((u >= q[1]) & (u < q[2]), True, True),
+        "image": ((u >= q[2]) & (u < q[3]), False, True),
+        "none": (u >= q[3], False, False),
+    }
+    assert sum(where.sum() for where, _, _ in cases.values()) == B
+    for name, (where, text_is_null, image_is_zero) in cases.items():
+        expected = 1 - 3 * rate if name == "none" else rate
+        error = 4 * np.sqrt(rate * (1 - rate) / B)
+        assert where.mean() == pytest.approx(expected, abs=3 * error if name == "none" else error)
+        wanted = np.broadcast_to(null_text, text.shape) if text_is_null else text
+        np.testing.assert_array_equal(new_text[where], wanted[where])
+        wanted = np.zeros_like(latents) if image_is_zero else latents
+        assert np.asarray(new_latents[where]).tobytes() == wanted[where].tobytes()
+
+
+def test_what_is_dropped_gets_no_gradient():
+    key, rate, B = jax.random.key(1), 0.25, 64
+    rng = np.random.default_rng(0)
+    text, null_text, latents = (
+        jnp.asarray(rng.standard_normal(shape, np.float32))
+        for shape in ((B, 2, 3), (1, 2, 3), (B, 4, 2, 2))
+    )
+
+    def total(text, latents):
+        new_text, new_latents = trainer.conditioning_dropout(key, text, null_text, latents, rate)
+        return new_text.sum() + new_latents.sum()
+
+    text_grad, latents_grad = jax.grad(total, (0, 1))(text, latents)
+    u = np.asarray(jax.random.uniform(key, (B,)))
+    kept = {"text": u >= 0.5, "image": (u < 0.25) | (u >= 0.75)}
+    assert all(0 < where.sum() < B for where in kept.values())
+    np.testing.assert_array_equal(text_grad[:, 0, 0], kept["text"])
+    np.testing.assert_array_equal(text_grad, text_grad[:, :1, :1] * np.ones((2, 3)))
+    np.testing.assert_array_equal(latents_grad[:, 0, 0, 0], kept["image"])
+    np.testing.assert_array_equal(latents_grad, latents_grad[:, :1, :1, :1] * np.ones((4, 2, 2)))
+
+
+# diffusion_loss
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_loss_and_gradients_are_pytorchs(model, prediction_type):
+    B, h, w = 3, 8, 6
+    rng = np.random.default_rng(0)
+    x_0, noise, condition = (rng.standard_normal((B, 4, h, w), np.float32) for _ in range(3))
+    text = rng.standard_normal((B, 7, 24), np.float32)
+    timesteps = np.array([999, 0, 417])
+
+    torch_unet = UNet2DConditionModel.from_pretrained(model / "unet")
+    torch_scheduler = diffusers.DDPMScheduler.from_pretrained(
+        model / "scheduler", prediction_type=prediction_type
+    )
+    x_0_t, noise_t, text_t, timesteps_t = map(torch.tensor, (x_0, noise, text, timesteps))
+    x_t = torch_scheduler.add_noise(x_0_t, noise_t, timesteps_t)
+    target = noise_t
+    if prediction_type == "v_prediction":
+        target = torch_scheduler.get_velocity(x_0_t, noise_t, timesteps_t)
+    x_in = torch.cat((x_t, torch.tensor(condition)), 1)
+    prediction = torch_unet(x_in, timesteps_t, text_t).sample
+    expected = torch.nn.functional.mse_loss(prediction, target)
+    expected.backward()
+
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(model, subfolder="unet")
+    scheduler, state = FlaxDDPMScheduler.from_pretrained(
+        model, subfolder="scheduler", prediction_type=prediction_type
+    )
+    loss = functools.partial(trainer.diffusion_loss, unet=unet, scheduler=scheduler)
+    value, grads = jax.jit(jax.value_and_grad(loss))(
+        params,
+        scheduler_state=state,
+        x_0=x_0,
+        condition=condition,
+        text=text,
+        noise=noise,
+        timesteps=jnp.asarray(timesteps, jnp.int32),
+    )
+    assert value.dtype == jnp.float32
+    assert float(value) == pytest.approx(expected.item(), rel=1e-5)
+    theirs = {name: p.grad.numpy() for name, p in torch_unet.named_parameters()}
+    ours = dict(flax_to_torch(k, np.asarray(x)) for k, x in flatten_dict(grads, sep="/").items())
+    assert ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        assert np.linalg.norm(ours[name] - wanted) <= 1e-3 * np.linalg.norm(wanted), name
+
+
+# The optimizer
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_learning_rates_are_diffusers(name, warmup):
+    num_steps, peak = 12, 3e-4
+    schedule = trainer.lr_schedule(name, peak, warmup, num_steps)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    reference = get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=num_steps,
+    )
+    for step in range(num_steps):
+        assert float(schedule(step)) == pytest.approx(reference.get_last_lr()[0], abs=1e-7 * peak)
+        optimizer.step()
+        reference.step()
+    assert float(schedule(0)) == (0 if warmup else pytest.approx(peak))
+    assert float(schedule(warmup)) == pytest.approx(peak)
+    end = float(schedule(num_steps))
+    assert end == pytest.approx(peak if name == "constant" else 0, abs=1e-7 * peak)
+
+
+def test_optimizer_is_pytorchs_adamw_with_clipping():
+    """Hugging Face's settings, gradients both above and below the norm to clip at."""
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (5, 3), "bias": (3,), "scale": (1,)}
+    params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    betas, epsilon, weight_decay, max_norm, peak, num_steps = (0.9, 0.999), 1e-8, 1e-2, 1.0, 0.05, 6
+    schedule = trainer.lr_schedule("linear", peak, 2, num_steps)
+    tx = trainer.make_optimizer(schedule, *betas, epsilon, weight_decay, max_norm)
+    opt_state = tx.init(params)
+    theirs = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in params.items()}
+    reference = torch.optim.AdamW(
+        theirs.values(), lr=peak, betas=betas, eps=epsilon, weight_decay=weight_decay
+    )
+    lr_scheduler = get_scheduler(
+        "linear", reference, num_warmup_steps=2, num_training_steps=num_steps
+    )
+
+    norms = []
+    for step in range(num_steps):
+        size = 10.0 ** (step % 3 - 2)
+        grads = {
+            name: rng.normal(0, size, x.shape).astype(np.float32) for name, x in params.items()
+        }
+        for name, p in theirs.items():
+            p.grad = torch.tensor(grads[name])
+        norms.append(torch.nn.utils.clip_grad_norm_(theirs.values(), max_norm).item())
+        reference.step()
+        lr_scheduler.step()
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        for name, p in theirs.items():
+            np.testing.assert_allclose(params[name], p.detach().numpy(), rtol=1e-6, atol=1e-6)
+    assert min(norms) < max_norm < max(norms)
+
+
+# train_step
+
+
+def make_batch(seed):
+    """A global batch of noise pictures and random tokens."""
+    rng = np.random.default_rng(seed)
+    shape = (RUN["train_batch_size"], RUN["resolution"], RUN["resolution"], 3)
+    return {
+        "original_pixel_values": rng.integers(0, 256, shape, np.uint8),
+        "edited_pixel_values": rng.integers(0, 256, shape, np.uint8),
+        "input_ids": rng.integers(0, 500, (shape[0], 77), np.int32),
+    }
+
+
+class Parallel:
+    """train_step compiled for four devices as train() does it; `run` starts it afresh."""
+
+    def __init__(self, config):
+        self.config = config
+        self.models, _, self.frozen, self.params = trainer.load_models(config, jnp.float32)
+        schedule = trainer.lr_schedule(
+            config.lr_scheduler,
+            config.learning_rate,
+            config.lr_warmup_steps,
+            config.max_train_steps,
+        )
+        tx = trainer.make_optimizer(
+            schedule,
+            config.adam_beta1,
+            config.adam_beta2,
+            config.adam_epsilon,
+            config.adam_weight_decay,
+            config.max_grad_norm,
+        )
+        rate = config.conditioning_dropout_prob
+        step = partial(trainer.train_step, models=self.models, tx=tx, dropout_rate=rate)
+        self.step = jax.pmap(step, axis_name="batch", donate_argnums=0)
+        self.init = jax.pmap(
+            lambda p: trainer.TrainState(jnp.int32(0), p, tx.init(p)), axis_name="batch"
+        )
+
+    def run(self, batches, seed):
+        """Yield (state, metrics) after each batch."""
+        on_devices = partial(replicate, axis_name="batch")
+        state, frozen = self.init(on_devices(self.params)), on_devices(self.frozen)
+        base_rng = on_devices(jax.random.PRNGKey(seed))
+        for batch in batches:
+            state, metrics = self.step(state, frozen, shard(batch), base_rng)
+            yield state, metrics
+
+
+@pytest.fixture(scope="module")
+def parallel(model, data, settings):
+    return Parallel(config_of(model, data, "unused"))
+
+
+def draws_by_hand(seed, step, device):
+    """What one device draws at one step, from the seed, the step and the device's number alone."""
+    B = RUN["train_batch_size"] // NUM_DEVICES
+    side = RUN["resolution"] // 2
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), step), device)
+    keys = jax.random.split(key, 4)
+    return {
+        "posterior": np.asarray(jax.random.normal(keys[0], (B, side, side, 4))),
+        "noise": np.asarray(jax.random.normal(keys[1], (B, 4, side, side))),
+        "timesteps": np.asarray(jax.random.randint(keys[2], (B,), 0, 1000)),
+        "u": np.asarray(jax.random.uniform(keys[3], (B,))),
+    }
+
+
+def train_with_torch(model, batches, draws):
+    """The same run in PyTorch on one device; draws: one dict per step, over the global batch.
+
+    Returns:
+        (UNet, losses, gradient norms).
+    """
+    unet = UNet2DConditionModel.from_pretrained(model / "unet")
+    vae = AutoencoderKL.from_pretrained(model / "vae")
+    text_encoder = CLIPTextModel.from_pretrained(model / "text_encoder")
+    tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
+    scheduler = diffusers.DDPMScheduler.from_pretrained(model / "scheduler")
+    optimizer = torch.optim.AdamW(
+        unet.parameters(),
+        lr=RUN["learning_rate"],
+        eps=RUN["adam_epsilon"],
+        weight_decay=RUN["adam_weight_decay"],
+    )
+    lr_scheduler = get_scheduler(
+        RUN["lr_scheduler"],
+        optimizer,
+        num_warmup_steps=RUN["lr_warmup_steps"],
+        num_training_steps=RUN["max_train_steps"],
+    )
+    null_ids = tokenizer([""], padding="max_length", return_tensors="pt").input_ids
+    losses, norms = [], []
+    for batch, drawn in zip(batches, draws):
+        posterior, noise, timesteps, u = map(torch.tensor, drawn.values())
+        edited, original = (
+            torch.tensor(batch[f"{name}_pixel_values"]).permute(0, 3, 1, 2) / 127.5 - 1
+            for name in ("edited", "original")
+        )
+        with torch.no_grad():
+            distribution = vae.encode(edited).latent_dist
+            x_0 = distribution.mean + distribution.std * posterior.permute(0, 3, 1, 2)
+            x_0 = x_0 * vae.config.scaling_factor
+            condition = vae.encode(original).latent_dist.mode()
+            text = text_encoder(torch.tensor(batch["input_ids"]).long()).last_hidden_state
+            null_text = text_encoder(null_ids).last_hidden_state[0]
+        q = RUN["conditioning_dropout_prob"]
+        text[u < 2 * q] = null_text
+        condition[(q <= u) & (u < 3 * q)] = 0
+
+        x_in = torch.cat((scheduler.add_noise(x_0, noise, timesteps), condition), 1)
+        loss = torch.nn.functional.mse_loss(unet(x_in, timesteps, text).sample, noise)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(unet.parameters(), RUN["max_grad_norm"]).item())
+        optimizer.step()
+        lr_scheduler.step()
+        losses.append(loss.item())
+    return unet, losses, norms
+
+
+def test_four_devices_are_pytorch_on_one(model, parallel):
+    """All from pixels to weights: latents, draws, dropout, loss, the devices' mean, AdamW."""
+    num_steps, seed = 4, 3
+    batches = [make_batch(i) for i in range(num_steps)]
+    per_device = [
+        [draws_by_hand(seed, step, d) for d in range(NUM_DEVICES)] for step in range(num_steps)
+    ]
+    draws = [
+        {name: np.concatenate([d[name] for d in devices]) for name in devices[0]}
+        for devices in per_device
+    ]
+
+    # No two devices and no two steps draw alike, and every row of the dropout table occurs.
+    for name in ("posterior", "noise", "timesteps", "u"):
+        drawn = {d[name].tobytes() for devices in per_device for d in devices}
+        assert len(drawn) == num_steps * NUM_DEVICES
+    rows = np.floor(np.concatenate([d["u"] for d in draws]) / RUN["conditioning_dropout_prob"])
+    assert set(rows) == {0, 1, 2, 3, 4}
+
+    torch_unet, losses, norms = train_with_torch(model, batches, draws)
+    steps = list(parallel.run(batches, seed))
+    for name, expected in (("loss", losses), ("grad_norm", norms)):
+        found = [np.asarray(metrics[name]) for _, metrics in steps]
+        np.testing.assert_allclose([x[0] for x in found], expected, rtol=1e-4)
+        assert all((x == x[0]).all() for x in found)
+    assert min(norms) > RUN["max_grad_norm"]
+
+    start = flatten_dict(parallel.params, sep="/")
+    theirs = torch_unet.state_dict()
+    for key, trained in replica(steps[-1][0].params).items():
+        name, change = flax_to_torch(key, trained - start[key])
+        expected = theirs[name].numpy() - flax_to_torch(key, start[key])[1]
+        assert np.linalg.norm(expected) > 0
+        assert np.linalg.norm(change - expected) <= 2e-3 * np.linalg.norm(expected), name
+
+
+def test_replicas_stay_equal_and_seeds_decide(parallel):
+    batches = [make_batch(i) for i in range(3)]
+    steps = list(parallel.run(batches, seed=7))
+    state, _ = steps[-1]
+    assert np.asarray(state.step).tolist() == [3] * NUM_DEVICES
+    for leaf in jax.tree.leaves(state):
+        shards = [np.asarray(s.data).tobytes() for s in leaf.addressable_shards]
+        assert len(shards) == NUM_DEVICES
+        assert len(set(shards)) == 1
+
+    def outcome(seed):
+        *_, (state, metrics) = parallel.run(batches, seed)
+        return {**replica(state.params), "loss": np.asarray(metrics["loss"])}
+
+    again, other = outcome(7), outcome(8)
+    assert all(again[k].tobytes() == x.tobytes() for k, x in replica(state.params).items())
+    assert again["loss"].tobytes() == np.asarray(steps[-1][1]["loss"]).tobytes()
+    assert (again["loss"] != other["loss"]).all()
+
+
+# The average of the weights
+
+
+def test_ema_plan():
+    def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None):
+        return trainer.ema_plan(ema, steps, fraction, start, decay)
+
+    assert plan() == (964, pytest.approx(1 - 5 / 36))
+    assert plan(steps=15000) == (14460, pytest.approx(1 - 5 / 540))
+    # MosaicML's own numbers come out again.
+    assert plan(steps=1_400_000, fraction=50 / 1400) == (1_350_000, pytest.approx(0.9999))
+    assert plan(start=400) == (400, pytest.approx(1 - 5 / 600))
+    assert plan(start=0, decay=0.0) == (0, 0.0)
+    assert plan("full", fraction=0.5, start=7) == (0, pytest.approx(0.995))
+    assert plan("full", decay=0.9) == (0, 0.9)
+    assert plan("none", fraction=-1, decay=3.0) == (None, None)
+    # Windows shorter than five steps are the last step alone; there is always one to average.
+    assert plan(steps=10) == (9, 0.0)
+    assert plan(steps=10, fraction=1e-9) == (9, 0.0)
+    assert plan(fraction=1.0) == (0, pytest.approx(0.995))
+
+
+def test_ema_is_the_closed_form_and_diffusers():
+    rng = np.random.default_rng(0)
+    decay, num_steps = 0.9, 40
+    steps = rng.standard_normal((num_steps + 1, 5), np.float32)
+    ema = trainer.ema_start({"w": jnp.asarray(steps[0])})
+    parameter = torch.nn.Parameter(torch.tensor(steps[0]))
+    # With both ends equal its decay is constant, after a first call that only copies.
+    reference = EMAModel([parameter], decay=decay, min_decay=decay)
+    reference.step([parameter])
+    for w in steps[1:]:
+        ema = trainer.ema_update(ema, {"w": jnp.asarray(w)}, decay)
+        parameter.data = torch.tensor(w)
+        reference.step([parameter])
+    age = np.arange(num_steps)[::-1]
+    expected = decay**num_steps * steps[0] + ((1 - decay) * decay**age) @ steps[1:]
+    np.testing.assert_allclose(ema["w"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ema["w"], reference.shadow_params[0].numpy(), rtol=1e-5, atol=1e-6)
+
+
+# The loop
+
+
+def watch_pmap(monkeypatch):
+    """Record the calls of pmapped functions from now on: a list of [name, programs compiled]."""
+    calls, real_pmap = [], jax.pmap
+
+    def pmap(function, **options):
+        name = getattr(function, "func", function).__name__
+        pmapped = real_pmap(function, **options)
+
+        def call(*args):
+            calls.append([name, 0])
+            jax.monitoring.register_event_duration_secs_listener(listen)
+            try:
+                return pmapped(*args)
+            finally:
+                jax.monitoring.unregister_event_duration_listener(listen)
+
+        return call
+
+    def listen(event, seconds, **details):
+        calls[-1][1] += event == "/jax/core/compile/backend_compile_duration"
+
+    monkeypatch.setattr(jax, "pmap", pmap)
+    return calls
+
+
+def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsys):
+    """Against the same run by hand: the same batches, step and closed form of the average."""
+    start, decay, out = 2, 0.6, tmp_path / "out"
+    config = config_of(model, data, out, ema_start_step=start, ema_decay=decay, save_raw_unet=True)
+    calls = watch_pmap(monkeypatch)
+    run_main(config, monkeypatch)
+
+    # Nothing is averaged before its time, and nothing is compiled twice.
+    step, update = "train_step", "ema_update"
+    assert [name for name, _ in calls[1:]] == [
+        *[step, step],
+        *["ema_start", step, update, step, update, step, update],
+    ]
+    first = {name: i for i, (name, _) in reversed(list(enumerate(calls)))}
+    assert [num > 0 for _, num in calls] == [i == first[name] for i, (name, _) in enumerate(calls)]
+    assert dict(map(tuple, reversed(calls)))[step] == 1
+
+    monkeypatch.undo()
+    dataset = ParquetImagePairs(
+        str(data),
+        batch_size=config.train_batch_size,
+        resolution=config.resolution,
+        seed=config.seed,
+        tokenizer=trainer.make_tokenize(CLIPTokenizer.from_pretrained(model / "tokenizer")),
+    )
+    batches, num_bad = [], []
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        for batch in dataset:
+            del batch["edit_prompt"]
+            batches.append(batch)
+            num_bad.append(dataset.num_bad)
+    assert num_bad[3] == 2  # both epochs met the broken picture
+    by_hand, losses, norms = [], [], []
+    for state, metrics in parallel.run(batches[: config.max_train_steps], config.seed):
+        by_hand.append(replica(state.params))
+        losses.append(float(metrics["loss"][0]))
+        norms.append(float(metrics["grad_norm"][0]))
+
+    raw, averaged = params_of(out / "unet_raw"), params_of(out, "unet")
+    for name, final in by_hand[-1].items():
+        assert raw[name].tobytes() == final.tobytes()  # a seed gives one run, bit for bit
+        history = [params[name].astype(np.float64) for params in by_hand[start - 1 :]]
+        weights = [decay**3, (1 - decay) * decay**2, (1 - decay) * decay, 1 - decay]
+        expected = sum(w * params for w, params in zip(weights, history))
+        np.testing.assert_allclose(averaged[name], expected, rtol=1e-6, atol=1e-7)
+        assert np.abs(averaged[name] - final).max() > 1e-5
+
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in rows] == losses
+    assert [row["grad_norm"] for row in rows] == norms
+    cosine = [(1 + np.cos(np.pi * k / 3)) / 2 for k in range(3)]
+    lr = [0.03 * x for x in (0, 0.5, *cosine)]
+    assert [row["lr"] for row in rows] == pytest.approx(lr, abs=1e-8)
+    assert [row["ema_decay"] for row in rows] == [None, None, decay, decay, decay]
+    assert [row["num_bad"] for row in rows] == num_bad[:5]
+    # The first step is compiled in, so its speed is not one.
+    assert rows[0]["images_per_second"] is None
+    assert all(row["images_per_second"] > 0 for row in rows[1:])
+    assert all(len(row) == 7 for row in rows)
+    assert json.loads((out / "config.json").read_text()) == asdict(config)
+    assert set(os.listdir(out)) == {
+        *("unet", "unet_raw", "vae", "text_encoder", "tokenizer", "scheduler"),
+        *("model_index.json", "config.json", "metrics.jsonl"),
+    }
+    output = capsys.readouterr().out
+    assert "8 pairs a step on 4 device(s)" in output
+    assert "averaging the weights from step 2 with decay 0.6" in output
+
+
+def count_up(state, frozen, batch, base_rng, *, loss=lambda step: step, **options):
+    """Stands for train_step where the loop around it is tested: every weight grows by 1."""
+    params = jax.tree.map(lambda p: p + 1, state.params)
+    metrics = {"loss": loss(state.step.astype(jnp.float32)), "grad_norm": jnp.float32(0)}
+    return state.replace(step=state.step + 1, params=params), metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "start", "decay"),
+    [
+        ({"ema": "none"}, None, None),
+        ({"ema": "full"}, 0, 0.5),
+        ({"ema": "late", "ema_fraction": 0.6, "save_raw_unet": True}, 4, 1 / 6),
+    ],
+)
+def test_what_the_loop_saves_and_logs(model, data, tmp_path, monkeypatch, options, start, decay):
+    monkeypatch.setattr(trainer, "train_step", count_up)
+    num_steps = 10
+    config = config_of(model, data, tmp_path, max_train_steps=num_steps, logging_steps=4, **options)
+    run_main(config, monkeypatch)
+    growth = num_steps
+    if start is not None:
+        weights = decay ** np.arange(num_steps - start)[::-1] * (1 - decay)
+        growth = start * decay ** (num_steps - start) + weights @ np.arange(
+            start + 1, num_steps + 1
+        )
+    before, saved = params_of(model, "unet"), params_of(tmp_path, "unet")
+    for name, p in before.items():
+        np.testing.assert_allclose(saved[name], p + growth, rtol=1e-5)
+    assert (tmp_path / "unet_raw").exists() == config.save_raw_unet
+    if config.save_raw_unet:
+        for name, p in params_of(tmp_path / "unet_raw").items():
+            np.testing.assert_allclose(p, before[name] + num_steps, rtol=1e-5)
+
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [4, 8, 10]
+    assert [row["loss"] for row in rows] == [1.5, 5.5, 8.5]  # means since the row before
+    averaging = [start is not None and step > start for step in (4, 8, 10)]
+    assert [row["ema_decay"] for row in rows] == [
+        pytest.approx(decay) if on else None for on in averaging
+    ]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypatch, capsys):
+    def loss(step):
+        return jnp.where(step < 6, step, jnp.inf)
+
+    monkeypatch.setattr(trainer, "train_step", partial(count_up, loss=loss))
+    config = config_of(model, data, tmp_path, max_train_steps=20, logging_steps=4)
+    with pytest.raises(SystemExit) as stop:
+        run_main(config, monkeypatch)
+    assert stop.value.code == 1
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith("error: the loss is not finite at step 6 (2 of the last 4 steps)")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [4]
+    assert set(os.listdir(tmp_path)) == {"config.json", "metrics.jsonl"}
+
+
+# The command line
+
+
+def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_path):
+    """On two devices, and PyTorch edits with the result; wandb offline."""
+    out = tmp_path / "out"
+    # Weights in half precision, as published ones are.
+    source = shutil.copytree(model, tmp_path / "half")
+    for part, cls in (("vae", AutoencoderKL), ("text_encoder", CLIPTextModel)):
+        cls.from_pretrained(model / part).half().save_pretrained(source / part)
+    config = config_of(
+        source,
+        data,
+        out,
+        mixed_precision="bf16",
+        gradient_checkpointing=True,
+        report_to="wandb",
+        tracker_project_name="tiny",
+        max_train_steps=3,
+    )
+    folders = {
+        f"WANDB_{name}": str(tmp_path) for name in ("DIR", "CACHE_DIR", "CONFIG_DIR", "DATA_DIR")
+    }
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *flags_of(config)],
+        env=os.environ | folders | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 pairs a step on 2 device(s)" in done.stdout
+    assert "3/3" in done.stderr
+    assert "a.parquet row 3" in done.stderr  # the broken picture
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(0 < row["loss"] < 3 for row in rows)
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert all(name.encode() in log.read_bytes() for name in rows[0])
+
+    # Master weights are not rounded, nor are those that were only read.
+    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(out, safety_checker=None)
+    trained, before = (
+        pipeline.unet.state_dict(),
+        UNet2DConditionModel.from_pretrained(model / "unet"),
+    )
+    for name, p in before.state_dict().items():
+        assert trained[name].dtype == torch.float32
+        assert (trained[name] != p).any()
+    weight = trained["conv_in.weight"]
+    assert (weight != weight.bfloat16()).any()
+    for part in ("vae", "text_encoder"):
+        kept = type(getattr(pipeline, part)).from_pretrained(source / part).state_dict()
+        for name, p in getattr(pipeline, part).state_dict().items():
+            assert p.dtype == torch.float32
+            assert torch.equal(p, kept[name].float()), name
+
+    pipeline.set_progress_bar_config(disable=True)
+    edited = pipeline(
+        "make it red", image=torch.rand(1, 3, 16, 16), num_inference_steps=1, output_type="np"
+    ).images
+    assert edited.shape == (1, 16, 16, 3)
+    assert np.isfinite(edited).all()
+
+
+def edit_json(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+# flags, {relative path: what is wrong there}, message
+BAD_FLAGS = [
+    ({"train_batch_size": 6}, "train_batch_size=6 is not divisible by 4 devices; try 4 or 8"),
+    ({"train_batch_size": 3}, "train_batch_size=3 is not divisible by 4 devices; try 4\n"),
+    ({"train_batch_size": 0}, "train_batch_size=0 must be at least 1"),
+    ({"train_batch_size": -8}, "train_batch_size=-8 must be at least 1"),
+    ({"max_train_steps": 0}, "max_train_steps=0 must be at least 1"),
+    ({"logging_steps": 0}, "logging_steps=0 must be at least 1"),
+    ({"learning_rate": 0.0}, "learning_rate=0.0 must be above 0"),
+    ({"learning_rate": -1e-4}, "learning_rate=-0.0001 must be above 0"),
+    ({"learning_rate": float("nan")}, "learning_rate=nan must be above 0"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 must be above 0"),
+    ({"adam_beta1": 1.0}, "adam_beta1=1.0 must be at least 0 and below 1"),
+    ({"adam_beta2": -0.1}, "adam_beta2=-0.1 must be at least 0 and below 1"),
+    ({"adam_epsilon": 0.0}, "adam_epsilon=0.0 must be above 0"),
+    ({"adam_weight_decay": -0.1}, "adam_weight_decay=-0.1 must be at least 0"),
+    ({"conditioning_dropout_prob": 0.34}, "conditioning_dropout_prob=0.34 must be from 0 to 1/3"),
+    ({"conditioning_dropout_prob": -0.1}, "conditioning_dropout_prob=-0.1 must be from 0 to 1/3"),
+    ({"lr_warmup_steps": -1}, "lr_warmup_steps=-1 must be at least 0"),
+    ({"lr_warmup_steps": 5}, "lr_warmup_steps=5 must be at least 0 and below max_train_steps=5"),
+    ({"ema_fraction": 0.0}, "ema_fraction=0.0 must be above 0 and at most 1"),
+    ({"ema_fraction": 1.5}, "ema_fraction=1.5 must be above 0 and at most 1"),
+    ({"ema_start_step": -1}, "ema_start_step=-1 must be from 0 to max_train_steps-1, 4"),
+    ({"ema_start_step": 5}, "ema_start_step=5 must be from 0 to max_train_steps-1, 4"),
+    ({"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
+    ({"ema_decay": -0.5, "ema": "full"}, "ema_decay=-0.5 must be at least 0 and below 1"),
+    ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
+]
+
+
+def run_badly(config, monkeypatch, capsys):
+    """What main() writes to standard error, after checks that hold for all bad input."""
+    files = sorted(Path().rglob("*"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_main(config, monkeypatch)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == files
+    return captured.err
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
+def test_bad_flags_are_refused_before_anything_is_read(
+    tmp_path, monkeypatch, capsys, flags, message
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    config = config_of("nowhere", "nowhere", "out", **flags)
+    assert message in run_badly(config, monkeypatch, capsys)
+
+
+def test_an_unknown_schedule_is_refused_by_name(monkeypatch, capsys):
+    args = flags_of(config_of("nowhere", "nowhere", "out", lr_scheduler="polynomial"))
+    monkeypatch.setattr(sys, "argv", ["train", *args])
+    with pytest.raises(SystemExit) as stop:
+        trainer.main()
+    assert stop.value.code == 2
+    assert "polynomial" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def unet_of(tmp_path_factory):
+    """Folders of UNets that do not belong to the model: name -> folder."""
+    folder = tmp_path_factory.mktemp("unets")
+    make_tiny_pipeline(folder / "narrow", in_channels=4, **SIZE)
+    wider = {"cross_attention_dim": 40}
+    config = json.loads((folder / "narrow" / "unet" / "config.json").read_text())
+    torch_unet = UNet2DConditionModel.from_config(config | wider | {"in_channels": 8})
+    torch_unet.save_pretrained(folder / "other" / "unet")
+    return {name: str(folder / name / "unet") for name in ("narrow", "other")}
+
+
+def without(path):
+    return lambda: shutil.rmtree(path)
+
+
+def damaged(file, content=b""):
+    return lambda: Path(file).write_bytes(content)
+
+
+def changed(file, **values):
+    return lambda: edit_json(Path(file), **values)
+
+
+def columns_named(*names):
+    return lambda: write_shard("data/a.parquet", 2, columns=names)
+
+
+NOWHERE = "nowhere/model"
+BAD_FOLDERS = [
+    ({"unet_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}"),
+    ({"unet_model_name_or_path": "model"}, None, "no config.json in model"),
+    ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
+    ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
+    ({"unet_model_name_or_path": "other"}, None, "reads text states 40 wide, the text encoder"),
+    ({"pretrained_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}/vae"),
+    ({}, without("model/vae"), "no config.json in model/vae"),
+    ({}, without("model/text_encoder"), "no config.json in model/text_encoder"),
+    ({}, without("model/scheduler"), "model/scheduler has no scheduler_config.json"),
+    ({}, without("model/tokenizer"), "the tokenizer of model"),
+    ({}, damaged("model/tokenizer/vocab.json", b"{"), "the tokenizer of model"),
+    ({}, damaged("model/unet/diffusion_pytorch_model.safetensors"), "diffusion_pytorch_model"),
+    (
+        {},
+        changed("model/scheduler/scheduler_config.json", _class_name="UnknownScheduler"),
+        "_class_name=UnknownScheduler, which is not supported",
+    ),
+    (
+        {},
+        changed("model/scheduler/scheduler_config.json", prediction_type="sample"),
+        "has prediction_type=sample",
+    ),
+    ({"resolution": 18}, None, "resolution=18 is not a multiple of 4; try 16 or 20"),
+    ({"resolution": 2}, None, "resolution=2 is not a multiple of 4; try 4\n"),
+    ({"resolution": -6}, None, "resolution=-6 is not a multiple of 4; try"),
+    ({"resolution": 0}, None, "resolution=0 must be at least 1"),
+    ({"seed": -1}, None, "seed=-1 must be at least 0"),
+    ({"dataloader_num_workers": -1}, None, "=-1 must be at least 0"),
+    ({"train_data_dir": NOWHERE}, None, f"train_data_dir={NOWHERE} is not a folder"),
+    ({"train_data_dir": "model"}, None, "train_data_dir=model holds no *.parquet file"),
+    ({}, columns_named("a", "b", "c"), "a.parquet has no column original_image or input_image"),
+    ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
+    ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
+    ({"train_batch_size": 20}, None, "batch_size can be 16 at most"),
+    ({"output_dir": "file/out"}, None, "file/out"),
+]
+
+
+@pytest.mark.parametrize(("flags", "spoil", "message"), BAD_FOLDERS)
+def test_bad_folders_are_one_line(
+    model, data, unet_of, tmp_path, monkeypatch, capsys, flags, spoil, message
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "model")
+    shutil.copytree(data, "data")
+    Path("file").touch()
+    if spoil is not None:
+        spoil()
+    if (name := flags.get("unet_model_name_or_path")) in unet_of:
+        flags = flags | {"unet_model_name_or_path": unet_of[name]}
+    config = config_of("model", "data", "out", **flags)
+    assert message in run_badly(config, monkeypatch, capsys)
