@@ -592,14 +592,15 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
         batch_size=config.train_batch_size,
         resolution=config.resolution,
         seed=config.seed,
-        tokenizer=trainer.make_tokenize(CLIPTokenizer.from_pretrained(model / "tokenizer")),
     )
+    tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
     batches, num_bad = [], []
     for epoch in range(3):
         dataset.set_epoch(epoch)
         for batch in dataset:
-            del batch["edit_prompt"]
-            batches.append(batch)
+            prompts = batch.pop("edit_prompt")
+            ids = tokenizer(prompts, padding="max_length", return_tensors="np").input_ids
+            batches.append({"input_ids": ids.astype(np.int32), **batch})
             num_bad.append(dataset.num_bad)
     assert num_bad[3] == 2  # both epochs met the broken picture
     by_hand, losses, norms = [], [], []
