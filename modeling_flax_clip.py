@@ -181,15 +181,10 @@ class FlaxCLIPTextModel(nn.Module, FlaxModelMixin):
     fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
     # Entries about training and bookkeeping: they change no number of a forward pass.
     ignored_config = (
-        "architectures",
         "attention_dropout",
         "dropout",
-        "dtype",
         "initializer_factor",
         "initializer_range",
-        "model_type",
-        "torch_dtype",
-        "transformers_version",
     )
 
     def init_weights(self, rng):

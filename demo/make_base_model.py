@@ -37,20 +37,21 @@ from demo.photographs import EDITS, TRAINING, load_photographs, random_crop  # n
 from modeling_flax_clip import FlaxCLIPTextModel  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
-from scheduling_flax import FlaxDDPMScheduler, FlaxPNDMScheduler  # noqa: E402
+from scheduling_flax import FlaxDDIMScheduler, FlaxDDPMScheduler  # noqa: E402
 
 SIZE = 64  # pixels of a picture's side
 NUM_MERGES = 120
 VOCAB_SIZE = 512 + NUM_MERGES + 2  # CLIP's 2 x 256 byte symbols, merges, start and end of text
 START, END = "<|startoftext|>", "<|endoftext|>"
-SCHEDULER_CONFIG = {  # Stable Diffusion 1.5's
+SCHEDULER_CONFIG = {  # Stable Diffusion 2.1's schedule and prediction
     "num_train_timesteps": 1000,
     "beta_start": 0.00085,
     "beta_end": 0.012,
     "beta_schedule": "scaled_linear",
+    "prediction_type": "v_prediction",
+    "clip_sample": False,
     "set_alpha_to_one": False,
-    "skip_prk_steps": True,
-    "steps_offset": 1,
+    "timestep_spacing": "trailing",
 }
 
 VAE = FlaxAutoencoderKL(
@@ -88,7 +89,7 @@ class Config:
     output_dir: str = str(ROOT / "demo" / "base_model")  # where the pipeline folder goes
     work_dir: str = str(ROOT / "demo" / "work")  # finished stages
     vae_steps: int = 3000  # optimizer steps of the autoencoder
-    unet_steps: int = 4000  # optimizer steps of text encoder and UNet
+    unet_steps: int = 1800  # optimizer steps of text encoder and UNet
     vae_batch_size: int = 16
     unet_batch_size: int = 32
     num_latents: int = 16384  # pictures encoded once, to train the UNet on
@@ -247,15 +248,16 @@ def latent_batches(vae, tokenizer, config):
 
 
 def text_to_image_loss(params, batch, key, *, scheduler, scheduler_state):
-    """Mean squared error of the predicted noise. Source: DDPM (arXiv 2006.11239), equation 14."""
+    """Mean squared error of the predicted v. Source: Salimans and Ho (arXiv 2202.00512)."""
     x_0, input_ids = batch
     noise_key, timestep_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x_0.shape)
     timesteps = jax.random.randint(timestep_key, (len(x_0),), 0, 1000)
     x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
+    target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
     text = TEXT_ENCODER.apply({"params": params["text_encoder"]}, input_ids)[0]
-    eps_pred = UNET.apply({"params": params["unet"]}, x_t, timesteps, text).sample
-    return jnp.square(eps_pred - noise).mean()
+    v_pred = UNET.apply({"params": params["unet"]}, x_t, timesteps, text).sample
+    return jnp.square(v_pred - target).mean()
 
 
 def train_unet(config, vae, tokenizer):
@@ -288,13 +290,13 @@ def main():
     scaled_vae.save_pretrained(output_dir / "vae", params=vae["params"], **half)
     UNET.save_pretrained(output_dir / "unet", params=params["unet"], **half)
     TEXT_ENCODER.save_pretrained(output_dir / "text_encoder", params["text_encoder"], **half)
-    FlaxPNDMScheduler.from_config(SCHEDULER_CONFIG)[0].save_pretrained(output_dir / "scheduler")
+    FlaxDDIMScheduler.from_config(SCHEDULER_CONFIG)[0].save_pretrained(output_dir / "scheduler")
     index = {
         "_class_name": "StableDiffusionPipeline",
         "feature_extractor": [None, None],
         "requires_safety_checker": False,
         "safety_checker": [None, None],
-        "scheduler": ["diffusers", "PNDMScheduler"],
+        "scheduler": ["diffusers", "DDIMScheduler"],
         "text_encoder": ["transformers", "CLIPTextModel"],
         "tokenizer": ["transformers", "CLIPTokenizer"],
         "unet": ["diffusers", "UNet2DConditionModel"],

@@ -70,7 +70,7 @@ EDITS = (
     ),
     Edit("cover it in fog", "a photo of {} covered in fog", _blend((0.9, 0.9, 0.9), 0.7)),
     Edit("put a white frame around it", "a photo of {} in a white frame", _frame),
-    Edit("turn it upside down", "an upside down photo of {}", lambda x: x[::-1]),
+    Edit("swap red and blue", "a photo of {} with red and blue swapped", lambda x: x[..., ::-1]),
 )
 
 

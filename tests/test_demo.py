@@ -5,16 +5,21 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from diffusers import StableDiffusionPipeline
 from PIL import Image
+from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 
-from demo.evaluate import load_edits, measure
+from demo.evaluate import load_edits, measure, read_picture
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
 from parquet_processing import ParquetImagePairs
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
 
 BASE_MODEL = ROOT / "demo" / "base_model"
 
@@ -143,3 +148,19 @@ def test_the_whole_demo():
     assert summary["edit_error_ratio"] <= 0.6
     assert summary["instruction_accuracy"] >= 0.8
     assert summary["num_edits"] >= 60
+
+    # PyTorch opens the model and makes the same picture of the same latents.
+    model = ROOT / "demo" / "output" / "model"
+    names = ("chelsea_0", "coffee_0", "china_0")
+    files = [ROOT / "demo" / "output" / "held_out" / f"{name}.png" for name in names]
+    pictures = np.stack([read_picture(file) for file in files])
+    latents = np.random.default_rng(0).standard_normal((3, 4, 16, 16)).astype(np.float32)
+    prompts = ["invert the colors", "cover it in fog", "make it black and white"]
+    expected = edit_with_torch(model, prompts, pictures, latents)
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
+    inputs = pipeline.prepare_inputs(prompts, pictures)
+    result = pipeline(
+        *inputs, params, jax.random.key(0), num_inference_steps=20, latents=latents
+    ).images
+    print(f"\nours against PyTorch: {psnr(result, expected):.1f} dB")
+    assert psnr(result, expected) > 60
