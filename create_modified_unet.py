@@ -114,7 +114,7 @@ def create_modified_unet(config: Config):
         f"random numbers in the {config.in_channels - narrow.in_channels} new channels"
     )
     if not difference <= CHECK_TOLERANCE * scale:
-        raise RuntimeError(
+        raise ArithmeticError(
             f"the widened UNet differs from the narrow one by {difference:.2e}; nothing was saved"
         )
     wide.save_pretrained(config.output_dir, params=wide_params)
@@ -123,12 +123,13 @@ def create_modified_unet(config: Config):
 
 def main():
     """Read the flags, widen; the user's mistakes end in one line and exit code 2."""
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, use_underscores=True)
+    jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     try:
         create_modified_unet(config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ArithmeticError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, ArithmeticError) else 2)
 
 
 if __name__ == "__main__":

@@ -355,8 +355,8 @@ def run(config):
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         config.model, dtype=dtype, scheduler=scheduler
     )
-    models = {name: params[name] for name in ("unet", "vae", "text_encoder")}
-    params |= jax.tree.map(lambda array: np.asarray(array, dtype), models)
+    for name in ("unet", "vae", "text_encoder"):
+        params[name] = jax.tree.map(lambda array: np.asarray(array, dtype), params[name])
 
     run_edits(pipeline, params, edits, sizes, config)
     if config.grid:
@@ -378,7 +378,7 @@ def main(args=None):
             if "RESOURCE_EXHAUSTED" not in message:
                 raise
             message = "out of device memory; lower --batch_size or --resolution, or use bfloat16"
-        print(f"edit_cli.py: {message}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 

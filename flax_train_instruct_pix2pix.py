@@ -11,8 +11,10 @@ CPU, with the demo's model and data (`make demo` makes both), in about a minute:
         --unet_model_name_or_path demo/output/modified_unet --train_data_dir demo/output/data \\
         --resolution 64 --train_batch_size 8 --max_train_steps 50 --output_dir /tmp/trained
 
-Stable Diffusion 1.5 needs about 14 GB per device for parameters, optimizer and gradients, and the
-activations of its share of the batch. On several hosts run the same command on each.
+Stable Diffusion 1.5 needs about 14 GB per device for parameters, optimizer and gradients, 3.4 GB
+for the average from its first step on, and the activations of its share of the batch. On a slice
+run the same command on every worker, with the same shards in every worker's folder; each worker
+trains on its own part of the rows.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
 """
@@ -36,7 +38,6 @@ from flax import struct
 from flax.jax_utils import replicate, unreplicate
 from flax.training.common_utils import shard
 from tqdm import tqdm
-from transformers import CLIPTokenizer
 
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
@@ -44,6 +45,7 @@ from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
+    load_tokenizer,
 )
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
@@ -60,7 +62,7 @@ class Config:
     revision: str | None = None  # branch, tag or commit, if the pretrained model is a hub id
     variant: str | None = None  # e.g. fp16, for the pretrained model's files
     # data
-    train_data_dir: str = "data"  # folder with this host's *.parquet shards
+    train_data_dir: str = "data"  # folder with the *.parquet shards, the same on every host
     original_image_column: str = ""  # "" finds original_image or input_image
     edited_image_column: str = ""  # "" finds edited_image
     edit_prompt_column: str = ""  # "" finds edit_prompt
@@ -89,7 +91,7 @@ class Config:
     ema_start_step: int | None = None  # late: the first averaged step, instead of ema_fraction
     ema_decay: float | None = None  # None is 1 - 5 / (averaged steps)
     # output
-    output_dir: str = "instruct-pix2pix-model"  # becomes a diffusers pipeline folder
+    output_dir: str = "instruct-pix2pix-model"  # becomes a pipeline folder; an older run's goes
     save_raw_unet: bool = False  # also keep the UNet before averaging, in OUTPUT_DIR/unet_raw
     logging_steps: int = 50  # steps between lines of metrics.jsonl
     report_to: Literal["none", "wandb"] = "none"
@@ -261,7 +263,11 @@ def ema_plan(ema, max_train_steps, ema_fraction, ema_start_step, ema_decay):
 
     Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
     """
+    if ema != "late" and ema_start_step is not None:
+        raise ValueError(f"ema_start_step={ema_start_step} goes with --ema late, not {ema}")
     if ema == "none":
+        if ema_decay is not None:
+            raise ValueError(f"ema_decay={ema_decay} goes with --ema late or full, not none")
         return None, None
     if not 0 < ema_fraction <= 1:
         raise ValueError(f"ema_fraction={ema_fraction} must be above 0 and at most 1")
@@ -311,18 +317,24 @@ def make_optimizer(schedule, beta1, beta2, epsilon, weight_decay, max_grad_norm)
     )
 
 
+def nearest_multiples(number, factor):
+    """The positive multiples of factor around number, for an error message: "2 or 4"."""
+    below = number // factor * factor
+    return " or ".join(str(n) for n in (below, below + factor) if n > 0)
+
+
 def check_config(config: Config, num_devices: int):
     """Raise a ValueError for what no run could work with, before anything is loaded."""
     for name in ("train_batch_size", "max_train_steps", "logging_steps"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
     if config.train_batch_size % num_devices:
-        below = config.train_batch_size // num_devices * num_devices
-        ways_out = [str(n) for n in (below, below + num_devices) if n]
         raise ValueError(
             f"train_batch_size={config.train_batch_size} is not divisible by {num_devices} "
-            f"devices; try {' or '.join(ways_out)}"
+            f"devices; try {nearest_multiples(config.train_batch_size, num_devices)}"
         )
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed={config.seed} must be from 0 to 4294967295")
     if not 0 <= config.conditioning_dropout_prob <= 1 / 3:
         raise ValueError(
             f"conditioning_dropout_prob={config.conditioning_dropout_prob} must be from 0 to 1/3: "
@@ -363,18 +375,8 @@ def load_models(config: Config, dtype):
         source, subfolder="scheduler", revision=revision
     )
     sampler, _ = scheduler_from_pretrained(source, revision=revision)
-    try:
-        tokenizer = CLIPTokenizer.from_pretrained(source, subfolder="tokenizer", revision=revision)
-    except Exception as error:  # what the tokenizers library raises has no class of its own
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the tokenizer of {source} cannot be read: {reason}") from error
+    tokenizer = load_tokenizer(source, text_encoder, revision)
 
-    # Without its files transformers makes a tokenizer of two tokens and says nothing.
-    if not 2 < len(tokenizer) <= text_encoder.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {source} has {len(tokenizer)} tokens, its text encoder knows "
-            f"{text_encoder.vocab_size}; is {source}/tokenizer complete?"
-        )
     if scheduler.config.prediction_type == "sample":
         raise ValueError(
             f"the scheduler of {source} has prediction_type=sample; epsilon and v_prediction can "
@@ -393,11 +395,9 @@ def load_models(config: Config, dtype):
         )
     factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
     if config.resolution % factor:
-        below = config.resolution // factor * factor
-        ways_out = [str(n) for n in (below, below + factor) if n > 0]
         raise ValueError(
             f"resolution={config.resolution} is not a multiple of {factor}; "
-            f"try {' or '.join(ways_out)}"
+            f"try {nearest_multiples(config.resolution, factor)}"
         )
 
     float32 = partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
@@ -516,14 +516,16 @@ def train(config: Config):
             num_steps = step + 1
             if num_steps % config.logging_steps and num_steps < config.max_train_steps:
                 continue
-            losses = np.array([unreplicate(m["loss"]) for m in pending])
-            check_finite(losses, num_steps - len(losses))
+            losses, norms = np.array(
+                [[unreplicate(m[name]) for m in pending] for name in ("loss", "grad_norm")]
+            )
+            check_finite(losses + norms, num_steps - len(losses))
             seconds = time.perf_counter() - started
             row = {
                 "step": num_steps,
                 "loss": float(losses.mean()),
                 "lr": float(schedule(step)),
-                "grad_norm": float(unreplicate(metrics["grad_norm"])),
+                "grad_norm": float(norms[-1]),
                 "images_per_second": images / seconds if images else None,
                 "ema_decay": ema_decay if ema_params is not None else None,
                 "num_bad": dataset.num_bad,
@@ -555,13 +557,14 @@ def endless_batches(dataset, tokenize):
             yield {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
 
 
-def check_finite(losses, first_step):
-    """Raise a FloatingPointError that names the steps whose loss is not a number."""
-    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(losses))]
+def check_finite(numbers, first_step):
+    """Raise a FloatingPointError that names the first step whose number is not finite."""
+    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
     if bad:
         raise FloatingPointError(
-            f"the loss is not finite at step {bad[0]} ({len(bad)} of the last {len(losses)} "
-            "steps); nothing was saved; lower --learning_rate, or leave out --mixed_precision bf16"
+            f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
+            f"{len(numbers)} steps); nothing was saved; lower --learning_rate, or leave out "
+            "--mixed_precision bf16"
         )
 
 
@@ -591,11 +594,19 @@ class MetricsLog:
 def main():
     """Read the flags, train; the user's mistakes end in one line and exit code 2."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, use_underscores=True)
     try:
         train(config)
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, FloatingPointError, jax.errors.JaxRuntimeError) as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            if "RESOURCE_EXHAUSTED" not in message:
+                raise
+            message = (
+                "out of device memory; lower --train_batch_size, or use --mixed_precision bf16 "
+                "and --gradient_checkpointing"
+            )
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
 
 

@@ -203,7 +203,7 @@ class FlaxModelMixin:
                 known = ", ".join(sorted(fields - {"parent", "name"}))
                 raise ValueError(f"{cls.__name__} has no setting {key!r}; it has {known}")
             elif not (key.startswith("_") or key in cls.ignored_config or key in FILE_KEYS):
-                _warn_once(f"{cls.__name__} does not know the config key {key!r}: ignored")
+                warn_once(f"{cls.__name__} does not know the config key {key!r}: ignored")
         return cls(**settings)
 
     @classmethod
@@ -361,7 +361,11 @@ class FlaxModelMixin:
 
     def _param_shapes(self):
         """{path joined by "/": shape} of this configuration; nothing is computed."""
-        params = jax.eval_shape(lambda: self.init_weights(jax.random.key(0)))
+        try:
+            params = jax.eval_shape(lambda: self.init_weights(jax.random.key(0)))
+        except TypeError as error:  # e.g. "in_channels": "8"
+            reason = " ".join(str(error).split())
+            raise ValueError(f"a config entry has the wrong type: {reason}") from error
         return {key: leaf.shape for key, leaf in flatten_dict(params, sep="/").items()}
 
     def _check_params(self, flat, expected, where):
@@ -391,7 +395,8 @@ def _lists_to_tuples(value):
 
 
 @functools.cache
-def _warn_once(message):
+def warn_once(message):
+    """Log a warning the first time it is given."""
     logger.warning(message)
 
 
@@ -465,6 +470,8 @@ def _read_bin(file):
 
     # Files from before PyTorch 1.6 are no zip archives and cannot be mapped.
     tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    if not isinstance(tensors, dict):
+        raise ValueError("it holds no state dict")
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"its entry {key!r} is no tensor")
@@ -495,11 +502,16 @@ def _msgpack_parts(tree, leaf_to_array):
 
 
 def read_json(file):
+    """The JSON object in file; a ValueError that names the file if there is none."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; fetch it again")
+    return content
 
 
 def write_json(file, content):
+    """Write content, readable, to file."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -229,9 +229,11 @@ def decode_picture(data: bytes, min_side: int = 0) -> Image.Image:
             return Image.fromarray(pixels)
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits; Pillow would clip them at 255, not scale
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if "transparency" in image.info:  # else Pillow warns about palettes
+            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+        if image.has_transparency_data:  # onto white
             image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image)
         return image.convert("RGB")
     except UnidentifiedImageError:
         raise ValueError(f"no known picture format ({len(data)} bytes)") from None
@@ -804,7 +806,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         inspect(tyro.cli(Config, description=__doc__, args=args, use_underscores=True))
     except (ValueError, OSError) as error:
-        print(f"parquet_processing.py: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -14,7 +14,6 @@ Source: InstructPix2Pix (arXiv 2211.09800).
 """
 
 import importlib.metadata
-import logging
 import math
 import os
 import tempfile
@@ -31,7 +30,7 @@ from transformers import CLIPTokenizer
 
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import fetch_file, read_json, write_json
+from modeling_flax_utils import fetch_file, read_json, warn_once, write_json
 from modeling_flax_vae import FlaxAutoencoderKL
 from scheduling_flax import CONFIG_NAME, Scheduler, scheduler_from_pretrained
 
@@ -46,8 +45,6 @@ PART_FILES = {
     "tokenizer": "tokenizer_config.json",
     "scheduler": CONFIG_NAME,
 }
-
-logger = logging.getLogger(__name__)
 
 
 class FlaxStableDiffusionPipelineOutput(NamedTuple):
@@ -93,7 +90,7 @@ def guidance_branches(guidance_scale, image_guidance_scale):
 
 def to_rgb(picture):
     """A PIL picture of any mode as RGB, on white where it is transparent."""
-    if picture.mode.startswith("I;16"):  # Pillow clips 16-bit grey instead of scaling it
+    if picture.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
         picture = Image.fromarray((np.asarray(picture) // 257).astype(np.uint8))
     if not picture.has_transparency_data:
         return picture.convert("RGB")
@@ -132,10 +129,6 @@ def check_pipeline(pretrained_model_name_or_path, revision=None):
     files = {part: fetch_file(path, name, part, revision) for part, name in PART_FILES.items()}
     if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
         raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
-    # Without either file transformers makes a tokenizer of two tokens and says nothing.
-    vocabularies = ("vocab.json", "tokenizer.json")
-    if not any(fetch_file(path, name, "tokenizer", revision) for name in vocabularies):
-        raise ValueError(f"{path} lacks tokenizer/vocab.json; copy or download it again")
     configs = {part: read_json(file) for part, file in files.items()}
 
     in_channels = configs["unet"].get("in_channels", 4)
@@ -152,6 +145,32 @@ def check_pipeline(pretrained_model_name_or_path, revision=None):
             f"be twice its VAE's latent_channels={latent_channels}"
         )
     return configs
+
+
+def load_tokenizer(pretrained_model_name_or_path, text_encoder, revision=None):
+    """Open the CLIP tokenizer of a pipeline folder.
+
+    Args:
+        pretrained_model_name_or_path: folder or Hub id.
+        text_encoder: FlaxCLIPTextModel that will read its tokens.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        ValueError: it is missing, damaged, or another text encoder's.
+    """
+    path = pretrained_model_name_or_path
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(path, subfolder="tokenizer", revision=revision)
+    except Exception as error:  # what the tokenizers library raises has no class of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer of {path} cannot be read: {reason}") from error
+    # Without its files transformers makes a tokenizer of two tokens and says nothing.
+    if not 2 < len(tokenizer) <= text_encoder.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, its text encoder knows "
+            f"{text_encoder.config.vocab_size}; is {path}/tokenizer complete and of this model?"
+        )
+    return tokenizer
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs are kept per object: nothing may change in it
@@ -203,13 +222,6 @@ class FlaxStableDiffusionInstructPix2PixPipeline:
             scheduler, scheduler_state = scheduler_from_pretrained(path, revision=revision)
         else:
             scheduler_state = scheduler.create_state()
-        try:
-            tokenizer = CLIPTokenizer.from_pretrained(
-                path, subfolder="tokenizer", revision=revision
-            )
-        except Exception as error:  # what the tokenizers library raises has no class of its own
-            reason = " ".join(str(error).split())
-            raise ValueError(f"the tokenizer of {path} cannot be read: {reason}") from error
         options = dict(revision=revision, variant=variant, dtype=dtype, from_pt=from_pt)
         unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(
             path, subfolder="unet", **options
@@ -218,11 +230,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline:
         text_encoder, text_params = FlaxCLIPTextModel.from_pretrained(
             path, subfolder="text_encoder", **options
         )
-        if len(tokenizer) > text_encoder.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer of {path} has {len(tokenizer)} tokens, its text encoder knows "
-                f"{text_encoder.config.vocab_size}; they belong to different models"
-            )
+        tokenizer = load_tokenizer(path, text_encoder, revision)
         params = {
             "unet": unet_params,
             "vae": vae_params,
@@ -288,19 +296,17 @@ class FlaxStableDiffusionInstructPix2PixPipeline:
         if not prompts:
             raise ValueError("prompt is an empty list; give at least one text, which may be empty")
         length = self.text_encoder.config.max_position_embeddings
-        for text in dict.fromkeys(prompts):  # each warns once
-            ids = self.tokenizer(text, verbose=False).input_ids
+        rows = np.full((len(prompts), length), self.tokenizer.pad_token_id, np.int32)
+        for row, ids in zip(rows, self.tokenizer(prompts, verbose=False).input_ids):
             if len(ids) > length:
-                # Start and end of text take one place each; the end is kept.
                 cut = self.tokenizer.decode(ids[length - 1 : -1])
-                logger.warning(
-                    "prompt is %d tokens long, the text encoder takes %d; cut off: %r",
-                    len(ids),
-                    length,
-                    cut,
+                warn_once(
+                    f"prompt is {len(ids)} tokens long, the text encoder takes {length}; "
+                    f"cut off: {cut!r}"
                 )
-        tokens = self.tokenizer(prompts, padding="max_length", max_length=length, truncation=True)
-        return np.array(tokens.input_ids, np.int32)
+                ids = [*ids[: length - 1], ids[-1]]  # the end of text is kept
+            row[: len(ids)] = ids
+        return rows
 
     def prepare_inputs(self, prompt, image):
         """Turn instructions and pictures into arrays; one of either goes with many of the other.

@@ -30,31 +30,40 @@ case $target in
         ;;
 esac
 
-if ! command -v aria2c >/dev/null; then
-    say "installing aria2"
+apt_install() {
+    say "installing $*"
     as_root=$([ "$(id -u)" = 0 ] || echo sudo)
     # A fresh VM may still be updating itself: wait for its lock.
-    apt_get() { $as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 "$@"; }
-    apt_get update
-    apt_get install -y aria2 >/dev/null
-fi
+    apt_get="$as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"
+    $apt_get update && $apt_get install -y "$@" >/dev/null
+}
 
-python=${PYTHON:-}
-for candidate in python3 python3.13 python3.12 python3.11; do
-    [ -n "$python" ] && break
-    if command -v "$candidate" >/dev/null &&
-        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        python=$candidate
+find_python() {
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            echo "$candidate"
+            return
+        fi
+    done
+}
+
+command -v aria2c >/dev/null || apt_install aria2
+
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    python=$(find_python)
+    # TPU images come with Ubuntu 22.04, whose python3 is 3.10 and whose archive has 3.11 beside it.
+    [ -n "$python" ] || { apt_install python3.11 python3.11-venv && python=$(find_python); } || true
+    if [ -z "$python" ]; then
+        say "Python 3.11 or newer is needed; install one, or name one by PYTHON=..." >&2
+        exit 2
     fi
-done
-if [ -z "$python" ]; then
-    say "Python 3.11 or newer is needed and not installed; install one and set PYTHON" >&2
-    exit 2
-fi
-
-if [ ! -x .venv/bin/python ]; then
-    say "making .venv with $("$python" --version)"
-    "$python" -m venv .venv
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    say "making .venv with Python $version"
+    rm -rf .venv
+    # Debian and Ubuntu keep venv in a package of its own.
+    "$python" -m venv .venv >/dev/null 2>&1 ||
+        { apt_install "python$version-venv" && "$python" -m venv --clear .venv; }
 fi
 pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 say "installing packages for $target (some minutes the first time)"

@@ -99,7 +99,7 @@ def draw(crops):
     heading(GAP, "input", 16)
     for i, edit in enumerate(EDITS):
         left = CELL + 4 * GAP + i * (pair + 3 * GAP)
-        heading(left, f"{edit.instruction}", 36)
+        heading(left, edit.instruction, 36)
         pen.text((left, HEADER - 22), "result", fill="black", font=font)
         pen.text((left + CELL + GAP, HEADER - 22), "truth", fill="gray", font=font)
 
@@ -119,7 +119,7 @@ def draw(crops):
 
 def main():
     """Measure, draw, print."""
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, use_underscores=True)
     output_dir = Path(config.output_dir)
     crops = load_edits(output_dir)
     draw(crops).save(output_dir / "edits.png")

@@ -101,7 +101,7 @@ def write_held_out(folder, results, rng, crops_per_photograph):
 
 def main():
     """Write both."""
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, description=__doc__, use_underscores=True)
     output_dir = Path(config.output_dir)
     rng = np.random.default_rng(config.seed)
     write_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)

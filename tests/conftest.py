@@ -12,10 +12,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 import jax
+import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny models gain nothing from two, and lose where XLA holds the other
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def optimized():
+    """Compile as users' programs are compiled."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

@@ -597,7 +597,7 @@ def test_unsupported_settings():
 
 
 def test_unknown_keys_are_named_once(caplog):
-    modeling_flax_utils._warn_once.cache_clear()
+    modeling_flax_utils.warn_once.cache_clear()
     config = {"_name_or_path": "x", "memory_trick": 1, "torch_dtype": "float16", "new_thing": [1]}
     with caplog.at_level(logging.WARNING):
         TinyModel.from_config(config)

@@ -95,8 +95,10 @@ def unet_inputs(module, batch, height, width):
 
 @pytest.mark.parametrize("name", UNETS)
 @torch.no_grad()
-def test_unet_equals_pytorch(name):
+def test_unet_equals_pytorch(name, request):
     config, batch, height, width = UNETS[name]
+    if name == "instruct-pix2pix":
+        request.getfixturevalue("optimized")
     theirs, ours, params = unet_pair(config)
     inputs = unet_inputs(ours, batch, height, width)
     expected = theirs(*inputs).sample

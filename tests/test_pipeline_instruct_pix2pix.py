@@ -80,8 +80,10 @@ def psnr(a, b):
     ],
 )
 def test_pictures_are_those_of_pytorch(
-    tmp_path, scheduler, options, batch, height, width, negative_prompt
+    tmp_path, request, scheduler, options, batch, height, width, negative_prompt
 ):
+    if scheduler == "ddim":
+        request.getfixturevalue("optimized")
     folder = make_tiny_pipeline(tmp_path / "model", scheduler=scheduler, **options)
     factor = 8 if "vae_channels" in options else 4
     pictures, latents = random_inputs(batch, height, width, factor)
