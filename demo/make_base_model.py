@@ -60,6 +60,7 @@ SCHEDULER_CONFIG = {  # Stable Diffusion 2.1's schedule and prediction
     "prediction_type": "v_prediction",
     "clip_sample": False,
     "set_alpha_to_one": False,
+    "steps_offset": 1,
     "timestep_spacing": "trailing",
 }
 

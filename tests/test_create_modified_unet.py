@@ -1,6 +1,7 @@
 """create_modified_unet.py by its command line: what it writes, its own check, bad input."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -119,11 +120,15 @@ def not_finite(params):
 
 
 @pytest.mark.parametrize("spoil", [random_bias, random_kernel, not_finite])
-def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch, spoil):
+def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch, capsys, spoil):
     widen = create_modified_unet.widen
     monkeypatch.setattr(create_modified_unet, "widen", lambda *args: spoil(widen(*args)))
-    with pytest.raises(RuntimeError, match=r"differs from the narrow one by .*; nothing was saved"):
+    with pytest.raises(SystemExit, match="1"):
         run_main(monkeypatch, narrow, tmp_path / "out")
+    assert re.fullmatch(
+        r"error: the widened UNet differs from the narrow one by .*; nothing was saved\n",
+        capsys.readouterr().err,
+    )
     assert list(tmp_path.iterdir()) == []
 
 

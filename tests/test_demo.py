@@ -105,7 +105,7 @@ def test_measures(output_dir):
 def test_base_model_is_a_stable_diffusion_of_at_most_6_mb():
     size = sum(file.stat().st_size for file in BASE_MODEL.rglob("*") if file.is_file())
     assert size <= 6e6
-    pipeline = StableDiffusionPipeline.from_pretrained(BASE_MODEL, torch_dtype=torch.float32)
+    pipeline = StableDiffusionPipeline.from_pretrained(BASE_MODEL, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.unet.config.in_channels == 4
     ids = pipeline.tokenizer("Make it black and white, 日本!").input_ids

@@ -270,7 +270,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     assert error.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("edit_cli.py: ")
+    assert captured.err.startswith("error: ")
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert sorted(Path().rglob("*")) == files

@@ -387,7 +387,7 @@ def edit_json(file, **changes):
         (lambda f: shutil.rmtree(f / "vae"), "lacks vae/config.json"),
         (lambda f: shutil.rmtree(f / "tokenizer"), "lacks tokenizer/tokenizer_config.json"),
         (lambda f: (f / "model_index.json").unlink(), "no model_index.json; give"),
-        (lambda f: (f / "tokenizer/vocab.json").unlink(), "lacks tokenizer/vocab.json"),
+        (lambda f: (f / "tokenizer/vocab.json").unlink(), "the tokenizer of "),
         (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
         (lambda f: shutil.rmtree(f), "is no folder here.*check the path"),
     ],

@@ -695,7 +695,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
         run_main(config, monkeypatch)
     assert stop.value.code == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line.startswith("error: the loss is not finite at step 6 (2 of the last 4 steps)")
+    assert last_line.startswith(
+        "error: the loss or gradient is not finite at step 6 (2 of the last 4 steps)"
+    )
     assert [row["step"] for row in read_metrics(tmp_path)] == [4]
     assert set(os.listdir(tmp_path)) == {"config.json", "metrics.jsonl"}
 
