@@ -178,10 +178,7 @@ def load_config(pretrained_model_name_or_path, subfolder=None, revision=None):
     where = "/".join(map(str, filter(None, (pretrained_model_name_or_path, subfolder))))
     if file is None:
         raise ValueError(f"{where} has no {CONFIG_NAME}; give a model's scheduler folder")
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise ValueError(f"{CONFIG_NAME} in {where} holds no options; fetch it again")
-    return config
+    return read_json(file)
 
 
 def to_device(array):

@@ -563,6 +563,18 @@ def test_wrong_or_missing_config(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         TinyModel.from_pretrained(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json holds no JSON object"):
+        TinyModel.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "in_channels": "8"}))
+    with pytest.raises(ValueError, match="a config entry has the wrong type"):
+        TinyModel.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    torch.save([torch.zeros(3)], folder / "diffusion_pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        TinyModel.from_pretrained(folder)
 
 
 # --- configs ---
