@@ -94,8 +94,19 @@ def largest_difference(narrow, narrow_params, wide, wide_params, key):
 
 def create_modified_unet(config: Config):
     """Load, widen, check, save."""
+    if not config.output_dir:
+        raise ValueError("output_dir is empty; name a folder")
     if Path(config.output_dir).is_file():
         raise ValueError(f"output_dir={config.output_dir} is a file; name a folder")
+    source = Path(config.pretrained_model_name_or_path)
+    if Path(config.output_dir).resolve() in (
+        source.resolve(),
+        (source / config.subfolder).resolve(),
+    ):
+        raise ValueError(
+            f"output_dir={config.output_dir} is the model that is read; name another folder, so "
+            "that the narrow UNet is not overwritten"
+        )
     narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
         config.pretrained_model_name_or_path,
         subfolder=config.subfolder or None,
@@ -127,6 +138,9 @@ def main():
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     try:
         create_modified_unet(config)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was saved", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError, ArithmeticError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, ArithmeticError) else 2)

@@ -7,7 +7,9 @@
 The last takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"}. With the
 model of `make demo`, on a CPU:
 
-    python edit_cli.py --model demo/output/model --resolution 64 --input in.jpg --edit "..."
+    python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
+        --edit "invert the colors" --output inverted.png --resolution 64 \\
+        --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2
 
 Sizes: the EXIF orientation is applied; the longer side becomes --resolution, the shorter one what
 the aspect ratio makes of it, each rounded to the nearest multiple of the VAE's factor (8). The
@@ -125,7 +127,7 @@ def edits_of_jsonl(file):
     """
     edits = []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--edits_jsonl {file} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -372,6 +374,9 @@ def main(args=None):
     config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
     try:
         run(config)
+    except KeyboardInterrupt:
+        print("interrupted; the pictures finished so far are in place", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         message = " ".join(str(error).split())
         if isinstance(error, jax.errors.JaxRuntimeError):

@@ -91,7 +91,8 @@ class Config:
     ema_start_step: int | None = None  # late: the first averaged step, instead of ema_fraction
     ema_decay: float | None = None  # None is 1 - 5 / (averaged steps)
     # output
-    output_dir: str = "instruct-pix2pix-model"  # becomes a pipeline folder; an older run's goes
+    output_dir: str = "instruct-pix2pix-model"  # becomes a diffusers pipeline folder
+    overwrite_output_dir: bool = False  # replace the model that an earlier run left there
     save_raw_unet: bool = False  # also keep the UNet before averaging, in OUTPUT_DIR/unet_raw
     logging_steps: int = 50  # steps between lines of metrics.jsonl
     report_to: Literal["none", "wandb"] = "none"
@@ -341,18 +342,28 @@ def check_config(config: Config, num_devices: int):
             "it is the chance of each of three cases"
         )
     for name in ("learning_rate", "max_grad_norm", "adam_epsilon"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name}={getattr(config, name)} must be above 0")
+        if not 0 < getattr(config, name) < float("inf"):
+            raise ValueError(f"{name}={getattr(config, name)} must be above 0 and finite")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 0 and below 1")
     if not config.adam_weight_decay >= 0:
         raise ValueError(f"adam_weight_decay={config.adam_weight_decay} must be at least 0")
-    if Path(config.output_dir).is_file():
+    output_dir = Path(config.output_dir)
+    if not config.output_dir:
+        raise ValueError("output_dir is empty; name a folder")
+    if output_dir.is_file():
         raise ValueError(f"output_dir={config.output_dir} is a file; name a folder")
     for name in ("pretrained_model_name_or_path", "unet_model_name_or_path"):
-        if Path(config.output_dir).resolve() == Path(getattr(config, name)).resolve():
-            raise ValueError(f"output_dir={config.output_dir} is {name}; name another folder")
+        if Path(getattr(config, name)).resolve().is_relative_to(output_dir.resolve()):
+            raise ValueError(
+                f"output_dir={config.output_dir} is or holds {name}; name another folder"
+            )
+    if (output_dir / "model_index.json").exists() and not config.overwrite_output_dir:
+        raise ValueError(
+            f"output_dir={config.output_dir} holds a model already; name another folder, or "
+            "replace it with --overwrite_output_dir"
+        )
 
 
 def load_models(config: Config, dtype):
@@ -578,7 +589,13 @@ class MetricsLog:
         if config.report_to == "wandb":
             import wandb
 
-            self.run = wandb.init(project=config.tracker_project_name, config=asdict(config))
+            try:
+                self.run = wandb.init(project=config.tracker_project_name, config=asdict(config))
+            except wandb.errors.Error as error:
+                raise ValueError(
+                    f"wandb: {error}; run `wandb login`, set WANDB_MODE=offline, or leave out "
+                    "--report_to wandb"
+                ) from error
 
     def write(self, row):
         with self.path.open("a") as file:
@@ -597,6 +614,9 @@ def main():
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     try:
         train(config)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was saved, for that happens at the end", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError, FloatingPointError, jax.errors.JaxRuntimeError) as error:
         message = " ".join(str(error).split())
         if isinstance(error, jax.errors.JaxRuntimeError):

@@ -115,7 +115,11 @@ def check_pipeline(pretrained_model_name_or_path, revision=None):
     path = pretrained_model_name_or_path
     index = fetch_file(path, "model_index.json", None, revision)
     if index is None:
-        found = "" if os.path.isdir(path) else " (no such folder here, nor such files on the Hub)"
+        found = (
+            ""
+            if os.path.isdir(path)
+            else " (no such folder here, nor on the Hub as far as it can be reached)"
+        )
         raise ValueError(
             f"{path} has no model_index.json{found}; give the folder or Hub id of a whole "
             "InstructPix2Pix pipeline"
@@ -131,6 +135,8 @@ def check_pipeline(pretrained_model_name_or_path, revision=None):
         raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
     configs = {part: read_json(file) for part, file in files.items()}
 
+    if not isinstance(configs["vae"].get("block_out_channels"), list):
+        raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
     if in_channels == latent_channels:

@@ -19,7 +19,8 @@ STEPS = (
     " --output_dir demo/output/modified_unet",
     "flax_train_instruct_pix2pix.py --pretrained_model_name_or_path demo/base_model"
     " --unet_model_name_or_path demo/output/modified_unet --train_data_dir demo/output/data"
-    " --output_dir demo/output/model --resolution 64 --train_batch_size 16 --max_train_steps 1500"
+    " --output_dir demo/output/model --overwrite_output_dir"
+    " --resolution 64 --train_batch_size 16 --max_train_steps 1500"
     " --learning_rate 1e-3 --lr_warmup_steps 50 --lr_scheduler cosine --ema_fraction 0.2",
     "edit_cli.py --model demo/output/model --edits_jsonl demo/output/held_out/edits.jsonl"
     " --resolution 64 --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2"

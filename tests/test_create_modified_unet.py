@@ -155,6 +155,9 @@ def test_widen_leaves_its_argument_alone(narrow):
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
         ({"variant": "fp16"}, "fp16"),
         ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
+        ({"output_dir": ""}, "output_dir is empty; name a folder"),
+        ({"output_dir": "narrow"}, "output_dir=narrow is the model that is read"),
+        ({"output_dir": "narrow/unet"}, "output_dir=narrow/unet is the model that is read"),
         ({"output_dir": "file/out"}, "file/out"),
     ],
 )

@@ -807,6 +807,11 @@ BAD_FLAGS = [
     ({"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
     ({"ema_decay": -0.5, "ema": "full"}, "ema_decay=-0.5 must be at least 0 and below 1"),
     ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
+    ({"output_dir": ""}, "output_dir is empty; name a folder"),
+    ({"output_dir": "nowhere"}, "output_dir=nowhere is or holds pretrained_model_name_or_path"),
+    ({"output_dir": "finished"}, "output_dir=finished holds a model already"),
+    ({"output_dir": "."}, "output_dir=. is or holds pretrained_model_name_or_path"),
+    ({"learning_rate": float("inf")}, "learning_rate=inf must be above 0 and finite"),
 ]
 
 
@@ -831,6 +836,8 @@ def test_bad_flags_are_refused_before_anything_is_read(
 ):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
+    Path("finished").mkdir()
+    Path("finished/model_index.json").touch()
     config = config_of("nowhere", "nowhere", "out", **flags)
     assert message in run_badly(config, monkeypatch, capsys)
 
