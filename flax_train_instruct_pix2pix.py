@@ -51,8 +51,6 @@ from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
 EMA_HORIZONS = 5  # the averaging window in units of 1 / (1 - decay)
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Config:

@@ -175,8 +175,8 @@ def load_config(pretrained_model_name_or_path, subfolder=None, revision=None):
         ValueError: there is no such file, or it is no JSON object.
     """
     file = fetch_file(pretrained_model_name_or_path, CONFIG_NAME, subfolder, revision)
-    where = "/".join(map(str, filter(None, (pretrained_model_name_or_path, subfolder))))
     if file is None:
+        where = "/".join(map(str, filter(None, (pretrained_model_name_or_path, subfolder))))
         raise ValueError(f"{where} has no {CONFIG_NAME}; give a model's scheduler folder")
     return read_json(file)
 

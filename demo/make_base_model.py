@@ -261,7 +261,8 @@ def text_to_image_loss(params, batch, key, *, scheduler, scheduler_state):
     x_0, input_ids = batch
     noise_key, timestep_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x_0.shape)
-    timesteps = jax.random.randint(timestep_key, (len(x_0),), 0, 1000)
+    num_timesteps = scheduler.config.num_train_timesteps
+    timesteps = jax.random.randint(timestep_key, (len(x_0),), 0, num_timesteps)
     x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
     target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
     text = TEXT_ENCODER.apply({"params": params["text_encoder"]}, input_ids)[0]

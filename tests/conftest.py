@@ -1,7 +1,6 @@
 """Test-wide settings: a CPU with four forced devices, strict dtype promotion, no network."""
 
 import os
-import sys
 from pathlib import Path
 
 # Before jax is imported anywhere.
@@ -28,4 +27,3 @@ def optimized():
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))

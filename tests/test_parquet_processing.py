@@ -69,11 +69,6 @@ def numbered(tmp_path_factory):
     return write_numbered(tmp_path_factory.mktemp("numbered"), [30, 4, 19])
 
 
-def prompts_of(dataset, epoch=0):
-    dataset.set_epoch(epoch)
-    return [prompt for batch in dataset for prompt in batch["edit_prompt"]]
-
-
 # Pictures
 
 
