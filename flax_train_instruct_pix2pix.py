@@ -13,13 +13,12 @@ CPU, with the demo's model and data (`make demo` makes both), in about a minute:
 
 Stable Diffusion 1.5 needs about 14 GB per device for parameters, optimizer and gradients, 3.4 GB
 for the average from its first step on, and the activations of its share of the batch. On a slice
-run the same command on every worker, with the same shards in every worker's folder; each worker
-trains on its own part of the rows.
+run the same command on every worker, each with its own part of the shards (script.py, script.sh)
+or all with the same; every row is trained on once per epoch.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
 """
 
-import itertools
 import json
 import logging
 import sys
@@ -37,6 +36,7 @@ import tyro
 from flax import struct
 from flax.jax_utils import replicate, unreplicate
 from flax.training.common_utils import shard
+from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
 from modeling_flax_clip import FlaxCLIPTextModel
@@ -60,13 +60,16 @@ class Config:
     revision: str | None = None  # branch, tag or commit, if the pretrained model is a hub id
     variant: str | None = None  # e.g. fp16, for the pretrained model's files
     # data
-    train_data_dir: str = "data"  # folder with the *.parquet shards, the same on every host
+    train_data_dir: str = "data"  # folder with this host's *.parquet shards, or with all
     original_image_column: str = ""  # "" finds original_image or input_image
     edited_image_column: str = ""  # "" finds edited_image
     edit_prompt_column: str = ""  # "" finds edit_prompt
     resolution: int = 256  # side of the square training pictures, pixels
     random_crop: bool = True  # crop anywhere along the longer side, else in the middle
     random_flip: bool = True  # mirror half of the pairs
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # dct: while decoding
+    shuffle_buffer: int = 4096  # encoded pairs to draw from, over all hosts; see the README
+    max_bad_fraction: float = 0.1  # share of pairs that cannot be decoded at which a run stops
     dataloader_num_workers: int = 0  # decoding threads; 0 takes one per core
     # training
     train_batch_size: int = 16  # pairs per step over all devices of all hosts
@@ -448,12 +451,17 @@ def train(config: Config):
         seed=config.seed,
         random_crop=config.random_crop,
         random_flip=config.random_flip,
+        resample=config.image_interpolation_mode,
         original_image_column=config.original_image_column,
         edited_image_column=config.edited_image_column,
         edit_prompt_column=config.edit_prompt_column,
         process_index=jax.process_index(),
         process_count=num_processes,
+        num_parts=num_devices,
+        all_gather=process_allgather if num_processes > 1 else None,
         num_threads=config.dataloader_num_workers,
+        shuffle_buffer=config.shuffle_buffer,
+        max_bad_fraction=config.max_bad_fraction,
     )
     models, pipeline, frozen, params = load_models(config, dtype)
 
@@ -560,8 +568,7 @@ def train(config: Config):
 
 def endless_batches(dataset, tokenize):
     """Epoch after epoch, what train_step needs of each batch; tokenize: prompts to ids (B, T)."""
-    for epoch in itertools.count():
-        dataset.set_epoch(epoch)
+    while True:
         for batch in dataset:
             yield {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
 

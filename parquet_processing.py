@@ -9,10 +9,16 @@ A sample of a few rows, quick on one CPU core:
 
     python parquet_processing.py --train_data_dir data --num_checked 100 --num_preview 4
 
-Needs a CPU only. A pair of 512x512 JPEGs takes 10 to 20 ms of one core to decode and scale to
-256x256. Pictures are prepared as in InstructPix2Pix (arXiv 2211.09800).
+In code it is a torch IterableDataset and a plain iterator, of NumPy batches:
+
+    for batch in ParquetImagePairs("data", batch_size=16): ...
+
+Needs a CPU only. A pair of 512x512 JPEGs takes about 3 ms of one core to decode at 256x256
+(benchmarks/bench_data.py measures it). Pictures are prepared as in InstructPix2Pix
+(arXiv 2211.09800).
 """
 
+import hashlib
 import io
 import logging
 import math
@@ -23,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +40,7 @@ import pyarrow.parquet as pq
 import simplejpeg
 import tyro
 from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
+from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
 # What the public datasets call the three columns, by the flag that names another.
@@ -42,10 +49,15 @@ KNOWN_COLUMNS = {
     "edited_image_column": ("edited_image",),
     "edit_prompt_column": ("edit_prompt",),
 }
-RESAMPLING = {"lanczos": Image.Resampling.LANCZOS, "bicubic": Image.Resampling.BICUBIC}
-EXIF_ORIENTATION = 0x0112
-READ_ROWS = 16  # rows taken from a row group at a time
+RESAMPLING = {
+    "dct": Image.Resampling.LANCZOS,  # for what decoding at a reduced scale has left to do
+    "lanczos": Image.Resampling.LANCZOS,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+UNFINISHED = ".unfinished"  # in a folder that script.sh has not completed yet
 READ_BYTES = 1 << 20  # from disk at a time; without it pyarrow fetches whole column chunks
+MIN_ROWS_TO_JUDGE = 1000  # a share of broken pairs says nothing before; less if an epoch is less
+MAX_ROWS_TO_REPLACE = 1000  # looked at in a row for one that can be decoded
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +118,8 @@ def list_row_groups(
     folder = Path(train_data_dir)
     if not folder.is_dir():
         raise ValueError(f"train_data_dir={folder} is not a folder; give the one with the shards")
+    if (folder / UNFINISHED).exists():
+        raise ValueError(f"{folder} is not complete ({UNFINISHED} is there); run script.sh again")
     paths = sorted(folder.glob("*.parquet"))
     if not paths:
         raise ValueError(f"train_data_dir={folder} holds no *.parquet file; download shards to it")
@@ -173,41 +187,39 @@ def find_columns(
     return tuple(found)
 
 
-def read_rows(group: RowGroup, start: int = 0, stop: int | None = None) -> Iterator[Pair]:
-    """Read rows start to stop of a row group in order, a few at a time.
+def read_row_group(group: RowGroup) -> tuple[pa.ChunkedArray, pa.ChunkedArray, pa.ChunkedArray]:
+    """Read a row group: encoded originals, encoded edits, prompts.
 
     Raises:
-        ValueError: the row group's data are damaged.
+        ValueError: its data are damaged.
     """
-    stop = group.num_rows if stop is None else stop
+    cells = {}
     try:
         with pq.ParquetFile(
             group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
         ) as file:
-            position = 0
-            for table in file.iter_batches(
-                READ_ROWS, [group.index], list(dict.fromkeys(group.columns)), use_threads=False
-            ):
-                low, high = max(start - position, 0), min(stop - position, len(table))
-                if low < high:
-                    part = table.slice(low, high - low)
-                    cells = [part.column(name) for name in group.columns]
-                    cells = [
-                        pc.struct_field(cell, "bytes") if pa.types.is_struct(cell.type) else cell
-                        for cell in cells
-                    ]
-                    yield from map(Pair, *(cell.to_pylist() for cell in cells))
-                position += len(table)
-                if position >= stop:
-                    return
+            for name in dict.fromkeys(group.columns):  # one by one, which takes the least memory
+                # The leaf with the bytes; a struct's other fields are not read.
+                is_struct = pa.types.is_struct(file.schema_arrow.field(name).type)
+                leaf = f"{name}.bytes" if is_struct else name
+                cell = file.read_row_group(group.index, [leaf], use_threads=False).column(0)
+                cells[name] = pc.struct_field(cell, "bytes") if is_struct else cell
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{group.path}: row group {group.index} cannot be read ({one_line(error)}); "
             "delete the shard and download it again"
         ) from error
+    finally:
+        pa.default_memory_pool().release_unused()  # reading took 2.5 times what is kept
+    return tuple(cells[name] for name in group.columns)
 
 
-def decode_picture(data: bytes, min_side: int = 0) -> Image.Image:
+def pair_at(cells: tuple[pa.ChunkedArray, ...], position: int) -> Pair:
+    """One row of what `read_row_group` gave."""
+    return Pair(*(cell[position].as_py() for cell in cells))
+
+
+def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
     """Decode one picture to upright RGB.
 
     Args:
@@ -215,26 +227,33 @@ def decode_picture(data: bytes, min_side: int = 0) -> Image.Image:
             which lets other threads run meanwhile.
         min_side: a JPEG at least twice as large may come back smaller, by a half or more, but
             with no side below this; 0 decodes at full size.
+        out: uint8 (h, w, 3), contiguous: used for the result if that has just this size.
+
+    Returns:
+        uint8 (H, W, 3).
 
     Raises:
         ValueError: the data are no picture, cut short or damaged.
     """
     try:
-        image = Image.open(io.BytesIO(data))  # reads the header only
-        upright = image.getexif().get(EXIF_ORIENTATION, 1) == 1
-        if image.format == "JPEG" and image.mode in ("RGB", "L") and upright:
-            side = min_side if min(image.size) >= 2 * min_side else 0
-            # Strict by default: a warning of libjpeg (premature end, corrupt data) is an error.
-            pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=side, min_width=side)
-            return Image.fromarray(pixels)
-        image = ImageOps.exif_transpose(image)
+        if data.startswith(b"\xff\xd8") and b"Exif\0\0" not in data:  # a JPEG, not to be turned
+            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+            if colorspace in ("YCbCr", "RGB", "Gray") and height * width <= Image.MAX_IMAGE_PIXELS:
+                side = min_side if min(height, width) >= 2 * min_side else 0
+                size = simplejpeg.decode_jpeg_header(data, side, side)[:2]
+                fits = out is not None and out.shape[:2] == size
+                # Strict by default: a warning of libjpeg (premature end, corrupt data) is an error.
+                return simplejpeg.decode_jpeg(
+                    data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
+                )
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
         if image.mode.startswith("I"):  # 16 bits; Pillow would clip them at 255, not scale
             image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
         if image.has_transparency_data:  # onto white
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image)
-        return image.convert("RGB")
+        return np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:
         raise ValueError(f"no known picture format ({len(data)} bytes)") from None
     except Exception as error:  # damaged data make decoders raise anything
@@ -242,9 +261,9 @@ def decode_picture(data: bytes, min_side: int = 0) -> Image.Image:
 
 
 def crop_square(
-    image: Image.Image,
+    pixels: np.ndarray,
     resolution: int,
-    resample: str = "lanczos",
+    resample: str = "dct",
     crop: float = 0.5,
     flip: bool = False,
 ) -> np.ndarray:
@@ -254,22 +273,23 @@ def crop_square(
     crop has nothing left to choose; on the square pictures of the public datasets both agree.
 
     Args:
-        image: RGB.
+        pixels: uint8 (H, W, 3).
         resolution: side R of the square, pixels.
-        resample: "lanczos" (the paper) or "bicubic" (Hugging Face).
+        resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
         crop: in [0, 1), where along the longer side the square lies; 0.5 is the middle.
         flip: mirror left and right.
 
     Returns:
         uint8 (R, R, 3).
     """
-    scale = resolution / min(image.size)
-    width, height = (max(resolution, round(side * scale)) for side in image.size)
-    if image.size != (width, height):
-        image = image.resize((width, height), RESAMPLING[resample])
+    scale = resolution / min(pixels.shape[:2])
+    height, width = (max(resolution, round(side * scale)) for side in pixels.shape[:2])
+    if pixels.shape[:2] != (height, width):
+        image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
+        pixels = np.asarray(image)
     top = int(crop * (height - resolution + 1))
     left = int(crop * (width - resolution + 1))
-    pixels = np.asarray(image)[top : top + resolution, left : left + resolution]
+    pixels = pixels[top : top + resolution, left : left + resolution]
     return pixels[:, ::-1] if flip else pixels
 
 
@@ -285,9 +305,12 @@ def decode_pair(
 
     Args:
         pair: encoded.
-        out: original and edited, uint8 (R, R, 3) each; written to.
+        out: original and edited, uint8 (R, R, 3) each, contiguous; written to.
         columns: names to put in the error.
-        resample, crop, flip: as for crop_square.
+        resample: "dct" lets libjpeg scale pictures of twice the size or more down while it
+            decodes, and Lanczos do the rest; "lanczos" (the paper) and "bicubic" (Hugging Face)
+            leave them at least the last halving.
+        crop, flip: as for crop_square.
 
     Raises:
         ValueError: something of the pair is missing or cannot be decoded; out is then undefined.
@@ -299,100 +322,144 @@ def decode_pair(
             raise ValueError(f"{column}: no picture bytes in the shard")
         resolution = len(pixels)
         try:
-            # Twice the size wanted, so that the filter asked for still does the last halving.
-            image = decode_picture(data, min_side=2 * resolution)
+            min_side = resolution if resample == "dct" else 2 * resolution
+            decoded = decode_picture(data, min_side, out=pixels)
         except ValueError as error:
             raise ValueError(f"{column}: {error}") from error
-        pixels[:] = crop_square(image, resolution, resample, crop, flip)
+        pixels[:] = crop_square(decoded, resolution, resample, crop, flip)
 
 
 def epoch_order(
     group_rows: list[int],
     *,
-    seed: int,
-    epoch: int,
-    batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
-    num_streams: int = 4,
-    shuffle_buffer: int = 2048,
-) -> tuple[np.ndarray, np.ndarray, list[list[tuple[int, int, int]]]]:
-    """Shuffle an epoch so that row groups are read once, front to back, a few at a time.
+    seed: list[int],
+    num_parts: int,
+    rows_per_part: int,
+    window: float,
+) -> np.ndarray:
+    """Shuffle an epoch so that each part needs a few row groups at a time.
 
-    All processes lay all rows on one line, row groups whole and in shuffled order, beginning
-    anywhere, and each takes its stretch of it: as many rows as the others, whole batches, the
-    rest of the line (less than one global batch, other rows every epoch) left out. The row
-    groups of the stretch are dealt to streams that are read side by side. A row that is at the
-    fraction f of its stream trains at the moment f + r u of the epoch, u uniform in [0, 1) and r
-    the part of the stretch that the shuffle buffer holds; if it holds all, at the moment u, which
-    is a uniform shuffle.
+    All row groups are laid on a line, whole and in shuffled order, and the line is cut into one
+    stretch per part; what is left at its end waits for another epoch. Every row then trains at a
+    random moment of its part's epoch, uniform over a window of time around the place of its row
+    group in the stretch: so many of the part's rows long that a window's rows are mixed with each
+    other, and a row group is needed for the length of its window only. A window as long as the
+    stretch makes a uniform shuffle.
 
     Args:
         group_rows: rows of every row group.
-        seed, epoch: what the order depends on, together with the arguments below; at least 0.
-        batch_size: per process.
-        process_index, process_count: which stretch of the line.
-        num_streams: row groups open at a time.
-        shuffle_buffer: rows read but not yet used, at most, over all streams.
+        seed: integers of at least 0 that the order depends on, together with what follows.
+        num_parts: stretches.
+        rows_per_part: length of each; num_parts of them are at most all rows.
+        window: rows; a window is never shorter than its row group's part of the stretch.
 
     Returns:
-        order: the rows in the order of training, counted through all row groups, (n,) integers.
-        stream_of: the stream that each of them comes from, (n,) integers.
-        streams: for each stream its runs of rows in the order of reading, (row group, first row
-            of the group, row to stop before).
+        The rows, counted through all row groups, of each part in order of training: integers
+        (num_parts, rows_per_part).
     """
     group_rows = np.asarray(group_rows)
     first_rows = np.cumsum(group_rows) - group_rows
-    num_rows = int(group_rows.sum())
-    rng = np.random.default_rng([seed, epoch])
+    group_of = np.repeat(np.arange(len(group_rows)), group_rows)  # by row
+    rng = np.random.default_rng(seed)
+    # A row group's own rows are shuffled too: it is chance which of them a cut parts or leaves out.
     line = np.concatenate(
-        [first_rows[g] + np.arange(group_rows[g]) for g in rng.permutation(len(group_rows))]
+        [first_rows[g] + rng.permutation(group_rows[g]) for g in rng.permutation(len(group_rows))]
     )
-    line = np.roll(line, rng.integers(num_rows))
-    u = rng.random(num_rows)  # by row
+    parts = line[: num_parts * rows_per_part].reshape(num_parts, rows_per_part)
+    parts[1::2] = parts[1::2, ::-1].copy()  # the row group that two parts share serves both at once
 
-    share = num_rows // (batch_size * process_count) * batch_size
-    rows = line[process_index * share : (process_index + 1) * share]
-    groups = np.searchsorted(first_rows, rows, side="right") - 1
-    # Within one group a step back means that the line ends in the group it begins in.
-    breaks = (np.diff(groups) != 0) | (np.diff(rows) != 1)
-    runs = []
-    for begin, end in pairwise(np.flatnonzero(np.concatenate([[True], breaks, [True]])).tolist()):
-        start = int(rows[begin] - first_rows[groups[begin]])
-        runs.append((int(groups[begin]), start, start + end - begin))
-
-    streams = [runs[s::num_streams] for s in range(min(num_streams, len(runs)))]
-    lengths = [sum(stop - start for _, start, stop in stream) for stream in streams]
-    stream_of = np.repeat(np.arange(len(streams)), lengths)
-    rows = np.concatenate(
-        [first_rows[g] + np.arange(start, stop) for g, start, stop in chain(*streams)]
-    )
-    fraction = np.concatenate([np.arange(length) / length for length in lengths])
-    spread = shuffle_buffer / share
-    moment = u[rows] if spread >= 1 else fraction + spread * u[rows]
-    by_moment = np.argsort(moment, kind="stable")
-    return rows[by_moment], stream_of[by_moment], streams
+    order = np.empty_like(parts)
+    for part, rows in enumerate(parts):
+        cuts = np.flatnonzero(np.diff(group_of[rows], prepend=-1, append=-1))  # between row groups
+        starts, stops = cuts[:-1], cuts[1:]
+        centers, halves = (starts + stops) / 2, np.maximum(stops - starts, window) / 2
+        begins = np.maximum(centers - halves, 0)
+        ends = np.minimum(centers + halves, rows_per_part)
+        if window >= rows_per_part:
+            begins, ends = np.zeros_like(begins), np.full_like(ends, rows_per_part)
+        moments = rng.uniform(np.repeat(begins, stops - starts), np.repeat(ends, stops - starts))
+        order[part] = rows[np.argsort(moments, kind="stable")]
+    return order
 
 
-class ParquetImagePairs:
+def compare_folders(
+    groups: list[RowGroup], all_gather: Callable[[np.ndarray], np.ndarray] | None
+) -> list[list[tuple[int, int, int]]]:
+    """What shards the processes have: all the same, or each its own.
+
+    Args:
+        groups: of this process's folder; none if that cannot be used.
+        all_gather: array -> the arrays of all processes, stacked; all call it at the same time.
+            None: there is one process, or all have the same folder.
+
+    Returns:
+        One list if all processes have the same shards, else the list of each process. A shard is
+        (hash, hash, rows), the hashes being of its name, size and rows; lists are sorted.
+
+    Raises:
+        ValueError: a process has no usable folder, or two share a part of their shards.
+    """
+    shards = {}
+    for path, rows in {group.path: group.metadata.num_rows for group in groups}.items():
+        name = f"{path.name} {path.stat().st_size} {rows}"
+        digest = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], np.uint32)
+        shards[(*digest.tolist(), rows)] = path
+    if all_gather is None:
+        return [sorted(shards)]
+
+    counts = np.reshape(all_gather(np.array([len(shards)], np.int32)), -1)
+    if counts.min() == 0:
+        raise ValueError(f"process {counts.argmin()} cannot use its train_data_dir and says why")
+    padded = np.zeros((counts.max(), 3), np.uint32)
+    padded[: len(shards)] = sorted(shards)
+    tables = [table[:count] for table, count in zip(all_gather(padded), counts)]
+    folders = [[tuple(row) for row in table.tolist()] for table in tables]
+    if all(folder == folders[0] for folder in folders):
+        return folders[:1]
+    owners = {}
+    for process, folder in enumerate(folders):
+        for shard in folder:
+            if shard in owners:
+                raise ValueError(
+                    f"processes {owners[shard]} and {process} both have "
+                    f"{shards[shard].name if shard in shards else 'a shard'}, but not the same "
+                    "folders: give all processes all shards, or each its own part of the plan"
+                )
+            owners[shard] = process
+    return folders
+
+
+class ParquetImagePairs(IterableDataset):
     """Batches of picture pairs and instructions from a folder of parquet shards.
 
     Iterating gives one epoch of this process's batches, `len()` of them, the same number on every
-    process; `set_epoch` chooses which. Batches are dicts of
+    process, and the next iteration the next epoch; `set_epoch` chooses another. It is a torch
+    IterableDataset: `DataLoader(dataset, batch_size=None)`. Batches are dicts of
 
         original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3)
         edit_prompt: B strings
         input_ids: int32 (B, 77), if a tokenizer is given
 
-    Order, crops and flips depend on (seed, epoch) and on how many processes and rows per batch
-    there are, never on the number of threads; see `epoch_order`. A pair that cannot be decoded
-    has its place in the batch taken by the next good one of the same batch, with a crop and a
-    flip of its own (by the first good one of this process's epoch, as it is read, if the batch
-    has none). It is counted in `num_bad`, kept in `bad_rows` and logged as a warning once.
+    Exactly once: an epoch has `num_parts` parts, each process takes as many of them as the others,
+    and a batch is equal slices of them, one after the other. If all processes have the same
+    shards, parts are cut out of all rows, and less than one global batch of rows is left out; if
+    each has its own, parts are cut out of these, and what a process has beyond the whole batches
+    of the process with the fewest rows is left out. Other rows are left out in every epoch; no row
+    is seen twice in one. Order, crops and flips depend on the data, (seed, epoch), the global
+    batch size, `num_parts` and `shuffle_buffer`, see `epoch_order`: not on the number of threads
+    and, if all have the same shards, not on the number of processes.
 
-    Memory: `shuffle_buffer` encoded pairs, `num_streams` row groups as far as pyarrow holds them
-    (a page each, which is a few MB, or in some shards everything: count twice their bytes) and
-    `prefetch_batches` batches.
+    The place of a pair that cannot be decoded is taken by the next row of its row group that can,
+    after the last row the first, with the crop and the flip of the pair it stands in for (in a row
+    group without any, by the first of the row groups after it). It is counted in `num_bad`, kept
+    in `bad_rows` and logged as a warning once.
+
+    Memory: a part's window of shuffle_buffer / num_parts rows and two row groups more for each
+    part of the process, but never more than its shards; one row group read ahead, and 2.5 times
+    its bytes while it is read; `prefetch_batches` batches.
+
+    `state_dict()` is where the stream stands after the batch last given; a dataset of the same
+    arguments that loads it goes on with the very next batch, the same to the last bit.
 
     Args:
         train_data_dir: folder with *.parquet files.
@@ -401,18 +468,22 @@ class ParquetImagePairs:
         seed: at least 0.
         random_crop: cut the square out anywhere along the longer side; else from the middle.
         random_flip: mirror half of the pairs.
-        resample: "lanczos" or "bicubic".
+        resample: "dct", "lanczos" or "bicubic", see `decode_pair`.
         tokenizer: list of B strings -> int32 (B, 77), called in the consumer's thread.
         original_image_column, edited_image_column, edit_prompt_column: "" finds the known names.
         process_index, process_count: `jax.process_index()` and `jax.process_count()`.
+        num_parts: a multiple of process_count, such as `jax.device_count()`; 0 is process_count.
+        all_gather: `jax.experimental.multihost_utils.process_allgather`, with which processes find
+            out whether all have the same shards or each its own; None: all have the same.
         num_threads: that decode; 0 takes as many as there are cores.
         prefetch_batches: decoded ahead of the consumer.
-        num_streams: row groups read at a time.
-        shuffle_buffer: encoded pairs to mix, at most.
+        shuffle_buffer: encoded pairs to draw from, over all processes.
+        max_bad_fraction: in [0, 1], the share of pairs that may be replaced (judged once 1000
+            pairs, or an epoch, were given).
 
     Raises:
-        ValueError: a bad argument, a bad folder (see `list_row_groups`) or fewer rows than one
-            batch of every process; while iterating, damaged shards or no readable pair at all.
+        ValueError: a bad argument, a bad folder (see `list_row_groups`, `compare_folders`) or
+            fewer rows than one batch; while iterating, damaged shards or too many broken pairs.
     """
 
     def __init__(
@@ -424,26 +495,28 @@ class ParquetImagePairs:
         seed: int = 0,
         random_crop: bool = True,
         random_flip: bool = True,
-        resample: str = "lanczos",
+        resample: str = "dct",
         tokenizer: Callable[[list[str]], np.ndarray] | None = None,
         original_image_column: str = "",
         edited_image_column: str = "",
         edit_prompt_column: str = "",
         process_index: int = 0,
         process_count: int = 1,
+        num_parts: int = 0,
+        all_gather: Callable[[np.ndarray], np.ndarray] | None = None,
         num_threads: int = 0,
         prefetch_batches: int = 2,
-        num_streams: int = 4,
-        shuffle_buffer: int = 2048,
+        shuffle_buffer: int = 4096,
+        max_bad_fraction: float = 0.1,
     ):
         for name, value, lowest in (
             ("batch_size", batch_size, 1),
             ("resolution", resolution, 1),
             ("seed", seed, 0),
             ("process_count", process_count, 1),
+            ("num_parts", num_parts, 0),
             ("num_threads", num_threads, 0),
             ("prefetch_batches", prefetch_batches, 1),
-            ("num_streams", num_streams, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
         ):
             if value < lowest:
@@ -453,181 +526,278 @@ class ParquetImagePairs:
                 f"process_index={process_index} must be from 0 to process_count-1, "
                 f"{process_count - 1}"
             )
+        num_parts = num_parts or process_count
+        if num_parts % process_count or batch_size % (num_parts // process_count):
+            raise ValueError(
+                f"num_parts={num_parts} must be a multiple of process_count={process_count}, and "
+                f"batch_size={batch_size} one of the parts of a process"
+            )
         if resample not in RESAMPLING:
             raise ValueError(f"resample={resample} is unknown; use {' or '.join(RESAMPLING)}")
+        if not 0 <= max_bad_fraction <= 1:
+            raise ValueError(f"max_bad_fraction={max_bad_fraction} must be from 0 to 1")
 
-        self.groups = list_row_groups(
-            train_data_dir, original_image_column, edited_image_column, edit_prompt_column
-        )
-        self.num_rows = sum(group.num_rows for group in self.groups)
-        self.num_bad = 0  # places in batches so far that another pair had to take
-        self.bad_rows: dict[tuple[str, int], str] = {}  # (shard, row) -> reason
-        global_batch = batch_size * process_count
-        if self.num_rows < global_batch:
-            way_out = f"batch_size can be {self.num_rows // process_count} at most"
-            if self.num_rows < process_count:
-                way_out = f"use {self.num_rows} processes at most"
+        try:
+            self.groups = list_row_groups(
+                train_data_dir, original_image_column, edited_image_column, edit_prompt_column
+            )
+        except ValueError:
+            if all_gather is not None:
+                all_gather(np.array([0], np.int32))  # tells the others, who would wait for ever
+            raise
+        folders = compare_folders(self.groups, all_gather)
+        self.folder_rows = [sum(rows for *_, rows in folder) for folder in folders]
+        if len(folders) == 1:
+            self.num_batches = self.folder_rows[0] // (batch_size * process_count)
+            self._num_cut, self._salt = num_parts, []
+            first_part = process_index * num_parts // process_count
+        else:
+            self.num_batches = min(self.folder_rows) // batch_size
+            self._num_cut = num_parts // process_count
+            # A folder that moves to another process keeps its order.
+            self._salt = list(folders[process_index][0][:2])
+            first_part = 0
+        self._mine = slice(first_part, first_part + num_parts // process_count)
+        if self.num_batches == 0:
+            rows, sharing = min(self.folder_rows), process_count if len(folders) == 1 else 1
+            way_out = f"batch_size can be {rows // sharing} at most"
+            if rows < sharing:
+                way_out = f"use {rows} processes at most"
             raise ValueError(
-                f"batch_size={batch_size} times process_count={process_count} needs {global_batch} "
-                f"rows, {train_data_dir} has {self.num_rows}; {way_out}"
+                f"batch_size={batch_size} needs {batch_size * sharing} rows (process_count="
+                f"{process_count}), {train_data_dir} has {rows}; {way_out}"
             )
 
+        self.num_rows = sum(self.folder_rows)  # of all processes
+        self.num_seen = 0  # pairs given so far by this object
+        self.num_bad = 0  # of them, places that another pair had to take
+        self.bad_rows: dict[tuple[str, int], str] = {}  # (shard, row) -> reason
         self.train_data_dir = train_data_dir
         self.batch_size = batch_size
         self.resolution = resolution
         self.seed = seed
-        self.epoch = 0
         self.random_crop = random_crop
         self.random_flip = random_flip
         self.resample = resample
         self.tokenizer = tokenizer
-        self.process_index = process_index
-        self.process_count = process_count
+        self.num_parts = num_parts
         self.num_threads = num_threads if num_threads else os.cpu_count()
         self.prefetch_batches = prefetch_batches
-        self.num_streams = num_streams
         self.shuffle_buffer = shuffle_buffer
+        self.max_bad_fraction = max_bad_fraction
+        self.epoch = 0
+        self._start = 0  # the batch that the next iteration begins with
+        self._batch = 0  # the batch after the one last given
         self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
+        self._identity = {
+            "seed": seed,
+            "global_batch_size": batch_size * process_count,
+            "num_parts": num_parts,
+            "shuffle_buffer": shuffle_buffer,
+            "resolution": resolution,
+            "random_crop": random_crop,
+            "random_flip": random_flip,
+            "resample": resample,
+            "data": hashlib.sha256(str(sorted(folders)).encode()).hexdigest()[:16],
+        }
 
     def __len__(self) -> int:
         """Batches per epoch of every process."""
-        return self.num_rows // (self.batch_size * self.process_count)
+        return self.num_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch (from 0) that the next iteration gives."""
-        self.epoch = epoch
+        self.epoch, self._start, self._batch = epoch, 0, 0
+
+    def state_dict(self) -> dict:
+        """Where the stream stands and what it is a stream of, the same on every process."""
+        return {"epoch": self.epoch, "batch": self._batch, **self._identity}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Have the next iteration go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: the state is of another stream; all that differs is named.
+        """
+        different = [
+            f"{name} was {state.get(name)} and is {value}"
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        ]
+        if different:
+            raise ValueError(
+                f"the data cannot go on where they stopped: {'; '.join(different)}"
+                + (" (other shards)" if state.get("data") != self._identity["data"] else "")
+            )
+        self.epoch, self._start = state["epoch"], state["batch"]
+        self._batch = self._start
 
     def __iter__(self) -> Iterator[dict]:
-        order, stream_of, streams = epoch_order(
-            [group.num_rows for group in self.groups],
-            seed=self.seed,
-            epoch=self.epoch,
-            batch_size=self.batch_size,
-            process_index=self.process_index,
-            process_count=self.process_count,
-            num_streams=self.num_streams,
-            shuffle_buffer=self.shuffle_buffer,
-        )
-        # By row: crop and flip. The 1 keeps them apart from the draws of the order.
-        draws = np.random.default_rng([self.seed, self.epoch, 1]).random((self.num_rows, 2))
-        encoded = self._read_in_order(order, stream_of, streams)
+        if get_worker_info() is not None:
+            raise ValueError(
+                "DataLoader's num_workers must be 0: ParquetImagePairs decodes in num_threads "
+                "threads of its own"
+            )
+        start, self._start = self._start, 0
+        self._batch = start
+        order, draws = self._draw_epoch()
+        encoded = self._read_in_order(order[start:])
 
-        # One thread reads and hands the pairs on to the others; the consumer only collects.
+        # One thread reads and hands the rows on to the others; the consumer only collects.
         reader = ThreadPoolExecutor(1, "parquet-read")
         decoders = ThreadPoolExecutor(self.num_threads, "parquet-decode")
 
-        def start_batch() -> tuple[dict, list[tuple[int, Pair]], list[Future]]:
-            rows = list(islice(encoded, self.batch_size))
-            shape = (len(rows), self.resolution, self.resolution, 3)
+        def start_batch() -> tuple[dict, list, list[Future]]:
+            rows = next(encoded)
+            shape = (self.batch_size, self.resolution, self.resolution, 3)
             batch = {
                 "original_pixel_values": np.empty(shape, np.uint8),
                 "edited_pixel_values": np.empty(shape, np.uint8),
-                "edit_prompt": [pair.prompt for _, pair in rows],
+                "edit_prompt": [],
             }
             futures = [
-                decoders.submit(self._decode_into, batch, place, row, pair, draws[row])
-                for place, (row, pair) in enumerate(rows)
+                decoders.submit(self._decode_into, batch, place, row, cells, draws[row])
+                for place, (row, cells) in enumerate(rows)
             ]
             return batch, rows, futures
 
         try:
-            started = deque(
-                reader.submit(start_batch) for _ in range(min(self.prefetch_batches, len(self)))
-            )
-            spare = None
-            for step in range(len(self)):
+            steps = range(start, len(self))
+            started = deque(reader.submit(start_batch) for _ in steps[: self.prefetch_batches])
+            for step in steps:
                 batch, rows, futures = started.popleft().result()
                 if step + self.prefetch_batches < len(self):
                     started.append(reader.submit(start_batch))
-
-                good = []
-                for place, future in enumerate(futures):
-                    error = future.exception()
-                    if error is None:
-                        good.append(place)
-                    elif isinstance(error, ValueError):
-                        self._note_bad(rows[place][0], error)
-                    else:
-                        raise error
-                if not good and spare is None:
-                    spare = self._first_good_pair(streams)
-                for place in range(len(rows)):
-                    if place in good:
-                        continue
-                    other = next((g for g in good if g > place), good[0] if good else None)
-                    source = spare if other is None else rows[other]
-                    self._decode_into(batch, place, *source, draws[rows[place][0]])
-                    batch["edit_prompt"][place] = source[1].prompt
-
+                for place, ((row, cells), future) in enumerate(zip(rows, futures)):
+                    try:
+                        prompt = future.result()
+                    except ValueError as error:
+                        prompt = self._replace(batch, place, row, cells, draws[row], error)
+                    batch["edit_prompt"].append(prompt)
+                self.num_seen += self.batch_size
+                self._check_bad_fraction()
                 if self.tokenizer is not None:
                     batch["input_ids"] = np.asarray(self.tokenizer(batch["edit_prompt"]), np.int32)
+                self._batch = step + 1
+                if self._batch == len(self):
+                    self.epoch, self._batch = self.epoch + 1, 0
                 yield batch
         finally:  # also when the consumer stops early
             reader.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
             encoded.close()
 
-    def _locate(self, row: int) -> tuple[RowGroup, int]:
-        """The row group of a row and the row's place in it."""
+    def _draw_epoch(self) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's rows, batch by batch, and the two numbers that are each row's crop and flip.
+
+        Returns:
+            order: rows of this process's folder, (batches, B) integers.
+            draws: by row of the folder, (rows, 2) in [0, 1).
+        """
+        num_mine = self._mine.stop - self._mine.start
+        slice_size = self.batch_size // num_mine  # of a batch, from one part
+        parts = epoch_order(
+            [group.num_rows for group in self.groups],
+            seed=[self.seed, self.epoch, 0, *self._salt],
+            num_parts=self._num_cut,
+            rows_per_part=len(self) * slice_size,
+            window=self.shuffle_buffer / self.num_parts,
+        )[self._mine]
+        order = parts.reshape(num_mine, len(self), slice_size).swapaxes(0, 1)
+        rng = np.random.default_rng([self.seed, self.epoch, 1, *self._salt])
+        return order.reshape(len(self), self.batch_size), rng.random((self._first_rows[-1], 2))
+
+    def _read_in_order(self, order: np.ndarray) -> Iterator[list[tuple[int, tuple]]]:
+        """For each batch of `order`, (batches, B), its rows, each with the cells of its row group.
+
+        A row group is kept from the first batch that needs it to the last, and one is read ahead.
+        """
+        groups = np.searchsorted(self._first_rows, order, side="right") - 1
+        first_use, last_use = {}, {}
+        for step, needed in enumerate(groups.tolist()):
+            for g in needed:
+                first_use.setdefault(g, step)
+                last_use[g] = step
+        upcoming = deque(first_use.items())
+        held: dict[int, Future] = {}
+        newest = -1  # first use of the row group that was asked for last
+        loader = ThreadPoolExecutor(1, "parquet-row-group")
+        try:
+            for step, (rows, needed) in enumerate(zip(order.tolist(), groups.tolist())):
+                while upcoming and newest <= step:
+                    g, newest = upcoming.popleft()
+                    held[g] = loader.submit(read_row_group, self.groups[g])
+                yield [(row, held[g].result()) for row, g in zip(rows, needed)]
+                for g in set(needed):
+                    if last_use[g] == step:
+                        del held[g]
+        finally:
+            loader.shutdown(cancel_futures=True)
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """The row group of a row, and its place in that."""
         g = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        return self.groups[g], row - int(self._first_rows[g])
+        return g, row - int(self._first_rows[g])
 
-    def _read_stream(self, stream: list[tuple[int, int, int]]) -> Iterator[tuple[int, Pair]]:
-        """Read the runs of one stream of `epoch_order`, each pair with its row."""
-        for g, start, stop in stream:
-            rows = range(int(self._first_rows[g]) + start, int(self._first_rows[g]) + stop)
-            yield from zip(rows, read_rows(self.groups[g], start, stop))
-
-    def _read_in_order(
-        self,
-        order: np.ndarray,
-        stream_of: np.ndarray,
-        streams: list[list[tuple[int, int, int]]],
-    ) -> Iterator[tuple[int, Pair]]:
-        """Read all streams side by side, holding rows back until it is their turn."""
-        readers = [self._read_stream(stream) for stream in streams]
-        waiting = {}
-        for row, stream in zip(order.tolist(), stream_of.tolist()):
-            while row not in waiting:
-                ahead, pair = next(readers[stream])
-                waiting[ahead] = pair
-            yield row, waiting.pop(row)
-
-    def _decode_into(self, batch: dict, place: int, row: int, pair: Pair, draw: np.ndarray) -> None:
-        """Decode a pair into its place in a batch with the crop and flip that were drawn."""
+    def _decode_into(
+        self, batch: dict, place: int, row: int, cells: tuple, draw: np.ndarray
+    ) -> str:
+        """Decode a row into its place in a batch, cropped and flipped as drawn; its prompt."""
+        g, position = self._locate(row)
+        pair = pair_at(cells, position)
         decode_pair(
             pair,
             (batch["original_pixel_values"][place], batch["edited_pixel_values"][place]),
-            columns=self._locate(row)[0].columns,
+            columns=self.groups[g].columns,
             resample=self.resample,
             crop=draw[0] if self.random_crop else 0.5,
             flip=self.random_flip and bool(draw[1] < 0.5),
         )
+        return pair.prompt
 
-    def _note_bad(self, row: int, error: ValueError) -> None:
-        """Count a pair that cannot be decoded, and name it the first time."""
-        group, position = self._locate(row)
-        name = (group.path.name, group.first_row + position)
+    def _replace(
+        self, batch: dict, place: int, row: int, cells: tuple, draw: np.ndarray, error: ValueError
+    ) -> str:
+        """Count a row that cannot be decoded and put the next good one in its place; its prompt."""
+        g, position = self._locate(row)
+        name = (self.groups[g].path.name, self.groups[g].first_row + position)
         self.num_bad += 1
         if name not in self.bad_rows:
             self.bad_rows[name] = str(error)
             logger.warning("%s row %d: %s; another row takes its place", *name, error)
-
-    def _first_good_pair(self, streams: list[list[tuple[int, int, int]]]) -> tuple[int, Pair]:
-        """The first pair that can be decoded, in the order of reading."""
-        pixels = np.empty((2, 1, self.resolution, self.resolution, 3), np.uint8)
-        batch = {"original_pixel_values": pixels[0], "edited_pixel_values": pixels[1]}
-        for row, pair in self._read_stream(list(chain.from_iterable(streams))):
+        for other, other_cells in islice(self._rows_after(row, cells), MAX_ROWS_TO_REPLACE):
             try:
-                self._decode_into(batch, 0, row, pair, np.full(2, 0.5))
-                return row, pair
-            except ValueError as error:
-                reason = error
+                return self._decode_into(batch, place, other, other_cells, draw)
+            except ValueError:
+                pass
         raise ValueError(
-            f"none of the {len(self) * self.batch_size} pairs that this process reads of "
-            f"{self.train_data_dir} can be decoded (last: {reason}); check the folder with "
-            "python parquet_processing.py --train_data_dir"
+            f"{name[0]} row {name[1]}: {error}; none of up to {MAX_ROWS_TO_REPLACE} rows after it "
+            "can be decoded either; check the folder with "
+            f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
         )
+
+    def _rows_after(self, row: int, cells: tuple) -> Iterator[tuple[int, tuple]]:
+        """The other rows of a row's group and then of all others, with the cells of their group."""
+        own, position = self._locate(row)
+        first, count = int(self._first_rows[own]), self.groups[own].num_rows
+        for place in (*range(position + 1, count), *range(position)):
+            yield first + place, cells
+        for g in (*range(own + 1, len(self.groups)), *range(own)):
+            cells = read_row_group(self.groups[g])
+            for place in range(self.groups[g].num_rows):
+                yield int(self._first_rows[g]) + place, cells
+
+    def _check_bad_fraction(self) -> None:
+        """Stop where more pairs than allowed could not be decoded."""
+        judged = max(self.num_seen, min(MIN_ROWS_TO_JUDGE, len(self) * self.batch_size))
+        if self.num_bad > self.max_bad_fraction * judged:
+            (shard, row), reason = next(reversed(self.bad_rows.items()))
+            raise ValueError(
+                f"{self.num_bad} of the first {self.num_seen} pairs cannot be decoded, more than "
+                f"max_bad_fraction={self.max_bad_fraction} allows; the last is {shard} row {row} "
+                f"({reason}); check the folder with "
+                f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
+            )
 
 
 def describe(groups: list[RowGroup]) -> str:
@@ -698,7 +868,9 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
     ):
         ahead = deque()
         for group, stop in zip(groups, stops):
-            for position, pair in enumerate(read_rows(group, 0, stop)):
+            cells = read_row_group(group)
+            for position in range(stop):
+                pair = pair_at(cells, position)
                 name = f"{group.path.name} row {group.first_row + position}"
                 ahead.append((name, pair, pool.submit(check_pair, pair, group.columns)))
                 if len(ahead) > 64:
@@ -721,7 +893,7 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     for i, pair in enumerate(pairs):
         x, y = gap + i % across * width, gap + i // across * height
         for data in pair[:2]:
-            square = crop_square(decode_picture(data, 2 * resolution), resolution)
+            square = crop_square(decode_picture(data, 2 * resolution), resolution, "lanczos")
             sheet.paste(Image.fromarray(square), (x, y))
             x += resolution
         lines = textwrap.wrap(pair.prompt, letters, max_lines=2, placeholder=" ...")

@@ -593,11 +593,11 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
         batch_size=config.train_batch_size,
         resolution=config.resolution,
         seed=config.seed,
+        num_parts=jax.device_count(),
     )
     tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
     batches, num_bad = [], []
-    for epoch in range(3):
-        dataset.set_epoch(epoch)
+    for _ in range(3):
         for batch in dataset:
             prompts = batch.pop("edit_prompt")
             ids = tokenizer(prompts, padding="max_length", return_tensors="np").input_ids
@@ -617,7 +617,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
         weights = [decay**3, (1 - decay) * decay**2, (1 - decay) * decay, 1 - decay]
         expected = sum(w * params for w, params in zip(weights, history))
         np.testing.assert_allclose(averaged[name], expected, rtol=1e-6, atol=1e-7)
-        assert np.abs(averaged[name] - final).max() > 1e-5
+        assert np.abs(averaged[name] - final).max() > 1e-6, name
 
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
