@@ -1,0 +1,139 @@
+"""A small stand-in for the Hugging Face hub, its CDN and a TPU VM's metadata server, over HTTP."""
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+PAGE = 50  # entries per page of a tree
+
+
+class Hub:
+    """What the server has and has seen; use as a context manager.
+
+    Attributes:
+        endpoint: its address as the hub; the same server is the CDN under the name localhost.
+        trees: {(dataset, revision): {path: bytes, or size alone for a file that is only listed}}.
+        token: what a request must bring, if not None.
+        gated: datasets whose files need the token, while their listing does not.
+        failures: {start of path: [(status, headers), ...]}: the first of them is answered once.
+        attributes: of the metadata server.
+        requests: list of (host, path with query, {lower-case header: value}) as they came in.
+    """
+
+    def __init__(self):
+        self.trees, self.attributes, self.failures = {}, {}, defaultdict(list)
+        self.token, self.gated, self.requests = None, set(), []
+        self.ranges = True  # does the CDN know them
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # or each answer takes 40 ms
+
+            def do_GET(self):
+                hub.answer(self)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def add(self, dataset, files, revision="main"):
+        self.trees.setdefault((dataset, revision), {}).update(files)
+
+    def paths(self, host=None):
+        """Paths asked for, without their query."""
+        return [urlsplit(path).path for at, path, _ in self.requests if host in (None, at)]
+
+    def answer(self, request):
+        host = request.headers["Host"].split(":")[0]
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.requests.append((host, request.path, headers))
+        url = urlsplit(request.path)
+        path = unquote(url.path)
+        for start, failures in self.failures.items():
+            if path.startswith(start) and failures:
+                status, headers = failures.pop(0)
+                return send(request, status, headers=headers)
+        if path.startswith("/computeMetadata/v1/instance/attributes/"):
+            value = self.attributes.get(path.rpartition("/")[2])
+            if value is None or request.headers["Metadata-Flavor"] != "Google":
+                return send(request, 404)
+            return send(request, 200, value.encode())
+        if path.startswith("/cdn/") and host == "localhost":
+            return self.send_bytes(request, path)
+        if path.startswith("/plain/"):
+            return self.send_bytes(request, path)
+        allowed = request.headers["Authorization"] == f"Bearer {self.token}"
+        if path.startswith("/api/datasets/"):
+            dataset, _, revision = path.removeprefix("/api/datasets/").partition("/tree/")
+            if self.token and not allowed and dataset not in self.gated:
+                return send(request, 401, headers={"X-Error-Code": "RepoNotFound"})
+            return self.send_tree(request, dataset, revision, parse_qs(url.query))
+        dataset, _, rest = path.removeprefix("/datasets/").partition("/resolve/")
+        if self.token and not allowed:
+            return send(request, 403, headers={"X-Error-Code": "GatedRepo"})
+        target = f"http://localhost:{self.port}/cdn/{quote(dataset)}/{quote(rest)}?signed=SECRET"
+        return send(request, 302, headers={"Location": target})
+
+    def send_tree(self, request, dataset, revision, query):
+        if dataset not in {name for name, _ in self.trees}:
+            return send(request, 404, headers={"X-Error-Code": "RepoNotFound"})
+        if (dataset, revision) not in self.trees:
+            return send(request, 404, headers={"X-Error-Code": "RevisionNotFound"})
+        files = self.trees[dataset, revision]
+        entries = [{"type": "directory", "path": "somewhere.parquet", "oid": "0", "size": 0}]
+        for path, content in sorted(files.items(), reverse=True):  # in no useful order
+            known = isinstance(content, bytes)
+            entry = {"type": "file", "path": path, "oid": "0"}
+            entry["size"] = len(content) if known else content
+            if known and path.endswith(".parquet"):
+                oid = hashlib.sha256(content).hexdigest()
+                entry["lfs"] = {"oid": oid, "size": entry["size"], "pointerSize": 130}
+            entries.append(entry)
+        start = int(query.get("cursor", ["0"])[0])
+        headers = {"Content-Type": "application/json"}
+        if start + PAGE < len(entries):
+            more = f"{urlsplit(request.path).path}?recursive=true&cursor={start + PAGE}"
+            headers["Link"] = f'<{self.endpoint}{more}>; rel="next"'
+        send(request, 200, json.dumps(entries[start : start + PAGE]).encode(), headers)
+
+    def send_bytes(self, request, path):
+        _, _, rest = path.split("/", 2)
+        content = next(
+            files[rest.removeprefix(f"{dataset}/{revision}/")]
+            for (dataset, revision), files in self.trees.items()
+            if rest.startswith(f"{dataset}/{revision}/")
+        )
+        wanted = request.headers.get("Range")
+        if not (wanted and self.ranges):
+            return send(request, 200, content)
+        start = max(0, len(content) - int(wanted.removeprefix("bytes=-")))
+        headers = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        send(request, 206, content[start:], headers)
+
+
+def send(request, status, body=b"", headers=None):
+    request.send_response(status)
+    for name, value in (headers or {}).items():
+        request.send_header(name, value)
+    request.send_header("Content-Length", str(len(body)))
+    request.end_headers()
+    # Who asked for a range and gets everything hangs up.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        request.wfile.write(body)
