@@ -10,6 +10,7 @@ demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
 test: .venv/installed
+	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2
 	$(BIN)/python -m pytest
 
 lint: .venv/installed

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Put what the scripts need on a machine: aria2, .venv, jax for its accelerator, requirements.txt.
+# Put what the scripts need on a machine: aria2, curl, .venv, jax for its accelerator, requirements.txt.
 #
 #   bash setup-tpu-vm.sh            a TPU VM; on a slice, run it on every worker at once:
 #   gcloud compute tpus tpu-vm ssh $TPU_NAME --zone=$ZONE --worker=all \
 #       --command="git clone URL_OF_THIS_REPOSITORY scripts; cd scripts && bash setup-tpu-vm.sh"
 #   bash setup-tpu-vm.sh cuda       a machine with NVIDIA GPUs (CUDA 12 or newer driver)
 #   bash setup-tpu-vm.sh cpu        any other
+#   bash setup-tpu-vm.sh aria2      aria2 and curl alone, with which script.sh downloads
 #
 # Safe to run again: what is there already is left alone. Then: source .venv/bin/activate
 # PYTHON=python3.12 chooses the interpreter, 3.11 or newer. Asks nothing.
@@ -19,13 +20,13 @@ torch=${TORCH:-torch==2.13.0}
 case $target in
     tpu) extra=tpu ;;
     cuda) extra=cuda12 ;;
-    cpu) extra= ;;
+    cpu | aria2) extra= ;;
     -h | --help)
         sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0"
         exit 0
         ;;
     *)
-        say "unknown target '$target'; use tpu, cuda or cpu" >&2
+        say "unknown target '$target'; use tpu, cuda, cpu or aria2" >&2
         exit 2
         ;;
 esac
@@ -48,7 +49,14 @@ find_python() {
     done
 }
 
-command -v aria2c >/dev/null || apt_install aria2
+if ! command -v aria2c >/dev/null || ! command -v curl >/dev/null; then
+    command -v apt-get >/dev/null || {
+        say "aria2 (aria2c) and curl are needed; install them with this system's package manager" >&2
+        exit 2
+    }
+    apt_install aria2 curl
+fi
+[ "$target" = aria2 ] && exit 0
 
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python=$(find_python)

@@ -1,0 +1,144 @@
+"""A file host that behaves as badly as a busy hub and its CDN do on their worst day, on 127.0.0.1.
+
+`http://127.0.0.1:PORT/resolve/NAME` is the hub: it redirects to `http://localhost:PORT/cdn/NAME?...`,
+a signed link which goes bad after some requests. Both are one server; the Host header tells them
+apart. What is wrong with each file is set by a `Fault`.
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+BLOCK = 16 * 1024
+
+
+@dataclass
+class Fault:
+    """What goes wrong with one file: each list is used up from the front, one entry a request."""
+
+    hub: list = field(default_factory=list)  # statuses the hub answers before it redirects
+    cdn: list = field(default_factory=list)  # statuses the CDN answers before it sends
+    cuts: int = 0  # this many answers stop half-way
+    link_requests: int = 10**9  # a signed link answers 403 after this many requests
+    wrong: list = field(default_factory=list)  # contents sent instead of the right one
+
+
+class FlakyServer:
+    """Serves `files` ({name: bytes}) and remembers what was asked of it and what it sent.
+
+    Args:
+        files: name -> content.
+        faults: name -> Fault; a file that is not named here is served well.
+        rate: bytes/s of one connection, or None for all it can.
+        token: answer 401 to requests of the hub without this bearer token.
+        worker: what the metadata server, which it plays as well, calls this worker.
+    """
+
+    def __init__(self, files, faults=(), rate=None, token=None, worker=None):
+        self.files = dict(files)
+        self.faults = defaultdict(Fault, faults)
+        self.rate = rate
+        self.token = token
+        self.worker = worker
+        self.sent = Counter()  # body bytes handed to the socket, by file
+        self.requests = []  # (host, method, name, status, Authorization or None)
+        self.lock = threading.Lock()
+        self.links = itertools.count()
+        self.link_uses = Counter()
+
+    def __enter__(self):
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                server.answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args):
+                pass
+
+        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.httpd.daemon_threads = True
+        self.httpd.handle_error = lambda *args: None  # clients that are killed mid-transfer
+        self.port = self.httpd.server_address[1]
+        self.hub = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.httpd.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception):
+        self.httpd.shutdown()
+        self.httpd.server_close()
+
+    def url(self, name):
+        return f"{self.hub}/resolve/{name}"
+
+    def answer(self, request):
+        """Answer one request: with a redirect, with bytes, or with what the file's Fault says."""
+        path, _, query = request.path.partition("?")
+        role, _, name = path.lstrip("/").partition("/")
+        host = request.headers["Host"].split(":")[0]
+        authorization = request.headers["Authorization"]
+        headers, body, cut = {}, b"", False
+        with self.lock:
+            fault = self.faults[name]
+            planned = fault.hub if role == "resolve" else fault.cdn
+            if role == "computeMetadata" and request.headers["Metadata-Flavor"] == "Google":
+                status, body = 200, str(self.worker).encode()
+            elif role == "resolve" and self.token and authorization != f"Bearer {self.token}":
+                status = 401
+            elif planned:
+                status = planned.pop(0)
+                if status in (429, 503):
+                    headers["Retry-After"] = "1"
+            elif name not in self.files:
+                status = 404
+            elif role == "resolve":
+                status = 302
+                link = next(self.links)
+                headers["Location"] = f"http://localhost:{self.port}/cdn/{name}?link={link}"
+            elif self.link_uses[query] >= fault.link_requests:
+                status = 403
+            else:
+                self.link_uses[query] += 1
+                body = fault.wrong.pop(0) if fault.wrong else self.files[name]
+                status, start, stop = 200, 0, len(body)
+                if wanted := request.headers["Range"]:
+                    first, _, last = wanted.removeprefix("bytes=").partition("-")
+                    start, stop = int(first), int(last or len(body) - 1) + 1
+                    status = 206
+                    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
+                headers["Accept-Ranges"] = "bytes"
+                body = memoryview(body)[start:stop]
+                if request.command == "GET" and fault.cuts:
+                    fault.cuts -= 1
+                    cut = True
+            self.requests.append((host, request.command, name, status, authorization))
+        request.send_response(status)
+        for key, value in headers.items():
+            request.send_header(key, value)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        if request.command == "HEAD":
+            return
+        if cut:
+            body = body[: len(body) // 2]
+            request.close_connection = True
+        with contextlib.suppress(OSError):
+            self.send(request, name, body)
+
+    def send(self, request, name, body):
+        """Send body at the server's rate, counting what went."""
+        for start in range(0, len(body), BLOCK):
+            block = body[start : start + BLOCK]
+            request.wfile.write(block)
+            with self.lock:
+                self.sent[name] += len(block)
+            if self.rate:
+                time.sleep(len(block) / self.rate)

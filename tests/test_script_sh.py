@@ -1,0 +1,520 @@
+"""script.sh with the real aria2c against a server that misbehaves, files of a few MB."""
+
+import contextlib
+import hashlib
+import os
+import pty
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from flaky_server import Fault, FlakyServer
+
+SCRIPT = ROOT / "script.sh"
+CONNECTIONS = 4
+BLOCK = 16 * 1024  # what aria2 records of an unfinished piece, and so loses a part of
+QUICK = {
+    "RETRY_WAIT": "1",
+    "MAX_WAIT": "1",
+    "MAX_ROUNDS": "3",
+    "SAVE_EVERY": "1",
+    "CONNECTIONS": str(CONNECTIONS),
+}
+
+
+@pytest.fixture(autouse=True)
+def aria2c():
+    assert shutil.which("aria2c"), "these tests need aria2: sudo apt-get install aria2"
+
+
+@pytest.fixture
+def dest(tmp_path):
+    return tmp_path / "my data"
+
+
+def make_files(count, size, seed=0):
+    rng = random.Random(seed)
+    return {f"train-{i:05d}.parquet": rng.randbytes(size + 1000 * i) for i in range(count)}
+
+
+def write_plan(folder, server, files, worker=3, sizes=None, known=True):
+    """Write the plan of files as script.py does, into a folder with a space in its name."""
+    path = folder / "my plan" / f"download-{worker}.txt"
+    path.parent.mkdir(exist_ok=True)
+    entries = []
+    for name, content in files.items():
+        size = (sizes or {}).get(name, len(content))
+        entry = f"# size={size}\n" if known else ""
+        entry += f"{server.url(name)}\n  out={name}\n"
+        if known:
+            entry += f"  checksum=sha-256={hashlib.sha256(content).hexdigest()}\n"
+        entries.append(entry)
+    path.write_text("".join(entries))
+    return path
+
+
+def environment(**changes):
+    """What the script is run in: none of this machine's proxies and tokens, and short waits."""
+    kept = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
+    return kept | QUICK | changes
+
+
+def start(plan, dest, **changes):
+    return subprocess.Popen(
+        ["bash", SCRIPT, plan, dest],
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process, worker=3):
+    """Wait for the script; return its exit code and lines, less the prefix that each must have."""
+    output, _ = process.communicate(timeout=50)
+    prefix = f"[{socket.gethostname()} worker {worker}] "
+    lines = output.splitlines()
+    assert all(line.startswith(prefix) for line in lines), output
+    return process.returncode, [line.removeprefix(prefix) for line in lines]
+
+
+def run(plan, dest, **changes):
+    return end(start(plan, dest, **changes))
+
+
+def missing(lines):
+    return sorted(line.split(": ")[1] for line in lines if line.startswith("missing: "))
+
+
+def assert_complete(dest, files):
+    assert sorted(p.name for p in dest.iterdir()) == sorted([".verified", *files])
+    for name, content in files.items():
+        assert (dest / name).read_bytes() == content, name
+
+
+@contextlib.contextmanager
+def watched(dest, files):
+    """Read every file as soon as it has its final name, and again whenever it changes."""
+    seen, bad, over = {}, [], threading.Event()
+
+    def look():
+        while not over.is_set():
+            for path in list(dest.glob("*.parquet")):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    if seen.get(path.name) != (stat.st_ino, stat.st_size, stat.st_mtime_ns):
+                        seen[path.name] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+                        if path.read_bytes() != files[path.name]:
+                            bad.append(path.name)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert not bad, f"partial or wrong under a final name: {bad}"
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.02)
+
+
+def children(pid):
+    """{command name: pid} of the processes that pid started."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, rest = re.fullmatch(r"\d+ \((.*)\) (.*)", stat.read_text().strip()).groups()
+            if int(rest.split()[1]) == pid:
+                found[name] = int(stat.parent.name)
+    return found
+
+
+def saved_bytes(unfinished):
+    """Bytes that a resume need not fetch, from aria2's control files (format in its manual)."""
+    total = 0
+    for path in unfinished.glob("*.aria2"):
+        data = path.read_bytes()
+        piece = int.from_bytes(data[10:14])
+        length = int.from_bytes(data[14:22])
+        at = 34 + int.from_bytes(data[30:34])
+        bits = int.from_bytes(data[34:at])
+        pieces = -(-length // piece)
+        width = 8 * (at - 34)
+        for i in range(pieces):
+            if bits >> (width - 1 - i) & 1:
+                total += min(piece, length - i * piece)
+        opened = int.from_bytes(data[at : at + 4])
+        at += 4
+        for _ in range(opened):
+            size = int.from_bytes(data[at + 8 : at + 12])
+            total += BLOCK * int.from_bytes(data[at + 12 : at + 12 + size]).bit_count()
+            at += 12 + size
+    return total
+
+
+def test_everything_goes_wrong_and_all_is_complete_in_the_end(tmp_path, dest):
+    files = make_files(6, 2_000_000)
+    names = list(files)
+    faults = {
+        names[0]: Fault(hub=[429, 429]),
+        names[1]: Fault(hub=[503, 503], cuts=2),
+        names[2]: Fault(cuts=5),
+        names[3]: Fault(cdn=[403, 403, 503]),
+        names[4]: Fault(link_requests=1, cdn=[429], hub=[500]),
+        names[5]: Fault(link_requests=0),
+    }
+    with FlakyServer(files, faults) as server:
+        plan = write_plan(tmp_path, server, files)
+        with watched(dest, files):
+            process = start(plan, dest, MAX_ROUNDS="4")
+            # This one's links are bad from the start, until someone at the CDN puts it right.
+            refused = (names[5], 403)
+            wait_for(lambda: refused in [r[2:4] for r in server.requests], "a bad link")
+            faults[names[5]].link_requests = 1
+            code, lines = end(process)
+    assert code == 0, lines
+    assert_complete(dest, files)
+    assert lines[-1].startswith("complete: 6 files, 12 MB, all verified; fetched 12 MB in ")
+    assert len((dest / ".verified").read_text().splitlines()) == 6
+    statuses = {request[3] for request in server.requests}
+    assert {403, 429, 500, 503} <= statuses, "the server did not misbehave as told"
+
+
+def test_wrong_short_and_absent_files_are_named_and_the_others_complete(tmp_path, dest):
+    files = make_files(5, 900_000)
+    right, wrong, short, once, absent = files
+    bad = random.Random(1).randbytes(len(files[wrong]))
+    faults = {
+        wrong: Fault(wrong=[bad] * 99),
+        short: Fault(wrong=[files[short][:800_000]] * 99),
+        once: Fault(wrong=[bytes(len(files[once]))]),
+        absent: Fault(hub=[404] * 99),
+    }
+    with FlakyServer(files, faults) as server:
+        plan = write_plan(tmp_path, server, files)
+        with watched(dest, files):
+            code, lines = run(plan, dest)
+        assert code == 1
+        assert missing(lines) == sorted([wrong, short, absent])
+        assert (
+            f"missing: {wrong}: wrong SHA-256, not {hashlib.sha256(files[wrong]).hexdigest()}"
+            in lines
+        )
+        assert f"missing: {short}: wrong size, 800000 and not {len(files[short])} bytes" in lines
+        assert any(
+            line.startswith(f"missing: {absent}: ") and "not found" in line for line in lines
+        )
+        assert (dest / ".unfinished").is_dir(), "the loader must see that this folder is not whole"
+        for name in (right, once):
+            assert (dest / name).read_bytes() == files[name]
+        # Below 1 MiB a file is one request: fetched once, and once more where it came wrong.
+        sent = {name: server.sent[name] for name in files}
+        assert sent[right] == len(files[right]) and sent[once] == 2 * len(files[once])
+        assert sent[wrong] == 2 * len(bad) and sent[short] == 2 * 800_000 and sent[absent] == 0
+        assert sum(request[2] == absent for request in server.requests) == 1
+
+        faults.clear()
+        server.faults.clear()
+        code, lines = run(plan, dest)
+        assert code == 0, lines
+        assert_complete(dest, files)
+        assert server.sent[right] == len(files[right])
+
+
+def test_killed_at_random_moments_it_fetches_nothing_twice_beyond_what_the_resume_needs(
+    tmp_path, dest
+):
+    rng = random.Random(7)
+    files = make_files(4, 5_000_000)
+    rate = 200_000  # bytes/s of each of 4 x CONNECTIONS connections: 3.2 MB/s, 6 s without kills
+    saved, wasted = 0, {}
+    with FlakyServer(files, rate=rate) as server, watched(dest, files):
+        plan = write_plan(tmp_path, server, files)
+        for kind in ("group", "script", "aria2"):
+            process = start(plan, dest, RETRY_WAIT="2")
+            sent = sum(server.sent.values())
+            wait_for(lambda sent=sent: sum(server.sent.values()) > sent + 300_000, "download")
+            time.sleep(rng.uniform(1.3, 1.9))
+            aria2 = children(process.pid)["aria2c"]
+            if kind == "group":
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                os.kill(aria2 if kind == "aria2" else process.pid, signal.SIGKILL)
+            if kind != "aria2":  # then the script goes on by itself, in RETRY_WAIT seconds
+                process.communicate(timeout=3)  # an orphan with the pipe would hang an ssh session
+            wait_for(lambda pid=aria2: not Path(f"/proc/{pid}/fd/0").exists(), "aria2c's end")
+            time.sleep(0.3)  # what is in the server's hands
+            arrived = sum(server.sent.values()) - sent
+            before, saved = saved, saved_bytes(dest / ".unfinished")
+            assert saved > before, "nothing was kept"
+            wasted[kind] = arrived - (saved - before)
+        sent = sum(server.sent.values())
+        code, lines = end(process)
+        assert code == 0, lines
+        assert_complete(dest, files)
+        # The last run fetches what was not saved.
+        wasted["last"] = sum(server.sent.values()) - sent - (sum(map(len, files.values())) - saved)
+    print(wasted)
+    # A kill loses what arrived since the last save, a second ago and a little more on a busy
+    # machine. Apart from that a connection that ends, killed or because another has taken over its
+    # rest, leaves a part of one block unrecorded and may have another on its way.
+    blocks = 2 * 4 * CONNECTIONS * BLOCK
+    assert wasted["group"] <= 4 * CONNECTIONS * rate * 1.5 + blocks
+    assert wasted["script"] <= blocks  # aria2 saves before it follows
+    assert wasted["aria2"] <= 4 * CONNECTIONS * rate * 1.5 + blocks
+    assert wasted["last"] <= blocks
+
+
+def test_the_second_run_is_quick_and_asks_nothing(tmp_path, dest):
+    files = make_files(30, 50_000)
+    with FlakyServer(files) as server:
+        plan = write_plan(tmp_path, server, files)
+        assert run(plan, dest, FILES="8")[0] == 0
+        asked = len(server.requests)
+        began = time.monotonic()
+        code, lines = run(plan, dest)
+        assert time.monotonic() - began < 2  # a quarter of a second on an idle machine
+        assert code == 0 and len(server.requests) == asked
+        assert lines[0].startswith("complete: 30 files, 1 MB, all verified; fetched 0 MB in ")
+
+        # Touched: hashed again, not fetched. Other bytes of the same length: fetched.
+        touched, changed, shorter, *_ = files
+        os.utime(dest / touched)
+        (dest / changed).write_bytes(bytes(len(files[changed])))
+        (dest / shorter).write_bytes(files[shorter][:-1])
+        code, lines = run(plan, dest)
+        assert code == 0, lines
+        assert_complete(dest, files)
+        assert {request[2] for request in server.requests[asked:]} == {changed, shorter}
+
+
+def test_leftovers_that_only_look_complete_are_not_taken(tmp_path, dest):
+    # A kill between the allocation of a file and its first record leaves it at full length.
+    files = make_files(2, 100_000)
+    with FlakyServer(files) as server:
+        for known in (True, False):
+            plan = write_plan(tmp_path, server, files, known=known)
+            shutil.rmtree(dest, ignore_errors=True)
+            (dest / ".unfinished").mkdir(parents=True)
+            for name, content in files.items():
+                (dest / ".unfinished" / name).write_bytes(bytes(len(content)))
+            code, lines = run(plan, dest)
+            assert code == 0, lines
+            assert_complete(dest, files)
+
+
+def test_one_at_a_time_and_signals_end_it_at_once(tmp_path, dest):
+    files = make_files(2, 3_000_000)
+    with FlakyServer(files, rate=200_000) as server:
+        plan = write_plan(tmp_path, server, files)
+        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+            process = start(plan, dest)
+            sent = sum(server.sent.values())
+            wait_for(lambda sent=sent: sum(server.sent.values()) > sent + 300_000, "download")
+            if number == signal.SIGTERM:
+                other_code, other_lines = run(plan, dest, LOCK_WAIT="1")
+                assert other_code == 2
+                assert other_lines[-1] == f"error: another script.sh is busy in {dest}"
+            # Ctrl-C reaches every process of the terminal, other signals the script.
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+            began = time.monotonic()
+            ended, lines = end(process)
+            assert time.monotonic() - began < 3
+            assert ended == code and lines[-1] == "interrupted; the same command resumes"
+            assert len(lines) == 1
+        server.rate = None
+        code, lines = run(plan, dest)
+        assert code == 0, lines
+        assert_complete(dest, files)
+
+
+def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
+    files = make_files(2, 1000)
+    with FlakyServer(files) as server:
+        plan = write_plan(tmp_path, server, files, sizes={"train-00001.parquet": 4 * 10**18})
+        code, (line,) = run(plan, dest)
+        assert code == 2
+        assert re.fullmatch(
+            rf"error: no space in {dest}: 4000000000000 MB are needed, \d+ MB are free", line
+        )
+
+        bare = tmp_path / "bin"
+        bare.mkdir()
+        for tool in ("bash", "hostname", "nproc"):
+            (bare / tool).symlink_to(shutil.which(tool))
+        code, (line,) = run(plan, dest, PATH=str(bare))
+        assert code == 2 and "aria2c is not installed: sudo apt-get install aria2" in line
+
+        (bare / "aria2c").symlink_to(shutil.which("aria2c"))
+        code, (line,) = run(plan, dest, PATH=str(bare), HF_TOKEN="hf_x")
+        assert code == 2 and line == "error: a token of the hub wants curl: sudo apt-get install curl"
+
+        absent = plan.with_name("download-3.txt.gone")
+        code, lines = end(start(absent, dest), worker="3.txt.gone")
+        assert code == 2 and lines == [
+            f"error: no such plan: {absent}; make one: python script.py --dataset NAME"
+        ]
+
+        for bad in ("dir=/etc\n", "  out=../x\n", "# size=12x\n", "http://127.0.0.1/x\n"):
+            plan.write_text(bad)
+            code, (line,) = run(plan, dest)
+            assert code == 2 and line.startswith("error: ") and str(plan) in line
+        assert not server.requests
+    plan = write_plan(tmp_path, server, files)
+    (tmp_path / "file").touch()
+    code, (line,) = run(plan, tmp_path / "file")
+    assert code == 2 and line == f"error: cannot make the folder {tmp_path / 'file'}"
+    code, (line,) = run(plan, dest, CONNECTIONS="17")
+    assert code == 2 and line.startswith("error: aria2c: ") and "max-connection-per-server" in line
+
+
+def test_an_empty_part_is_complete(tmp_path, dest):
+    plan = tmp_path / "download-3.txt"
+    plan.write_text("# more workers than shards\n")
+    assert run(plan, dest) == (
+        0,
+        ["complete: 0 files, 0 MB, all verified; fetched 0 MB in 0 s, 0 MB/s"],
+    )
+
+
+def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest):
+    files = make_files(2, 2_000_000)
+    token = "hf_TheSecretOfThisTest"
+    shown = []
+    with FlakyServer(files, rate=2_000_000, token=token) as server:
+        plan = write_plan(tmp_path, server, files)
+        process = start(plan, dest, HF_ENDPOINT=server.hub + "/", HF_TOKEN=token)
+        while process.poll() is None:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    shown.append(token.encode() in path.read_bytes())
+            for path in dest.rglob("*"):
+                with contextlib.suppress(OSError):
+                    shown.append(path.is_file() and token.encode() in path.read_bytes())
+            time.sleep(0.02)
+        code, lines = end(process)
+        assert code == 0, lines
+        assert_complete(dest, files)
+        assert shown and not any(shown) and token not in "".join(lines)
+        hub = [request[4] for request in server.requests if request[0] == "127.0.0.1"]
+        cdn = [request[4] for request in server.requests if request[0] == "localhost"]
+        assert set(hub) == {f"Bearer {token}"} and len(hub) == 2
+        assert set(cdn) == {None}
+
+        # None, a wrong one, and one that is for another host.
+        for changes, reason in (
+            ({}, "a gated dataset wants HF_TOKEN"),
+            ({"HF_TOKEN": "hf_wrong", "HF_ENDPOINT": server.hub}, "401 to this HF_TOKEN"),
+            ({"HF_TOKEN": token, "HF_ENDPOINT": "http://localhost:1"}, "wants HF_TOKEN"),
+        ):
+            asked = len(server.requests)
+            shutil.rmtree(dest)
+            code, lines = run(plan, dest, **changes)
+            assert code == 1 and missing(lines) == sorted(files)
+            assert sum(line.startswith("missing: ") and reason in line for line in lines) == 2
+            assert len(server.requests) == asked + 2
+            assert token not in str(server.requests[asked:])
+
+
+def test_plan_and_worker_of_a_tpu_vm(tmp_path):
+    files = make_files(2, 1000)
+    with FlakyServer(files, worker=1) as server:
+        for worker, (name, content) in enumerate(files.items()):
+            plan = write_plan(tmp_path, server, {name: content}, worker=worker)
+        plan.parent.rename(tmp_path / "plan")
+
+        def run_bare(worker, *changes, **variables):
+            process = subprocess.Popen(
+                ["bash", SCRIPT],
+                cwd=tmp_path,
+                env=environment(**variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            return end(process, worker)
+
+        zero = next(iter(files))
+        assert run_bare(0, TPU_WORKER_ID="0")[0] == 0
+        assert_complete(tmp_path / "data", {zero: files[zero]})
+        assert run_bare(1, GCE_METADATA_HOST=f"127.0.0.1:{server.port}")[0] == 0
+        assert_complete(tmp_path / "data", files)
+
+        nobody = {"GCE_METADATA_HOST": "127.0.0.1:1"}
+        process = subprocess.run(
+            ["bash", SCRIPT],
+            cwd=tmp_path,
+            env=environment(**nobody),
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 2 and "plan/ has 2 parts" in process.stderr
+        # The only part there is needs no question.
+        (tmp_path / "plan" / "download-1.txt").unlink()
+        assert run_bare(0, **nobody)[0] == 0
+
+
+def test_where_space_cannot_be_reserved(tmp_path, dest):
+    files = make_files(2, 1_500_000)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "fallocate").write_text("#!/bin/sh\nexit 1\n")
+    (tools / "aria2c").write_text(
+        f'#!/bin/sh\necho "$@" >>"{tmp_path}/arguments"\nexec {shutil.which("aria2c")} "$@"\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    with FlakyServer(files) as server:
+        plan = write_plan(tmp_path, server, files)
+        code, lines = run(plan, dest, PATH=f"{tools}:{os.environ['PATH']}")
+    assert code == 0, lines
+    assert_complete(dest, files)
+    assert "--file-allocation=none" in (tmp_path / "arguments").read_text()
+
+
+def test_progress_in_lines_and_on_a_terminal(tmp_path, dest):
+    files = make_files(2, 2_000_000)
+    total = sum(map(len, files.values()))
+    with FlakyServer(files, rate=300_000) as server:
+        plan = write_plan(tmp_path, server, files)
+        code, lines = run(plan, dest, PROGRESS_EVERY="1")
+        assert code == 0
+        shown = [
+            re.fullmatch(r"(\d)/2 files, (\d) MB of 4 MB, \d MB/s, .* min left", line)
+            for line in lines[:-1]
+        ]
+        assert len(shown) >= 2 and all(shown), lines
+        megabytes = [int(match[2]) for match in shown]
+        assert megabytes == sorted(megabytes) and megabytes[-1] <= total // 10**6
+
+        shutil.rmtree(dest)
+        server.rate = 500_000
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            ["bash", SCRIPT, plan, dest], env=environment(), stdout=theirs, stdin=theirs
+        )
+        os.close(theirs)
+        output = b""
+        with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
+            while piece := os.read(ours, 4096):
+                output += piece
+        os.close(ours)
+        assert process.wait() == 0
+    assert re.search(rb"\r\[.* worker 3\] 0/2 files, \d MB of 4 MB", output)
+    assert output.count(b"\n") == 1 and b"complete: 2 files" in output.split(b"\r")[-2]
