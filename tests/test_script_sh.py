@@ -363,7 +363,8 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
 
         (bare / "aria2c").symlink_to(shutil.which("aria2c"))
         code, (line,) = run(plan, dest, PATH=str(bare), HF_TOKEN="hf_x")
-        assert code == 2 and line == "error: a token of the hub wants curl: sudo apt-get install curl"
+        assert code == 2
+        assert line == "error: a token of the hub wants curl: sudo apt-get install curl"
 
         absent = plan.with_name("download-3.txt.gone")
         code, lines = end(start(absent, dest), worker="3.txt.gone")
