@@ -14,7 +14,7 @@ CPU, with the demo's model and data (`make demo` makes both), in about a minute:
 Stable Diffusion 1.5 needs about 14 GB per device for parameters, optimizer and gradients, 3.4 GB
 for the average from its first step on, and the activations of its share of the batch. On a slice
 run the same command on every worker, each with its own part of the shards (script.py, script.sh)
-or all with the same; every row is trained on once per epoch.
+or all with the same. No row is trained on twice in an epoch, and few are left out; it says how many.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
 """
@@ -501,7 +501,8 @@ def train(config: Config):
         (output_dir / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
         log = MetricsLog(config, output_dir / "metrics.jsonl")
         print(
-            f"training {num_params / 1e6:.1f}M parameters on {dataset.num_rows} pairs: "
+            f"training {num_params / 1e6:.1f}M parameters on "
+            f"{len(dataset) * config.train_batch_size} of {dataset.num_rows} pairs an epoch: "
             f"{config.train_batch_size} pairs a step on {num_devices} device(s), "
             f"{jax.devices()[0].device_kind}"
         )
@@ -537,6 +538,9 @@ def train(config: Config):
                 [[unreplicate(m[name]) for m in pending] for name in ("loss", "grad_norm")]
             )
             check_finite(losses + norms, num_steps - len(losses))
+            num_bad = dataset.num_bad
+            if num_processes > 1:
+                num_bad = int(process_allgather(np.int32(num_bad)).sum())
             seconds = time.perf_counter() - started
             row = {
                 "step": num_steps,
@@ -545,7 +549,7 @@ def train(config: Config):
                 "grad_norm": float(norms[-1]),
                 "images_per_second": images / seconds if images else None,
                 "ema_decay": ema_decay if ema_params is not None else None,
-                "num_bad": dataset.num_bad,
+                "num_bad": num_bad,
             }
             pending, images, started = [], 0, time.perf_counter()
             if is_main:

@@ -29,7 +29,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import simplejpeg
 import tyro
-from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
@@ -55,9 +54,18 @@ RESAMPLING = {
     "bicubic": Image.Resampling.BICUBIC,
 }
 UNFINISHED = ".unfinished"  # in a folder that script.sh has not completed yet
-READ_BYTES = 1 << 20  # from disk at a time; without it pyarrow fetches whole column chunks
+ORIENTATION = ExifTags.Base.Orientation
+READ_BYTES = 8 << 20  # from disk at a time; without it pyarrow fetches whole column chunks
 MIN_ROWS_TO_JUDGE = 1000  # a share of broken pairs says nothing before; less if an epoch is less
-MAX_ROWS_TO_REPLACE = 1000  # looked at in a row for one that can be decoded
+MAX_ASPECT = 20  # of a picture; scaling the shorter side up would take any amount of memory
+FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "TIFF",
+)  # what Pillow may try: not what runs programs
 
 logger = logging.getLogger(__name__)
 
@@ -215,16 +223,24 @@ def read_row_group(group: RowGroup) -> tuple[pa.ChunkedArray, pa.ChunkedArray, p
 
 
 def pair_at(cells: tuple[pa.ChunkedArray, ...], position: int) -> Pair:
-    """One row of what `read_row_group` gave."""
-    return Pair(*(cell[position].as_py() for cell in cells))
+    """One row of what `read_row_group` gave.
+
+    Raises:
+        ValueError: the instruction is not text.
+    """
+    original, edited, prompt = (cell[position] for cell in cells)
+    try:
+        return Pair(original.as_py(), edited.as_py(), prompt.as_py())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the instruction is not UTF-8 ({error})") from error
 
 
 def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
     """Decode one picture to upright RGB.
 
     Args:
-        data: an encoded picture of any format Pillow reads. Plain JPEGs go through simplejpeg,
-            which lets other threads run meanwhile.
+        data: an encoded picture, one of FORMATS. Upright JPEGs go through simplejpeg, which lets
+            other threads run meanwhile.
         min_side: a JPEG at least twice as large may come back smaller, by a half or more, but
             with no side below this; 0 decodes at full size.
         out: uint8 (h, w, 3), contiguous: used for the result if that has just this size.
@@ -233,10 +249,10 @@ def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None
         uint8 (H, W, 3).
 
     Raises:
-        ValueError: the data are no picture, cut short or damaged.
+        ValueError: the data are no picture, cut short, damaged, or of a kind without a known range.
     """
     try:
-        if data.startswith(b"\xff\xd8") and b"Exif\0\0" not in data:  # a JPEG, not to be turned
+        if data.startswith(b"\xff\xd8") and exif_orientation(data) == 1:
             height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
             if colorspace in ("YCbCr", "RGB", "Gray") and height * width <= Image.MAX_IMAGE_PIXELS:
                 side = min_side if min(height, width) >= 2 * min_side else 0
@@ -246,8 +262,10 @@ def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None
                 return simplejpeg.decode_jpeg(
                     data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
                 )
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        if image.mode.startswith("I"):  # 16 bits; Pillow would clip them at 255, not scale
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"pixels of mode {image.mode} have no known range")
+        if image.mode.startswith("I;16"):  # Pillow would clip them at 255, not scale
             image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
         if image.has_transparency_data:  # onto white
             image = image.convert("RGBA")
@@ -256,16 +274,24 @@ def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None
         return np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:
         raise ValueError(f"no known picture format ({len(data)} bytes)") from None
+    except MemoryError:  # says nothing about the picture
+        raise
     except Exception as error:  # damaged data make decoders raise anything
         raise ValueError(one_line(error)) from error
 
 
+def exif_orientation(data: bytes) -> int:
+    """How a JPEG is turned, 1 to 8; 1 is upright, also if it does not say."""
+    position = 2
+    while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
+        if data[position + 1] == 0xE1 and data[position + 4 : position + 10] == b"Exif\0\0":
+            return Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(ORIENTATION, 1)
+        position += 2 + int.from_bytes(data[position + 2 : position + 4])
+    return 1
+
+
 def crop_square(
-    pixels: np.ndarray,
-    resolution: int,
-    resample: str = "dct",
-    crop: float = 0.5,
-    flip: bool = False,
+    pixels: np.ndarray, resolution: int, resample: str = "dct", crop: float = 0.5
 ) -> np.ndarray:
     """Scale the shorter side of a picture to the resolution and cut a square out.
 
@@ -277,11 +303,15 @@ def crop_square(
         resolution: side R of the square, pixels.
         resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
         crop: in [0, 1), where along the longer side the square lies; 0.5 is the middle.
-        flip: mirror left and right.
 
     Returns:
         uint8 (R, R, 3).
+
+    Raises:
+        ValueError: one side is more than MAX_ASPECT times the other.
     """
+    if max(pixels.shape[:2]) > MAX_ASPECT * min(pixels.shape[:2]):
+        raise ValueError(f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow to cut from")
     scale = resolution / min(pixels.shape[:2])
     height, width = (max(resolution, round(side * scale)) for side in pixels.shape[:2])
     if pixels.shape[:2] != (height, width):
@@ -289,8 +319,7 @@ def crop_square(
         pixels = np.asarray(image)
     top = int(crop * (height - resolution + 1))
     left = int(crop * (width - resolution + 1))
-    pixels = pixels[top : top + resolution, left : left + resolution]
-    return pixels[:, ::-1] if flip else pixels
+    return pixels[top : top + resolution, left : left + resolution]
 
 
 def decode_pair(
@@ -310,7 +339,8 @@ def decode_pair(
         resample: "dct" lets libjpeg scale pictures of twice the size or more down while it
             decodes, and Lanczos do the rest; "lanczos" (the paper) and "bicubic" (Hugging Face)
             leave them at least the last halving.
-        crop, flip: as for crop_square.
+        crop: as for crop_square.
+        flip: mirror left and right.
 
     Raises:
         ValueError: something of the pair is missing or cannot be decoded; out is then undefined.
@@ -324,9 +354,14 @@ def decode_pair(
         try:
             min_side = resolution if resample == "dct" else 2 * resolution
             decoded = decode_picture(data, min_side, out=pixels)
+            square = crop_square(decoded, resolution, resample, crop)
         except ValueError as error:
             raise ValueError(f"{column}: {error}") from error
-        pixels[:] = crop_square(decoded, resolution, resample, crop, flip)
+        if flip:
+            for c in range(3):  # one channel at a time is five times faster than all at once
+                pixels[..., c] = square[:, ::-1, c]
+        else:
+            pixels[:] = square
 
 
 def epoch_order(
@@ -382,34 +417,42 @@ def epoch_order(
     return order
 
 
-def compare_folders(
-    groups: list[RowGroup], all_gather: Callable[[np.ndarray], np.ndarray] | None
-) -> list[list[tuple[int, int, int]]]:
-    """What shards the processes have: all the same, or each its own.
-
-    Args:
-        groups: of this process's folder; none if that cannot be used.
-        all_gather: array -> the arrays of all processes, stacked; all call it at the same time.
-            None: there is one process, or all have the same folder.
-
-    Returns:
-        One list if all processes have the same shards, else the list of each process. A shard is
-        (hash, hash, rows), the hashes being of its name, size and rows; lists are sorted.
-
-    Raises:
-        ValueError: a process has no usable folder, or two share a part of their shards.
-    """
+def identify_shards(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
+    """Each shard as three 32-bit numbers: a hash of its name and size in two, and its rows."""
     shards = {}
     for path, rows in {group.path: group.metadata.num_rows for group in groups}.items():
         name = f"{path.name} {path.stat().st_size} {rows}"
         digest = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], np.uint32)
         shards[(*digest.tolist(), rows)] = path
+    return shards
+
+
+def compare_folders(
+    shards: dict[tuple[int, int, int], Path],
+    all_gather: Callable[[np.ndarray], np.ndarray] | None,
+) -> list[list[tuple[int, int, int]]]:
+    """What shards the processes have: all the same, or each its own.
+
+    Args:
+        shards: of `identify_shards`; none if this process's folder cannot be used.
+        all_gather: array -> the arrays of all processes, stacked; all call it at the same time.
+            None: there is one process, or all have the same folder.
+
+    Returns:
+        One list if all processes have the same shards, else the list of each process; sorted.
+
+    Raises:
+        ValueError: a process has no usable folder, or two share a part of their shards.
+    """
     if all_gather is None:
         return [sorted(shards)]
 
     counts = np.reshape(all_gather(np.array([len(shards)], np.int32)), -1)
     if counts.min() == 0:
-        raise ValueError(f"process {counts.argmin()} cannot use its train_data_dir and says why")
+        raise ValueError(
+            f"process {counts.argmin()} cannot use its train_data_dir and says why; if there are "
+            "fewer shards than processes, give all of them all shards (script.py --num_workers 1)"
+        )
     padded = np.zeros((counts.max(), 3), np.uint32)
     padded[: len(shards)] = sorted(shards)
     tables = [table[:count] for table, count in zip(all_gather(padded), counts)]
@@ -438,16 +481,15 @@ class ParquetImagePairs(IterableDataset):
 
         original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3)
         edit_prompt: B strings
-        input_ids: int32 (B, 77), if a tokenizer is given
 
-    Exactly once: an epoch has `num_parts` parts, each process takes as many of them as the others,
+    At most once: an epoch has `num_parts` parts, each process takes as many of them as the others,
     and a batch is equal slices of them, one after the other. If all processes have the same
-    shards, parts are cut out of all rows, and less than one global batch of rows is left out; if
-    each has its own, parts are cut out of these, and what a process has beyond the whole batches
-    of the process with the fewest rows is left out. Other rows are left out in every epoch; no row
-    is seen twice in one. Order, crops and flips depend on the data, (seed, epoch), the global
-    batch size, `num_parts` and `shuffle_buffer`, see `epoch_order`: not on the number of threads
-    and, if all have the same shards, not on the number of processes.
+    shards, parts are cut out of all rows, and all but less than one global batch of rows are seen;
+    if each has its own, parts are cut out of these, and what a process has beyond the whole
+    batches of the process with the fewest rows is left out. Other rows are left out in every
+    epoch; no row is seen twice in one. Order, crops and flips depend on the data, (seed, epoch),
+    the global batch size, `num_parts` and `shuffle_buffer`, see `epoch_order`: not on the number
+    of threads and, if all have the same shards, not on the number of processes.
 
     The place of a pair that cannot be decoded is taken by the next row of its row group that can,
     after the last row the first, with the crop and the flip of the pair it stands in for (in a row
@@ -469,12 +511,11 @@ class ParquetImagePairs(IterableDataset):
         random_crop: cut the square out anywhere along the longer side; else from the middle.
         random_flip: mirror half of the pairs.
         resample: "dct", "lanczos" or "bicubic", see `decode_pair`.
-        tokenizer: list of B strings -> int32 (B, 77), called in the consumer's thread.
         original_image_column, edited_image_column, edit_prompt_column: "" finds the known names.
         process_index, process_count: `jax.process_index()` and `jax.process_count()`.
         num_parts: a multiple of process_count, such as `jax.device_count()`; 0 is process_count.
-        all_gather: `jax.experimental.multihost_utils.process_allgather`, with which processes find
-            out whether all have the same shards or each its own; None: all have the same.
+        all_gather: `jax.experimental.multihost_utils.process_allgather`, by which processes find
+            out whether all have the same shards or each its own; needed if each has its own.
         num_threads: that decode; 0 takes as many as there are cores.
         prefetch_batches: decoded ahead of the consumer.
         shuffle_buffer: encoded pairs to draw from, over all processes.
@@ -496,7 +537,6 @@ class ParquetImagePairs(IterableDataset):
         random_crop: bool = True,
         random_flip: bool = True,
         resample: str = "dct",
-        tokenizer: Callable[[list[str]], np.ndarray] | None = None,
         original_image_column: str = "",
         edited_image_column: str = "",
         edit_prompt_column: str = "",
@@ -541,11 +581,12 @@ class ParquetImagePairs(IterableDataset):
             self.groups = list_row_groups(
                 train_data_dir, original_image_column, edited_image_column, edit_prompt_column
             )
-        except ValueError:
+            shards = identify_shards(self.groups)
+        except BaseException:
             if all_gather is not None:
                 all_gather(np.array([0], np.int32))  # tells the others, who would wait for ever
             raise
-        folders = compare_folders(self.groups, all_gather)
+        folders = compare_folders(shards, all_gather)
         self.folder_rows = [sum(rows for *_, rows in folder) for folder in folders]
         if len(folders) == 1:
             self.num_batches = self.folder_rows[0] // (batch_size * process_count)
@@ -560,18 +601,20 @@ class ParquetImagePairs(IterableDataset):
         self._mine = slice(first_part, first_part + num_parts // process_count)
         if self.num_batches == 0:
             rows, sharing = min(self.folder_rows), process_count if len(folders) == 1 else 1
-            way_out = f"batch_size can be {rows // sharing} at most"
+            where = train_data_dir if len(folders) == 1 else "the folder with the fewest"
+            way_out = f"the batch of a process can be {rows // sharing} at most"
             if rows < sharing:
                 way_out = f"use {rows} processes at most"
             raise ValueError(
                 f"batch_size={batch_size} needs {batch_size * sharing} rows (process_count="
-                f"{process_count}), {train_data_dir} has {rows}; {way_out}"
+                f"{process_count}), {where} has {rows}; {way_out}"
             )
 
         self.num_rows = sum(self.folder_rows)  # of all processes
         self.num_seen = 0  # pairs given so far by this object
         self.num_bad = 0  # of them, places that another pair had to take
         self.bad_rows: dict[tuple[str, int], str] = {}  # (shard, row) -> reason
+        self._stand_ins: dict[int, Pair] = {}  # for row groups without a good pair
         self.train_data_dir = train_data_dir
         self.batch_size = batch_size
         self.resolution = resolution
@@ -579,9 +622,8 @@ class ParquetImagePairs(IterableDataset):
         self.random_crop = random_crop
         self.random_flip = random_flip
         self.resample = resample
-        self.tokenizer = tokenizer
         self.num_parts = num_parts
-        self.num_threads = num_threads if num_threads else os.cpu_count()
+        self.num_threads = num_threads or num_usable_cores()
         self.prefetch_batches = prefetch_batches
         self.shuffle_buffer = shuffle_buffer
         self.max_bad_fraction = max_bad_fraction
@@ -598,6 +640,7 @@ class ParquetImagePairs(IterableDataset):
             "random_crop": random_crop,
             "random_flip": random_flip,
             "resample": resample,
+            "columns": sorted({", ".join(group.columns) for group in self.groups}),
             "data": hashlib.sha256(str(sorted(folders)).encode()).hexdigest()[:16],
         }
 
@@ -656,7 +699,7 @@ class ParquetImagePairs(IterableDataset):
                 "edit_prompt": [],
             }
             futures = [
-                decoders.submit(self._decode_into, batch, place, row, cells, draws[row])
+                decoders.submit(self._decode_row, batch, place, row, cells, draws[row])
                 for place, (row, cells) in enumerate(rows)
             ]
             return batch, rows, futures
@@ -676,8 +719,6 @@ class ParquetImagePairs(IterableDataset):
                     batch["edit_prompt"].append(prompt)
                 self.num_seen += self.batch_size
                 self._check_bad_fraction()
-                if self.tokenizer is not None:
-                    batch["input_ids"] = np.asarray(self.tokenizer(batch["edit_prompt"]), np.int32)
                 self._batch = step + 1
                 if self._batch == len(self):
                     self.epoch, self._batch = self.epoch + 1, 0
@@ -739,12 +780,13 @@ class ParquetImagePairs(IterableDataset):
         g = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         return g, row - int(self._first_rows[g])
 
-    def _decode_into(
-        self, batch: dict, place: int, row: int, cells: tuple, draw: np.ndarray
-    ) -> str:
+    def _decode_row(self, batch: dict, place: int, row: int, cells: tuple, draw: np.ndarray) -> str:
         """Decode a row into its place in a batch, cropped and flipped as drawn; its prompt."""
         g, position = self._locate(row)
-        pair = pair_at(cells, position)
+        return self._decode_pair(batch, place, g, pair_at(cells, position), draw)
+
+    def _decode_pair(self, batch: dict, place: int, g: int, pair: Pair, draw: np.ndarray) -> str:
+        """The same for a pair that was read from row group g."""
         decode_pair(
             pair,
             (batch["original_pixel_values"][place], batch["edited_pixel_values"][place]),
@@ -760,20 +802,26 @@ class ParquetImagePairs(IterableDataset):
     ) -> str:
         """Count a row that cannot be decoded and put the next good one in its place; its prompt."""
         g, position = self._locate(row)
-        name = (self.groups[g].path.name, self.groups[g].first_row + position)
         self.num_bad += 1
-        if name not in self.bad_rows:
-            self.bad_rows[name] = str(error)
-            logger.warning("%s row %d: %s; another row takes its place", *name, error)
-        for other, other_cells in islice(self._rows_after(row, cells), MAX_ROWS_TO_REPLACE):
+        self._note_bad(g, position, error)
+        if g in self._stand_ins:
+            return self._decode_pair(batch, place, g, self._stand_ins[g], draw)
+        for other, other_cells in self._rows_after(row, cells):
+            h, other_position = self._locate(other)
+            if self._name(h, other_position) in self.bad_rows:
+                continue
             try:
-                return self._decode_into(batch, place, other, other_cells, draw)
-            except ValueError:
-                pass
+                pair = pair_at(other_cells, other_position)
+                prompt = self._decode_pair(batch, place, h, pair, draw)
+            except ValueError as other_error:
+                self._note_bad(h, other_position, other_error)
+                continue
+            if h != g:  # the whole row group is bad: not to be looked through again
+                self._stand_ins[g] = pair
+            return prompt
         raise ValueError(
-            f"{name[0]} row {name[1]}: {error}; none of up to {MAX_ROWS_TO_REPLACE} rows after it "
-            "can be decoded either; check the folder with "
-            f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
+            f"none of the {self._first_rows[-1]} pairs of {self.train_data_dir} can be decoded "
+            f"({next(iter(self.bad_rows.values()))})"
         )
 
     def _rows_after(self, row: int, cells: tuple) -> Iterator[tuple[int, tuple]]:
@@ -787,17 +835,33 @@ class ParquetImagePairs(IterableDataset):
             for place in range(self.groups[g].num_rows):
                 yield int(self._first_rows[g]) + place, cells
 
+    def _name(self, g: int, position: int) -> tuple[str, int]:
+        """Shard and row of a row group's row."""
+        return self.groups[g].path.name, self.groups[g].first_row + position
+
+    def _note_bad(self, g: int, position: int, error: ValueError) -> None:
+        """Name a row that cannot be decoded, the first time; stop if there are too many."""
+        name = self._name(g, position)
+        if name not in self.bad_rows:
+            self.bad_rows[name] = str(error)
+            logger.warning("%s row %d: %s; another row takes its place", *name, error)
+        num_rows = int(self._first_rows[-1])
+        if len(self.bad_rows) > self.max_bad_fraction * max(num_rows, MIN_ROWS_TO_JUDGE):
+            self._stop(f"{len(self.bad_rows)} of the {num_rows} pairs of {self.train_data_dir}")
+
+    def _stop(self, what: str) -> None:
+        (shard, row), reason = next(reversed(self.bad_rows.items()))
+        raise ValueError(
+            f"{what} cannot be decoded, more than max_bad_fraction={self.max_bad_fraction} allows; "
+            f"for one {shard} row {row} ({reason}); check the folder with "
+            f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
+        )
+
     def _check_bad_fraction(self) -> None:
-        """Stop where more pairs than allowed could not be decoded."""
+        """Stop where more pairs than allowed had to be replaced."""
         judged = max(self.num_seen, min(MIN_ROWS_TO_JUDGE, len(self) * self.batch_size))
         if self.num_bad > self.max_bad_fraction * judged:
-            (shard, row), reason = next(reversed(self.bad_rows.items()))
-            raise ValueError(
-                f"{self.num_bad} of the first {self.num_seen} pairs cannot be decoded, more than "
-                f"max_bad_fraction={self.max_bad_fraction} allows; the last is {shard} row {row} "
-                f"({reason}); check the folder with "
-                f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
-            )
+            self._stop(f"{self.num_bad} of the first {self.num_seen} pairs")
 
 
 def describe(groups: list[RowGroup]) -> str:
@@ -827,22 +891,25 @@ def describe(groups: list[RowGroup]) -> str:
     )
 
 
-def check_pair(pair: Pair, columns: tuple[str, str, str]) -> list[str]:
-    """Decode a pair; format, size and mode of both pictures.
+def check_pair(
+    cells: tuple[pa.ChunkedArray, ...], position: int, columns: tuple[str, str, str]
+) -> tuple[Pair, list[str]]:
+    """Decode a pair; it, and format, size and mode of both pictures.
 
     Raises:
         ValueError: something of the pair is missing or cannot be decoded.
     """
+    pair = pair_at(cells, position)
     pixels = np.empty((2, 16, 16, 3), np.uint8)  # small: JPEGs are read to their end all the same
     decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
     kinds = []
     for data in pair[:2]:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
         kinds.append(f"{image.format} {image.width}x{image.height} {image.mode}")
-    return kinds
+    return pair, kinds
 
 
-def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, Pair, Future]]:
+def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, Future]]:
     """Read the first rows of some row groups and check them in threads.
 
     Args:
@@ -852,7 +919,7 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
             checks all.
 
     Yields:
-        Name of the row, the pair, and the future of its `check_pair`.
+        Name of the row, and the future of its `check_pair`.
     """
     num_rows = sum(group.num_rows for group in groups)
     per_group = num_rows
@@ -870,9 +937,9 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
         for group, stop in zip(groups, stops):
             cells = read_row_group(group)
             for position in range(stop):
-                pair = pair_at(cells, position)
                 name = f"{group.path.name} row {group.first_row + position}"
-                ahead.append((name, pair, pool.submit(check_pair, pair, group.columns)))
+                check = pool.submit(check_pair, cells, position, group.columns)
+                ahead.append((name, check))
                 if len(ahead) > 64:
                     yield ahead.popleft()
                 progress.update()
@@ -900,6 +967,11 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
         for n, line in enumerate(lines):
             draw.text((x - 2 * resolution, y + resolution + n * line_height), line, "black", font)
     return sheet
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def one_line(error: Exception) -> str:
@@ -938,9 +1010,10 @@ def inspect(config: Config) -> None:
 
     num_rows, kinds, bad, shown = 0, (Counter(), Counter()), [], []
     num_expected = min(config.num_checked or math.inf, sum(group.num_rows for group in groups))
-    for name, pair, future in check_rows(groups, config.num_checked):
+    for name, check in check_rows(groups, config.num_checked):
         try:
-            for counter, kind in zip(kinds, future.result()):
+            pair, kinds_of_pair = check.result()
+            for counter, kind in zip(kinds, kinds_of_pair):
                 counter[kind] += 1
             if len(shown) < config.num_preview * (num_rows + 1) / num_expected:
                 shown.append(pair)
