@@ -14,7 +14,7 @@ CPU, with the demo's model and data (`make demo` makes both), in about a minute:
 Stable Diffusion 1.5 needs about 14 GB per device for parameters, optimizer and gradients, 3.4 GB
 for the average from its first step on, and the activations of its share of the batch. On a slice
 run the same command on every worker, each with its own part of the shards (script.py, script.sh)
-or all with the same. No row is trained on twice in an epoch, and few are left out; it says how many.
+or all with the same. No row is trained on twice in an epoch; it says how many are left out.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
 """

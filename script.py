@@ -1,34 +1,27 @@
 """Plan a download: the parquet shards of a dataset, dealt to workers, as input files for aria2.
 
-On every worker of a slice at once (`gcloud compute tpus tpu-vm ssh ... --worker=all`), for the
-paper's dataset, 131 GB in 262 shards; script.sh then downloads what was planned:
+On every worker of a slice at once (`gcloud compute tpus tpu-vm ssh ... --worker=all`), or on one
+machine, for the paper's dataset, 131 GB in 262 shards, and then the download:
 
     python script.py --dataset timbrooks/instructpix2pix-clip-filtered
     bash script.sh
 
-On one machine, a small dataset:
-
-    python script.py --dataset fusing/instructpix2pix-1000-samples --output_dir plan_small
-    bash script.sh plan_small/download-0.txt data_small
-
 Takes seconds and no accelerator. Any dataset of the hub will do whose shards are parquet files;
 others by --urls: a file of lines "URL [SIZE_IN_BYTES [SHA256]]", # for comments.
 
-Which shards: those of the hub's converted listing (refs/convert/parquet) if it is complete, else
-the repository's own parquet files, with a line that says so. Large conversions are cut off by the
-hub ("partial"); such a one is never used. A conversion comes some time after the upload: --revision
-main takes the repository's own files. --columns reads the footer of every shard, a request or two
+Which shards: those of the hub's converted listing (refs/convert/parquet) if it is complete and not
+cut off by the hub ("partial"), else the repository's own parquet files, with a line that says so,
+or always those by --revision main. --columns reads the footer of every shard, a request or two
 each, and reports columns, rows and row groups.
 
 Who gets what: the largest shards first, each to the worker with the fewest bytes so far. Hosts
 finish together, and each makes the same plan by itself. A worker knows its index and the count by
---worker and --num_workers, else by the TPU VM's environment, else by JAX; --num_workers alone
-writes all workers' parts. In --output_dir:
+--worker and --num_workers, else by the TPU VM's environment, else by JAX, also under Slurm's srun
+and Open MPI's mpirun; `--num_workers 1` on every worker gives each all shards. In --output_dir:
 
-    download-K.txt   worker K's part, an aria2 input file
+    download-K.txt   worker K's part, an aria2 input file; those of all workers
+    worker-HOST      this host's K, by which script.sh finds its part; not by --num_workers alone
     manifest.json    {"files": [{url, file, size, sha256, rows, worker}]}, null where unknown
-
-Parts of an earlier plan there are rewritten, or removed if their worker is no more.
 
 HF_ENDPOINT moves the hub. HF_TOKEN (or `hf auth login`) opens private and gated datasets; it is
 sent to the hub's host only. When asked to wait (429), a request waits as told, up to 10 minutes in
@@ -36,20 +29,20 @@ all; when the hub cannot be reached, up to one minute.
 """
 
 import heapq
-import http.client
 import json
 import os
 import re
 import shlex
+import socket
 import sys
 import textwrap
 import time
-import urllib.request
 import uuid
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -75,6 +68,7 @@ MAX_TOLD_WAIT = 600  # seconds, where the server says how long; the hub counts o
 MAX_OUTAGE_WAIT = 60  # seconds, where it does not
 METADATA_TIMEOUT = 2  # seconds; the metadata server is on the host itself
 NUM_FOOTER_THREADS = 8
+MAX_LEFT_OUT = 0.05  # of the rows, each epoch, before a plan is warned of
 FOOTER_BYTES = 64 * 1024  # fetched at first; few footers are longer
 MAX_FOOTER_BYTES = 256 * 1024 * 1024  # a length beyond it is a broken one
 
@@ -99,7 +93,7 @@ class Config:
     split: str = "train"
     revision: str | None = None  # branch, tag or commit whose own files are taken; default: main
     worker: int | None = None  # this worker's index, from 0; with --num_workers
-    num_workers: int | None = None  # without --worker: write the parts of all
+    num_workers: int | None = None  # without --worker: whichever this host is
     max_shards: int | None = None  # only the first so many
     columns: bool = False  # read every shard's footer: report columns, rows, row groups
 
@@ -400,13 +394,12 @@ def vm_metadata(attribute):
     """An attribute of this VM from Google's metadata server; None where there is none."""
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     url = f"http://{host}/computeMetadata/v1/instance/attributes/{attribute}"
-    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": METADATA_TIMEOUT}
     try:
-        no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with no_proxy.open(request, timeout=METADATA_TIMEOUT) as response:
-            return response.read().decode()
-    except (OSError, http.client.HTTPException):
+        response = httpx2.get(url, trust_env=False, **options)  # past any proxy
+    except httpx2.HTTPError:
         return None
+    return response.text if response.status_code == 200 else None
 
 
 def tpu_worker():
@@ -441,17 +434,22 @@ def tpu_worker():
 
 
 def which_worker(worker, num_workers):
-    """(index or None for all, count, where it is known from), by flags, TPU environment or JAX."""
+    """(index or None, count, where it is known from), by flags, TPU environment or JAX."""
     if num_workers is not None:
-        return (0 if num_workers == 1 else worker), num_workers, "flags"
+        return worker, num_workers, "flags"
     if found := tpu_worker():
         return *found, "the TPU's environment"
     import jax  # only here: it takes its time, and hold of an accelerator
 
+    counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
     try:
-        return jax.process_index(), jax.process_count(), "JAX"
-    except RuntimeError as error:
+        if max(int(os.environ.get(name, 1)) for name in counts) > 1:
+            jax.distributed.initialize()  # without it every process is 0 of 1
+        found = jax.process_index(), jax.process_count()
+        jax.distributed.shutdown()
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"JAX does not start; give --worker, --num_workers ({error})") from error
+    return *found, "JAX"
 
 
 def read_footer(url):
@@ -499,9 +497,8 @@ def read_columns(files):
             if size and file["size"] and size != file["size"]:
                 raise ValueError(f"{file['url']} has {size} bytes, not {file['size']} as listed")
             file["size"], file["rows"] = file["size"] or size, footer.num_rows
-            columns = tuple(
-                f"{field.name}: {field.type}" for field in footer.schema.to_arrow_schema()
-            )
+            schema = footer.schema.to_arrow_schema()
+            columns = tuple(f"{field.name}: {field.type}" for field in schema)
             shards_with.setdefault(columns, []).append(file["file"])
             for group in map(footer.row_group, range(footer.num_row_groups)):
                 chunks = map(group.column, range(group.num_columns))
@@ -521,9 +518,8 @@ def read_columns(files):
 
 def spread(values, unit=""):
     """Smallest to largest, for people, or the one there is."""
-    low, high = (
-        (tqdm.format_sizeof(v, unit) if unit else str(v)) for v in (min(values), max(values))
-    )
+    show = partial(tqdm.format_sizeof, suffix=unit) if unit else str
+    low, high = show(min(values)), show(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -560,23 +556,18 @@ def write_file(path, text):
 
 
 def write_plan(output_dir, files, worker, num_workers):
-    """Write a worker's part, or all parts if it is None, and the manifest.
-
-    No part of an earlier plan stays to mislead. Those of workers that this plan has are rewritten
-    rather than removed: hosts that share the folder may be writing them at this moment.
-    """
+    """Write all parts, the index of this worker if it is known, and the manifest."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    wanted = set(range(num_workers)) if worker is None else {worker}
+    for k in range(num_workers):
+        write_file(output_dir / f"download-{k}.txt", aria2_input(files, k))
+    if worker is not None:
+        write_file(output_dir / f"worker-{socket.gethostname()}", f"{worker}\n")
+    write_file(output_dir / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
     for path in sorted(output_dir.glob("download-*.txt")):
-        number = path.stem.removeprefix("download-")
-        if number.isdecimal() and int(number) < num_workers:
-            wanted.add(int(number))
-        elif number.isdecimal():
+        k = path.stem.removeprefix("download-")
+        if k.isdecimal() and int(k) >= num_workers:
             path.unlink(missing_ok=True)
             print(f"removed {path}: it was for a plan with more workers")
-    for k in sorted(wanted):
-        write_file(output_dir / f"download-{k}.txt", aria2_input(files, k))
-    write_file(output_dir / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
 
 
 def check(config):
@@ -597,6 +588,8 @@ def check(config):
 def run(config):
     """List, deal, write, and say what comes next."""
     check(config)
+    # First, where the processes meet: none waits for another that waits for the network.
+    worker, num_workers, known_from = which_worker(config.worker, config.num_workers)
     if config.urls:
         files, source = shards_of_urls(config.urls), str(config.urls)
     else:
@@ -609,29 +602,33 @@ def run(config):
     for file, name in zip(files, file_names([file["url"] for file in files])):
         file["file"] = name
     files = files[: config.max_shards]  # named before, so that a name does not depend on it
-    worker, num_workers, known_from = which_worker(config.worker, config.num_workers)
-    if config.columns:
-        read_columns(files)
+    # Before --columns fills in sizes: hosts agree, with the flag or without.
     for file, its_worker in zip(files, deal([file["size"] for file in files], num_workers)):
         file["worker"] = its_worker
+    if config.columns:
+        read_columns(files)
     write_plan(config.output_dir, files, worker, num_workers)
 
     parts = [[file for file in files if file["worker"] == k] for k in range(num_workers)]
+    counts = [len(part) for part in parts]
     part_sizes = [sum(file["size"] or 0 for file in part) for part in parts]
     print(f"{len(files)} shards, {total_size(files)}, from {source}")
     print(
-        f"workers: {num_workers} (by {known_from}), each {spread([len(part) for part in parts])} "
-        f"shards, {spread(part_sizes, 'B')}"
+        f"workers: {num_workers} (by {known_from}), each {spread(counts)} shards, "
+        f"{spread(part_sizes, 'B')}"
     )
-    if worker is None:
-        print("parts of all workers are written; next, on worker K:", end=" ")
-    else:
+    left_out = 1 - num_workers * min(counts) / len(files)
+    if left_out > MAX_LEFT_OUT:
         print(
-            f"worker {worker}: {len(parts[worker])} shards, {total_size(parts[worker])}; next:",
-            end=" ",
+            f"warning: {spread(counts)} shards a worker, and all train on as many rows as the one "
+            f"with the fewest: some {left_out:.0%} of the rows would be left out every epoch. "
+            "--num_workers 1 on every worker gives each all shards, and the loader shares out rows",
+            file=sys.stderr,
         )
-    part = config.output_dir / f"download-{'K' if worker is None else worker}.txt"
-    print(f"bash script.sh {shlex.quote(str(part))} data")
+    k = 0 if num_workers == 1 else worker
+    where = "worker K" if k is None else f"worker {k}, {counts[k]} shards, {total_size(parts[k])}"
+    part = config.output_dir / f"download-{'K' if k is None else k}.txt"
+    print(f"next, on {where}: bash script.sh {shlex.quote(str(part))} data")
 
 
 def main(args=None):

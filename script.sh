@@ -5,15 +5,15 @@
 #   gcloud compute tpus tpu-vm ssh $TPU_NAME --zone=$ZONE --worker=all \
 #       --command="cd scripts && bash script.sh"
 #
-# The plan defaults to plan/download-K.txt with K of this TPU VM worker, DEST to data. Interrupted
-# or failed: run the same command again. A file gets its name in DEST only after its size and
-# SHA-256 were checked; until then it lies in DEST/.unfinished, which goes when all are there.
-# Asks nothing. Exit code 0: complete; 1: files are missing, each named; 2: a mistake to put right
-# (no such plan, no aria2c, no space); 130, 143: interrupted.
+# The plan defaults to the only plan/download-*.txt, else to the part that script.py noted as this
+# host's in plan/worker-HOST, else to that of TPU_WORKER_ID; DEST to data. Interrupted or failed: run
+# the same command again. A file gets its name in DEST only after its size and SHA-256 were checked;
+# until then it lies in DEST/.unfinished, which goes when all are there. Asks nothing. Exit code 0:
+# complete; 1: files are missing, each named; 2: a mistake to put right (no such plan, no aria2c, no
+# space); 130, 143: interrupted.
 #
 # Environment, with what holds when it is not set:
-#   HF_TOKEN=           for gated datasets, else that of `hf auth login`; sent to HF_ENDPOINT only,
-#                       never to where it redirects
+#   HF_TOKEN=           for gated datasets, else that of `hf auth login`; sent to HF_ENDPOINT only
 #   HF_ENDPOINT=https://huggingface.co
 #   FILES=4             files fetched at a time
 #   CONNECTIONS=8       connections for each, at most 16
@@ -24,8 +24,10 @@
 #   PROGRESS_EVERY=15   seconds between two lines of progress (1 on a terminal)
 #   LOCK_WAIT=60        seconds to wait for what an earlier run left behind in DEST
 set -euo pipefail
+shopt -s nullglob
 
-prefix="[$(hostname)]"
+host=$(uname -n) # not HOSTNAME, which srun hands on from the login node
+prefix="[$host]" nl=$'\n'
 say() {
     [ ! -t 1 ] || printf '\r\033[K'
     echo "$prefix $*"
@@ -44,168 +46,136 @@ pause() {
     wait $!
 } 2>/dev/null
 
-# Prints the plan of this worker.
 default_plan() {
-    local plans=(plan/download-*.txt) k=${TPU_WORKER_ID:-}
-    local metadata=http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1
-    if [ -z "$k" ] && [ ${#plans[@]} -eq 1 ]; then
-        echo "${plans[0]}"
-        return
+    local parts=(plan/download-*.txt)
+    if [ ${#parts[@]} -eq 1 ]; then
+        echo "${parts[0]}"
+    elif [ -f "plan/worker-$host" ]; then
+        echo "plan/download-$(<"plan/worker-$host").txt"
+    elif [ -n "${TPU_WORKER_ID:-}" ] && [ "${MEGASCALE_NUM_SLICES:-1}" = 1 ]; then
+        echo "plan/download-$TPU_WORKER_ID.txt"
+    else
+        fail "plan/ has ${#parts[@]} parts, and not which is this host's: run script.py here, or" \
+            "name the part: bash script.sh plan/download-K.txt"
     fi
-    [ -n "$k" ] || k=$(curl -qsf -m 3 -H 'Metadata-Flavor: Google' \
-        "$metadata/instance/attributes/agent-worker-number" 2>/dev/null) ||
-        fail "plan/ has ${#plans[@]} parts and this is no TPU VM worker; name one of them"
-    echo "plan/download-$k.txt"
 }
 
 # Fills urls, names, sizes and sums, by number of the file; empty where the plan says nothing.
 read_plan() {
-    local line size='' number=0
+    local line size='' number=0 i=0
     urls=() names=() sizes=() sums=() state=()
     while IFS= read -r line || [ -n "$line" ]; do
         number=$((number + 1))
-        case $line in
-            '# size='*[!0-9]*) fail "line $number of $plan has no number of bytes: $line" ;;
-            '# size='*) size=${line#*=} ;;
-            '#'* | '') ;;
-            http://* | https://*)
-                i=${#urls[@]}
-                urls[i]=$line names[i]='' sizes[i]=$size sums[i]=''
-                state[i]=todo reason[i]='cut off' wrongs[i]=0
-                size=
-                ;;
-            '  out=' | '  out=.'* | '  out='*/*)
-                fail "line $number of $plan is no file name: $line"
-                ;;
-            '  out='*) names[i]=${line#*=} ;;
-            '  checksum=sha-256='*) sums[i]=${line##*=} ;;
-            *) fail "line $number of $plan is none that script.py writes: $line" ;;
-        esac
+        if [[ $line =~ ^https?:// ]]; then
+            i=${#urls[@]}
+            urls[i]=$line sizes[i]=$size sums[i]='' state[i]=todo reason[i]='cut off' wrongs[i]=0
+            size=
+        elif [[ $line =~ ^'# size='([0-9]+)$ ]]; then
+            size=${BASH_REMATCH[1]}
+        elif [[ $line =~ ^'  out='([^./][^/]*)$ ]]; then
+            names[i]=${BASH_REMATCH[1]} partial[i]=$unfinished/${BASH_REMATCH[1]}
+        elif [[ $line =~ ^'  checksum=sha-256='([0-9a-f]{64})$ ]]; then
+            sums[i]=${BASH_REMATCH[1]}
+        elif [[ $line =~ ^('# size='|[^#]) ]]; then
+            fail "line $number of $plan is none that script.py writes: $line"
+        fi
     done <"$plan"
     count=${#urls[@]}
-    for ((i = 0; i < count; i++)); do
-        [ -n "${names[i]}" ] || fail "$plan has no out= for ${urls[i]}"
-    done
+    [ ${#names[@]} -eq "$count" ] || fail "$plan has $count addresses, but ${#names[@]} names (out=)"
 }
 
 # The line of .verified for the file $1 under its final name.
 identity() { echo "$(stat -c '%s %.9Y' "$dest/${names[$1]}") ${sums[$1]:--} ${names[$1]}"; }
 
-# What was verified before is done. What changed since is checked as if it had just come, and so is
-# what lies whole in .unfinished.
-take_stock() {
-    local verified line nl=$'\n'
+# What was verified before is done. What changed since is checked as if it had just been downloaded,
+# and so is what lies whole in .unfinished, if there is something to check it by.
+scan() {
+    local verified line
     verified=$nl$(cat "$dest/.verified")$nl
     for ((i = 0; i < count; i++)); do
         if [ -e "$dest/${names[i]}" ]; then
             line=$(identity $i)
-            case $verified in
-                *"$nl$line$nl"*) state[i]=done sizes[i]=${line%% *} && continue ;;
-            esac
+            [[ $verified != *"$nl$line$nl"* ]] || { state[i]=done sizes[i]=${line%% *} && continue; }
             mkdir -p "$unfinished"
-            rm -f "$unfinished/${names[i]}.aria2"
+            rm -f "${partial[i]}.aria2"
             mv -f "$dest/${names[i]}" "$unfinished/"
-            state[i]=came
-        elif [ -e "$unfinished/${names[i]}" ] && [ ! -e "$unfinished/${names[i]}.aria2" ]; then
-            [ -z "${sums[i]}" ] || state[i]=came
+            [ -z "${sizes[i]}${sums[i]}" ] || state[i]=downloaded
+        elif [ -e "${partial[i]}" ] && [ ! -e "${partial[i]}.aria2" ]; then
+            [ -z "${sums[i]}" ] || state[i]=downloaded
         fi
     done
 }
 
 # Runs in the background, once a file.
 check() {
-    local file=$unfinished/${names[$1]} sum
-    [ "$(stat -c %s "$file")" = "${sizes[$1]:-$(stat -c %s "$file")}" ] || return 3
-    [ -n "${sums[$1]}" ] || return 0
-    sum=$(sha256sum <"$file") && [ "${sum%% *}" = "${sums[$1]}" ] || return 4
+    local size sum
+    size=$(stat -c %s "${partial[$1]}") && [ "$size" = "${sizes[$1]:-$size}" ] || return 3
+    if [ -n "${sums[$1]}" ]; then
+        sum=$(sha256sum <"${partial[$1]}") && [ "${sum%% *}" = "${sums[$1]}" ] || return 4
+    fi
+    sync "${partial[$1]}" # .verified must not outlive it in a power cut
 }
 
-# Acts on the result $2 of the check of file $1.
+# Acts on the result of the check of file $1.
 finish() {
-    local file=$unfinished/${names[$1]}
+    local status=0
+    wait "${checker[$1]}" || status=$?
     progressed=1
-    if [ "$2" = 0 ]; then
-        mv -f "$file" "$dest/" 2>/dev/null || fail "cannot write in $dest"
+    if [ $status = 0 ]; then
+        mv -f "${partial[$1]}" "$dest/" 2>/dev/null || fail "cannot write in $dest"
         identity "$1" >&9
         state[$1]=done sizes[$1]=$(stat -c %s "$dest/${names[$1]}")
         return
     fi
-    reason[$1]="wrong SHA-256, not ${sums[$1]}"
-    [ "$2" = 4 ] || reason[$1]="wrong size, $(stat -c %s "$file") and not ${sizes[$1]} bytes"
-    rm "$file"
+    case $status in
+        3) reason[$1]="wrong size, $(stat -c %s "${partial[$1]}") and not ${sizes[$1]} bytes" ;;
+        4) reason[$1]="wrong SHA-256, not ${sums[$1]}" ;;
+        *) reason[$1]="not brought to disk" ;;
+    esac
+    rm "${partial[$1]}"
     state[$1]=todo
     # What was fetched is fetched a second time, in case it broke on the way.
     [ $rounds = 0 ] || wrongs[$1]=$((wrongs[$1] + 1))
-    [ "${wrongs[$1]}" -lt 2 ] || lose "$1"
+    [ "${wrongs[$1]}" -lt 2 ] || give_up "$1"
 }
 
-lose() { # no further round can bring file $1
-    state[$1]=lost
+give_up() { # no further round can bring file $1
+    state[$1]=failed
     say "${names[$1]}: ${reason[$1]}; the others go on"
 }
 
-# Sends files that came to their check and checked ones to their final names; sets unchecked.
+# Sends downloaded files to their check and checked ones to their final names; sets unchecked.
 sweep() {
-    local complete status nl=$'\n'
-    # A file without its .aria2 has come, or was allocated at full length and killed before aria2's
-    # first record of it: only aria2's word tells these apart.
-    complete=$nl$(sed -n 's/.*Download complete: .*\///p' "$unfinished/aria2.log")$nl
+    local complete
+    # A file of full length without its .aria2 is complete, or was killed before aria2's first
+    # record of it: only aria2's word tells these apart.
+    complete=$nl$(sed -n 's/.*Download complete: .*\///p' "$log")$nl
     unchecked=0
     for ((i = 0; i < count; i++)); do
-        case ${state[i]}$complete in
-            todo*"$nl${names[i]}$nl"*)
-                [ ! -e "$unfinished/${names[i]}" ] || [ -e "$unfinished/${names[i]}.aria2" ] ||
-                    state[i]=came
-                ;;
-            checking*)
-                if ! kill -0 "${checker[i]}" 2>/dev/null; then
-                    status=0
-                    wait "${checker[i]}" || status=$?
-                    finish $i $status
-                fi
-                ;;
-        esac
-        if [ "${state[i]}" = came ] && [ $unchecked -lt "$checkers" ]; then
+        if [[ ${state[i]} = todo && $complete = *"$nl${names[i]}$nl"* ]]; then
+            [ ! -e "${partial[i]}" ] || [ -e "${partial[i]}.aria2" ] || state[i]=downloaded
+        elif [ "${state[i]}" = checking ] && ! kill -0 "${checker[i]}" 2>/dev/null; then
+            finish $i
+        fi
+        if [ "${state[i]}" = downloaded ] && [ $unchecked -lt "$checkers" ]; then
             check $i &
             checker[i]=$! state[i]=checking
         fi
         [ "${state[i]}" != checking ] || unchecked=$((unchecked + 1))
     done
 }
-drain() {
-    sweep
-    while [ $unchecked -gt 0 ]; do
-        pause 0.1
-        sweep
-    done
-}
+drain() { while sweep && [ $unchecked -gt 0 ]; do pause 0.1; done; }
 
-# Prints the bytes that are there. What is on the way is allocated at full length, so that aria2's
-# own record has to be read: big-endian, a bit per finished piece, then one per 16 KiB of open ones.
+# Prints the bytes that unfinished files have on disk: there are holes where nothing arrived yet.
+on_disk() { echo $(($({ echo 0 && stat -c '%b * %B' "$@" 2>/dev/null || true; } | paste -sd +))); }
+
+# Prints the bytes that are there.
 arrived() {
-    local bytes=0
+    local bytes=0 others=()
     for ((i = 0; i < count; i++)); do
-        case ${state[i]} in
-            done) bytes=$((bytes + sizes[i])) ;;
-            came | checking) bytes=$((bytes + $(stat -c %s "$unfinished/${names[i]}"))) ;;
-        esac
+        [ "${state[i]}" = done ] && bytes=$((bytes + sizes[i])) || others+=("${partial[i]}")
     done
-    for ((i = 0; i < count; i++)); do
-        [ ! -e "$unfinished/${names[i]}.aria2" ] ||
-            od -An -v -tu1 -w1048576 "$unfinished/${names[i]}.aria2" 2>/dev/null || true
-    done | awk -v bytes=$bytes '
-        function number(k) { for (v = 0; k-- > 0;) v = v * 256 + $(++at); return v }
-        function ones(k) {
-            for (n = 0; k-- > 0;) for (v = $(++at); v > 0; v = int(v / 2)) n += v % 2
-            return n
-        }
-        {
-            at = 10; piece = number(4); total = number(8); number(8)
-            here = piece * ones(number(4))
-            for (open = number(4); open > 0; open--) { number(8); here += 16384 * ones(number(4)) }
-            bytes += here < total ? here : total
-        }
-        END { printf "%.0f\n", bytes }'
+    echo $((bytes + $(on_disk "${others[@]}")))
 }
 
 progress() {
@@ -223,13 +193,11 @@ progress() {
 }
 
 check_space() {
-    local need=0 free
+    local need=0 free paths=()
     for ((i = 0; i < count; i++)); do
-        [ "${state[i]}" = todo ] || continue
-        need=$((need + ${sizes[i]:-0}))
-        [ ! -e "$unfinished/${names[i]}" ] ||
-            need=$((need - $(stat -c '%b * %B' "$unfinished/${names[i]}")))
+        [ "${state[i]}" != todo ] || need=$((need + ${sizes[i]:-0})) paths+=("${partial[i]}")
     done
+    need=$((need - $(on_disk "${paths[@]}")))
     free=$(df --output=avail -B1 "$dest" | tail -n 1)
     [ $need -le "$free" ] || fail "no space in $dest: $(mb $need) are needed, $(mb $free) are free"
 }
@@ -237,28 +205,30 @@ check_space() {
 # aria2 repeats its headers wherever it is redirected to, and the CDN must not see the token. curl
 # drops it there; what it is led to is what aria2 gets.
 sign_links() {
-    local asked=() targets=() status target
+    local asked=() targets=() links number status target
     for ((i = 0; i < count; i++)); do
-        case ${state[i]}${urls[i]} in
-            todo"$hub"/*)
-                asked+=("$i") targets+=("${urls[i]}")
-                link[i]='' reason[i]='no answer from the hub'
-                ;;
-        esac
+        [[ ${state[i]} = todo && ${urls[i]} = "$hub"/* ]] || continue
+        asked+=("$i") targets+=("${urls[i]}") link[i]='' reason[i]='no answer from the hub'
     done
     [ ${#asked[@]} -gt 0 ] || return 0
-    while read -r status target; do
-        i=${asked[0]} asked=("${asked[@]:1}")
-        if [ "$status" = 200 ] || [ "${target#"$hub/"}" = "$target" ]; then
+    links=$(mktemp "$unfinished/.links.XXXXXX") # its mode is 600
+    printf 'Authorization: Bearer %s\n' "$token" | curl -qgsILZ --parallel-max 16 \
+        --connect-timeout 10 -m 60 -H @- -w '\n=> %{urlnum} %{http_code} %{url_effective}\n' \
+        "${targets[@]}" >"$links" 2>/dev/null 9>&- &
+    child=$!
+    wait $child || true # each link has its own status
+    child=
+    while read -r number status target; do
+        i=${asked[number]}
+        if [[ $status = 200 || $target != "$hub"/* ]]; then
             link[i]=$target reason[i]='cut off'
             continue
         fi
-        reason[i]="the hub answers $status to this HF_TOKEN" trouble=${reason[i]}
-        case $status in 401 | 403 | 404) lose "$i" ;; esac
-    done < <(printf 'Authorization: Bearer %s\n' "$token" |
-        curl -qgsIL --fail-early --connect-timeout 30 -m 60 -H @- \
-            -w '\n=> %{http_code} %{url_effective}\n' \
-            "${targets[@]}" | sed -n 's/^=> //p')
+        [ "$status" = 000 ] || reason[i]="the hub answers $status to this HF_TOKEN"
+        trouble=${reason[i]}
+        case $status in 401 | 403 | 404) give_up "$i" ;; esac
+    done < <(sed -n 's/^=> //p' "$links")
+    rm "$links"
 }
 
 # One aria2 over all that is missing. It holds the lock too, and ends when this script is gone.
@@ -269,39 +239,39 @@ fetch() {
     rounds=$((rounds + 1))
     for ((i = 0; i < count; i++)); do
         [ "${state[i]}" = todo ] && [ -n "${link[i]}" ] || continue
-        [ -e "$unfinished/${names[i]}.aria2" ] || rm -f "$unfinished/${names[i]}"
+        [ -e "${partial[i]}.aria2" ] || rm -f "${partial[i]}"
         printf '%s\n  out=%s\n' "${link[i]}" "${names[i]}"
+        [[ -z $token || ${link[i]} != "$hub"/* ]] || # what the hub itself sends
+            printf '  header=Authorization: Bearer %s\n' "$token"
     done | aria2c --no-conf --no-netrc --input-file=- --dir="$unfinished" --continue \
         --max-concurrent-downloads="$files" --split="$connections" --min-split-size=1M \
-        --max-connection-per-server="$connections" --file-allocation=$allocation \
+        --max-connection-per-server="$connections" --file-allocation=none \
         --auto-file-renaming=false --auto-save-interval="$save_every" --retry-wait="$retry_wait" \
         --stop-with-process=$$ --console-log-level=notice --enable-color=false \
-        --show-console-readout=false --summary-interval=0 --download-result=hide \
-        >"$unfinished/aria2.log" 2>&1 &
-    aria2=$!
-    while kill -0 $aria2 2>/dev/null; do
+        --show-console-readout=false --summary-interval=0 --download-result=hide >"$log" 2>&1 &
+    child=$!
+    while kill -0 $child 2>/dev/null; do
         pause 0.5
         sweep
         [ $((SECONDS - shown)) -lt "$progress_every" ] || { progress && shown=$SECONDS; }
     done
-    wait $aria2 2>/dev/null || status=$?
-    aria2=
-    [ $status != 28 ] || fail "aria2c: $(head -n 3 "$unfinished/aria2.log" | tr '\n' ' ')"
+    wait $child 2>/dev/null || status=$?
+    child=
+    [ $status != 28 ] || fail "aria2c: $(head -n 3 "$log" | tr '\n' ' ')"
     drain
     # Its exit code is that of the last error only; the log has one for each file.
     while read -r url status why; do
         for ((i = 0; i < count; i++)); do
             [ "${state[i]}" = todo ] && [ "${link[i]}" = "$url" ] || continue
             reason[i]="$why (aria2 error $status)" trouble=$why
-            case $status in
-                3) lose $i ;;
-                24) reason[i]="the hub answers 401: a gated dataset wants HF_TOKEN" && lose $i ;;
-            esac
+            [[ $status != 24 || ${urls[i]} != "$hub"/* ]] ||
+                reason[i]="the hub answers 401: a gated dataset wants HF_TOKEN"
+            case $status in 3 | 24) give_up $i ;; esac
         done
     done < <(awk '
         / Download aborted. URI=/ { url = $0; sub(/.* URI=/, "", url) }
         /^  -> .* errorCode=[0-9]/ { sub(/.* errorCode=/, ""); print url, $0 }
-    ' "$unfinished/aria2.log")
+    ' "$log")
 }
 
 # Rounds of aria2 until nothing is missing that may still come.
@@ -322,7 +292,8 @@ download() {
 
 stop() {
     trap '' INT TERM HUP
-    [ -z "$aria2" ] || { kill "$aria2" && wait "$aria2"; } 2>/dev/null || true
+    [ -z "$child" ] || { kill "$child" && wait "$child"; } 2>/dev/null || true
+    rm -f "$unfinished"/.links.*
     say "interrupted; the same command resumes"
     exit "$1"
 }
@@ -340,13 +311,14 @@ files=${FILES:-4} connections=${CONNECTIONS:-8} save_every=${SAVE_EVERY:-2}
 retry_wait=${RETRY_WAIT:-5} max_wait=${MAX_WAIT:-300} max_rounds=${MAX_ROUNDS:-8}
 progress_every=${PROGRESS_EVERY:-15}
 [ ! -t 1 ] || progress_every=1
-checkers=$(nproc) aria2='' rounds=0
+checkers=$(nproc) child='' rounds=0
+
+plan=${1:-$(default_plan)} dest=${2:-data}
+unfinished=$dest/.unfinished log=$dest/.unfinished/.aria2.log
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP
-
-plan=${1:-$(default_plan)} dest=${2:-data} unfinished=${2:-data}/.unfinished
 k=${plan##*/download-}
-[ "$k" = "$plan" ] || prefix="[$(hostname) worker ${k%.txt}]"
+[ "$k" = "$plan" ] || prefix="[$host worker ${k%.txt}]"
 command -v aria2c >/dev/null ||
     fail "aria2c is not installed: sudo apt-get install aria2 (setup-tpu-vm.sh does it)"
 [ -z "$token" ] || command -v curl >/dev/null ||
@@ -360,17 +332,14 @@ if ! flock -n 9; then
     flock -w "${LOCK_WAIT:-60}" 9 >/dev/null & wait $! || fail "another script.sh is busy in $dest"
 fi
 
-take_stock
-at_start=$(arrived) SECONDS=0
+scan
 if [ "$(count_of done)" -lt "$count" ]; then
-    mkdir -p "$unfinished" && touch "$unfinished/aria2.log"
-    allocation=falloc
-    fallocate -l 1 "$unfinished/.probe" 2>/dev/null || allocation=none # not on every file system
-    rm -f "$unfinished/.probe"
+    mkdir -p "$unfinished"
+    touch "$log" && chmod 600 "$log" # it has signed links
     drain
-    at_start=$(arrived)
-    download
 fi
+at_start=$(arrived) SECONDS=0
+download
 
 for ((i = 0; i < count; i++)); do
     [ "${state[i]}" = done ] || say "missing: ${names[i]}: ${reason[i]}" >&2
@@ -379,10 +348,19 @@ done
     say "$(count_of done) of $count files are complete; the same command tries again" >&2
     exit 1
 }
-for ((i = 0; i < count; i++)); do rm -f "$unfinished/${names[i]}".aria2*; done
-rm -f "$unfinished/aria2.log"
+planned=$(printf '%s/' '' "${names[@]}") others='' unsummed=0
+for ((i = 0; i < count; i++)); do
+    rm -f "${partial[i]}".aria2*
+    [ -n "${sums[i]}" ] || unsummed=$((unsummed + 1))
+done
+rm -f "$log" "$unfinished"/.links.*
 [ ! -d "$unfinished" ] || rmdir "$unfinished" 2>/dev/null ||
     say "$unfinished has files of another plan: finish that one, or remove them"
-bytes=$(arrived) seconds=$((SECONDS > 0 ? SECONDS : 1))
-say "complete: $count files, $(mb "$bytes"), all verified; fetched $(mb $((bytes - at_start)))" \
+for file in "$dest"/*.parquet; do
+    [[ $planned = */"${file##*/}"/* ]] || others+=" ${file##*/}"
+done
+[ -z "$others" ] || say "not in $plan, but the loader takes every *.parquet in $dest:$others"
+bytes=$(arrived) seconds=$((SECONDS > 0 ? SECONDS : 1)) verified='all verified'
+[ $unsummed = 0 ] || verified="$unsummed of them without a checksum"
+say "complete: $count files, $(mb "$bytes"), $verified; fetched $(mb $((bytes - at_start)))" \
     "in $SECONDS s, $(((bytes - at_start) / seconds / 1000000)) MB/s"
