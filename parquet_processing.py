@@ -55,6 +55,7 @@ RESAMPLING = {
 }
 UNFINISHED = ".unfinished"  # in a folder that script.sh has not completed yet
 ORIENTATION = ExifTags.Base.Orientation
+READ_ROWS = 16  # of a column at a time
 READ_BYTES = 8 << 20  # from disk at a time; without it pyarrow fetches whole column chunks
 MIN_ROWS_TO_JUDGE = 1000  # a share of broken pairs says nothing before; less if an epoch is less
 MAX_ASPECT = 20  # of a picture; scaling the shorter side up would take any amount of memory
@@ -195,44 +196,56 @@ def find_columns(
     return tuple(found)
 
 
-def read_row_group(group: RowGroup) -> tuple[pa.ChunkedArray, pa.ChunkedArray, pa.ChunkedArray]:
-    """Read a row group: encoded originals, encoded edits, prompts.
+class Cells(NamedTuple):
+    """The rows of a row group, still encoded."""
+
+    originals: list[bytes | None]
+    edits: list[bytes | None]
+    prompts: pa.ChunkedArray  # turned into text one by one: one that is none is its row's fault
+
+
+def read_row_group(group: RowGroup) -> Cells:
+    """Read a row group, a few rows of a column at a time, which takes the least memory and copies.
 
     Raises:
         ValueError: its data are damaged.
     """
-    cells = {}
+    columns = []
     try:
         with pq.ParquetFile(
             group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
         ) as file:
-            for name in dict.fromkeys(group.columns):  # one by one, which takes the least memory
+            for name in group.columns:
                 # The leaf with the bytes; a struct's other fields are not read.
                 is_struct = pa.types.is_struct(file.schema_arrow.field(name).type)
                 leaf = f"{name}.bytes" if is_struct else name
-                cell = file.read_row_group(group.index, [leaf], use_threads=False).column(0)
-                cells[name] = pc.struct_field(cell, "bytes") if is_struct else cell
+                parts = file.iter_batches(READ_ROWS, [group.index], [leaf], use_threads=False)
+                parts = (part.column(0) for part in parts)
+                if is_struct:
+                    parts = (pc.struct_field(part, "bytes") for part in parts)
+                if len(columns) < 2:
+                    columns.append([cell for part in parts for cell in part.to_pylist()])
+                else:
+                    columns.append(pa.chunked_array(list(parts)))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{group.path}: row group {group.index} cannot be read ({one_line(error)}); "
             "delete the shard and download it again"
         ) from error
-    finally:
-        pa.default_memory_pool().release_unused()  # reading took 2.5 times what is kept
-    return tuple(cells[name] for name in group.columns)
+    return Cells(*columns)
 
 
-def pair_at(cells: tuple[pa.ChunkedArray, ...], position: int) -> Pair:
-    """One row of what `read_row_group` gave.
+def pair_at(cells: Cells, position: int) -> Pair:
+    """One row of a row group.
 
     Raises:
         ValueError: the instruction is not text.
     """
-    original, edited, prompt = (cell[position] for cell in cells)
     try:
-        return Pair(original.as_py(), edited.as_py(), prompt.as_py())
+        prompt = cells.prompts[position].as_py()
     except UnicodeDecodeError as error:
         raise ValueError(f"the instruction is not UTF-8 ({error})") from error
+    return Pair(cells.originals[position], cells.edits[position], prompt)
 
 
 def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
@@ -496,9 +509,9 @@ class ParquetImagePairs(IterableDataset):
     group without any, by the first of the row groups after it). It is counted in `num_bad`, kept
     in `bad_rows` and logged as a warning once.
 
-    Memory: a part's window of shuffle_buffer / num_parts rows and two row groups more for each
-    part of the process, but never more than its shards; one row group read ahead, and 2.5 times
-    its bytes while it is read; `prefetch_batches` batches.
+    Memory: for each part of the process the encoded pairs of its window of shuffle_buffer /
+    num_parts rows and of up to two row groups more, but never more than its shards; one row group
+    read ahead, and one column of it twice while it is read; `prefetch_batches` batches.
 
     `state_dict()` is where the stream stands after the batch last given; a dataset of the same
     arguments that loads it goes on with the very next batch, the same to the last bit.
@@ -727,6 +740,7 @@ class ParquetImagePairs(IterableDataset):
             reader.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
             encoded.close()
+            pa.default_memory_pool().release_unused()
 
     def _draw_epoch(self) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's rows, batch by batch, and the two numbers that are each row's crop and flip.
@@ -748,7 +762,7 @@ class ParquetImagePairs(IterableDataset):
         rng = np.random.default_rng([self.seed, self.epoch, 1, *self._salt])
         return order.reshape(len(self), self.batch_size), rng.random((self._first_rows[-1], 2))
 
-    def _read_in_order(self, order: np.ndarray) -> Iterator[list[tuple[int, tuple]]]:
+    def _read_in_order(self, order: np.ndarray) -> Iterator[list[tuple[int, Cells]]]:
         """For each batch of `order`, (batches, B), its rows, each with the cells of its row group.
 
         A row group is kept from the first batch that needs it to the last, and one is read ahead.
@@ -780,7 +794,7 @@ class ParquetImagePairs(IterableDataset):
         g = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         return g, row - int(self._first_rows[g])
 
-    def _decode_row(self, batch: dict, place: int, row: int, cells: tuple, draw: np.ndarray) -> str:
+    def _decode_row(self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray) -> str:
         """Decode a row into its place in a batch, cropped and flipped as drawn; its prompt."""
         g, position = self._locate(row)
         return self._decode_pair(batch, place, g, pair_at(cells, position), draw)
@@ -798,7 +812,7 @@ class ParquetImagePairs(IterableDataset):
         return pair.prompt
 
     def _replace(
-        self, batch: dict, place: int, row: int, cells: tuple, draw: np.ndarray, error: ValueError
+        self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray, error: ValueError
     ) -> str:
         """Count a row that cannot be decoded and put the next good one in its place; its prompt."""
         g, position = self._locate(row)
@@ -824,7 +838,7 @@ class ParquetImagePairs(IterableDataset):
             f"({next(iter(self.bad_rows.values()))})"
         )
 
-    def _rows_after(self, row: int, cells: tuple) -> Iterator[tuple[int, tuple]]:
+    def _rows_after(self, row: int, cells: Cells) -> Iterator[tuple[int, Cells]]:
         """The other rows of a row's group and then of all others, with the cells of their group."""
         own, position = self._locate(row)
         first, count = int(self._first_rows[own]), self.groups[own].num_rows
@@ -892,7 +906,7 @@ def describe(groups: list[RowGroup]) -> str:
 
 
 def check_pair(
-    cells: tuple[pa.ChunkedArray, ...], position: int, columns: tuple[str, str, str]
+    cells: Cells, position: int, columns: tuple[str, str, str]
 ) -> tuple[Pair, list[str]]:
     """Decode a pair; it, and format, size and mode of both pictures.
 
