@@ -637,7 +637,7 @@ def main(args=None):
     try:
         run(config)
     except KeyboardInterrupt:
-        print("interrupted; run the same command again", file=sys.stderr)
+        tqdm.write("interrupted; run the same command again", file=sys.stderr)  # threads write too
         sys.exit(130)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -6,11 +6,11 @@
 #       --command="cd scripts && bash script.sh"
 #
 # The plan defaults to the only plan/download-*.txt, else to the part that script.py noted as this
-# host's in plan/worker-HOST, else to that of TPU_WORKER_ID; DEST to data. Interrupted or failed: run
-# the same command again. A file gets its name in DEST only after its size and SHA-256 were checked;
-# until then it lies in DEST/.unfinished, which goes when all are there. Asks nothing. Exit code 0:
-# complete; 1: files are missing, each named; 2: a mistake to put right (no such plan, no aria2c, no
-# space); 130, 143: interrupted.
+# host's in plan/worker-HOST, else to that of TPU_WORKER_ID; DEST to data. Asks nothing. Interrupted
+# or failed: run the same command again. A file gets its name in DEST only after its size and
+# SHA-256 were checked; until then it lies in DEST/.unfinished, which goes when all are there. Exit
+# code 0: complete; 1: files are missing, each named; 2: a mistake to put right (no such plan, no
+# aria2c, no space); 130, 143: interrupted.
 #
 # Environment, with what holds when it is not set:
 #   HF_TOKEN=           for gated datasets, else that of `hf auth login`; sent to HF_ENDPOINT only
@@ -28,14 +28,8 @@ shopt -s nullglob
 
 host=$(uname -n) # not HOSTNAME, which srun hands on from the login node
 prefix="[$host]" nl=$'\n'
-say() {
-    [ ! -t 1 ] || printf '\r\033[K'
-    echo "$prefix $*"
-}
-fail() {
-    say "error: $*" >&2
-    exit 2
-}
+say() { [ ! -t 1 ] || printf '\r\033[K' && echo "$prefix $*"; }
+fail() { say "error: $*" >&2; exit 2; }
 mb() { echo "$(($1 / 1000000)) MB"; }
 count_of() { printf '%s\n' "${state[@]-}" | grep -cx "$1" || true; }
 
@@ -47,17 +41,13 @@ pause() {
 } 2>/dev/null
 
 default_plan() {
-    local parts=(plan/download-*.txt)
-    if [ ${#parts[@]} -eq 1 ]; then
-        echo "${parts[0]}"
-    elif [ -f "plan/worker-$host" ]; then
-        echo "plan/download-$(<"plan/worker-$host").txt"
-    elif [ -n "${TPU_WORKER_ID:-}" ] && [ "${MEGASCALE_NUM_SLICES:-1}" = 1 ]; then
-        echo "plan/download-$TPU_WORKER_ID.txt"
-    else
-        fail "plan/ has ${#parts[@]} parts, and not which is this host's: run script.py here, or" \
-            "name the part: bash script.sh plan/download-K.txt"
-    fi
+    local parts=(plan/download-*.txt) k=
+    [ ${#parts[@]} -ne 1 ] || { echo "${parts[0]}" && return; }
+    [ "${MEGASCALE_NUM_SLICES:-1}" != 1 ] || k=${TPU_WORKER_ID:-}
+    [ ! -f "plan/worker-$host" ] || k=$(<"plan/worker-$host")
+    [ -n "$k" ] || fail "plan/ has ${#parts[@]} parts, and not which is this host's:" \
+        "run script.py here, or name the part: bash script.sh plan/download-K.txt"
+    echo "plan/download-$k.txt"
 }
 
 # Fills urls, names, sizes and sums, by number of the file; empty where the plan says nothing.
@@ -67,9 +57,8 @@ read_plan() {
     while IFS= read -r line || [ -n "$line" ]; do
         number=$((number + 1))
         if [[ $line =~ ^https?:// ]]; then
-            i=${#urls[@]}
-            urls[i]=$line sizes[i]=$size sums[i]='' state[i]=todo reason[i]='cut off' wrongs[i]=0
-            size=
+            i=${#urls[@]} state[i]=todo reason[i]='cut off' wrongs[i]=0
+            urls[i]=$line sizes[i]=$size sums[i]='' size=
         elif [[ $line =~ ^'# size='([0-9]+)$ ]]; then
             size=${BASH_REMATCH[1]}
         elif [[ $line =~ ^'  out='([^./][^/]*)$ ]]; then
@@ -81,7 +70,7 @@ read_plan() {
         fi
     done <"$plan"
     count=${#urls[@]}
-    [ ${#names[@]} -eq "$count" ] || fail "$plan has $count addresses, but ${#names[@]} names (out=)"
+    [ ${#names[@]} -eq "$count" ] || fail "$plan has $count addresses and ${#names[@]} names (out=)"
 }
 
 # The line of .verified for the file $1 under its final name.
@@ -95,25 +84,25 @@ scan() {
     for ((i = 0; i < count; i++)); do
         if [ -e "$dest/${names[i]}" ]; then
             line=$(identity $i)
-            [[ $verified != *"$nl$line$nl"* ]] || { state[i]=done sizes[i]=${line%% *} && continue; }
+            [[ $verified = *"$nl$line$nl"* ]] && state[i]=done sizes[i]=${line%% *} && continue
             mkdir -p "$unfinished"
-            rm -f "${partial[i]}.aria2"
-            mv -f "$dest/${names[i]}" "$unfinished/"
+            rm -f "${partial[i]}.aria2" && mv -f "$dest/${names[i]}" "$unfinished/"
             [ -z "${sizes[i]}${sums[i]}" ] || state[i]=downloaded
-        elif [ -e "${partial[i]}" ] && [ ! -e "${partial[i]}.aria2" ]; then
-            [ -z "${sums[i]}" ] || state[i]=downloaded
+        elif [[ -n ${sums[i]} && -e ${partial[i]} && ! -e ${partial[i]}.aria2 ]]; then
+            state[i]=downloaded
         fi
     done
 }
 
-# Runs in the background, once a file.
+# Runs in the background, once a file: gives it its final name, or says by its status what is wrong.
 check() {
     local size sum
     size=$(stat -c %s "${partial[$1]}") && [ "$size" = "${sizes[$1]:-$size}" ] || return 3
     if [ -n "${sums[$1]}" ]; then
         sum=$(sha256sum <"${partial[$1]}") && [ "${sum%% *}" = "${sums[$1]}" ] || return 4
     fi
-    sync "${partial[$1]}" # .verified must not outlive it in a power cut
+    # Brought to disk first: .verified must not outlive it in a power cut.
+    sync "${partial[$1]}" && mv -f "${partial[$1]}" "$dest/" && identity "$1" >&9
 }
 
 # Acts on the result of the check of file $1.
@@ -121,16 +110,11 @@ finish() {
     local status=0
     wait "${checker[$1]}" || status=$?
     progressed=1
-    if [ $status = 0 ]; then
-        mv -f "${partial[$1]}" "$dest/" 2>/dev/null || fail "cannot write in $dest"
-        identity "$1" >&9
-        state[$1]=done sizes[$1]=$(stat -c %s "$dest/${names[$1]}")
-        return
-    fi
     case $status in
+        0) state[$1]=done sizes[$1]=$(stat -c %s "$dest/${names[$1]}") && return ;;
         3) reason[$1]="wrong size, $(stat -c %s "${partial[$1]}") and not ${sizes[$1]} bytes" ;;
         4) reason[$1]="wrong SHA-256, not ${sums[$1]}" ;;
-        *) reason[$1]="not brought to disk" ;;
+        *) fail "cannot write ${names[$1]} in $dest" ;;
     esac
     rm "${partial[$1]}"
     state[$1]=todo
@@ -164,42 +148,29 @@ sweep() {
         [ "${state[i]}" != checking ] || unchecked=$((unchecked + 1))
     done
 }
-drain() { while sweep && [ $unchecked -gt 0 ]; do pause 0.1; done; }
+drain() { sweep; while [ $unchecked -gt 0 ]; do pause 0.1; sweep; done; }
 
-# Prints the bytes that unfinished files have on disk: there are holes where nothing arrived yet.
-on_disk() { echo $(($({ echo 0 && stat -c '%b * %B' "$@" 2>/dev/null || true; } | paste -sd +))); }
-
-# Prints the bytes that are there.
-arrived() {
-    local bytes=0 others=()
+# Sets total, the bytes of the files that may still be complete, and here, those of them that are on
+# disk: unfinished files have holes where nothing arrived yet.
+tally() {
+    local paths=()
+    total=0 here=0
     for ((i = 0; i < count; i++)); do
-        [ "${state[i]}" = done ] && bytes=$((bytes + sizes[i])) || others+=("${partial[i]}")
+        [ "${state[i]}" != failed ] || continue
+        total=$((total + ${sizes[i]:-0}))
+        [ "${state[i]}" = done ] && here=$((here + sizes[i])) || paths+=("${partial[i]}")
     done
-    echo $((bytes + $(on_disk "${others[@]}")))
+    here=$((here + $({ echo 0; stat -c '%b * %B' "${paths[@]}" || :; } 2>/dev/null | paste -sd +)))
 }
 
 progress() {
-    local now total=0 rate left='?' line
-    now=$(arrived)
-    for ((i = 0; i < count; i++)); do total=$((total + ${sizes[i]:-0})); done
-    rate=$(((now - at_start) / (SECONDS > 0 ? SECONDS : 1)))
-    [ $rate -le 0 ] || [ "$now" -gt $total ] || left=$(((total - now) / rate / 60))
-    line="$(count_of done)/$count files, $(mb "$now") of $(mb $total), $((rate / 1000000)) MB/s"
-    if [ -t 1 ]; then
-        printf '\r%s\033[K' "$prefix $line, $left min left"
-    else
-        say "$line, $left min left"
-    fi
-}
-
-check_space() {
-    local need=0 free paths=()
-    for ((i = 0; i < count; i++)); do
-        [ "${state[i]}" != todo ] || need=$((need + ${sizes[i]:-0})) paths+=("${partial[i]}")
-    done
-    need=$((need - $(on_disk "${paths[@]}")))
-    free=$(df --output=avail -B1 "$dest" | tail -n 1)
-    [ $need -le "$free" ] || fail "no space in $dest: $(mb $need) are needed, $(mb $free) are free"
+    local rate left='?' line
+    tally
+    rate=$(((here - at_start) / (SECONDS > 0 ? SECONDS : 1)))
+    [ $rate -le 0 ] || [ $here -gt $total ] || left=$(((total - here) / rate / 60))
+    line="$(count_of done)/$count files, $(mb $here) of $(mb $total), $((rate / 1000000)) MB/s"
+    line+=", $left min left"
+    if [ -t 1 ]; then printf '\r%s\033[K' "$prefix $line"; else say "$line"; fi
 }
 
 # aria2 repeats its headers wherever it is redirected to, and the CDN must not see the token. curl
@@ -212,18 +183,16 @@ sign_links() {
     done
     [ ${#asked[@]} -gt 0 ] || return 0
     links=$(mktemp "$unfinished/.links.XXXXXX") # its mode is 600
-    printf 'Authorization: Bearer %s\n' "$token" | curl -qgsILZ --parallel-max 16 \
-        --connect-timeout 10 -m 60 -H @- -w '\n=> %{urlnum} %{http_code} %{url_effective}\n' \
-        "${targets[@]}" >"$links" 2>/dev/null 9>&- &
+    printf 'Authorization: Bearer %s\n' "$token" | curl -qgsIL -H @- -m 60 --connect-timeout 10 \
+        -Z --parallel-immediate --parallel-max 16 "${targets[@]}" \
+        -w '\n=> %{urlnum} %{http_code} %{url_effective}\n' >"$links" 2>/dev/null 9>&- &
     child=$!
     wait $child || true # each link has its own status
     child=
     while read -r number status target; do
         i=${asked[number]}
-        if [[ $status = 200 || $target != "$hub"/* ]]; then
-            link[i]=$target reason[i]='cut off'
-            continue
-        fi
+        [[ $status = 200 || $target != "$hub"/* ]] &&
+            link[i]=$target reason[i]='cut off' && continue
         [ "$status" = 000 ] || reason[i]="the hub answers $status to this HF_TOKEN"
         trouble=${reason[i]}
         case $status in 401 | 403 | 404) give_up "$i" ;; esac
@@ -276,17 +245,21 @@ fetch() {
 
 # Rounds of aria2 until nothing is missing that may still come.
 download() {
-    local idle=0 delay=$retry_wait before trouble
+    local idle=0 delay=$retry_wait free before trouble
     while [ "$(count_of todo)" -gt 0 ] && [ $idle -lt "$max_rounds" ]; do
-        check_space
+        tally
+        free=$(df --output=avail -B1 "$dest" | tail -n 1)
+        [ $((total - here)) -le "$free" ] ||
+            fail "no space in $dest: $(mb $((total - here))) are needed, $(mb "$free") are free"
         if [ $rounds -gt 0 ]; then
             say "$(count_of todo) files are still to come ($trouble); next try in $delay s"
             pause "$delay"
         fi
-        before=$(arrived) progressed=0 trouble='cut off'
+        before=$here progressed=0 trouble='cut off'
         fetch
+        tally
         idle=$((idle + 1)) delay=$((delay * 2 < max_wait ? delay * 2 : max_wait))
-        [ $progressed = 0 ] && [ "$(arrived)" -le "$before" ] || { idle=0 && delay=$retry_wait; }
+        [ $progressed = 0 ] && [ $here -le "$before" ] || { idle=0 && delay=$retry_wait; }
     done
 }
 
@@ -298,14 +271,10 @@ stop() {
     exit "$1"
 }
 
-if [ "${1:-}" = -h ] || [ "${1:-}" = --help ]; then
-    sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0"
-    exit 0
-fi
+case ${1:-} in -h | --help) sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0" && exit ;; esac
 [ $# -le 2 ] || fail "too many arguments; see bash script.sh --help"
-hub=${HF_ENDPOINT:-https://huggingface.co}
+hub=${HF_ENDPOINT:-https://huggingface.co} hub=${hub%/}
 token=${HF_TOKEN:-$(cat "${HF_HOME:-${HOME:-}/.cache/huggingface}/token" 2>/dev/null || true)}
-hub=${hub%/}
 unset HF_TOKEN
 files=${FILES:-4} connections=${CONNECTIONS:-8} save_every=${SAVE_EVERY:-2}
 retry_wait=${RETRY_WAIT:-5} max_wait=${MAX_WAIT:-300} max_rounds=${MAX_ROUNDS:-8}
@@ -319,18 +288,14 @@ trap 'stop 130' INT
 trap 'stop 143' TERM HUP
 k=${plan##*/download-}
 [ "$k" = "$plan" ] || prefix="[$host worker ${k%.txt}]"
-command -v aria2c >/dev/null ||
-    fail "aria2c is not installed: sudo apt-get install aria2 (setup-tpu-vm.sh does it)"
-[ -z "$token" ] || command -v curl >/dev/null ||
-    fail "a token of the hub wants curl: sudo apt-get install curl"
+type aria2c ${token:+curl} >/dev/null 2>&1 ||
+    fail "no aria2c, or no curl: sudo apt-get install aria2 curl (setup-tpu-vm.sh does it)"
 [ -f "$plan" ] || fail "no such plan: $plan; make one: python script.py --dataset NAME"
 read_plan
 mkdir -p "$dest" 2>/dev/null || fail "cannot make the folder $dest"
 { exec 9>>"$dest/.verified"; } 2>/dev/null || fail "cannot write in $dest"
-if ! flock -n 9; then
-    say "waiting for what still runs on $dest"
-    flock -w "${LOCK_WAIT:-60}" 9 >/dev/null & wait $! || fail "another script.sh is busy in $dest"
-fi
+flock -n 9 || say "waiting for what still runs on $dest"
+flock -w "${LOCK_WAIT:-60}" 9 >/dev/null & wait $! || fail "another script.sh is busy in $dest"
 
 scan
 if [ "$(count_of done)" -lt "$count" ]; then
@@ -338,21 +303,18 @@ if [ "$(count_of done)" -lt "$count" ]; then
     touch "$log" && chmod 600 "$log" # it has signed links
     drain
 fi
-at_start=$(arrived) SECONDS=0
+tally
+at_start=$here SECONDS=0
 download
 
-for ((i = 0; i < count; i++)); do
-    [ "${state[i]}" = done ] || say "missing: ${names[i]}: ${reason[i]}" >&2
-done
-[ "$(count_of done)" -eq "$count" ] || {
-    say "$(count_of done) of $count files are complete; the same command tries again" >&2
-    exit 1
-}
 planned=$(printf '%s/' '' "${names[@]}") others='' unsummed=0
 for ((i = 0; i < count; i++)); do
+    [ "${state[i]}" = done ] || { say "missing: ${names[i]}: ${reason[i]}" >&2 && continue; }
     rm -f "${partial[i]}".aria2*
     [ -n "${sums[i]}" ] || unsummed=$((unsummed + 1))
 done
+[ "$(count_of done)" -eq "$count" ] ||
+    { say "$(count_of done) of $count files are complete; run the same command again" >&2; exit 1; }
 rm -f "$log" "$unfinished"/.links.*
 [ ! -d "$unfinished" ] || rmdir "$unfinished" 2>/dev/null ||
     say "$unfinished has files of another plan: finish that one, or remove them"
@@ -360,7 +322,8 @@ for file in "$dest"/*.parquet; do
     [[ $planned = */"${file##*/}"/* ]] || others+=" ${file##*/}"
 done
 [ -z "$others" ] || say "not in $plan, but the loader takes every *.parquet in $dest:$others"
-bytes=$(arrived) seconds=$((SECONDS > 0 ? SECONDS : 1)) verified='all verified'
+tally
+seconds=$((SECONDS > 0 ? SECONDS : 1)) verified='all verified'
 [ $unsummed = 0 ] || verified="$unsummed of them without a checksum"
-say "complete: $count files, $(mb "$bytes"), $verified; fetched $(mb $((bytes - at_start)))" \
-    "in $SECONDS s, $(((bytes - at_start) / seconds / 1000000)) MB/s"
+say "complete: $count files, $(mb $here), $verified; fetched $(mb $((here - at_start)))" \
+    "in $SECONDS s, $(((here - at_start) / seconds / 1000000)) MB/s"

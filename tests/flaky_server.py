@@ -20,7 +20,8 @@ BLOCK = 16 * 1024
 class Fault:
     """What goes wrong with one file: each list is used up from the front, one entry a request."""
 
-    hub: list = field(default_factory=list)  # statuses the hub answers before it redirects
+    hub: list = field(default_factory=list)  # statuses the hub answers first; 0: it hangs up
+    delay: float = 0  # seconds before the hub answers
     cdn: list = field(default_factory=list)  # statuses the CDN answers before it sends
     cuts: int = 0  # this many answers stop half-way
     link_requests: int = 10**9  # a signed link answers 403 after this many requests
@@ -35,18 +36,19 @@ class FlakyServer:
         faults: name -> Fault; a file that is not named here is served well.
         rate: bytes/s of one connection, or None for all it can.
         token: answer 401 to requests of the hub without this bearer token.
-        worker: what the metadata server, which it plays as well, calls this worker.
+        redirect: False makes the hub send the files itself.
     """
 
-    def __init__(self, files, faults=(), rate=None, token=None, worker=None):
+    def __init__(self, files, faults=(), rate=None, token=None, redirect=True):
         self.files = dict(files)
         self.faults = defaultdict(Fault, faults)
         self.rate = rate
         self.token = token
-        self.worker = worker
+        self.redirect = redirect
         self.sent = Counter()  # body bytes handed to the socket, by file
         self.requests = []  # (host, method, name, status, Authorization or None)
         self.lock = threading.Lock()
+        self.over = threading.Event()
         self.links = itertools.count()
         self.link_uses = Counter()
 
@@ -73,6 +75,7 @@ class FlakyServer:
         return self
 
     def __exit__(self, *exception):
+        self.over.set()
         self.httpd.shutdown()
         self.httpd.server_close()
 
@@ -86,12 +89,12 @@ class FlakyServer:
         host = request.headers["Host"].split(":")[0]
         authorization = request.headers["Authorization"]
         headers, body, cut = {}, b"", False
+        fault = self.faults[name]
+        if role == "resolve":
+            self.over.wait(fault.delay)
         with self.lock:
-            fault = self.faults[name]
             planned = fault.hub if role == "resolve" else fault.cdn
-            if role == "computeMetadata" and request.headers["Metadata-Flavor"] == "Google":
-                status, body = 200, str(self.worker).encode()
-            elif role == "resolve" and self.token and authorization != f"Bearer {self.token}":
+            if role == "resolve" and self.token and authorization != f"Bearer {self.token}":
                 status = 401
             elif planned:
                 status = planned.pop(0)
@@ -99,7 +102,7 @@ class FlakyServer:
                     headers["Retry-After"] = "1"
             elif name not in self.files:
                 status = 404
-            elif role == "resolve":
+            elif role == "resolve" and self.redirect:
                 status = 302
                 link = next(self.links)
                 headers["Location"] = f"http://localhost:{self.port}/cdn/{name}?link={link}"
@@ -120,6 +123,9 @@ class FlakyServer:
                     fault.cuts -= 1
                     cut = True
             self.requests.append((host, request.command, name, status, authorization))
+        if status == 0:
+            request.close_connection = True
+            return
         request.send_response(status)
         for key, value in headers.items():
             request.send_header(key, value)

@@ -1,11 +1,13 @@
 """script.py against a stand-in for the hub: what is listed, how it is dealt, what is written."""
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -33,6 +35,7 @@ TPU_VARIABLES = (
     "MEGASCALE_NUM_SLICES",
     "MEGASCALE_SLICE_ID",
 )
+NOTED = f"worker-{socket.gethostname()}"  # the file with this host's index
 
 
 def parquet(num_rows=3, row_group_size=2, **columns):
@@ -52,7 +55,8 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *TPU_VARIABLES):
+        counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *counts, *TPU_VARIABLES):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{hub.port}")
         (tmp_path / "work").mkdir()
@@ -103,7 +107,8 @@ def start_script(hub, *flags, cwd, **env):
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("HF_", "TPU_", "MEGASCALE_"))
+        if not name.startswith(("HF_", "TPU_", "MEGASCALE_", "SLURM_", "OMPI_"))
+        and not name.lower().endswith("_proxy")
     }
     environment |= {
         "HF_ENDPOINT": hub.endpoint,
@@ -128,7 +133,8 @@ def run_script(hub, *flags, cwd, **env):
 
 @pytest.mark.parametrize("num_workers", [3, 4, 7, 8, 16, 64])
 def test_near_equal_shards(hub, num_workers):
-    """262 shards of 489 to 504 MB: disjoint, complete, within a shard of the mean, agreed upon."""
+    """262 shards of 489 to 504 MB: disjoint, complete, within a shard of the mean, the same on
+    every host but for the note of which host it is."""
     sizes = [489_000_000 + 7919 * 1893 * i % 15_000_000 for i in range(262)]
     hub.add(PAPER, {f"data/train-{i:05d}-of-00262-{i:08x}.parquet": n for i, n in enumerate(sizes)})
     files = plan("--dataset", PAPER, "--num_workers", num_workers)
@@ -143,13 +149,11 @@ def test_near_equal_shards(hub, num_workers):
     counts = [len(part) for part in parts]
     assert max(counts) - min(counts) <= 1
 
-    manifest = Path("plan/manifest.json").read_bytes()
+    written = {path.name: path.read_bytes() for path in Path("plan").iterdir()}
     for k in {0, num_workers // 2, num_workers - 1}:
         plan("--dataset", PAPER, "--num_workers", num_workers, "--worker", k, output_dir=f"of{k}")
-        assert Path(f"of{k}/manifest.json").read_bytes() == manifest
-        assert [path.name for path in Path(f"of{k}").glob("download-*")] == [f"download-{k}.txt"]
-        name = f"download-{k}.txt"
-        assert Path(f"of{k}", name).read_bytes() == Path("plan", name).read_bytes()
+        by_k = {path.name: path.read_bytes() for path in Path(f"of{k}").iterdir()}
+        assert by_k == written | {NOTED: b"%d\n" % k}
 
 
 @settings(deadline=None, max_examples=300)
@@ -457,7 +461,7 @@ def test_command_line(hub, tmp_path):
     assert "HTTP 429; asking again in 1 s" in err
     assert "HTTP 503; asking again in 1 s" in err
     assert "18 rows, 10 row groups of 1 to 2 rows" in out
-    assert "workers: 1 (by JAX)" in out
+    assert "workers: 1 (by JAX)" in out and (tmp_path / "plan" / NOTED).read_text() == "0\n"
     files = json.loads((tmp_path / "plan/manifest.json").read_text())["files"]
     assert [file["rows"] for file in files] == [5, 6, 7]
     for file in files:
@@ -475,7 +479,7 @@ def test_command_line(hub, tmp_path):
     assert seen["api", "127.0.0.1"] == 2
     assert seen["cdn", "localhost"] == seen["datasets", "127.0.0.1"] == 4
     written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(written) == 2
+    assert len(written) == 3
     for text in [out, err, *written]:
         assert TOKEN not in text and "SECRET" not in text
 
@@ -604,14 +608,16 @@ def shards(hub):
 
 
 def own_part(capsys, *flags):
-    """(worker, number of workers) of the one part that is written."""
+    """(worker, number of workers) of this host, as it is told and noted; all parts are written."""
     plan("--dataset=a/b", *flags)
-    (path,) = Path("plan").glob("download-*.txt")
-    worker = int(path.stem.removeprefix("download-"))
+    worker = int(Path("plan", NOTED).read_text())
     count = int(re.search(r"workers: (\d+)", out := capsys.readouterr().out)[1])
-    assert f"worker {worker}: {len(parse_part(path))} shards" in out
-    assert f"bash script.sh plan/download-{worker}.txt data" in out
-    path.unlink()
+    parts = {path.name for path in Path("plan").glob("download-*.txt")}
+    assert parts == {f"download-{k}.txt" for k in range(count)}
+    path = f"plan/download-{worker}.txt"
+    assert f"worker {worker}, {len(parse_part(path))} shards" in out
+    assert f"bash script.sh {path} data" in out
+    Path("plan", NOTED).unlink()
     return worker, count
 
 
@@ -649,11 +655,88 @@ def test_worker_by_jax(shards, capsys, monkeypatch):
     assert own_part(capsys) == (2, 5)
 
 
-def test_more_workers_than_shards(shards, capsys):
-    plan("--dataset=a/b", "--num_workers=5", "--max_shards=3")
-    texts = [Path(f"plan/download-{k}.txt").read_text() for k in range(5)]
-    assert [text.count("http") for text in texts] == [1, 1, 1, 0, 0]
-    assert texts[3].startswith("# ") and texts[3].count("\n") == 1
+def test_worker_by_jax_in_a_cluster(shards, tmp_path):
+    """Two processes as srun starts them; without the others, or without srun, there is no plan."""
+    for port in range(61440, 65536):  # of which JAX takes one by the number of the job
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.bind(("", port))
+            break
+    slurm = {
+        "SLURM_JOB_ID": str(port - 61440),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+    }
+    flags = ("--dataset=a/b", "--max_shards=5")
+    processes = []
+    for k in range(2):
+        (cwd := tmp_path / f"host{k}").mkdir()
+        env = slurm | {"SLURM_PROCID": str(k), "SLURM_LOCALID": "0"}
+        processes.append(start_script(shards, *flags, cwd=cwd, **env))
+    for k, process in enumerate(processes):
+        with process:
+            out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "workers: 2 (by JAX)" in out
+        assert (
+            f"worker {k}, " in out and (tmp_path / f"host{k}/plan" / NOTED).read_text() == f"{k}\n"
+        )
+
+    code, out, err = run_script(shards, *flags, cwd=tmp_path, SLURM_NTASKS="2")
+    assert code == 2 and out == ""
+    assert re.fullmatch(r"error: JAX does not start; give --worker, --num_workers .*\n", err)
+
+
+def test_num_workers_alone_notes_no_worker(shards, capsys):
+    plan("--dataset=a/b", "--num_workers=4", "--worker=3")
+    for num_workers in (4, 1):
+        plan("--dataset=a/b", f"--num_workers={num_workers}")
+        assert Path("plan", NOTED).read_text() == "3\n"
+        Path("plan", NOTED).unlink()
+        plan("--dataset=a/b", f"--num_workers={num_workers}")
+        assert not Path("plan", NOTED).exists()
+        Path("plan", NOTED).write_text("3\n")
+
+
+def test_columns_do_not_change_who_gets_what(hub, tmp_path):
+    """Hosts agree, though only one has found out the sizes."""
+    contents = {f"{i}.parquet": parquet(x=pa.array([os.urandom(9000 >> i)])) for i in range(5)}
+    hub.add("x/y", contents, "z")
+    (tmp_path / "urls.txt").write_text(
+        "".join(f"{hub.endpoint}/plain/x/y/z/{name}\n" for name in contents)
+    )
+    flags = ("--urls", tmp_path / "urls.txt", "--num_workers=2")
+    plain, found_out = plan(*flags), plan(*flags, "--columns")
+    assert [file["worker"] for file in found_out] == [file["worker"] for file in plain]
+    sizes = [file["size"] for file in found_out]
+    assert sizes == [len(content) for content in contents.values()]
+    assert script.deal(sizes, 2) != [file["worker"] for file in plain], "the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "num_workers", "percent"),
+    [
+        (3, 5, 100),
+        (3, 2, 33),
+        (20, 3, 10),
+        (19, 18, 5),
+        (21, 20, None),
+        (40, 3, None),
+        (1, 1, None),
+    ],
+)
+def test_unequal_parts_are_told(shards, capsys, num_shards, num_workers, percent):
+    plan("--dataset=a/b", f"--num_workers={num_workers}", f"--max_shards={num_shards}")
+    texts = [Path(f"plan/download-{k}.txt").read_text() for k in range(num_workers)]
+    counts = [text.count("http") for text in texts]
+    assert sum(counts) == num_shards
+    for text, count in zip(texts, counts):
+        assert count or (text.startswith("# ") and text.count("\n") == 1)
+    lines = capsys.readouterr().err.splitlines()
+    if percent is None:
+        assert lines == []
+    else:
+        assert len(lines) == 1 and f" some {percent}% of the rows" in lines[0]
+        assert "--num_workers 1 on every worker" in lines[0]
 
 
 def test_max_shards_are_the_first(shards):
@@ -663,7 +746,7 @@ def test_max_shards_are_the_first(shards):
 
 
 def test_stale_parts_do_not_mislead(shards, capsys):
-    """After a run every part in the folder is of this plan, whichever worker ran."""
+    """After a run every part in the folder is of this plan."""
     plan("--dataset=a/b", "--num_workers=8")
     Path("plan/download-notes.txt").write_text("mine")
     plan("--dataset=a/b", "--num_workers=3", "--worker=1")
@@ -672,6 +755,7 @@ def test_stale_parts_do_not_mislead(shards, capsys):
     assert names == {
         "manifest.json",
         "download-notes.txt",
+        NOTED,
         *(f"download-{k}.txt" for k in range(3)),
     }
     plan("--dataset=a/b", "--num_workers=3", output_dir="fresh")
@@ -721,5 +805,5 @@ def test_interrupt(hub, tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "interrupted; run the same command again"
+    assert "interrupted; run the same command again" in err.splitlines()
     assert "Traceback" not in err and not (tmp_path / "plan").exists()

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -45,16 +46,16 @@ def make_files(count, size, seed=0):
     return {f"train-{i:05d}.parquet": rng.randbytes(size + 1000 * i) for i in range(count)}
 
 
-def write_plan(folder, server, files, worker=3, sizes=None, known=True):
+def write_plan(folder, server, files, worker=3, sizes=None, known=("size", "sha256")):
     """Write the plan of files as script.py does, into a folder with a space in its name."""
     path = folder / "my plan" / f"download-{worker}.txt"
     path.parent.mkdir(exist_ok=True)
     entries = []
     for name, content in files.items():
         size = (sizes or {}).get(name, len(content))
-        entry = f"# size={size}\n" if known else ""
+        entry = f"# size={size}\n" if "size" in known else ""
         entry += f"{server.url(name)}\n  out={name}\n"
-        if known:
+        if "sha256" in known:
             entry += f"  checksum=sha-256={hashlib.sha256(content).hexdigest()}\n"
         entries.append(entry)
     path.write_text("".join(entries))
@@ -305,18 +306,72 @@ def test_the_second_run_is_quick_and_asks_nothing(tmp_path, dest):
 
 
 def test_leftovers_that_only_look_complete_are_not_taken(tmp_path, dest):
-    # A kill between the allocation of a file and its first record leaves it at full length.
+    # A kill before aria2's first record of a file may leave it at full length, with holes.
     files = make_files(2, 100_000)
     with FlakyServer(files) as server:
-        for known in (True, False):
+        for known in (("size", "sha256"), ("size",), ()):
             plan = write_plan(tmp_path, server, files, known=known)
             shutil.rmtree(dest, ignore_errors=True)
             (dest / ".unfinished").mkdir(parents=True)
             for name, content in files.items():
-                (dest / ".unfinished" / name).write_bytes(bytes(len(content)))
+                with open(dest / ".unfinished" / name, "wb") as file:
+                    file.truncate(len(content))
             code, lines = run(plan, dest)
             assert code == 0, lines
             assert_complete(dest, files)
+            assert ("all verified" in lines[-1]) == ("sha256" in known)
+
+
+def test_without_checksum(tmp_path, dest):
+    """What nothing is known of is fetched, even where a file of its name lies, and that is told."""
+    files = make_files(3, 10_000)
+    first, second, third = files
+    with FlakyServer(files) as server:
+        plan = write_plan(tmp_path, server, {first: files[first]})
+        unknown = write_plan(tmp_path, server, {second: files[second]}, worker=4, known=())
+        sized = write_plan(tmp_path, server, {third: files[third]}, worker=5, known=("size",))
+        plan.write_text("".join(part.read_text() for part in (plan, unknown, sized)))
+        dest.mkdir()
+        (dest / second).write_bytes(files[second][:5000])
+        (dest / third).write_bytes(files[third])
+        code, lines = run(plan, dest)
+        assert code == 0, lines
+        assert_complete(dest, files)
+        assert lines[-1].startswith("complete: 3 files, 0 MB, 2 of them without a checksum; ")
+        assert {request[2] for request in server.requests} == {first, second}
+        asked = len(server.requests)
+        assert run(plan, dest)[0] == 0
+        assert len(server.requests) == asked, ".verified knows the file"
+
+
+def test_files_are_on_disk_before_they_get_their_names(tmp_path, dest):
+    """In the order of calls; what a power cut leaves cannot be tested."""
+    files = make_files(2, 1000)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("sync", "mv"):
+        real = shutil.which(tool)
+        (tools / tool).write_text(f'#!/bin/sh\necho {tool} "$@" >>{tmp_path}/calls\n{real} "$@"\n')
+        (tools / tool).chmod(0o755)
+    with FlakyServer(files) as server:
+        plan = write_plan(tmp_path, server, files)
+        assert run(plan, dest, PATH=f"{tools}:{os.environ['PATH']}")[0] == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    for name in files:
+        mine = [call.split()[0] for call in calls if f"/.unfinished/{name}" in call]
+        assert mine == ["sync", "mv"]
+
+
+def test_other_shards_in_the_folder_are_named(tmp_path, dest):
+    files = make_files(2, 1000)
+    one, other = files
+    with FlakyServer(files) as server:
+        assert run(write_plan(tmp_path, server, files), dest)[0] == 0
+        (dest / "notes.txt").touch()
+        code, lines = run(plan := write_plan(tmp_path, server, {one: files[one]}), dest)
+    assert code == 0 and len(lines) == 2
+    assert lines[0] == f"not in {plan}, but the loader takes every *.parquet in {dest}: {other}"
+    assert lines[1].startswith("complete: 1 files, ")
 
 
 def test_one_at_a_time_and_signals_end_it_at_once(tmp_path, dest):
@@ -356,15 +411,13 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
 
         bare = tmp_path / "bin"
         bare.mkdir()
-        for tool in ("bash", "hostname", "nproc"):
+        for tool in ("bash", "uname", "nproc"):
             (bare / tool).symlink_to(shutil.which(tool))
-        code, (line,) = run(plan, dest, PATH=str(bare))
-        assert code == 2 and "aria2c is not installed: sudo apt-get install aria2" in line
-
+        wanted = "error: no aria2c, or no curl: sudo apt-get install aria2 curl "
+        wanted += "(setup-tpu-vm.sh does it)"
+        assert run(plan, dest, PATH=str(bare)) == (2, [wanted])
         (bare / "aria2c").symlink_to(shutil.which("aria2c"))
-        code, (line,) = run(plan, dest, PATH=str(bare), HF_TOKEN="hf_x")
-        assert code == 2
-        assert line == "error: a token of the hub wants curl: sudo apt-get install curl"
+        assert run(plan, dest, PATH=str(bare), HF_TOKEN="hf_x") == (2, [wanted])
 
         absent = plan.with_name("download-3.txt.gone")
         code, lines = end(start(absent, dest), worker="3.txt.gone")
@@ -372,8 +425,8 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
             f"error: no such plan: {absent}; make one: python script.py --dataset NAME"
         ]
 
-        for bad in ("dir=/etc\n", "  out=../x\n", "# size=12x\n", "http://127.0.0.1/x\n"):
-            plan.write_text(bad)
+        for bad in ("dir=/etc", "  out=../x", "# size=12x", "  checksum=sha-256=", "http://h/x"):
+            plan.write_text(bad + "\n")
             code, (line,) = run(plan, dest)
             assert code == 2 and line.startswith("error: ") and str(plan) in line
         assert not server.requests
@@ -394,11 +447,12 @@ def test_an_empty_part_is_complete(tmp_path, dest):
     )
 
 
-def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest):
+@pytest.mark.parametrize("redirect", [True, False])
+def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest, redirect):
     files = make_files(2, 2_000_000)
     token = "hf_TheSecretOfThisTest"
-    shown = []
-    with FlakyServer(files, rate=2_000_000, token=token) as server:
+    shown, modes = [], set()
+    with FlakyServer(files, rate=2_000_000, token=token, redirect=redirect) as server:
         plan = write_plan(tmp_path, server, files)
         process = start(plan, dest, HF_ENDPOINT=server.hub + "/", HF_TOKEN=token)
         while process.poll() is None:
@@ -408,56 +462,95 @@ def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest):
             for path in dest.rglob("*"):
                 with contextlib.suppress(OSError):
                     shown.append(path.is_file() and token.encode() in path.read_bytes())
+                    if path.name.startswith((".aria2.log", ".links.")):
+                        modes.add(path.stat().st_mode & 0o777)
             time.sleep(0.02)
         code, lines = end(process)
         assert code == 0, lines
         assert_complete(dest, files)
         assert shown and not any(shown) and token not in "".join(lines)
-        hub = [request[4] for request in server.requests if request[0] == "127.0.0.1"]
-        cdn = [request[4] for request in server.requests if request[0] == "localhost"]
-        assert set(hub) == {f"Bearer {token}"} and len(hub) == 2
-        assert set(cdn) == {None}
+        assert modes == {0o600}, "signed links are anybody's"
+        asked = {request[::4] for request in server.requests}  # (host, Authorization)
+        cdn = {("localhost", None)} if redirect else set()
+        assert asked == {("127.0.0.1", f"Bearer {token}"), *cdn}
+        heads = [request for request in server.requests if request[:2] == ("127.0.0.1", "HEAD")]
+        assert len(heads) == 2
 
-        # None, a wrong one, and one that is for another host.
+
+def test_refused_tokens(tmp_path, dest):
+    """None, a wrong one, and one that is for another host, which is then not called the hub."""
+    files = make_files(2, 1000)
+    token = "hf_TheSecretOfThisTest"
+    with FlakyServer(files, token=token) as server:
+        plan = write_plan(tmp_path, server, files)
+        hub = {"HF_ENDPOINT": server.hub}
         for changes, reason in (
-            ({}, "a gated dataset wants HF_TOKEN"),
-            ({"HF_TOKEN": "hf_wrong", "HF_ENDPOINT": server.hub}, "401 to this HF_TOKEN"),
-            ({"HF_TOKEN": token, "HF_ENDPOINT": "http://localhost:1"}, "wants HF_TOKEN"),
+            (hub, "the hub answers 401: a gated dataset wants HF_TOKEN"),
+            (hub | {"HF_TOKEN": "hf_wrong"}, "the hub answers 401 to this HF_TOKEN"),
+            ({"HF_TOKEN": token}, "Authorization failed. (aria2 error 24)"),
         ):
             asked = len(server.requests)
-            shutil.rmtree(dest)
+            shutil.rmtree(dest, ignore_errors=True)
             code, lines = run(plan, dest, **changes)
             assert code == 1 and missing(lines) == sorted(files)
             assert sum(line.startswith("missing: ") and reason in line for line in lines) == 2
+            assert ("HF_ENDPOINT" in changes) == ("hub" in "".join(lines))
             assert len(server.requests) == asked + 2
             assert token not in str(server.requests[asked:])
 
 
-def test_plan_and_worker_of_a_tpu_vm(tmp_path):
-    files = make_files(2, 1000)
-    with FlakyServer(files, worker=1) as server:
-        for worker, (name, content) in enumerate(files.items()):
-            plan = write_plan(tmp_path, server, {name: content}, worker=worker)
-        plan.parent.rename(tmp_path / "plan")
+def test_resolving_the_links(tmp_path, dest):
+    """A signal ends it at once; what the hub does not answer does not hold up the others."""
+    files = make_files(3, 1000)
+    first, *others = files
+    faults = {first: Fault(delay=60)}
+    with FlakyServer(files, faults) as server:
+        plan = write_plan(tmp_path, server, files)
+        process = start(plan, dest, HF_ENDPOINT=server.hub, HF_TOKEN="hf_x")
+        links = dest / ".unfinished"
+        wait_for(lambda: len(server.requests) == 4, "two links")
+        curl = children(process.pid)["curl"]
+        assert len(list(links.glob(".links.*"))) == 1
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        code, lines = end(process)
+        assert time.monotonic() - began < 2
+        assert (code, lines) == (143, ["interrupted; the same command resumes"])
+        assert not list(links.glob(".links.*")) and not Path(f"/proc/{curl}/fd/0").exists()
 
-        def run_bare(worker, *changes, **variables):
-            process = subprocess.Popen(
-                ["bash", SCRIPT],
-                cwd=tmp_path,
-                env=environment(**variables),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            return end(process, worker)
+        faults[first].delay, faults[first].hub = 0, [0]
+        server.requests.clear()
+        code, lines = run(plan, dest, HF_ENDPOINT=server.hub, HF_TOKEN="hf_x")
+        assert code == 0, lines
+        assert_complete(dest, files)
+        assert "1 files are still to come (no answer from the hub); next try in 1 s" in lines
+        heads = [name for _, method, name, *_ in server.requests if method == "HEAD"]
+        assert sorted(heads) == sorted([first] * 3 + others * 2)
 
-        zero = next(iter(files))
-        assert run_bare(0, TPU_WORKER_ID="0")[0] == 0
-        assert_complete(tmp_path / "data", {zero: files[zero]})
-        assert run_bare(1, GCE_METADATA_HOST=f"127.0.0.1:{server.port}")[0] == 0
-        assert_complete(tmp_path / "data", files)
 
-        nobody = {"GCE_METADATA_HOST": "127.0.0.1:1"}
+def test_default_plan(tmp_path):
+    files = make_files(8, 1000)
+    nobody = {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_ID": "0"}
+    plans = tmp_path / "plan"
+    noted = plans / f"worker-{socket.gethostname()}"
+
+    def run_bare(worker, **variables):
+        """Run it without arguments; the name of the file that it downloads, which goes."""
+        process = subprocess.Popen(
+            ["bash", SCRIPT],
+            cwd=tmp_path,
+            env=environment(HOSTNAME="login", **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        code, lines = end(process, worker)
+        assert code == 0, lines
+        (name,) = (path.name for path in (tmp_path / "data").glob("*.parquet"))
+        shutil.rmtree(tmp_path / "data")
+        return name
+
+    def error():
         process = subprocess.run(
             ["bash", SCRIPT],
             cwd=tmp_path,
@@ -465,28 +558,46 @@ def test_plan_and_worker_of_a_tpu_vm(tmp_path):
             capture_output=True,
             text=True,
         )
-        assert process.returncode == 2 and "plan/ has 2 parts" in process.stderr
-        # The only part there is needs no question.
-        (tmp_path / "plan" / "download-1.txt").unlink()
-        assert run_bare(0, **nobody)[0] == 0
+        assert process.returncode == 2 and process.stdout == ""
+        return process.stderr
 
-
-def test_where_space_cannot_be_reserved(tmp_path, dest):
-    files = make_files(2, 1_500_000)
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "fallocate").write_text("#!/bin/sh\nexit 1\n")
-    (tools / "aria2c").write_text(
-        f'#!/bin/sh\necho "$@" >>"{tmp_path}/arguments"\nexec {shutil.which("aria2c")} "$@"\n'
-    )
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
+    assert "plan/ has 0 parts" in error()
     with FlakyServer(files) as server:
-        plan = write_plan(tmp_path, server, files)
-        code, lines = run(plan, dest, PATH=f"{tools}:{os.environ['PATH']}")
-    assert code == 0, lines
-    assert_complete(dest, files)
-    assert "--file-allocation=none" in (tmp_path / "arguments").read_text()
+        # What script.py notes, on the second slice of two with four hosts each.
+        urls = tmp_path / "urls.txt"
+        urls.write_text("".join(f"{server.url(name)} {len(files[name])}\n" for name in files))
+        slices = {
+            "TPU_WORKER_ID": "0",
+            "TPU_WORKER_HOSTNAMES": "a,b,c,d",
+            "MEGASCALE_SLICE_ID": "1",
+            "MEGASCALE_NUM_SLICES": "2",
+        }
+        subprocess.run(
+            [sys.executable, ROOT / "script.py", "--urls", urls],
+            cwd=tmp_path,
+            env=environment(**slices),
+            check=True,
+            capture_output=True,
+        )
+        assert noted.read_text() == "4\n"
+        assert len(list(plans.glob("download-*.txt"))) == 8
+        part = (plans / "download-4.txt").read_text()
+        (mine,) = (name for name in files if f"out={name}\n" in part)
+        assert run_bare(4, **slices) == run_bare(4) == mine
+
+        noted.unlink()
+        assert "plan/ has 8 parts" in error(), (
+            "a worker of a slice is one of several by this number"
+        )
+        assert "run script.py here" in error()
+        part = (plans / "download-3.txt").read_text()
+        assert f"out={run_bare(3, TPU_WORKER_ID='3')}\n" in part
+
+        # The only part there is needs no question.
+        for k in range(8):
+            if k != 5:
+                (plans / f"download-{k}.txt").unlink()
+        run_bare(5, **nobody)
 
 
 def test_progress_in_lines_and_on_a_terminal(tmp_path, dest):
