@@ -913,7 +913,7 @@ BAD_FOLDERS = [
     ({}, columns_named("a", "b", "c"), "a.parquet has no column original_image or input_image"),
     ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
     ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
-    ({"train_batch_size": 20}, None, "batch_size can be 16 at most"),
+    ({"train_batch_size": 20}, None, "the batch of a process can be 16 at most"),
     ({"output_dir": "file/out"}, None, "file/out"),
 ]
 
