@@ -128,10 +128,16 @@ def list_row_groups(
     if not folder.is_dir():
         raise ValueError(f"train_data_dir={folder} is not a folder; give the one with the shards")
     if (folder / UNFINISHED).exists():
-        raise ValueError(f"{folder} is not complete ({UNFINISHED} is there); run script.sh again")
+        raise ValueError(
+            f"{folder} is not complete ({UNFINISHED} is there): run script.sh again, or remove "
+            f"{folder / UNFINISHED} if it is of another plan"
+        )
     paths = sorted(folder.glob("*.parquet"))
     if not paths:
-        raise ValueError(f"train_data_dir={folder} holds no *.parquet file; download shards to it")
+        raise ValueError(
+            f"train_data_dir={folder} holds no *.parquet file; download shards to it "
+            "(with fewer shards than workers: script.py --num_workers 1, then all get all)"
+        )
 
     shards, unreadable = [], []
     for path in paths:
@@ -462,10 +468,7 @@ def compare_folders(
 
     counts = np.reshape(all_gather(np.array([len(shards)], np.int32)), -1)
     if counts.min() == 0:
-        raise ValueError(
-            f"process {counts.argmin()} cannot use its train_data_dir and says why; if there are "
-            "fewer shards than processes, give all of them all shards (script.py --num_workers 1)"
-        )
+        raise ValueError(f"process {counts.argmin()} cannot use its train_data_dir and says why")
     padded = np.zeros((counts.max(), 3), np.uint32)
     padded[: len(shards)] = sorted(shards)
     tables = [table[:count] for table, count in zip(all_gather(padded), counts)]
@@ -684,6 +687,11 @@ class ParquetImagePairs(IterableDataset):
             raise ValueError(
                 f"the data cannot go on where they stopped: {'; '.join(different)}"
                 + (" (other shards)" if state.get("data") != self._identity["data"] else "")
+            )
+        if not (state["epoch"] >= 0 and 0 <= state["batch"] < len(self)):
+            raise ValueError(
+                f"epoch={state['epoch']}, batch={state['batch']} is no place in epochs of "
+                f"{len(self)} batches"
             )
         self.epoch, self._start = state["epoch"], state["batch"]
         self._batch = self._start
@@ -1044,6 +1052,10 @@ def inspect(config: Config) -> None:
     print(f"unreadable  {len(bad)} of {num_rows} rows")
     for line in bad[: config.num_named]:
         print(f"            {line}")
+    if len(bad) > config.num_named:
+        print(f"            and {len(bad) - config.num_named} more")
+    if len(bad) > 0.1 * num_rows:
+        print("            training stops at more than --max_bad_fraction of them, 0.1 if not set")
     if not shown:
         raise ValueError(
             f"none of the {num_rows} rows checked in {config.train_data_dir} can be decoded; "

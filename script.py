@@ -560,8 +560,11 @@ def write_plan(output_dir, files, worker, num_workers):
     output_dir.mkdir(parents=True, exist_ok=True)
     for k in range(num_workers):
         write_file(output_dir / f"download-{k}.txt", aria2_input(files, k))
-    if worker is not None:
-        write_file(output_dir / f"worker-{socket.gethostname()}", f"{worker}\n")
+    note = output_dir / f"worker-{socket.gethostname()}"
+    if worker is None:
+        note.unlink(missing_ok=True)  # an earlier plan's would mislead script.sh
+    else:
+        write_file(note, f"{worker}\n")
     write_file(output_dir / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
     for path in sorted(output_dir.glob("download-*.txt")):
         k = path.stem.removeprefix("download-")

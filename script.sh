@@ -43,8 +43,9 @@ pause() {
 default_plan() {
     local parts=(plan/download-*.txt) k=
     [ ${#parts[@]} -ne 1 ] || { echo "${parts[0]}" && return; }
-    [ "${MEGASCALE_NUM_SLICES:-1}" != 1 ] || k=${TPU_WORKER_ID:-}
     [ ! -f "plan/worker-$host" ] || k=$(<"plan/worker-$host")
+    # Several workers on one host would share that note.
+    [ "${MEGASCALE_NUM_SLICES:-1}" != 1 ] || k=${TPU_WORKER_ID:-$k}
     [ -n "$k" ] || fail "plan/ has ${#parts[@]} parts, and not which is this host's:" \
         "run script.py here, or name the part: bash script.sh plan/download-K.txt"
     echo "plan/download-$k.txt"
@@ -113,7 +114,7 @@ finish() {
     case $status in
         0) state[$1]=done sizes[$1]=$(stat -c %s "$dest/${names[$1]}") && return ;;
         3) reason[$1]="wrong size, $(stat -c %s "${partial[$1]}") and not ${sizes[$1]} bytes" ;;
-        4) reason[$1]="wrong SHA-256, not ${sums[$1]}" ;;
+        4) reason[$1]="wrong SHA-256, it should be ${sums[$1]}" ;;
         *) fail "cannot write ${names[$1]} in $dest" ;;
     esac
     rm "${partial[$1]}"
@@ -235,6 +236,8 @@ fetch() {
             reason[i]="$why (aria2 error $status)" trouble=$why
             [[ $status != 24 || ${urls[i]} != "$hub"/* ]] ||
                 reason[i]="the hub answers 401: a gated dataset wants HF_TOKEN"
+            [[ $why != *status=403* || $token || ${urls[i]} != "$hub"/* ]] ||
+                reason[i]="the hub answers 403: if the dataset is gated, set HF_TOKEN"
             case $status in 3 | 24) give_up $i ;; esac
         done
     done < <(awk '
@@ -317,11 +320,13 @@ done
     { say "$(count_of done) of $count files are complete; run the same command again" >&2; exit 1; }
 rm -f "$log" "$unfinished"/.links.*
 [ ! -d "$unfinished" ] || rmdir "$unfinished" 2>/dev/null ||
-    say "$unfinished has files of another plan: finish that one, or remove them"
+    say "$unfinished has files of another plan: finish that one, or remove the folder;" \
+        "until then the loader refuses $dest"
 for file in "$dest"/*.parquet; do
     [[ $planned = */"${file##*/}"/* ]] || others+=" ${file##*/}"
 done
-[ -z "$others" ] || say "not in $plan, but the loader takes every *.parquet in $dest:$others"
+[ -z "$others" ] || say "not in $plan, but the loader takes every *.parquet in $dest;" \
+    "move away what is not to be trained on:$others"
 tally
 seconds=$((SECONDS > 0 ? SECONDS : 1)) verified='all verified'
 [ $unsummed = 0 ] || verified="$unsummed of them without a checksum"

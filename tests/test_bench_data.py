@@ -31,6 +31,8 @@ from benchmarks.bench_data import (
 from parquet_processing import decode_pair
 
 NUM_ROWS = 2 * BATCH_SIZE
+# The workers of torch's DataLoader are forked, and compute nothing with JAX.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 
 @pytest.fixture(scope="module")
