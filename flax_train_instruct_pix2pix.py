@@ -23,6 +23,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,7 @@ class Config:
     dataloader_num_workers: int = 0  # decoding threads; 0 takes one per core
     # training
     train_batch_size: int = 16  # pairs per step over all devices of all hosts
+    gradient_accumulation_steps: int = 1  # micro-batches that a step's pairs are split into
     max_train_steps: int = 15000  # optimizer steps
     learning_rate: float = 5e-5  # peak
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
@@ -82,15 +84,19 @@ class Config:
     adam_weight_decay: float = 1e-2
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0  # clip the global norm of the gradient
+    snr_gamma: float | None = None  # min-SNR weights of the loss, 5 in its paper; None is off
     conditioning_dropout_prob: float = 0.05  # of each dropout case; 0 is off, at most 1/3
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; master weights stay float32
     gradient_checkpointing: bool = False  # recompute activations: less memory, about 1.3x the time
+    shard_optimizer: bool = True  # each device updates and averages its slice of the weights
     seed: int = 42
     # exponential moving average of the weights
     ema: Literal["none", "late", "full"] = "late"  # late: only in the final stage
     ema_fraction: float = 0.036  # late: the share of the run, at its end, that is averaged
     ema_start_step: int | None = None  # late: the first averaged step, instead of ema_fraction
-    ema_decay: float | None = None  # None is 1 - 5 / (averaged steps)
+    ema_decay: float | None = None  # of a step; None is 1 - 5 / (averaged steps)
+    ema_every: int = 1  # steps between updates, which then have the decay ema_decay^ema_every
+    ema_warmup: bool = False  # smaller decays at first, (1 + n) / (10 + n), as diffusers has it
     # output
     output_dir: str = "instruct-pix2pix-model"  # becomes a diffusers pipeline folder
     overwrite_output_dir: bool = False  # replace the model that an earlier run left there
@@ -144,7 +150,7 @@ def conditioning_dropout(key, text, null_text, image_latents, rate):
 
 
 def diffusion_loss(
-    params, unet, scheduler, scheduler_state, x_0, condition, text, noise, timesteps
+    params, unet, scheduler, scheduler_state, x_0, condition, text, noise, timesteps, snr_gamma=None
 ):
     """Mean squared error of the UNet's prediction of the noise (or of v, as the scheduler says).
 
@@ -157,11 +163,14 @@ def diffusion_loss(
         text: text-encoder states, (B, T, D).
         noise: standard normal, (B, C, h, w) float32.
         timesteps: (B,) integers in [0, num_train_timesteps).
+        snr_gamma: weigh each sample so that its loss in terms of x_0 has the weight min(SNR,
+            snr_gamma), above 0; 5 in the paper, None weighs all alike.
 
     Returns:
         A float32 scalar.
 
-    Source: DDPM (arXiv 2006.11239), equation 14; InstructPix2Pix (arXiv 2211.09800), equation 1.
+    Source: DDPM (arXiv 2006.11239), equation 14; InstructPix2Pix (arXiv 2211.09800), equation 1;
+    min-SNR (arXiv 2303.09556), section 3.4.
     """
     x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
     target = noise
@@ -169,13 +178,118 @@ def diffusion_loss(
         target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
     x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w)
     prediction = unet.apply({"params": params}, x_in, timesteps, text).sample
-    return jnp.square(prediction.astype(jnp.float32) - target).mean()
+    error = jnp.square(prediction.astype(jnp.float32) - target).mean(axis=(1, 2, 3))  # (B,)
+    if snr_gamma is None:
+        return error.mean()
+    alpha_bar = scheduler_state.common.alphas_cumprod[timesteps]
+    snr = alpha_bar / (1 - alpha_bar)
+    if scheduler.config.prediction_type == "v_prediction":
+        weight = jnp.minimum(snr, snr_gamma) / (snr + 1)
+    else:
+        weight = jnp.minimum(1, snr_gamma / snr)
+    return (error * weight).mean()
 
 
-def train_step(state, frozen, batch, base_rng, *, models, tx, dropout_rate):
+def split_axis(shape, num_slices):
+    """The longest axis that num_slices divides; None: no such, or 1 slice, and it stays whole."""
+    axes = [axis for axis, size in enumerate(shape) if size and size % num_slices == 0]
+    return max(axes, key=lambda axis: shape[axis], default=None) if num_slices > 1 else None
+
+
+def my_slice(tree, num_slices):
+    """This replica's slice of every parameter, under pmap(axis_name="batch")."""
+
+    def cut(x):
+        axis = split_axis(x.shape, num_slices)
+        if axis is None:
+            return x
+        size = x.shape[axis] // num_slices
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("batch") * size, size, axis)
+
+    return jax.tree.map(cut, tree)
+
+
+def mean_slice(grads, num_slices):
+    """This replica's slice of the mean of all replicas' gradients: a reduce-scatter."""
+
+    def reduce(g):
+        axis = split_axis(g.shape, num_slices)
+        if axis is None:
+            return jax.lax.pmean(g, "batch")
+        return jax.lax.psum_scatter(g, "batch", scatter_dimension=axis, tiled=True) / num_slices
+
+    return jax.tree.map(reduce, grads)
+
+
+def whole(slices, like, num_slices):
+    """Put the replicas' slices together again, an all-gather; like: a tree of the whole shapes."""
+
+    def gather(x, full):
+        axis = split_axis(full.shape, num_slices)
+        return x if axis is None else jax.lax.all_gather(x, "batch", axis=axis, tiled=True)
+
+    return jax.tree.map(gather, slices, like)
+
+
+def norm_of_slices(slices, like, num_slices):
+    """Global norm of a tree of which every replica has its slices."""
+    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), slices)
+    is_cut = [split_axis(x.shape, num_slices) is not None for x in jax.tree.leaves(like)]
+    cut = sum(x for x, c in zip(jax.tree.leaves(squares), is_cut) if c)
+    uncut = sum(x for x, c in zip(jax.tree.leaves(squares), is_cut) if not c)
+    return jnp.sqrt(jax.lax.psum(cut, "batch") + uncut if any(is_cut) else uncut)
+
+
+def clip_by_norm(grads, norm, max_norm):
+    """Scale gradients of a known global norm to max_norm, if that is less."""
+    scale = jnp.minimum(1, max_norm / norm)
+    return jax.tree.map(lambda g: g * scale, grads)
+
+
+def micro_batches(tree, num):
+    """Split the batch axis: (B, ...) to (num, B / num, ...)."""
+    return jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), tree)
+
+
+def encode(batch, frozen, models):
+    """Latents and text states of one micro-batch.
+
+    Args:
+        batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3); input_ids (B, T).
+        frozen, models: as for train_step.
+
+    Returns:
+        mean and std of the edited pictures' posterior, (B, h, w, C) float32; mode of the
+        originals', (B, h, w, C); text states (B, T, D).
+    """
+    pictures = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
+    pictures = jnp.transpose(pictures.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
+    posterior = models.vae.apply(
+        {"params": frozen["vae"]}, pictures, method=models.vae.encode
+    ).latent_dist  # (2B, h, w, C)
+    B = len(pictures) // 2
+    text = models.text_encoder.apply({"params": frozen["text_encoder"]}, batch["input_ids"])[0]
+    return posterior.mean[:B], posterior.std[:B], posterior.mode()[B:], text
+
+
+def train_step(
+    state,
+    frozen,
+    batch,
+    base_rng,
+    *,
+    models,
+    tx,
+    dropout_rate,
+    snr_gamma=None,
+    max_grad_norm=1.0,
+    num_micro_batches=1,
+    num_slices=1,
+):
     """One optimizer step on one device's share of the batch; call it under pmap(axis_name="batch").
 
-    All randomness comes from (base_rng, state.step, global device index), so none has to be saved.
+    All randomness comes from (base_rng, state.step, global device index), so none has to be saved,
+    and it is drawn for the whole share, so that micro-batches do not change it.
 
     Args:
         state: TrainState.
@@ -184,112 +298,169 @@ def train_step(state, frozen, batch, base_rng, *, models, tx, dropout_rate):
         batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3); input_ids (B, T).
         base_rng: PRNG key, the same on every device and at every step.
         models: Models.
-        tx: optax optimizer.
+        tx: optax optimizer that works on each number by itself, as Adam does.
         dropout_rate: see conditioning_dropout.
+        snr_gamma: see diffusion_loss.
+        max_grad_norm: longer gradients are scaled to this global norm.
+        num_micro_batches: a divisor of B; activations of one at a time are held.
+        num_slices: the number of devices, over which the optimizer is then shared out: each
+            updates its slice of the parameters and holds the moments of no more. 1: all do all.
 
     Returns:
         (state, {"loss", "grad_norm"}), both metrics averaged over all devices.
 
-    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.
+    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2; ZeRO (arXiv 1910.02054), section 5.
     """
     rng = jax.random.fold_in(base_rng, state.step)
     rng = jax.random.fold_in(rng, jax.lax.axis_index("batch"))
     posterior_key, noise_key, timestep_key, dropout_key = jax.random.split(rng, 4)
 
     # Latents: the target is a scaled sample of the posterior, the condition its unscaled mode.
-    pictures = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
-    pictures = jnp.transpose(pictures.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
-    posterior = models.vae.apply(
-        {"params": frozen["vae"]}, pictures, method=models.vae.encode
-    ).latent_dist  # (2B, h, w, C)
-    B = len(pictures) // 2
-    edited = jax.tree.map(lambda x: x[:B], posterior)
-    x_0 = edited.sample(posterior_key) * models.vae.config.scaling_factor
-    x_0 = jnp.transpose(x_0, (0, 3, 1, 2))  # (B, C, h, w)
-    condition = jnp.transpose(posterior.mode()[B:], (0, 3, 1, 2))
+    if num_micro_batches == 1:
+        mean, std, mode, text = encode(batch, frozen, models)
+    else:
+        encoded = jax.lax.map(
+            lambda part: encode(part, frozen, models), micro_batches(batch, num_micro_batches)
+        )
+        mean, std, mode, text = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), encoded)
+    x_0 = mean + std * jax.random.normal(posterior_key, mean.shape)
+    x_0 = jnp.transpose(x_0 * models.vae.config.scaling_factor, (0, 3, 1, 2))  # (B, C, h, w)
+    condition = jnp.transpose(mode, (0, 3, 1, 2))
 
-    text = models.text_encoder.apply({"params": frozen["text_encoder"]}, batch["input_ids"])[0]
     text, condition = conditioning_dropout(
         dropout_key, text, frozen["null_text"], condition, dropout_rate
     )
     noise = jax.random.normal(noise_key, x_0.shape)
     num_timesteps = models.scheduler.config.num_train_timesteps
-    timesteps = jax.random.randint(timestep_key, (B,), 0, num_timesteps)
+    timesteps = jax.random.randint(timestep_key, (len(x_0),), 0, num_timesteps)
 
-    loss, grads = jax.value_and_grad(diffusion_loss)(
-        state.params,
-        models.unet,
-        models.scheduler,
-        frozen["scheduler"],
-        x_0,
-        condition,
-        text,
-        noise,
-        timesteps,
-    )
-    loss, grads = jax.lax.pmean((loss, grads), "batch")  # from here on every replica does the same
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    def loss_and_grads(x_0, condition, text, noise, timesteps):
+        return jax.value_and_grad(diffusion_loss)(
+            state.params,
+            models.unet,
+            models.scheduler,
+            frozen["scheduler"],
+            x_0,
+            condition,
+            text,
+            noise,
+            timesteps,
+            snr_gamma,
+        )
+
+    samples = (x_0, condition, text, noise, timesteps)
+    if num_micro_batches == 1:
+        loss, grads = loss_and_grads(*samples)
+    else:
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, loss_and_grads(*part)), None
+
+        zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params))
+        total, _ = jax.lax.scan(add, zeros, micro_batches(samples, num_micro_batches))
+        loss, grads = jax.tree.map(lambda x: x / num_micro_batches, total)
+
+    grads = mean_slice(grads, num_slices)  # from here on every replica has the same, or its slice
+    grad_norm = norm_of_slices(grads, state.params, num_slices)
+    grads = clip_by_norm(grads, grad_norm, max_grad_norm)
+    params = my_slice(state.params, num_slices)
+    updates, opt_state = tx.update(grads, state.opt_state, params)
+    params = whole(optax.apply_updates(params, updates), state.params, num_slices)
     state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
-    return state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+    return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
 
-def ema_start(params):
-    """A copy of the parameters: the average of the steps so far is where it starts."""
-    return jax.tree.map(jnp.copy, params)
+def ema_start(params, num_slices=1):
+    """A copy of the parameters, or this replica's slice: the average starts where they are."""
+    return jax.tree.map(jnp.copy, my_slice(params, num_slices))
 
 
-def ema_update(ema_params, params, decay):
+def ema_update(ema_params, params, decay, num_slices=1):
     """Move the average towards the parameters: decay * ema_params + (1 - decay) * params."""
+    params = my_slice(params, num_slices)
     return jax.tree.map(lambda ema, p: ema + (1 - decay) * (p - ema), ema_params, params)
 
 
-def ema_plan(ema, max_train_steps, ema_fraction, ema_start_step, ema_decay):
-    """When the average starts and how fast it forgets.
+def warmup_decay(num_updates, decay):
+    """The decay of an update (counted from 1) with warm-up: (1 + s) / (10 + s), at most decay.
+
+    s counts the updates before this one; the first takes the parameters as they are.
+
+    Source: diffusers' EMAModel.
+    """
+    s = num_updates - 1
+    return min(decay, (1 + s) / (10 + s)) if s else 0.0
+
+
+class EmaPlan(NamedTuple):
+    """When the average is taken and how fast it forgets."""
+
+    first_step: int | None  # the first averaged step; None: no average
+    every: int  # steps between updates
+    decay: Callable[[int], float]  # of an update, counted from 1
+
+    def update_of(self, num_steps):
+        """Which update the average gets after so many steps of the run, from 1; 0: none."""
+        averaged = 0 if self.first_step is None else num_steps - self.first_step
+        return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
+
+
+def ema_plan(
+    ema, max_train_steps, fraction=0.036, start_step=None, decay=None, every=1, warmup=False
+):
+    """Plan the average of a run.
 
     The default decay is 1 - 5 / window: whatever the run's length, the weights that the average
     starts from keep e^-5 = 0.7% of it.
 
     Args:
-        ema: "none", "late" or "full".
+        ema: "none", "late" (in the final stage) or "full" (from the first step).
         max_train_steps: length of the run, steps.
-        ema_fraction: late: the share of the run that is averaged, in (0, 1].
-        ema_start_step: late: the first averaged step instead, in [0, max_train_steps); or None.
-        ema_decay: in [0, 1), or None for the default.
+        fraction: late: the share of the run that is averaged, in (0, 1].
+        start_step: late: the first averaged step instead, in [0, max_train_steps); or None.
+        decay: of a step, in [0, 1), or None for the default.
+        every: steps between updates, which then have the decay decay^every.
+        warmup: smaller decays at first, see warmup_decay.
 
     Returns:
-        (first averaged step, decay), or (None, None) for "none".
+        EmaPlan.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or has no meaning with this kind of average.
 
     Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
     """
-    if ema != "late" and ema_start_step is not None:
-        raise ValueError(f"ema_start_step={ema_start_step} goes with --ema late, not {ema}")
+    if ema != "late" and start_step is not None:
+        raise ValueError(f"ema_start_step={start_step} goes with --ema late, not {ema}")
     if ema == "none":
-        if ema_decay is not None:
-            raise ValueError(f"ema_decay={ema_decay} goes with --ema late or full, not none")
-        return None, None
-    if not 0 < ema_fraction <= 1:
-        raise ValueError(f"ema_fraction={ema_fraction} must be above 0 and at most 1")
+        for name, value in (("ema_decay", decay), ("ema_warmup", warmup or None)):
+            if value is not None:
+                raise ValueError(f"{name}={value} goes with --ema late or full, not none")
+        return EmaPlan(None, 1, lambda n: 0.0)
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"ema_fraction={fraction} must be above 0 and at most 1, a window as long as the run"
+        )
     if ema == "full":
         start = 0
-    elif ema_start_step is None:
-        start = max_train_steps - max(1, round(max_train_steps * ema_fraction))
+    elif start_step is None:
+        start = max_train_steps - max(1, round(max_train_steps * fraction))
     else:
-        start = ema_start_step
+        start = start_step
     if not 0 <= start < max_train_steps:
         raise ValueError(
             f"ema_start_step={start} must be from 0 to max_train_steps-1, {max_train_steps - 1}; "
             "or use --ema none"
         )
-    decay = ema_decay
+    window = max_train_steps - start
+    if not 1 <= every <= window:
+        raise ValueError(f"ema_every={every} must be from 1 to the averaged steps, {window}")
     if decay is None:
-        decay = max(0.0, 1 - EMA_HORIZONS / (max_train_steps - start))
+        decay = max(0.0, 1 - EMA_HORIZONS / window)
     if not 0 <= decay < 1:
         raise ValueError(f"ema_decay={decay} must be at least 0 and below 1")
-    return start, decay
+    decay **= every
+    return EmaPlan(start, every, partial(warmup_decay, decay=decay) if warmup else lambda n: decay)
 
 
 def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
@@ -311,12 +482,9 @@ def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
     return optax.join_schedules([warmup, after], [num_warmup_steps])
 
 
-def make_optimizer(schedule, beta1, beta2, epsilon, weight_decay, max_grad_norm):
-    """Optax optimizer: clip the gradient's global norm, then AdamW at the schedule's rate."""
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay),
-    )
+def make_optimizer(schedule, beta1, beta2, epsilon, weight_decay):
+    """Optax AdamW at the schedule's rate, each number by itself; train_step clips the gradient."""
+    return optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
 
 
 def nearest_multiples(number, factor):
@@ -335,6 +503,15 @@ def check_config(config: Config, num_devices: int):
             f"train_batch_size={config.train_batch_size} is not divisible by {num_devices} "
             f"devices; try {nearest_multiples(config.train_batch_size, num_devices)}"
         )
+    share = config.train_batch_size // num_devices
+    if config.gradient_accumulation_steps < 1 or share % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} must divide the "
+            f"{share} pairs of a device (train_batch_size={config.train_batch_size} on "
+            f"{num_devices} devices)"
+        )
+    if config.snr_gamma is not None and not 0 < config.snr_gamma < float("inf"):
+        raise ValueError(f"snr_gamma={config.snr_gamma} must be above 0 and finite; 5 is usual")
     if not 0 <= config.seed < 2**32:
         raise ValueError(f"seed={config.seed} must be from 0 to 4294967295")
     if not 0 <= config.conditioning_dropout_prob <= 1 / 3:
@@ -433,12 +610,14 @@ def train(config: Config):
     num_devices, num_processes = jax.device_count(), jax.process_count()
     is_main = jax.process_index() == 0
     check_config(config, num_devices)
-    ema_first_step, ema_decay = ema_plan(
+    average = ema_plan(
         config.ema,
         config.max_train_steps,
         config.ema_fraction,
         config.ema_start_step,
         config.ema_decay,
+        config.ema_every,
+        config.ema_warmup,
     )
     schedule = lr_schedule(
         config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, config.max_train_steps
@@ -471,17 +650,29 @@ def train(config: Config):
         config.adam_beta2,
         config.adam_epsilon,
         config.adam_weight_decay,
-        config.max_grad_norm,
     )
+    num_slices = num_devices if config.shard_optimizer else 1
     # One axis name for all: pmap compiles anew for arrays that come from an axis of another name.
     pmap = partial(jax.pmap, axis_name="batch")
     p_train_step = pmap(
-        partial(train_step, models=models, tx=tx, dropout_rate=config.conditioning_dropout_prob),
+        partial(
+            train_step,
+            models=models,
+            tx=tx,
+            dropout_rate=config.conditioning_dropout_prob,
+            snr_gamma=config.snr_gamma,
+            max_grad_norm=config.max_grad_norm,
+            num_micro_batches=config.gradient_accumulation_steps,
+            num_slices=num_slices,
+        ),
         donate_argnums=0,
     )
-    p_init = pmap(lambda p: TrainState(jnp.int32(0), p, tx.init(p)), donate_argnums=0)
-    p_ema_start = pmap(ema_start)
-    p_ema_update = pmap(partial(ema_update, decay=ema_decay), donate_argnums=0)
+    p_init = pmap(
+        lambda p: TrainState(jnp.int32(0), p, tx.init(my_slice(p, num_slices))), donate_argnums=0
+    )
+    p_ema_start = pmap(partial(ema_start, num_slices=num_slices))
+    p_ema_update = pmap(partial(ema_update, num_slices=num_slices), donate_argnums=0)
+    p_whole = pmap(partial(whole, num_slices=num_slices))
 
     state = p_init(replicate(params, axis_name="batch"))
     # In the compute dtype on the devices; what is saved at the end keeps its precision.
@@ -506,9 +697,11 @@ def train(config: Config):
             f"{config.train_batch_size} pairs a step on {num_devices} device(s), "
             f"{jax.devices()[0].device_kind}"
         )
-        if ema_first_step is not None:
-            print(f"averaging the weights from step {ema_first_step} with decay {ema_decay:.6g}")
+        if average.first_step is not None:
+            decay = average.decay(config.max_train_steps)
+            print(f"averaging the weights from step {average.first_step} with decay {decay:.6g}")
 
+    ema_decay = None
     pending = []  # metrics still on the device, one dict per step since the last logged one
     with tqdm(
         total=config.max_train_steps, unit="step", desc="train", disable=not is_main
@@ -516,11 +709,13 @@ def train(config: Config):
         progress.set_postfix_str("compiling")
         batches = endless_batches(dataset, pipeline.prepare_text_inputs)
         for step, batch in zip(range(config.max_train_steps), batches):
-            if step == ema_first_step:
+            if step == average.first_step:
                 ema_params = p_ema_start(state.params)
             state, metrics = p_train_step(state, p_frozen, shard(batch), base_rng)
-            if ema_params is not None:
-                ema_params = p_ema_update(ema_params, state.params)
+            if num_updates := average.update_of(step + 1):
+                ema_decay = average.decay(num_updates)
+                decay = replicate(np.float32(ema_decay), axis_name="batch")
+                ema_params = p_ema_update(ema_params, state.params, decay)
             pending.append(metrics)
             if step == 0:  # the clock starts after compilation
                 jax.block_until_ready(metrics)
@@ -548,7 +743,7 @@ def train(config: Config):
                 "lr": float(schedule(step)),
                 "grad_norm": float(norms[-1]),
                 "images_per_second": images / seconds if images else None,
-                "ema_decay": ema_decay if ema_params is not None else None,
+                "ema_decay": ema_decay,
                 "num_bad": num_bad,
             }
             pending, images, started = [], 0, time.perf_counter()
@@ -560,8 +755,10 @@ def train(config: Config):
                 )
 
     raw_params = jax.device_get(unreplicate(state.params))
+    if ema_params is not None:
+        averaged = jax.device_get(unreplicate(p_whole(ema_params, state.params)))
     if is_main:
-        params = raw_params if ema_params is None else jax.device_get(unreplicate(ema_params))
+        params = raw_params if ema_params is None else averaged
         parts = {"unet": params, "vae": frozen["vae"], "text_encoder": frozen["text_encoder"]}
         pipeline.save_pretrained(output_dir, parts)
         if config.save_raw_unet:

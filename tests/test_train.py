@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import jax
@@ -22,7 +23,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
 from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
+from diffusers.training_utils import EMAModel, compute_snr
 from flax.jax_utils import replicate
 from flax.training.common_utils import shard
 from flax.traverse_util import flatten_dict
@@ -287,6 +288,35 @@ def test_learning_rates_are_diffusers(name, warmup):
     assert end == pytest.approx(peak if name == "constant" else 0, abs=1e-7 * peak)
 
 
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_min_snr(prediction_type):
+    """Hugging Face's weights on each sample's error."""
+    scheduler, state = FlaxDDPMScheduler.from_config(
+        {"prediction_type": prediction_type, "beta_schedule": "scaled_linear"}
+    )
+    rng = np.random.default_rng(0)
+    shape = (6, 4, 2, 2)
+    x_0, noise, condition = (rng.standard_normal(shape, np.float32) for _ in range(3))
+    timesteps = np.array([0, 10, 200, 500, 900, 999])
+
+    class Unet:
+        def apply(self, variables, x_in, timesteps, text):
+            return SimpleNamespace(sample=x_in[:, :4] * variables["params"])
+
+    loss = trainer.diffusion_loss(
+        0.5, Unet(), scheduler, state, x_0, condition, None, noise, timesteps, snr_gamma=5.0
+    )
+    reference = diffusers.DDPMScheduler(
+        prediction_type=prediction_type, beta_schedule="scaled_linear"
+    )
+    t, x, n = (torch.tensor(array) for array in (timesteps, x_0, noise))
+    target = n if prediction_type == "epsilon" else reference.get_velocity(x, n, t)
+    error = (reference.add_noise(x, n, t) * 0.5 - target).square().mean((1, 2, 3))
+    snr = compute_snr(reference, t)
+    weights = snr.clamp(max=5.0) / (snr if prediction_type == "epsilon" else snr + 1)
+    np.testing.assert_allclose(loss, (error * weights).mean(), rtol=1e-5)
+
+
 def test_optimizer_is_pytorchs_adamw_with_clipping():
     """Hugging Face's settings, gradients both above and below the norm to clip at."""
     rng = np.random.default_rng(0)
@@ -294,7 +324,7 @@ def test_optimizer_is_pytorchs_adamw_with_clipping():
     params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     betas, epsilon, weight_decay, max_norm, peak, num_steps = (0.9, 0.999), 1e-8, 1e-2, 1.0, 0.05, 6
     schedule = trainer.lr_schedule("linear", peak, 2, num_steps)
-    tx = trainer.make_optimizer(schedule, *betas, epsilon, weight_decay, max_norm)
+    tx = trainer.make_optimizer(schedule, *betas, epsilon, weight_decay)
     opt_state = tx.init(params)
     theirs = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in params.items()}
     reference = torch.optim.AdamW(
@@ -315,6 +345,9 @@ def test_optimizer_is_pytorchs_adamw_with_clipping():
         norms.append(torch.nn.utils.clip_grad_norm_(theirs.values(), max_norm).item())
         reference.step()
         lr_scheduler.step()
+        norm = trainer.norm_of_slices(grads, params, 1)
+        np.testing.assert_allclose(norm, norms[-1], rtol=1e-6)
+        grads = trainer.clip_by_norm(grads, norm, max_norm)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         for name, p in theirs.items():
@@ -339,7 +372,7 @@ def make_batch(seed):
 class Parallel:
     """train_step compiled for four devices as train() does it; `run` starts it afresh."""
 
-    def __init__(self, config):
+    def __init__(self, config, **options):
         self.config = config
         self.models, _, self.frozen, self.params = trainer.load_models(config, jnp.float32)
         schedule = trainer.lr_schedule(
@@ -354,13 +387,19 @@ class Parallel:
             config.adam_beta2,
             config.adam_epsilon,
             config.adam_weight_decay,
-            config.max_grad_norm,
         )
-        rate = config.conditioning_dropout_prob
-        step = partial(trainer.train_step, models=self.models, tx=tx, dropout_rate=rate)
+        options = {"max_grad_norm": config.max_grad_norm, "num_slices": NUM_DEVICES} | options
+        step = partial(
+            trainer.train_step,
+            models=self.models,
+            tx=tx,
+            dropout_rate=config.conditioning_dropout_prob,
+            **options,
+        )
         self.step = jax.pmap(step, axis_name="batch", donate_argnums=0)
+        cut = partial(trainer.my_slice, num_slices=options["num_slices"])
         self.init = jax.pmap(
-            lambda p: trainer.TrainState(jnp.int32(0), p, tx.init(p)), axis_name="batch"
+            lambda p: trainer.TrainState(jnp.int32(0), p, tx.init(cut(p))), axis_name="batch"
         )
 
     def run(self, batches, seed):
@@ -486,7 +525,7 @@ def test_replicas_stay_equal_and_seeds_decide(parallel):
     steps = list(parallel.run(batches, seed=7))
     state, _ = steps[-1]
     assert np.asarray(state.step).tolist() == [3] * NUM_DEVICES
-    for leaf in jax.tree.leaves(state):
+    for leaf in jax.tree.leaves(state.params):
         shards = [np.asarray(s.data).tobytes() for s in leaf.addressable_shards]
         assert len(shards) == NUM_DEVICES
         assert len(set(shards)) == 1
@@ -501,12 +540,49 @@ def test_replicas_stay_equal_and_seeds_decide(parallel):
     assert (again["loss"] != other["loss"]).all()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"num_slices": 1}, {"num_micro_batches": 2}, {"num_slices": 1, "num_micro_batches": 2}],
+    ids=str,
+)
+def test_sharing_out_and_accumulating_change_nothing(parallel, options):
+    """Slices of the optimizer on each device or all of it, a device's pairs at once or in parts."""
+    batches = [make_batch(seed) for seed in range(3)]
+    runs = [
+        [(replica(state.params), jax.device_get(metrics)) for state, metrics in run]
+        for run in (parallel.run(batches, 0), Parallel(parallel.config, **options).run(batches, 0))
+    ]
+    for (params, metrics), (other_params, other_metrics) in zip(*runs):
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(metrics[name], other_metrics[name], rtol=1e-5)
+        for name, x in params.items():
+            np.testing.assert_allclose(x, other_params[name], atol=2e-5, err_msg=name)
+
+
+def test_each_device_holds_its_slice_of_the_moments(parallel):
+    (state, _), *_ = parallel.run([make_batch(0)], 0)
+    params, moments = flatten_dict(state.params), flatten_dict(state.opt_state[0].mu)
+    for name, x in params.items():
+        axis = trainer.split_axis(x.shape[1:], NUM_DEVICES)
+        shape = list(x.shape)
+        if axis is not None:
+            shape[axis + 1] //= NUM_DEVICES
+        assert moments[name].shape == tuple(shape)
+    sizes = [sum(x.size for x in tree.values()) for tree in (moments, params)]
+    assert sizes[0] / sizes[1] < 0.26  # a few small ones do not divide
+    assert trainer.split_axis((3, 3, 320, 640), 8) == 3
+    assert trainer.split_axis((3, 3, 320, 4), 8) == 2
+    assert trainer.split_axis((3, 3, 4, 4), 8) is None and trainer.split_axis((8,), 1) is None
+    assert trainer.split_axis((), 8) is None
+
+
 # The average of the weights
 
 
 def test_ema_plan():
-    def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None):
-        return trainer.ema_plan(ema, steps, fraction, start, decay)
+    def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None, **options):
+        average = trainer.ema_plan(ema, steps, fraction, start, decay, **options)
+        return average.first_step, average.decay(1000)
 
     assert plan() == (964, pytest.approx(1 - 5 / 36))
     assert plan(steps=15000) == (14460, pytest.approx(1 - 5 / 540))
@@ -516,11 +592,23 @@ def test_ema_plan():
     assert plan(start=0, decay=0.0) == (0, 0.0)
     assert plan("full", fraction=0.5) == (0, pytest.approx(0.995))
     assert plan("full", decay=0.9) == (0, 0.9)
-    assert plan("none", fraction=-1) == (None, None)
+    assert plan("full", decay=0.9, every=3) == (0, pytest.approx(0.729))
+    assert plan("none", fraction=-1)[0] is None
     # Windows shorter than five steps are the last step alone; there is always one to average.
     assert plan(steps=10) == (9, 0.0)
     assert plan(steps=10, fraction=1e-9) == (9, 0.0)
     assert plan(fraction=1.0) == (0, pytest.approx(0.995))
+
+    average = trainer.ema_plan("late", 20, start_step=10, every=3)
+    assert [step for step in range(21) if average.update_of(step)] == [13, 16, 19]
+    assert [average.update_of(step) for step in (12, 13, 16)] == [0, 1, 2]
+    assert not any(map(trainer.ema_plan("none", 20).update_of, range(21)))
+
+
+def test_warmup_is_that_of_diffusers():
+    reference = EMAModel([torch.nn.Parameter(torch.zeros(1))], decay=0.999)
+    for n in (1, 2, 3, 10, 1000, 9000, 100000):
+        assert trainer.warmup_decay(n, 0.999) == pytest.approx(reference.get_decay(n))
 
 
 def test_ema_is_the_closed_form_and_diffusers():
@@ -581,7 +669,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     step, update = "train_step", "ema_update"
     assert [name for name, _ in calls[1:]] == [
         *[step, step],
-        *["ema_start", step, update, step, update, step, update],
+        *["ema_start", step, update, step, update, step, update, "whole"],
     ]
     first = {name: i for i, (name, _) in reversed(list(enumerate(calls)))}
     assert [num > 0 for _, num in calls] == [i == first[name] for i, (name, _) in enumerate(calls)]
@@ -802,6 +890,11 @@ BAD_FLAGS = [
     ({"ema": "none", "ema_decay": 0.9}, "ema_decay=0.9 goes with --ema late or full, not none"),
     ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
     ({"seed": 2**32}, "seed=4294967296 must be from 0 to 4294967295"),
+    ({"gradient_accumulation_steps": 3}, "=3 must divide the 2 pairs of a device"),
+    ({"snr_gamma": 0.0}, "snr_gamma=0.0 must be above 0 and finite"),
+    ({"ema_every": 0}, "ema_every=0 must be from 1 to the averaged steps"),
+    ({"ema_fraction": 1.5}, "ema_fraction=1.5 must be above 0 and at most 1, a window as long"),
+    ({"ema": "none", "ema_warmup": True}, "ema_warmup=True goes with --ema late or full"),
     ({"ema_start_step": -1}, "ema_start_step=-1 must be from 0 to max_train_steps-1, 4"),
     ({"ema_start_step": 5}, "ema_start_step=5 must be from 0 to max_train_steps-1, 4"),
     ({"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
