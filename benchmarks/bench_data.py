@@ -9,7 +9,7 @@ quality 100, row groups of 1000 rows, 400 MB) from photographs, and measures pai
 All of it on tiny shards, in seconds:
 
     python benchmarks/bench_data.py --rows_per_shard 64 --epoch_rows 256 --rounds 1 \\
-        --slice_seconds 0.3 --output quick.json
+        --slice_seconds 0.3 --warm_up_pairs 0 --output quick.json
 
 Methods:
     ours              ParquetImagePairs; also with resample="lanczos"
@@ -121,6 +121,7 @@ class Config:
     epoch_rows: int = 24000  # that an epoch has at least: links to the shards make it long
     rounds: int = 5  # each measures every method once
     slice_seconds: float = 3.0  # least time of a measurement
+    warm_up_pairs: int = 6000  # that ours gives before it is measured: its shuffle buffer and more
     memory_epochs: int = 3  # to measure memory over; 0 does not measure it
     output: str = "benchmarks/results/bench_data.json"
     seed: int = 0
@@ -343,24 +344,27 @@ def cpu_seconds() -> float:
     return time.process_time() + running + ended.ru_utime + ended.ru_stime
 
 
-def measure(stream: Iterator[dict], rows_at_once: int, seconds: float) -> dict:
+def measure(
+    stream: Iterator[dict], rows_at_once: int, seconds: float, warm_up_pairs: int = 0
+) -> dict:
     """Pairs per second and per CPU second of a stream, in its steady state.
 
-    The clock starts after the first batch and a third of `seconds` more. By then shards are open,
-    buffers full and the row groups an epoch begins with are read; and the stream, of which batches
-    are taken as fast as they come, is as far ahead of its consumer as it is when the clock stops:
-    what was prefetched before the start makes up for what is prefetched at the end.
+    The clock starts after the first batch, a third of `seconds` and `warm_up_pairs` more. By then
+    shards are open, buffers full and the row groups an epoch begins with are read; and the stream,
+    of which batches are taken as fast as they come, is as far ahead of its consumer as it is when
+    the clock stops: what was prefetched before the start makes up for what is at the end.
 
     Args:
         stream: batches for ever.
         rows_at_once: pairs are measured in multiples of this, a row group, so that reading one is
             counted as often as decoding its rows.
         seconds: the clock runs for at least this long.
+        warm_up_pairs: taken before it starts.
     """
-    next(stream)
+    num_pairs = len(next(stream)["edit_prompt"])
     ready = time.perf_counter() + seconds / 3
-    while time.perf_counter() < ready:
-        next(stream)
+    while time.perf_counter() < ready or num_pairs < warm_up_pairs:
+        num_pairs += len(next(stream)["edit_prompt"])
     start, start_cpu = time.perf_counter(), cpu_seconds()
     num_pairs = until = 0
     while num_pairs == 0 or time.perf_counter() - start < seconds:
@@ -484,12 +488,14 @@ def run_rounds(
     rounds: int,
     rows_at_once: int,
     seconds: float,
+    warm_up_pairs: int,
 ) -> list[dict]:
     """Measure every method on every number of threads, once a round.
 
     Args:
         streams: method -> (threads -> its stream); None: it is left out.
-        rounds, rows_at_once, seconds: see `measure`.
+        rounds: each measures every method once.
+        rows_at_once, seconds, warm_up_pairs: see `measure`; the last is for ours.
 
     Returns:
         Of each round {method: {threads: figures}}, with None for what is left out.
@@ -506,7 +512,12 @@ def run_rounds(
                 for name in names[shift:] + names[:shift]:
                     bar.set_postfix_str(f"{name}, {threads}")
                     with contextlib.closing(streams[name](threads)) as stream:
-                        results[-1][name][str(threads)] = measure(stream, rows_at_once, seconds)
+                        results[-1][name][str(threads)] = measure(
+                            stream,
+                            rows_at_once,
+                            seconds,
+                            warm_up_pairs if name.startswith("ours") else 0,
+                        )
                     bar.update()
     return results
 
@@ -523,6 +534,7 @@ def bench(config: Config) -> dict:
         ("epoch_rows", 2 * BATCH_SIZE),
         ("rounds", 1),
         ("slice_seconds", 0),
+        ("warm_up_pairs", 0),
         ("memory_epochs", 0),
         ("seed", 0),
     ):
@@ -560,6 +572,7 @@ def bench(config: Config) -> dict:
             config.rounds,
             rows_at_once,
             config.slice_seconds,
+            config.warm_up_pairs,
         )
 
         memory = []

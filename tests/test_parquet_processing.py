@@ -600,17 +600,27 @@ def test_torch_data_loader(numbered, monkeypatch):
         next(iter(dataset))
 
 
+@pytest.mark.parametrize("max_rows", [1, 8, 33, 53, 60])
+def test_max_rows_are_the_first(numbered, max_rows):
+    dataset = ParquetImagePairs(numbered, batch_size=1, resolution=4, max_rows=max_rows)
+    rows = sorted(int(prompt) for prompt in prompts_of(dataset))
+    assert rows == list(range(min(max_rows, 53)))
+
+
+def test_max_rows_are_too_few(numbered):
+    with pytest.raises(ValueError, match="batch_size=4 needs 4 rows .*max_rows=3 of .* has 3"):
+        ParquetImagePairs(numbered, batch_size=4, resolution=4, max_rows=3)
+    with pytest.raises(ValueError, match="max_rows=0 must be at least 1"):
+        ParquetImagePairs(numbered, batch_size=4, max_rows=0)
+
+
 @pytest.mark.parametrize("num_parts, window", [(1, 0), (1, 20), (2, 10), (3, 40)])
 def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
     """Counts the row groups that are alive: at most a window of each part, its ends, one ahead."""
     read, alive, most = parquet_processing.read_row_group, set(), []
 
-    class Pictures(list):  # can be referred to weakly, as no plain list can
-        pass
-
-    def watched(group):
-        cells = read(group)
-        cells = cells._replace(originals=Pictures(cells.originals))
+    def watched(*args):
+        cells = read(*args)
         alive.add(id(cells.originals))
         weakref.finalize(cells.originals, alive.remove, id(cells.originals))
         most.append(len(alive))
