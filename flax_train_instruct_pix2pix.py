@@ -11,18 +11,30 @@ CPU, with the demo's model and data (`make demo` makes both), in about a minute:
         --unet_model_name_or_path demo/output/modified_unet --train_data_dir demo/output/data \\
         --resolution 64 --train_batch_size 8 --max_train_steps 50 --output_dir /tmp/trained
 
-Stable Diffusion 1.5 needs about 14 GB per device for parameters, optimizer and gradients, 3.4 GB
-for the average from its first step on, and the activations of its share of the batch. On a slice
-run the same command on every worker, each with its own part of the shards (script.py, script.sh)
-or all with the same. No row is trained on twice in an epoch; it says how many are left out.
+Interrupted, by SIGTERM, Ctrl-C or the plug: run the same command again. It goes on from the newest
+checkpoint in OUTPUT_DIR/checkpoints and ends with the very weights it would have had.
+
+Stable Diffusion 1.5 needs 3.4 GB per device for each of parameters and gradients; as much, divided
+by the number of devices, for each of two moments and, from its first step on, the average; and the
+activations of a micro-batch (tpu_compile.py tells what a TPU slice holds). On a slice run the same
+command on every worker, each with its own part of the shards (script.py, script.sh) or all with the
+same; on other clusters also say who is who: --coordinator_address, --num_processes, --process_id.
+No row is trained on twice in an epoch; it says how many are left out.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
 """
 
+import itertools
 import json
 import logging
+import os
+import resource
+import shlex
+import shutil
+import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,22 +47,61 @@ import numpy as np
 import optax
 import tyro
 from flax import struct
-from flax.jax_utils import replicate, unreplicate
-from flax.training.common_utils import shard
-from jax.experimental.multihost_utils import process_allgather
+from jax.experimental.multihost_utils import process_allgather, sync_global_devices
+from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
+from checkpoints_flax import Checkpoints, find_checkpoint, tree_checksum
+from ema_flax import SIGMA_RELS, ema_plan, ema_start, ema_update
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
+from parallel_flax import (
+    StopSignal,
+    check_agreement,
+    first,
+    from_process_0,
+    local_shares,
+    mean_slice,
+    my_slice,
+    norm_of_slices,
+    put,
+    put_shares,
+    start_distributed,
+    to_host,
+    whole,
+)
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     load_tokenizer,
+    to_rgb,
 )
+from report_flax import MetricsLog, check_hub, push_to_hub, validation_grid, write_model_card
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
-EMA_HORIZONS = 5  # the averaging window in units of 1 / (1 - decay)
+VALIDATION_INFERENCE_STEPS = 20
+IN_FLIGHT = 2  # steps that the devices may be behind the host, and batches put on them ahead
+
+# Flags that may differ from one start of a run to the next: with them it stays the same run, up to
+# rounding. Models and data may move; they are known by what they hold.
+MAY_CHANGE = frozenset(
+    """
+    pretrained_model_name_or_path unet_model_name_or_path revision variant train_data_dir
+    dataloader_num_workers max_bad_fraction gradient_checkpointing gradient_accumulation_steps
+    shard_optimizer output_dir overwrite_output_dir save_raw_unet logging_steps report_to
+    tracker_project_name checkpointing_steps checkpoints_total_limit resume_from_checkpoint
+    validation_image validation_prompt validation_steps profile_steps push_to_hub hub_model_id
+    compilation_cache_dir coordinator_address num_processes process_id num_train_epochs
+    """.split()  # noqa: SIM905
+)
+# Of them, those that may also differ from one process to another.
+PER_PROCESS = frozenset(
+    """
+    pretrained_model_name_or_path unet_model_name_or_path train_data_dir dataloader_num_workers
+    output_dir compilation_cache_dir coordinator_address process_id
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +116,7 @@ class Config:
     original_image_column: str = ""  # "" finds original_image or input_image
     edited_image_column: str = ""  # "" finds edited_image
     edit_prompt_column: str = ""  # "" finds edit_prompt
+    max_train_samples: int | None = None  # train on the first so many pairs only
     resolution: int = 256  # side of the square training pictures, pixels
     random_crop: bool = True  # crop anywhere along the longer side, else in the middle
     random_flip: bool = True  # mirror half of the pairs
@@ -76,6 +128,7 @@ class Config:
     train_batch_size: int = 16  # pairs per step over all devices of all hosts
     gradient_accumulation_steps: int = 1  # micro-batches that a step's pairs are split into
     max_train_steps: int = 15000  # optimizer steps
+    num_train_epochs: int | None = None  # instead of max_train_steps
     learning_rate: float = 5e-5  # peak
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     lr_warmup_steps: int = 0  # linear from 0
@@ -91,12 +144,13 @@ class Config:
     shard_optimizer: bool = True  # each device updates and averages its slice of the weights
     seed: int = 42
     # exponential moving average of the weights
-    ema: Literal["none", "late", "full"] = "late"  # late: only in the final stage
+    ema: Literal["none", "late", "full", "power"] = "late"  # late: only in the final stage
     ema_fraction: float = 0.036  # late: the share of the run, at its end, that is averaged
     ema_start_step: int | None = None  # late: the first averaged step, instead of ema_fraction
     ema_decay: float | None = None  # of a step; None is 1 - 5 / (averaged steps)
     ema_every: int = 1  # steps between updates, which then have the decay ema_decay^ema_every
     ema_warmup: bool = False  # smaller decays at first, (1 + n) / (10 + n), as diffusers has it
+    ema_snapshot_steps: int | None = None  # power: between snapshots; None is 1/8 of the run
     # output
     output_dir: str = "instruct-pix2pix-model"  # becomes a diffusers pipeline folder
     overwrite_output_dir: bool = False  # replace the model that an earlier run left there
@@ -104,6 +158,22 @@ class Config:
     logging_steps: int = 50  # steps between lines of metrics.jsonl
     report_to: Literal["none", "wandb"] = "none"
     tracker_project_name: str = "instruct-pix2pix"  # wandb project
+    checkpointing_steps: int = 500  # steps between checkpoints; 0 saves at SIGTERM and Ctrl-C only
+    checkpoints_total_limit: int | None = 2  # so many are kept; None keeps all
+    resume_from_checkpoint: str = (
+        "latest"  # of output_dir; or none; or a folder, .../checkpoints/500
+    )
+    validation_image: tuple[str, ...] = ()  # pictures to edit while training
+    validation_prompt: tuple[str, ...] = ()  # an instruction for each, or one for all
+    validation_steps: int = 500  # steps between such edits, in OUTPUT_DIR/validation
+    profile_steps: str = ""  # FIRST:LAST, to trace these steps into OUTPUT_DIR/profile
+    push_to_hub: bool = False  # upload the model; needs HF_TOKEN or `hf auth login`
+    hub_model_id: str | None = None  # OWNER/NAME to upload it to; None is output_dir's name
+    compilation_cache_dir: str = "~/.cache/jax"  # programs for the next start; "" keeps none
+    # several hosts, where no TPU slice, Slurm or Open MPI says so by itself: all three, or none
+    coordinator_address: str | None = None  # HOST:PORT of process 0
+    num_processes: int | None = None
+    process_id: int | None = None  # of this one, from 0
 
 
 class Models(NamedTuple):
@@ -188,56 +258,6 @@ def diffusion_loss(
     else:
         weight = jnp.minimum(1, snr_gamma / snr)
     return (error * weight).mean()
-
-
-def split_axis(shape, num_slices):
-    """The longest axis that num_slices divides; None: no such, or 1 slice, and it stays whole."""
-    axes = [axis for axis, size in enumerate(shape) if size and size % num_slices == 0]
-    return max(axes, key=lambda axis: shape[axis], default=None) if num_slices > 1 else None
-
-
-def my_slice(tree, num_slices):
-    """This replica's slice of every parameter, under pmap(axis_name="batch")."""
-
-    def cut(x):
-        axis = split_axis(x.shape, num_slices)
-        if axis is None:
-            return x
-        size = x.shape[axis] // num_slices
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("batch") * size, size, axis)
-
-    return jax.tree.map(cut, tree)
-
-
-def mean_slice(grads, num_slices):
-    """This replica's slice of the mean of all replicas' gradients: a reduce-scatter."""
-
-    def reduce(g):
-        axis = split_axis(g.shape, num_slices)
-        if axis is None:
-            return jax.lax.pmean(g, "batch")
-        return jax.lax.psum_scatter(g, "batch", scatter_dimension=axis, tiled=True) / num_slices
-
-    return jax.tree.map(reduce, grads)
-
-
-def whole(slices, like, num_slices):
-    """Put the replicas' slices together again, an all-gather; like: a tree of the whole shapes."""
-
-    def gather(x, full):
-        axis = split_axis(full.shape, num_slices)
-        return x if axis is None else jax.lax.all_gather(x, "batch", axis=axis, tiled=True)
-
-    return jax.tree.map(gather, slices, like)
-
-
-def norm_of_slices(slices, like, num_slices):
-    """Global norm of a tree of which every replica has its slices."""
-    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), slices)
-    is_cut = [split_axis(x.shape, num_slices) is not None for x in jax.tree.leaves(like)]
-    cut = sum(x for x, c in zip(jax.tree.leaves(squares), is_cut) if c)
-    uncut = sum(x for x, c in zip(jax.tree.leaves(squares), is_cut) if not c)
-    return jnp.sqrt(jax.lax.psum(cut, "batch") + uncut if any(is_cut) else uncut)
 
 
 def clip_by_norm(grads, norm, max_norm):
@@ -370,97 +390,47 @@ def train_step(
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
 
-def ema_start(params, num_slices=1):
-    """A copy of the parameters, or this replica's slice: the average starts where they are."""
-    return jax.tree.map(jnp.copy, my_slice(params, num_slices))
+class Programs(NamedTuple):
+    """What runs on the devices; each is compiled at its first call, or by tpu_compile.py."""
+
+    init: Callable  # parameters -> TrainState
+    train_step: Callable  # (state, frozen, batch, base_rng) -> (state, metrics)
+    ema_start: Callable  # parameters -> average, in slices
+    ema_update: Callable  # (average, parameters, decay) -> average
+    cut: Callable  # whole arrays -> slices
+    whole: Callable  # slices of the size of parameters -> parameters
 
 
-def ema_update(ema_params, params, decay, num_slices=1):
-    """Move the average towards the parameters: decay * ema_params + (1 - decay) * params."""
-    params = my_slice(params, num_slices)
-    return jax.tree.map(lambda ema, p: ema + (1 - decay) * (p - ema), ema_params, params)
-
-
-def warmup_decay(num_updates, decay):
-    """The decay of an update (counted from 1) with warm-up: (1 + s) / (10 + s), at most decay.
-
-    s counts the updates before this one; the first takes the parameters as they are.
-
-    Source: diffusers' EMAModel.
-    """
-    s = num_updates - 1
-    return min(decay, (1 + s) / (10 + s)) if s else 0.0
-
-
-class EmaPlan(NamedTuple):
-    """When the average is taken and how fast it forgets."""
-
-    first_step: int | None  # the first averaged step; None: no average
-    every: int  # steps between updates
-    decay: Callable[[int], float]  # of an update, counted from 1
-
-    def update_of(self, num_steps):
-        """Which update the average gets after so many steps of the run, from 1; 0: none."""
-        averaged = 0 if self.first_step is None else num_steps - self.first_step
-        return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
-
-
-def ema_plan(
-    ema, max_train_steps, fraction=0.036, start_step=None, decay=None, every=1, warmup=False
-):
-    """Plan the average of a run.
-
-    The default decay is 1 - 5 / window: whatever the run's length, the weights that the average
-    starts from keep e^-5 = 0.7% of it.
+def make_programs(config, models, tx, params, num_slices, devices=None):
+    """Wrap the functions above for all devices; arrays of all programs are (local devices, ...).
 
     Args:
-        ema: "none", "late" (in the final stage) or "full" (from the first step).
-        max_train_steps: length of the run, steps.
-        fraction: late: the share of the run that is averaged, in (0, 1].
-        start_step: late: the first averaged step instead, in [0, max_train_steps); or None.
-        decay: of a step, in [0, 1), or None for the default.
-        every: steps between updates, which then have the decay decay^every.
-        warmup: smaller decays at first, see warmup_decay.
-
-    Returns:
-        EmaPlan.
-
-    Raises:
-        ValueError: a number is out of its range, or has no meaning with this kind of average.
-
-    Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
+        config: Config.
+        models, tx, num_slices: as for train_step.
+        params: the UNet's parameters, or their shapes.
+        devices: to compile for; None: all there are.
     """
-    if ema != "late" and start_step is not None:
-        raise ValueError(f"ema_start_step={start_step} goes with --ema late, not {ema}")
-    if ema == "none":
-        for name, value in (("ema_decay", decay), ("ema_warmup", warmup or None)):
-            if value is not None:
-                raise ValueError(f"{name}={value} goes with --ema late or full, not none")
-        return EmaPlan(None, 1, lambda n: 0.0)
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            f"ema_fraction={fraction} must be above 0 and at most 1, a window as long as the run"
-        )
-    if ema == "full":
-        start = 0
-    elif start_step is None:
-        start = max_train_steps - max(1, round(max_train_steps * fraction))
-    else:
-        start = start_step
-    if not 0 <= start < max_train_steps:
-        raise ValueError(
-            f"ema_start_step={start} must be from 0 to max_train_steps-1, {max_train_steps - 1}; "
-            "or use --ema none"
-        )
-    window = max_train_steps - start
-    if not 1 <= every <= window:
-        raise ValueError(f"ema_every={every} must be from 1 to the averaged steps, {window}")
-    if decay is None:
-        decay = max(0.0, 1 - EMA_HORIZONS / window)
-    if not 0 <= decay < 1:
-        raise ValueError(f"ema_decay={decay} must be at least 0 and below 1")
-    decay **= every
-    return EmaPlan(start, every, partial(warmup_decay, decay=decay) if warmup else lambda n: decay)
+    # One axis name for all: pmap compiles anew for arrays that come from an axis of another name.
+    pmap = partial(jax.pmap, axis_name="batch", devices=devices)
+    cut = partial(my_slice, num_slices=num_slices)
+    step = partial(
+        train_step,
+        models=models,
+        tx=tx,
+        dropout_rate=config.conditioning_dropout_prob,
+        snr_gamma=config.snr_gamma,
+        max_grad_norm=config.max_grad_norm,
+        num_micro_batches=config.gradient_accumulation_steps,
+        num_slices=num_slices,
+    )
+    return Programs(
+        init=pmap(lambda p: TrainState(jnp.int32(0), p, tx.init(cut(p))), donate_argnums=0),
+        train_step=pmap(step, donate_argnums=0),
+        ema_start=pmap(lambda p: ema_start(cut(p))),
+        ema_update=pmap(lambda e, p, decay: ema_update(e, cut(p), decay), donate_argnums=0),
+        cut=pmap(cut),
+        whole=pmap(lambda e: whole(e, params, num_slices)),
+    )
 
 
 def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
@@ -487,6 +457,23 @@ def make_optimizer(schedule, beta1, beta2, epsilon, weight_decay):
     return optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
 
 
+def make_plans(config: Config, max_train_steps):
+    """The averages' EmaPlan and the learning rate's schedule of a run of so many steps."""
+    plan = ema_plan(
+        config.ema,
+        max_train_steps,
+        config.ema_fraction,
+        config.ema_start_step,
+        config.ema_decay,
+        config.ema_every,
+        config.ema_warmup,
+    )
+    schedule = lr_schedule(
+        config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, max_train_steps
+    )
+    return plan, schedule
+
+
 def nearest_multiples(number, factor):
     """The positive multiples of factor around number, for an error message: "2 or 4"."""
     below = number // factor * factor
@@ -510,6 +497,45 @@ def check_config(config: Config, num_devices: int):
             f"{share} pairs of a device (train_batch_size={config.train_batch_size} on "
             f"{num_devices} devices)"
         )
+    for name in (
+        "max_train_samples",
+        "num_train_epochs",
+        "checkpoints_total_limit",
+        "ema_snapshot_steps",
+        "validation_steps",
+    ):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.checkpointing_steps < 0:
+        raise ValueError(f"checkpointing_steps={config.checkpointing_steps} must be at least 0")
+    if config.num_train_epochs is not None and config.max_train_steps != Config.max_train_steps:
+        raise ValueError(
+            f"num_train_epochs={config.num_train_epochs} and max_train_steps="
+            f"{config.max_train_steps} both say how long to train; leave out one"
+        )
+    if config.ema_snapshot_steps is not None and config.ema != "power":
+        raise ValueError(
+            f"ema_snapshot_steps={config.ema_snapshot_steps} goes with --ema power, not "
+            f"{config.ema}"
+        )
+    num_pictures, num_prompts = len(config.validation_image), len(config.validation_prompt)
+    if num_prompts not in (num_pictures, min(1, num_pictures)):
+        raise ValueError(
+            f"{num_pictures} validation_image and {num_prompts} validation_prompt do not go "
+            "together; give one instruction for each picture, or one for all"
+        )
+    for path in config.validation_image:
+        if not Path(path).is_file():
+            raise ValueError(f"validation_image={path} is not a file")
+        try:
+            Image.open(path).close()
+        except UnidentifiedImageError as error:
+            raise ValueError(f"validation_image={path} is not a picture") from error
+    if config.hub_model_id is not None and not config.push_to_hub:
+        raise ValueError(f"hub_model_id={config.hub_model_id} goes with --push_to_hub")
+    profile_window(config.profile_steps)
+    if config.num_train_epochs is None:
+        make_plans(config, config.max_train_steps)
     if config.snr_gamma is not None and not 0 < config.snr_gamma < float("inf"):
         raise ValueError(f"snr_gamma={config.snr_gamma} must be above 0 and finite; 5 is usual")
     if not 0 <= config.seed < 2**32:
@@ -542,6 +568,20 @@ def check_config(config: Config, num_devices: int):
             f"output_dir={config.output_dir} holds a model already; name another folder, or "
             "replace it with --overwrite_output_dir"
         )
+
+
+def profile_window(text):
+    """The first and the last step, counted from 0, that "FIRST:LAST" names; (-1, -1) of ""."""
+    if not text:
+        return -1, -1
+    numbers = text.split(":")
+    if (
+        len(numbers) != 2
+        or not all(map(str.isdecimal, numbers))
+        or int(numbers[0]) > int(numbers[1])
+    ):
+        raise ValueError(f"profile_steps={text} must be FIRST:LAST, two step numbers; try 10:12")
+    return tuple(map(int, numbers))
 
 
 def load_models(config: Config, dtype):
@@ -605,23 +645,65 @@ def load_models(config: Config, dtype):
     return Models(unet, vae, text_encoder, scheduler), pipeline, frozen, float32(unet_params)
 
 
+def run_identity(config, num_devices, max_train_steps, dataset, params, frozen):
+    """What makes a run this run and no other, flat: flags, devices, data, the models' weights."""
+    flags = {name: value for name, value in asdict(config).items() if name not in MAY_CHANGE}
+    data = dataset.state_dict()
+    return flags | {
+        "max_train_steps": max_train_steps,
+        "number of devices": num_devices,
+        "columns of train_data_dir": data["columns"],
+        "shards of train_data_dir": data["data"],
+        "weights of unet_model_name_or_path": tree_checksum(params),
+        "weights of pretrained_model_name_or_path": tree_checksum(
+            [frozen["vae"], frozen["text_encoder"]]
+        ),
+    }
+
+
+def by_name(tree):
+    """A tree as a flat dict: names as "opt_state/0/mu/conv_in/kernel" -> arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def state_shapes(params, tx, num_averages):
+    """Whole shapes of all that a checkpoint holds, given those of the UNet's parameters."""
+    opt_state = jax.eval_shape(tx.init, params)
+    return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
+
+
+def read_state(checkpoints, step, shapes, cut):
+    """A checkpoint on the devices: process 0 reads it and tells the others, array by array.
+
+    Args:
+        checkpoints: Checkpoints on process 0, None on the others.
+        step: of the checkpoint.
+        shapes: state_shapes of what it holds.
+        cut: program that cuts optimizer state and averages into slices.
+
+    Returns:
+        (TrainState, list of averages).
+    """
+    saved = checkpoints.read_state(step) if checkpoints else {}
+    arrays = []
+    for name, shape in by_name(shapes).items():
+        x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
+        x = put(from_process_0(x))
+        arrays.append(x if name.startswith("params/") else cut(x))
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    return TrainState(put(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
+
+
 def train(config: Config):
-    """The run: load, loop, save. Returns nothing; the results are in config.output_dir."""
+    """The run: load, go on or begin, loop, save. All results are in config.output_dir."""
+    start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     num_devices, num_processes = jax.device_count(), jax.process_count()
     is_main = jax.process_index() == 0
     check_config(config, num_devices)
-    average = ema_plan(
-        config.ema,
-        config.max_train_steps,
-        config.ema_fraction,
-        config.ema_start_step,
-        config.ema_decay,
-        config.ema_every,
-        config.ema_warmup,
-    )
-    schedule = lr_schedule(
-        config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, config.max_train_steps
-    )
+    if config.compilation_cache_dir and jax.config.jax_compilation_cache_dir is None:
+        cache = Path(config.compilation_cache_dir).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(cache))
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
     dataset = ParquetImagePairs(  # first: its faults show before gigabytes are loaded
         config.train_data_dir,
@@ -634,6 +716,7 @@ def train(config: Config):
         original_image_column=config.original_image_column,
         edited_image_column=config.edited_image_column,
         edit_prompt_column=config.edit_prompt_column,
+        max_rows=config.max_train_samples,
         process_index=jax.process_index(),
         process_count=num_processes,
         num_parts=num_devices,
@@ -642,8 +725,13 @@ def train(config: Config):
         shuffle_buffer=config.shuffle_buffer,
         max_bad_fraction=config.max_bad_fraction,
     )
-    models, pipeline, frozen, params = load_models(config, dtype)
-
+    max_train_steps = config.max_train_steps
+    if config.num_train_epochs is not None:
+        max_train_steps = config.num_train_epochs * len(dataset)
+    plan, schedule = make_plans(config, max_train_steps)
+    snapshot_steps = 0  # none
+    if config.ema == "power":
+        snapshot_steps = config.ema_snapshot_steps or max(1, max_train_steps // 8)
     tx = make_optimizer(
         schedule,
         config.adam_beta1,
@@ -651,189 +739,354 @@ def train(config: Config):
         config.adam_epsilon,
         config.adam_weight_decay,
     )
+    models, pipeline, frozen, params = load_models(config, dtype)
+    shapes = jax.eval_shape(lambda: params)
+    num_params = sum(x.size for x in jax.tree.leaves(params))
     num_slices = num_devices if config.shard_optimizer else 1
-    # One axis name for all: pmap compiles anew for arrays that come from an axis of another name.
-    pmap = partial(jax.pmap, axis_name="batch")
-    p_train_step = pmap(
-        partial(
-            train_step,
-            models=models,
-            tx=tx,
-            dropout_rate=config.conditioning_dropout_prob,
-            snr_gamma=config.snr_gamma,
-            max_grad_norm=config.max_grad_norm,
-            num_micro_batches=config.gradient_accumulation_steps,
-            num_slices=num_slices,
-        ),
-        donate_argnums=0,
-    )
-    p_init = pmap(
-        lambda p: TrainState(jnp.int32(0), p, tx.init(my_slice(p, num_slices))), donate_argnums=0
-    )
-    p_ema_start = pmap(partial(ema_start, num_slices=num_slices))
-    p_ema_update = pmap(partial(ema_update, num_slices=num_slices), donate_argnums=0)
-    p_whole = pmap(partial(whole, num_slices=num_slices))
+    programs = make_programs(config, models, tx, shapes, num_slices)
 
-    state = p_init(replicate(params, axis_name="batch"))
+    # What every process has to have alike, and a checkpoint too.
+    identity = run_identity(config, num_devices, max_train_steps, dataset, params, frozen)
+    shared = {k: v for k, v in asdict(config).items() if k not in PER_PROCESS}
+    check_agreement(json.dumps([identity, shared]))
+    output_dir = Path(config.output_dir)
+    if config.push_to_hub and is_main:
+        repo_id = check_hub(config.hub_model_id, output_dir)
+
+    # Process 0 finds the newest checkpoint, if any, and all go on from there.
+    source, done, run = None, 0, {}
+    if is_main:
+        source, done, run = find_checkpoint(output_dir, config.resume_from_checkpoint, identity)
+    done = int(from_process_0(np.int32(done)))
+    if done:
+        del params
+        averages_begun = plan.first_step is not None and done > plan.first_step
+        num_averages = len(plan.decays(1)) if averages_begun else 0
+        saved = state_shapes(shapes, tx, num_averages)
+        state, averages = read_state(source, done, saved, programs.cut)
+        epoch, batch = divmod(done, len(dataset))
+        dataset.load_state_dict(dataset.state_dict() | {"epoch": epoch, "batch": batch})
+    else:
+        state, averages = programs.init(put(params)), []
+        del params
     # In the compute dtype on the devices; what is saved at the end keeps its precision.
     cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
-    on_device = {name: cast(frozen[name]) for name in ("vae", "text_encoder")}
-    p_frozen = replicate(frozen | on_device, axis_name="batch")
-    del on_device
-    base_rng = replicate(jax.random.PRNGKey(config.seed), axis_name="batch")
-    ema_params = None
-    num_params = sum(x.size for x in jax.tree.leaves(params))
-    del params
+    p_frozen = put(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
+    base_rng = put(np.asarray(jax.random.PRNGKey(config.seed)))
+    window = run.get("losses", [])  # [loss, grad_norm] of each step since the last logged one
+    num_bad_here, num_bad_before = 0, run.get("num_bad", 0)
+    pending = deque()  # those that are still on the devices
+    first_profiled, last_profiled = profile_window(config.profile_steps)
+    side = (config.resolution, config.resolution)
+    originals = [
+        ImageOps.fit(to_rgb(Image.open(path)), side, Image.Resampling.LANCZOS)
+        for path in config.validation_image
+    ]
+    prompts = list(config.validation_prompt)
+    prompts *= len(originals) if len(prompts) == 1 else 1
 
-    output_dir = Path(config.output_dir)
-    log = None
+    log = checkpoints = None
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-        log = MetricsLog(config, output_dir / "metrics.jsonl")
+        log = MetricsLog(
+            output_dir, asdict(config), config.report_to, config.tracker_project_name, done
+        )
+        checkpoints = Checkpoints(output_dir / "checkpoints", config.checkpoints_total_limit, done)
+        if not done:  # of an earlier run
+            shutil.rmtree(output_dir / "ema_snapshots", ignore_errors=True)
         print(
             f"training {num_params / 1e6:.1f}M parameters on "
             f"{len(dataset) * config.train_batch_size} of {dataset.num_rows} pairs an epoch: "
             f"{config.train_batch_size} pairs a step on {num_devices} device(s), "
             f"{jax.devices()[0].device_kind}"
         )
-        if average.first_step is not None:
-            decay = average.decay(config.max_train_steps)
-            print(f"averaging the weights from step {average.first_step} with decay {decay:.6g}")
+        if done:
+            print(f"going on after step {done}")
+        if plan.first_step is not None:
+            decays = ", ".join(f"{decay:.6g}" for decay in plan.decays(max_train_steps))
+            print(f"averaging the weights from step {plan.first_step} with decay {decays}")
 
-    ema_decay = None
-    pending = []  # metrics still on the device, one dict per step since the last logged one
-    with tqdm(
-        total=config.max_train_steps, unit="step", desc="train", disable=not is_main
-    ) as progress:
+    def fetch():
+        """Wait for the steps in flight; their losses and norms join the window."""
+        while pending:
+            metrics = pending.popleft()
+            window.append([float(first(metrics[name])) for name in ("loss", "grad_norm")])
+        check_finite(np.reshape(window, (-1, 2)).sum(axis=1), num_steps - len(window))
+
+    def num_bad():
+        """Pairs of the batches so far that could not be decoded, over all processes."""
+        here = np.int32(num_bad_here)
+        return num_bad_before + int(process_allgather(here).sum() if num_processes > 1 else here)
+
+    def save_checkpoint():
+        fetch()
+        content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
+        like = state_shapes(shapes, tx, len(averages))
+        content = {
+            name: to_host(x, full, 1 if name.startswith("params/") else num_slices)
+            for (name, x), full in zip(by_name(content).items(), jax.tree.leaves(like))
+        }
+        run = {"identity": identity, "losses": window, "num_bad": num_bad()}
+        if is_main:
+            checkpoints.save(num_steps, content, run)
+            if jax.default_backend() == "cpu":  # the arrays are the devices' own, soon overwritten
+                checkpoints.wait()
+
+    def save_snapshots():
+        for sigma_rel, average in zip(SIGMA_RELS, averages):
+            average = to_host(average, shapes, num_slices)
+            if is_main:
+                folder = output_dir / "ema_snapshots" / f"{num_steps:08d}-{sigma_rel:.3f}"
+                half = jax.tree.map(lambda x: x.astype(np.float16), average)
+                save_whole(folder, partial(models.unet.save_pretrained, params=half))
+
+    def validate():
+        """Edit the validation pictures with the average, or without one with the parameters."""
+        unet = programs.whole(averages[0]) if averages else state.params
+        edits = edit_pictures(pipeline, {"unet": unet, **p_frozen}, originals, prompts, config.seed)
+        if is_main:
+            path = output_dir / "validation" / f"step-{num_steps:06d}.png"
+            save_whole(path, validation_grid(list(zip(originals, edits)), prompts).save)
+            log.pictures("validation", path, f"before and after, step {num_steps}", num_steps)
+
+    num_steps, waited, images, started, row, profiling = done, 0.0, 0, None, None, False
+    batches = batches_ahead(dataset, pipeline.prepare_text_inputs)
+    with (
+        StopSignal() as stop,
+        tqdm(
+            total=max_train_steps, initial=done, unit="step", desc="train", disable=not is_main
+        ) as progress,
+    ):
         progress.set_postfix_str("compiling")
-        batches = endless_batches(dataset, pipeline.prepare_text_inputs)
-        for step, batch in zip(range(config.max_train_steps), batches):
-            if step == average.first_step:
-                ema_params = p_ema_start(state.params)
-            state, metrics = p_train_step(state, p_frozen, shard(batch), base_rng)
-            if num_updates := average.update_of(step + 1):
-                ema_decay = average.decay(num_updates)
-                decay = replicate(np.float32(ema_decay), axis_name="batch")
-                ema_params = p_ema_update(ema_params, state.params, decay)
+        for step in range(done, max_train_steps):
+            if is_main and step == first_profiled:
+                profiling = True
+                jax.profiler.start_trace(output_dir / "profile")
+            asked = time.perf_counter()
+            batch, num_bad_here = next(batches)
+            waited += time.perf_counter() - asked
+            if step == plan.first_step:
+                averages = [programs.ema_start(state.params) for _ in plan.decays(1)]
+            state, metrics = programs.train_step(state, p_frozen, batch, base_rng)
+            num_steps = step + 1
+            if num_updates := plan.update_of(num_steps):
+                averages = [
+                    programs.ema_update(average, state.params, put(np.float32(decay)))
+                    for average, decay in zip(averages, plan.decays(num_updates))
+                ]
             pending.append(metrics)
-            if step == 0:  # the clock starts after compilation
+            if started is None:  # the clock starts after compilation
                 jax.block_until_ready(metrics)
-                started, images = time.perf_counter(), 0
+                started = time.perf_counter()
+                waited = 0.0
                 progress.set_postfix_str("")
-            else:  # one step stays in flight, so the bar is honest
-                jax.block_until_ready(pending[-2:-1])
+            else:
+                if len(pending) > IN_FLIGHT:  # so the bar is honest
+                    jax.block_until_ready(pending[-1 - IN_FLIGHT])
                 images += config.train_batch_size
             progress.update()
+            is_last = num_steps == max_train_steps
+            if profiling and (step == last_profiled or is_last):
+                profiling = False
+                jax.block_until_ready(metrics)
+                jax.profiler.stop_trace()
+            if num_steps % config.logging_steps == 0 or is_last:
+                fetch()
+                seconds = time.perf_counter() - started
+                num_averaged = len(averages) and (num_steps - plan.first_step) // plan.every
+                row = {
+                    "step": num_steps,
+                    "loss": float(np.mean(window, axis=0)[0]),
+                    "lr": float(schedule(step)),
+                    "grad_norm": window[-1][1],
+                    "images_per_second": images / seconds if images else None,
+                    "data_wait": waited / seconds if images else None,  # share of the time
+                    "memory_gb": peak_memory() / 1e9,
+                    "ema_decay": plan.decays(num_averaged)[0] if num_averaged else None,
+                    "num_bad": num_bad(),
+                }
+                window.clear()
+                images, waited, started = 0, 0.0, time.perf_counter()
+                if is_main:
+                    log.write(row)
+                    rate = row["images_per_second"]
+                    progress.set_postfix_str(
+                        f"loss={row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
+                    )
 
-            num_steps = step + 1
-            if num_steps % config.logging_steps and num_steps < config.max_train_steps:
-                continue
-            losses, norms = np.array(
-                [[unreplicate(m[name]) for m in pending] for name in ("loss", "grad_norm")]
+            # What follows does not count as time of training.
+            paused = time.perf_counter()
+            if snapshot_steps and (num_steps % snapshot_steps == 0 or is_last):
+                save_snapshots()
+            if config.validation_image and (num_steps % config.validation_steps == 0 or is_last):
+                validate()
+            stopping = stop.came_by(num_steps)
+            every = config.checkpointing_steps
+            if stopping or (every and (num_steps % every == 0 or is_last)):
+                save_checkpoint()
+            started += time.perf_counter() - paused
+            if stopping and not is_last:
+                break
+    del batches
+
+    if num_steps == max_train_steps:
+        source = (averages[0], num_slices) if averages else (state.params, 1)
+        params = to_host(source[0], shapes, source[1])
+        if is_main:
+            parts = {"unet": params, "vae": frozen["vae"], "text_encoder": frozen["text_encoder"]}
+            pipeline.save_pretrained(output_dir, parts)
+            if config.save_raw_unet:
+                raw_params = to_host(state.params, shapes)
+                models.unet.save_pretrained(output_dir / "unet_raw", params=raw_params)
+            write_model_card(
+                output_dir,
+                name=repo_id if config.push_to_hub else str(output_dir),
+                base_model=config.pretrained_model_name_or_path,
+                dataset=config.train_data_dir,
+                command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+                config=asdict(config),
+                metrics=row,
+                picture=f"validation/step-{num_steps:06d}.png" if originals else None,
             )
-            check_finite(losses + norms, num_steps - len(losses))
-            num_bad = dataset.num_bad
-            if num_processes > 1:
-                num_bad = int(process_allgather(np.int32(num_bad)).sum())
-            seconds = time.perf_counter() - started
-            row = {
-                "step": num_steps,
-                "loss": float(losses.mean()),
-                "lr": float(schedule(step)),
-                "grad_norm": float(norms[-1]),
-                "images_per_second": images / seconds if images else None,
-                "ema_decay": ema_decay,
-                "num_bad": num_bad,
-            }
-            pending, images, started = [], 0, time.perf_counter()
-            if is_main:
-                log.write(row)
-                rate = row["images_per_second"]
-                progress.set_postfix_str(
-                    f"loss={row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
-                )
-
-    raw_params = jax.device_get(unreplicate(state.params))
-    if ema_params is not None:
-        averaged = jax.device_get(unreplicate(p_whole(ema_params, state.params)))
+            print(f"saved {config.output_dir}")
+            if config.push_to_hub:
+                print(f"uploaded {push_to_hub(output_dir, repo_id)}")
     if is_main:
-        params = raw_params if ema_params is None else averaged
-        parts = {"unet": params, "vae": frozen["vae"], "text_encoder": frozen["text_encoder"]}
-        pipeline.save_pretrained(output_dir, parts)
-        if config.save_raw_unet:
-            models.unet.save_pretrained(output_dir / "unet_raw", params=raw_params)
+        checkpoints.close()
         log.close()
-        print(f"saved {config.output_dir}")
+    if num_processes > 1:
+        sync_global_devices("the end")  # none leaves while process 0 writes
+    if num_steps < max_train_steps:
+        print(
+            f"stopped by {signal.Signals(stop.number).name} after step {num_steps} of "
+            f"{max_train_steps}, which is saved; the same command goes on from there"
+        )
+        sys.exit(128 + stop.number)
 
 
-def endless_batches(dataset, tokenize):
-    """Epoch after epoch, what train_step needs of each batch; tokenize: prompts to ids (B, T)."""
+def batches_ahead(dataset, tokenize):
+    """Epoch after epoch what train_step needs of each batch; the next ones are on the devices.
+
+    Args:
+        dataset: ParquetImagePairs.
+        tokenize: prompts -> ids (B, T).
+
+    Yields:
+        The batch, and the dataset's num_bad when it was taken.
+    """
+
+    def batches():
+        while True:
+            for batch in dataset:
+                batch = {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
+                yield put_shares(batch), dataset.num_bad
+
+    stream = batches()
+    ahead = deque(itertools.islice(stream, IN_FLIGHT))
     while True:
-        for batch in dataset:
-            yield {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
+        yield ahead.popleft()
+        ahead.append(next(stream))
+
+
+def edit_pictures(pipeline, p_params, pictures, prompts, seed):
+    """Edit pictures on the devices of this process; all processes do the same, with all pictures.
+
+    Args:
+        pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
+        p_params: its parameters, on every device; "scheduler" may be another one's.
+        pictures: N PIL pictures of one size.
+        prompts: N instructions.
+        seed: of the noise.
+
+    Returns:
+        N PIL pictures.
+    """
+    n = jax.local_device_count()
+    B = -(-len(pictures) // n)  # per device
+    padding = n * B - len(pictures)
+    prompt_ids, image = pipeline.prepare_inputs(
+        prompts + prompts[-1:] * padding, pictures + pictures[-1:] * padding
+    )
+    p_params = p_params | {"scheduler": put(pipeline.scheduler.create_state())}
+    images = pipeline(
+        prompt_ids.reshape(n, B, -1),
+        image.reshape(n, B, *image.shape[1:]),
+        p_params,
+        jax.random.key(seed),
+        num_inference_steps=VALIDATION_INFERENCE_STEPS,
+        jit=True,
+    ).images
+    return pipeline.numpy_to_pil(local_shares(images))[: len(pictures)]
+
+
+def peak_memory():
+    """Most bytes that the first device has held; on a CPU, those of the process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def save_whole(path, save):
+    """Have save(path) write a file or folder that appears under its name when it is complete."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    if unfinished.is_dir():
+        shutil.rmtree(unfinished)
+    save(unfinished)
+    if path.is_dir():  # of an earlier start of this run
+        shutil.rmtree(path)
+    unfinished.replace(path)
 
 
 def check_finite(numbers, first_step):
-    """Raise a FloatingPointError that names the first step whose number is not finite."""
+    """Raise a FloatingPointError that names the first step with a number that is not finite."""
     bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
     if bad:
         raise FloatingPointError(
             f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
-            f"{len(numbers)} steps); nothing was saved; lower --learning_rate, or leave out "
-            "--mixed_precision bf16"
+            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start anew with "
+            "a lower --learning_rate, or without --mixed_precision bf16"
         )
-
-
-class MetricsLog:
-    """metrics.jsonl, one object a line, and wandb if asked for."""
-
-    def __init__(self, config, path):
-        self.path = path
-        self.run = None
-        path.write_text("")
-        if config.report_to == "wandb":
-            import wandb
-
-            try:
-                self.run = wandb.init(project=config.tracker_project_name, config=asdict(config))
-            except wandb.errors.Error as error:
-                raise ValueError(
-                    f"wandb: {error}; run `wandb login`, set WANDB_MODE=offline, or leave out "
-                    "--report_to wandb"
-                ) from error
-
-    def write(self, row):
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        if self.run is not None:
-            self.run.log(row, step=row["step"])
-
-    def close(self):
-        if self.run is not None:
-            self.run.finish()
 
 
 def main():
     """Read the flags, train; the user's mistakes end in one line and exit code 2."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells all it does, and twice
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     try:
         train(config)
+        return
     except KeyboardInterrupt:
-        print("interrupted; nothing was saved, for that happens at the end", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, FloatingPointError, jax.errors.JaxRuntimeError) as error:
-        message = " ".join(str(error).split())
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            if "RESOURCE_EXHAUSTED" not in message:
-                raise
-            message = (
-                "out of device memory; lower --train_batch_size, or use --mixed_precision bf16 "
-                "and --gradient_checkpointing"
+        code, message = 130, "interrupted; the same command goes on from the last checkpoint"
+    except FloatingPointError as error:
+        code, message = 1, f"error: {error}"
+    except (ValueError, OSError) as error:
+        code, message = 2, f"error: {' '.join(str(error).split())}"
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        if "RESOURCE_EXHAUSTED" in reason:
+            code, message = (
+                2,
+                (
+                    "error: out of device memory; raise --gradient_accumulation_steps, lower "
+                    "--train_batch_size, or use --mixed_precision bf16 and --gradient_checkpointing"
+                ),
             )
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+        elif jax.process_count() > 1:
+            code, message = (
+                1,
+                (
+                    f"error: process {jax.process_index()} has lost another one ({reason}); "
+                    "start all with the same command, and they go on from the last checkpoint"
+                ),
+            )
+        else:
+            raise
+    print(message, file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():  # an orderly exit would wait for the other processes
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,16 @@ def test_summarize():
 def test_command_line(shards_dir, tmp_path):
     output = tmp_path / "results" / "quick.json"
     command = [sys.executable, "benchmarks/bench_data.py", "--shards_dir", shards_dir]
-    command += ["--epoch_rows", "64", "--rounds", "1", "--slice_seconds", "0.05", "--warm_up_pairs", "0"]
+    command += [
+        "--epoch_rows",
+        "64",
+        "--rounds",
+        "1",
+        "--slice_seconds",
+        "0.05",
+        "--warm_up_pairs",
+        "0",
+    ]
     command += ["--memory_epochs", "1", "--output", output]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -608,7 +608,7 @@ def test_max_rows_are_the_first(numbered, max_rows):
 
 
 def test_max_rows_are_too_few(numbered):
-    with pytest.raises(ValueError, match="batch_size=4 needs 4 rows .*max_rows=3 of .* has 3"):
+    with pytest.raises(ValueError, match=r"batch_size=4 needs 4 rows .*max_rows=3 of .* has 3"):
         ParquetImagePairs(numbered, batch_size=4, resolution=4, max_rows=3)
     with pytest.raises(ValueError, match="max_rows=0 must be at least 1"):
         ParquetImagePairs(numbered, batch_size=4, max_rows=0)

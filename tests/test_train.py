@@ -36,6 +36,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import flax_train_instruct_pix2pix as trainer
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch
+from parallel_flax import split_axis
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -137,6 +138,8 @@ def flags_of(config):
     for name, value in asdict(config).items():
         if isinstance(value, bool):
             args.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, tuple):
+            args += [f"--{name}", *value] if value else []
         else:
             args.append(f"--{name}={value}")
     return args
@@ -563,17 +566,17 @@ def test_each_device_holds_its_slice_of_the_moments(parallel):
     (state, _), *_ = parallel.run([make_batch(0)], 0)
     params, moments = flatten_dict(state.params), flatten_dict(state.opt_state[0].mu)
     for name, x in params.items():
-        axis = trainer.split_axis(x.shape[1:], NUM_DEVICES)
+        axis = split_axis(x.shape[1:], NUM_DEVICES)
         shape = list(x.shape)
         if axis is not None:
             shape[axis + 1] //= NUM_DEVICES
         assert moments[name].shape == tuple(shape)
     sizes = [sum(x.size for x in tree.values()) for tree in (moments, params)]
     assert sizes[0] / sizes[1] < 0.26  # a few small ones do not divide
-    assert trainer.split_axis((3, 3, 320, 640), 8) == 3
-    assert trainer.split_axis((3, 3, 320, 4), 8) == 2
-    assert trainer.split_axis((3, 3, 4, 4), 8) is None and trainer.split_axis((8,), 1) is None
-    assert trainer.split_axis((), 8) is None
+    assert split_axis((3, 3, 320, 640), 8) == 3
+    assert split_axis((3, 3, 320, 4), 8) == 2
+    assert split_axis((3, 3, 4, 4), 8) is None and split_axis((8,), 1) is None
+    assert split_axis((), 8) is None
 
 
 # The average of the weights
@@ -582,7 +585,7 @@ def test_each_device_holds_its_slice_of_the_moments(parallel):
 def test_ema_plan():
     def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None, **options):
         average = trainer.ema_plan(ema, steps, fraction, start, decay, **options)
-        return average.first_step, average.decay(1000)
+        return average.first_step, *average.decays(1000)
 
     assert plan() == (964, pytest.approx(1 - 5 / 36))
     assert plan(steps=15000) == (14460, pytest.approx(1 - 5 / 540))
@@ -593,7 +596,12 @@ def test_ema_plan():
     assert plan("full", fraction=0.5) == (0, pytest.approx(0.995))
     assert plan("full", decay=0.9) == (0, 0.9)
     assert plan("full", decay=0.9, every=3) == (0, pytest.approx(0.729))
-    assert plan("none", fraction=-1)[0] is None
+    assert plan("none", fraction=-1) == (None,)
+    assert plan("power") == (
+        0,
+        pytest.approx((1 - 1e-3) ** 17.97, abs=1e-4),
+        pytest.approx((1 - 1e-3) ** 7.94, abs=1e-4),
+    )
     # Windows shorter than five steps are the last step alone; there is always one to average.
     assert plan(steps=10) == (9, 0.0)
     assert plan(steps=10, fraction=1e-9) == (9, 0.0)
@@ -603,12 +611,6 @@ def test_ema_plan():
     assert [step for step in range(21) if average.update_of(step)] == [13, 16, 19]
     assert [average.update_of(step) for step in (12, 13, 16)] == [0, 1, 2]
     assert not any(map(trainer.ema_plan("none", 20).update_of, range(21)))
-
-
-def test_warmup_is_that_of_diffusers():
-    reference = EMAModel([torch.nn.Parameter(torch.zeros(1))], decay=0.999)
-    for n in (1, 2, 3, 10, 1000, 9000, 100000):
-        assert trainer.warmup_decay(n, 0.999) == pytest.approx(reference.get_decay(n))
 
 
 def test_ema_is_the_closed_form_and_diffusers():
@@ -633,28 +635,29 @@ def test_ema_is_the_closed_form_and_diffusers():
 # The loop
 
 
-def watch_pmap(monkeypatch):
-    """Record the calls of pmapped functions from now on: a list of [name, programs compiled]."""
-    calls, real_pmap = [], jax.pmap
+def watch_programs(monkeypatch):
+    """Record the calls of the trainer's programs: a list of [name, programs compiled]."""
+    calls, make_programs = [], trainer.make_programs
 
-    def pmap(function, **options):
-        name = getattr(function, "func", function).__name__
-        pmapped = real_pmap(function, **options)
+    def listen(event, seconds, **details):
+        calls[-1][1] += event == "/jax/core/compile/backend_compile_duration"
 
+    def watched(name, program):
         def call(*args):
             calls.append([name, 0])
             jax.monitoring.register_event_duration_secs_listener(listen)
             try:
-                return pmapped(*args)
+                return program(*args)
             finally:
                 jax.monitoring.unregister_event_duration_listener(listen)
 
         return call
 
-    def listen(event, seconds, **details):
-        calls[-1][1] += event == "/jax/core/compile/backend_compile_duration"
+    def make_watched(*args):
+        programs = make_programs(*args)
+        return trainer.Programs(*map(watched, programs._fields, programs))
 
-    monkeypatch.setattr(jax, "pmap", pmap)
+    monkeypatch.setattr(trainer, "make_programs", make_watched)
     return calls
 
 
@@ -662,14 +665,14 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     """Against the same run by hand: the same batches, step and closed form of the average."""
     start, decay, out = 2, 0.6, tmp_path / "out"
     config = config_of(model, data, out, ema_start_step=start, ema_decay=decay, save_raw_unet=True)
-    calls = watch_pmap(monkeypatch)
+    calls = watch_programs(monkeypatch)
     run_main(config, monkeypatch)
 
     # Nothing is averaged before its time, and nothing is compiled twice.
     step, update = "train_step", "ema_update"
-    assert [name for name, _ in calls[1:]] == [
-        *[step, step],
-        *["ema_start", step, update, step, update, step, update, "whole"],
+    assert [name for name, _ in calls] == [
+        *["init", step, step],
+        *["ema_start", step, update, step, update, step, update],
     ]
     first = {name: i for i, (name, _) in reversed(list(enumerate(calls)))}
     assert [num > 0 for _, num in calls] == [i == first[name] for i, (name, _) in enumerate(calls)]
@@ -719,11 +722,13 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     # The first step is compiled in, so its speed is not one.
     assert rows[0]["images_per_second"] is None
     assert all(row["images_per_second"] > 0 for row in rows[1:])
-    assert all(len(row) == 7 for row in rows)
-    assert json.loads((out / "config.json").read_text()) == asdict(config)
+    assert all(0 <= row["data_wait"] < 1 for row in rows[1:])
+    assert all(0.1 < row["memory_gb"] < 100 for row in rows)
+    assert all(len(row) == 9 for row in rows)
+    assert json.loads((out / "config.json").read_text()) == json.loads(json.dumps(asdict(config)))
     assert set(os.listdir(out)) == {
         *("unet", "unet_raw", "vae", "text_encoder", "tokenizer", "scheduler"),
-        *("model_index.json", "config.json", "metrics.jsonl"),
+        *("model_index.json", "config.json", "metrics.jsonl", "README.md", "checkpoints"),
     }
     output = capsys.readouterr().out
     assert "8 pairs a step on 4 device(s)" in output
@@ -773,6 +778,86 @@ def test_what_the_loop_saves_and_logs(model, data, tmp_path, monkeypatch, option
     ]
 
 
+def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, capsys):
+    """Against the averages by hand; six epochs of one batch; an earlier run's snapshot goes."""
+    monkeypatch.setattr(trainer, "train_step", count_up)
+    out = tmp_path / "out"
+    (out / "ema_snapshots" / "00000099-0.050").mkdir(parents=True)
+    config = config_of(
+        model,
+        data,
+        out,
+        max_train_steps=trainer.Config.max_train_steps,
+        num_train_epochs=6,
+        max_train_samples=9,
+        lr_warmup_steps=0,
+        ema="power",
+        ema_snapshot_steps=4,
+    )
+    run_main(config, monkeypatch)
+    assert "on 8 of 9 pairs an epoch" in capsys.readouterr().out
+    assert read_metrics(out)[-1]["step"] == 6
+
+    before, saved = params_of(model, "unet"), params_of(out, "unet")
+    expected = {}
+    for sigma_rel, gamma in ((0.05, 16.97), (0.1, 6.94)):
+        average = 0.0
+        for n in range(1, 7):
+            decay = (1 - 1 / n) ** (gamma + 1)
+            average = decay * average + (1 - decay) * n
+            expected[f"{n:08d}-{sigma_rel:.3f}"] = average
+    folders = sorted(folder.name for folder in (out / "ema_snapshots").iterdir())
+    assert folders == [f"{n:08d}-{sigma}" for n in (4, 6) for sigma in ("0.050", "0.100")]
+    for name in folders:
+        snapshot = params_of(out / "ema_snapshots" / name)
+        for key, p in before.items():
+            np.testing.assert_allclose(snapshot[key], p + expected[name], rtol=2e-3, atol=2e-3)
+    for key, p in before.items():
+        np.testing.assert_allclose(saved[key], p + expected["00000006-0.050"], rtol=1e-3)
+
+
+def test_pictures_profile_and_model_card(model, data, tmp_path, monkeypatch):
+    """A grid is the original beside what the pipeline makes of it with the average of that step."""
+    monkeypatch.setattr(trainer, "train_step", count_up)
+    out = tmp_path / "out"
+    sizes, pictures = [(16, 16), (32, 24)], []
+    for k, size in enumerate(sizes):
+        pixels = np.random.default_rng(k).integers(0, 256, (size[1], size[0], 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{k}.png")
+        pictures.append(Image.fromarray(pixels[:, (size[0] - size[1]) // 2 :][:, : size[1]]))
+    config = config_of(
+        model,
+        data,
+        out,
+        ema="full",
+        ema_decay=0.5,
+        validation_image=tuple(str(tmp_path / f"{k}.png") for k in range(2)),
+        validation_prompt=("make it red",),
+        validation_steps=2,
+        profile_steps="1:2",
+    )
+    run_main(config, monkeypatch)
+    assert sorted(path.name for path in (out / "validation").iterdir()) == [
+        f"step-{step:06d}.png" for step in (2, 4, 5)
+    ]
+    assert list(out.glob("profile/**/*.xplane.pb"))
+
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(out)
+    originals = [picture.resize((16, 16), Image.Resampling.LANCZOS) for picture in pictures]
+    inputs = pipeline.prepare_inputs(["make it red"] * 2, originals)
+    images = pipeline(*inputs, params, jax.random.key(config.seed), num_inference_steps=20).images
+    grid = np.asarray(Image.open(out / "validation" / "step-000005.png"))
+    height = len(grid) // 2
+    for k, (original, image) in enumerate(zip(originals, images)):
+        row = grid[k * height : k * height + 16]
+        np.testing.assert_array_equal(row[:, :16], np.asarray(original))
+        np.testing.assert_allclose(row[:, 16:32], np.asarray(image) * 255, atol=2)
+
+    card = (out / "README.md").read_text()
+    assert f"--output_dir={out}" in card and "make it red" in card
+    assert "validation/step-000005.png" in card
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypatch, capsys):
     def loss(step):
         return jnp.where(step < 6, step, jnp.inf)
@@ -787,7 +872,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
         "error: the loss or gradient is not finite at step 6 (2 of the last 4 steps)"
     )
     assert [row["step"] for row in read_metrics(tmp_path)] == [4]
-    assert set(os.listdir(tmp_path)) == {"config.json", "metrics.jsonl"}
+    assert set(os.listdir(tmp_path)) == {"config.json", "metrics.jsonl", "checkpoints"}
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 # The command line
@@ -827,7 +913,7 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 < row["loss"] < 3 for row in rows)
-    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    (log,) = out.glob("wandb/offline-run-*/*.wandb")
     assert all(name.encode() in log.read_bytes() for name in rows[0])
 
     # Master weights are not rounded, nor are those that were only read.
@@ -888,6 +974,35 @@ BAD_FLAGS = [
     ({"ema": "full", "ema_start_step": 3}, "ema_start_step=3 goes with --ema late, not full"),
     ({"ema": "none", "ema_start_step": 3}, "ema_start_step=3 goes with --ema late, not none"),
     ({"ema": "none", "ema_decay": 0.9}, "ema_decay=0.9 goes with --ema late or full, not none"),
+    ({"num_train_epochs": 2}, "num_train_epochs=2 and max_train_steps=5 both say how long"),
+    ({"max_train_samples": 0}, "max_train_samples=0 must be at least 1"),
+    ({"checkpointing_steps": -1}, "checkpointing_steps=-1 must be at least 0"),
+    ({"checkpoints_total_limit": 0}, "checkpoints_total_limit=0 must be at least 1"),
+    ({"ema_snapshot_steps": 2}, "ema_snapshot_steps=2 goes with --ema power, not late"),
+    ({"ema": "power", "ema_decay": 0.9}, "ema_decay=0.9 goes with --ema late or full, not power"),
+    (
+        {"validation_image": ("a.png", "b.png"), "validation_prompt": ("x", "y", "z")},
+        "2 validation_image and 3 validation_prompt do not go together",
+    ),
+    ({"validation_prompt": ("x",)}, "0 validation_image and 1 validation_prompt do not go"),
+    ({"validation_image": ("file",)}, "1 validation_image and 0 validation_prompt do not go"),
+    (
+        {"validation_image": ("file", "a.png"), "validation_prompt": ("x",)},
+        "validation_image=a.png is not a file",
+    ),
+    (
+        {"validation_image": ("file",), "validation_prompt": ("x",)},
+        "validation_image=file is not a picture",
+    ),
+    ({"validation_steps": 0}, "validation_steps=0 must be at least 1"),
+    ({"profile_steps": "3"}, "profile_steps=3 must be FIRST:LAST"),
+    ({"profile_steps": "5:3"}, "profile_steps=5:3 must be FIRST:LAST"),
+    ({"hub_model_id": "me/model"}, "hub_model_id=me/model goes with --push_to_hub"),
+    ({"num_processes": 2}, "num_processes=2, process_id=None: give all three"),
+    (
+        {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2},
+        "process_id=2: give all three, process_id from 0 to num_processes-1",
+    ),
     ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
     ({"seed": 2**32}, "seed=4294967296 must be from 0 to 4294967295"),
     ({"gradient_accumulation_steps": 3}, "=3 must divide the 2 pairs of a device"),

@@ -1,0 +1,730 @@
+"""What an average of the weights costs, and what it gives.
+
+    python benchmarks/ema_study.py --tpu_topology v5e:4x4
+
+Quality, on the demo's task (demo/run_demo.py): runs of several seeds, each with a constant learning
+rate and with one that falls to zero. In each run all averages are tracked at once, of the very
+same weights, by the trainer's own programs:
+
+    none                    the last weights
+    full 0.9999             from the first step
+    full 0.9999, scaled     the same share of this run that 0.9999 is of the 15000 steps that
+                            Hugging Face's trainer takes: 0.9999 ^ (15000 / steps)
+    full 0.9999, warm-up    Hugging Face's, (1 + n) / (10 + n) at first (--ema full --ema_warmup)
+    late 3.6%, late 20%     over that share of the run at its end, with the decay 1 - 5 / window:
+                            the trainer's default, and the demo's
+    ... 0.9999              the same with that decay
+    post-hoc S              rebuilt after training with the length sigma_rel S (ema_posthoc.py)
+
+and measured on photographs that were not trained on: the denoising loss at fixed noise and
+timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedited picture to it.
+"post-hoc, best" takes for each run the length of the least loss, on the same pictures.
+
+Cost, on four forced CPU devices: time of a step of each kind, in turn for several rounds, and what
+the compiler says of memory and bytes. --tpu_topology also compiles the programs of Stable
+Diffusion 1.5 at 256 pixels for such a slice (`pip install jax[tpu]`; it needs no TPU).
+
+All of it tiny, in minutes:
+
+    python benchmarks/ema_study.py --seeds 0 --lr_schedulers constant --max_train_steps 16 \\
+        --num_pairs 64 --crops_per_photograph 1 --loss_draws 2 --sigma_rels 0.05 0.1 \\
+        --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
+
+Writes benchmarks/results/ema_study.json and ema_study.png beside it, prints tables. Needs a CPU;
+about an hour on two cores.
+
+Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax.experimental import topologies
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import flax_train_instruct_pix2pix as trainer  # noqa: E402
+from benchmarks.full_size import (  # noqa: E402
+    TEXT_ENCODER,
+    UNET,
+    VAE,
+    describe_machine,
+    write_json,
+)
+from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
+from demo.photographs import EDITS  # noqa: E402
+from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
+from parallel_flax import put, put_shares, to_host  # noqa: E402
+from parquet_processing import ParquetImagePairs  # noqa: E402
+from scheduling_flax import FlaxDDPMScheduler  # noqa: E402
+
+RESOLUTION = 64  # of the demo
+REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
+NUM_SNAPSHOTS = 8  # of a run with --ema power
+COST_DEVICES = 4
+FULL_SIZE_BATCH = 16  # pairs per chip
+MEASURES = ("loss", "edit_error_ratio", "instruction_accuracy")
+COST_PLANS = {
+    "none": ema_plan("none", 10**6),
+    "late, before its start": ema_plan("late", 10**6, start_step=10**6 - 1),
+    "late, after its start": ema_plan("late", 10**6, start_step=0),
+    "full": ema_plan("full", 10**6, decay=0.9999),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    # quality
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the order of the data, noise and dropout
+    lr_schedulers: tuple[Literal["constant", "cosine"], ...] = ("constant", "cosine")
+    max_train_steps: int = 1000  # at least 8
+    train_batch_size: int = 16
+    learning_rate: float = 1e-3
+    num_pairs: int = 8000  # to train on
+    crops_per_photograph: int = 3  # of each of three photographs, for eight edits each
+    loss_draws: int = 32  # noises and timesteps of each held-out pair
+    sigma_rels: tuple[float, ...] = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)  # to rebuild
+    # cost
+    cost_rounds: int = 10  # each measures every kind of step once
+    cost_steps: int = 5  # steps of a measurement
+    tpu_topology: str = ""  # e.g. v5e:4x4; "" compiles for no TPU
+    # output
+    output: str = "benchmarks/results/ema_study.json"
+    plot: str = "benchmarks/results/ema_study.png"
+
+
+class Run:
+    """The trainer's loop in the hand: a step at a time, with the averages of several plans.
+
+    Args:
+        programs: trainer.Programs.
+        plans: {name: EmaPlan}.
+        params: the UNet's, NumPy arrays.
+    """
+
+    def __init__(self, programs, plans, params):
+        self.programs, self.plans = programs, plans
+        self.state = programs.init(put(params))
+        self.averages = {name: [] for name in plans}
+        self.num_steps = 0
+
+    def step(self, frozen, batch, base_rng):
+        """One optimizer step, and the updates that are due after it; arguments on the devices."""
+        for name, plan in self.plans.items():
+            if self.num_steps == plan.first_step:
+                start = self.programs.ema_start
+                self.averages[name] = [start(self.state.params) for _ in plan.decays(1)]
+        self.state, _ = self.programs.train_step(self.state, frozen, batch, base_rng)
+        self.num_steps += 1
+        for name, plan in self.plans.items():
+            if num_updates := plan.update_of(self.num_steps):
+                self.averages[name] = [
+                    self.programs.ema_update(average, self.state.params, put(np.float32(decay)))
+                    for average, decay in zip(self.averages[name], plan.decays(num_updates))
+                ]
+
+    def wait(self):
+        """Until the devices are done."""
+        jax.block_until_ready((self.state, self.averages))
+
+
+# ---------------------------------------------------------------------------- quality
+
+
+def make_demo(folder, num_pairs, crops_per_photograph):
+    """The demo's data and its widened UNet, by their command lines."""
+    dataset = ["demo/make_dataset.py", "--output_dir", str(folder), "--num_pairs", str(num_pairs)]
+    dataset += ["--crops_per_photograph", str(crops_per_photograph)]
+    widen = ["create_modified_unet.py", "--pretrained_model_name_or_path", "demo/base_model"]
+    widen += ["--output_dir", str(folder / "unet")]
+    for command in (dataset, widen):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT)
+        if done.returncode:
+            raise ChildProcessError(f"{command[0]} failed; it says why above")
+
+
+def trainer_config(folder, **flags):
+    """The trainer's flags for the demo in a folder."""
+    flags = {"lr_warmup_steps": 0, "resolution": RESOLUTION} | flags
+    return trainer.Config(
+        pretrained_model_name_or_path=str(ROOT / "demo" / "base_model"),
+        unet_model_name_or_path=str(folder / "unet"),
+        train_data_dir=str(folder / "data"),
+        **flags,
+    )
+
+
+def study_plans(num_steps):
+    """The averages of a run, {name: EmaPlan}."""
+    scaled = 0.9999 ** (REFERENCE_STEPS / num_steps)
+    return {
+        "none": ema_plan("none", num_steps),
+        "full 0.9999": ema_plan("full", num_steps, decay=0.9999),
+        "full 0.9999, scaled": ema_plan("full", num_steps, decay=scaled),
+        "full 0.9999, warm-up": ema_plan("full", num_steps, decay=0.9999, warmup=True),
+        "late 3.6%": ema_plan("late", num_steps),
+        "late 3.6%, 0.9999": ema_plan("late", num_steps, decay=0.9999),
+        "late 20%": ema_plan("late", num_steps, fraction=0.2),
+        "late 20%, 0.9999": ema_plan("late", num_steps, fraction=0.2, decay=0.9999),
+        "power": ema_plan("power", num_steps),
+    }
+
+
+def make_tx(config):
+    """The optimizer of a run with these flags of the trainer."""
+    _, schedule = trainer.make_plans(config, config.max_train_steps)
+    return trainer.make_optimizer(
+        schedule,
+        config.adam_beta1,
+        config.adam_beta2,
+        config.adam_epsilon,
+        config.adam_weight_decay,
+    )
+
+
+def train(config, programs, plans, pipeline, frozen, params):
+    """A run of the trainer, with all plans' averages.
+
+    Args:
+        config: trainer.Config; what it says of averages is not looked at.
+        programs: trainer.Programs.
+        plans: {name: EmaPlan}, with "power" the plan of that kind.
+        pipeline, frozen, params: from trainer.load_models.
+
+    Returns:
+        ({name: the UNet's parameters at the end, averaged by the plan if it has one};
+        snapshots of the power averages: [(step, sigma_rel, float16 parameters)]).
+    """
+    dataset = ParquetImagePairs(
+        config.train_data_dir,
+        batch_size=config.train_batch_size,
+        resolution=config.resolution,
+        seed=config.seed,
+        random_crop=config.random_crop,
+        random_flip=config.random_flip,
+        resample=config.image_interpolation_mode,
+        num_parts=jax.device_count(),
+        shuffle_buffer=config.shuffle_buffer,
+    )
+    batches = trainer.batches_ahead(dataset, pipeline.prepare_text_inputs)
+    host = partial(to_host, like=params, num_slices=jax.device_count())
+    p_frozen, base_rng = put(frozen), put(np.asarray(jax.random.PRNGKey(config.seed)))
+    run, snapshots = Run(programs, plans, params), []
+    with tqdm(total=config.max_train_steps, desc="train", unit="step", mininterval=5) as bar:
+        while run.num_steps < config.max_train_steps:
+            run.step(p_frozen, next(batches), base_rng)
+            run.wait()
+            bar.update()
+            if run.num_steps % (config.max_train_steps // NUM_SNAPSHOTS) == 0:
+                for sigma_rel, average in zip(SIGMA_RELS, run.averages["power"]):
+                    half = jax.tree.map(lambda x: x.astype(np.float16), host(average))
+                    snapshots.append((run.num_steps, sigma_rel, half))
+    batches.close()
+    ends = {"none": to_host(run.state.params, params)}
+    ends |= {name: host(a[0]) for name, a in run.averages.items() if len(a) == 1}
+    return ends, snapshots
+
+
+def rebuild(snapshots, sigma_rel):
+    """The average of length sigma_rel at the last snapshot, as ema_posthoc.py rebuilds it."""
+    times = [step for step, _, _ in snapshots]
+    gammas = [sigma_rel_to_gamma(length) for _, length, _ in snapshots]
+    weights = posthoc_weights(times, gammas, times[-1], sigma_rel_to_gamma(sigma_rel))
+
+    def total(*arrays):
+        return sum(np.multiply(x, w, dtype=np.float32) for x, w in zip(arrays, weights))
+
+    return jax.tree.map(total, *(params for _, _, params in snapshots))
+
+
+def read_held_out(folder):
+    """The held-out edits: lists of instructions, pictures to edit and true edits, uint8 (N,...)."""
+    lines = map(json.loads, (folder / "held_out" / "edits.jsonl").read_text().splitlines())
+    names = [edit.instruction for edit in EDITS]
+    instructions, pictures, truths = [], [], []
+    for line in lines:
+        source = Path(line["input"])
+        truth = source.with_name(f"{source.stem}_truth_{names.index(line['edit'])}.png")
+        instructions.append(line["edit"])
+        pictures.append(np.uint8(np.rint(read_picture(source) * 255)))
+        truths.append(np.uint8(np.rint(read_picture(truth) * 255)))
+    return instructions, np.stack(pictures), np.stack(truths)
+
+
+def make_loss(models, pipeline, frozen, held_out, num_draws):
+    """The denoising loss on held-out pairs as a program of the UNet's parameters.
+
+    Without dropout, of the posterior's mode; noises and timesteps are the same at every call, the
+    timesteps evenly spread over all.
+    """
+    instructions, pictures, truths = held_out
+    batch = {
+        "original_pixel_values": pictures,
+        "edited_pixel_values": truths,
+        "input_ids": pipeline.prepare_text_inputs(instructions),
+    }
+    mean, _, mode, text = jax.jit(partial(trainer.encode, models=models))(batch, frozen)
+    x_0 = jnp.transpose(mean * models.vae.config.scaling_factor, (0, 3, 1, 2))  # (N, C, h, w)
+    condition = jnp.transpose(mode, (0, 3, 1, 2))
+    shape = (num_draws, len(pictures))
+    count = num_draws * len(pictures)
+    timesteps = (np.arange(count) + 0.5) / count * models.scheduler.config.num_train_timesteps
+    timesteps = np.random.default_rng(0).permutation(np.int32(timesteps)).reshape(shape)
+    keys = jax.random.split(jax.random.key(0), num_draws)
+
+    @jax.jit
+    def loss(params):
+        def of_draw(draw):
+            key, t = draw
+            noise = jax.random.normal(key, x_0.shape)
+            args = (models.unet, models.scheduler, frozen["scheduler"])
+            return trainer.diffusion_loss(params, *args, x_0, condition, text, noise, t)
+
+        return jax.lax.map(of_draw, (keys, timesteps)).mean()
+
+    return loss
+
+
+def edit(pipeline, params, held_out, folder):
+    """Edit the held-out pictures with the demo's settings, and measure as the demo does.
+
+    Args:
+        pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
+        params: its parameters.
+        held_out: from read_held_out.
+        folder: of the demo.
+
+    Returns:
+        demo.evaluate.measure's numbers.
+    """
+    instructions, pictures, _ = held_out
+    prompt_ids, image = pipeline.prepare_inputs(instructions, list(pictures))
+    images = pipeline(prompt_ids, image, params, jax.random.key(0), 20, 2.0, 1.2).images
+    lines = (folder / "held_out" / "edits.jsonl").read_text().splitlines()
+    for line, picture in zip(lines, pipeline.numpy_to_pil(images)):
+        output = Path(json.loads(line)["output"])
+        output.parent.mkdir(exist_ok=True)
+        picture.save(output)
+    return measure(load_edits(folder))
+
+
+def study_quality(config, folder):
+    """All runs.
+
+    Returns:
+        {schedule: [{"seed", "seconds", "variants": {name: {measure: number}}, "best_sigma_rel"}]}.
+    """
+    plans = study_plans(config.max_train_steps)
+    flags = partial(
+        trainer_config,
+        folder,
+        train_batch_size=config.train_batch_size,
+        max_train_steps=config.max_train_steps,
+        learning_rate=config.learning_rate,
+        lr_warmup_steps=config.max_train_steps // 20,
+    )
+    models, pipeline, frozen, params = trainer.load_models(flags(), jnp.float32)
+    held_out = read_held_out(folder)
+    loss = make_loss(models, pipeline, frozen, held_out, config.loss_draws)
+    others = {name: frozen[name] for name in ("vae", "text_encoder")}
+    others["scheduler"] = pipeline.scheduler.create_state()
+
+    results = {}
+    for lr_scheduler in config.lr_schedulers:
+        results[lr_scheduler] = []
+        tx = make_tx(flags(lr_scheduler=lr_scheduler))
+        programs = trainer.make_programs(flags(), models, tx, params, jax.device_count())
+        for seed in config.seeds:
+            started = time.perf_counter()
+            run_config = flags(lr_scheduler=lr_scheduler, seed=seed)
+            ends, snapshots = train(run_config, programs, plans, pipeline, frozen, params)
+            trained = time.perf_counter() - started
+            ends |= {f"post-hoc {s}": rebuild(snapshots, s) for s in config.sigma_rels}
+            variants = {}
+            for name, unet in tqdm(ends.items(), desc="measure", unit="variant"):
+                unet = jax.device_put(unet)
+                edits = edit(pipeline, {"unet": unet, **others}, held_out, folder)
+                variants[name] = {"loss": float(loss(unet))} | {m: edits[m] for m in MEASURES[1:]}
+            best = min(config.sigma_rels, key=lambda s: variants[f"post-hoc {s}"]["loss"])
+            variants["post-hoc, best"] = variants[f"post-hoc {best}"]
+            results[lr_scheduler].append(
+                {
+                    "seed": seed,
+                    "seconds_training": trained,
+                    "seconds": time.perf_counter() - started,
+                    "best_sigma_rel": best,
+                    "variants": variants,
+                }
+            )
+    return results
+
+
+# ---------------------------------------------------------------------------- cost
+
+
+def bytes_held(tree):
+    """What the first device holds of it."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def compiled_figures(compiled):
+    """What the compiler says of a program, per device."""
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "bytes_accessed": cost["bytes accessed"],
+    }
+
+
+def measure_cost(folder, rounds, num_steps):
+    """Time, memory and bytes of a step of each of COST_PLANS, sharded and not.
+
+    To be called in a process of its own that has not used JAX, as it takes COST_DEVICES devices.
+
+    Returns:
+        {"sharded" or "unsharded": {name of the plan: figures}}.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", COST_DEVICES)
+    runs, figures = {}, {}
+    for sharing, num_slices in (("sharded", COST_DEVICES), ("unsharded", 1)):
+        figures[sharing] = {}
+        for name, plan in COST_PLANS.items():
+            config = trainer_config(
+                folder, ema=name.partition(",")[0], shard_optimizer=num_slices > 1
+            )
+            models, pipeline, frozen, params = trainer.load_models(config, jnp.float32)
+            dataset = ParquetImagePairs(
+                config.train_data_dir, config.train_batch_size, config.resolution
+            )
+            batch = next(iter(dataset))
+            ids = pipeline.prepare_text_inputs(batch.pop("edit_prompt"))
+            inputs = put(frozen), put_shares({"input_ids": ids, **batch})
+            inputs += (put(np.asarray(jax.random.PRNGKey(0))),)
+            programs = trainer.make_programs(config, models, make_tx(config), params, num_slices)
+            run = Run(programs, {name: plan}, params)
+            step = programs.train_step.lower(run.state, *inputs).compile()
+            run.programs = programs._replace(train_step=step)
+            run.step(*inputs)  # allocates, and compiles what is left
+            run.wait()
+            averages = run.averages[name]
+            runs[sharing, name] = run, inputs
+            figures[sharing][name] = {
+                "step": compiled_figures(step),
+                "state_bytes": bytes_held(run.state),
+                "average_bytes": bytes_held(averages),
+                "seconds": [],
+            }
+            if averages:
+                decay = put(np.float32(plan.decays(1)[0]))
+                update = programs.ema_update.lower(averages[0], run.state.params, decay).compile()
+                figures[sharing][name]["update"] = compiled_figures(update)
+
+    names = list(runs)
+    with tqdm(total=rounds * len(names), desc="step times", unit="slice") as bar:
+        for number in range(rounds):
+            shift = number % len(names)  # none always comes after the same other
+            for sharing, name in names[shift:] + names[:shift]:
+                run, inputs = runs[sharing, name]
+                started = time.perf_counter()
+                for _ in range(num_steps):
+                    run.step(*inputs)
+                run.wait()
+                seconds = (time.perf_counter() - started) / num_steps
+                figures[sharing][name]["seconds"].append(seconds)
+                bar.update()
+    return figures
+
+
+def compile_full_size(models, devices, per_device):
+    """Bytes of the training step and of the average's update of big models; nothing is run.
+
+    Args:
+        models: trainer.Models.
+        devices: to compile for, also those of a topology.
+        per_device: pairs.
+
+    Returns:
+        {"num_devices", "per_device", "step": ..., "update": ... of compiled_figures, and
+        "update_share": the update's bytes over the step's}.
+    """
+    config = trainer.Config("", "", resolution=256)
+    n, key = len(devices), jax.random.key(0)
+    params = jax.eval_shape(models.unet.init_weights, key)
+    programs = trainer.make_programs(config, models, make_tx(config), params, n, devices=devices)
+
+    def on_devices(tree, dtype=None):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((n, *x.shape), dtype or x.dtype), tree
+        )  # fmt: skip
+
+    p_params = on_devices(params)
+    frozen = {
+        name: jax.eval_shape(module.init_weights, key)
+        for name, module in (("vae", models.vae), ("text_encoder", models.text_encoder))
+    }
+    frozen["null_text"] = jax.ShapeDtypeStruct((1, 77, models.text_encoder.hidden_size), "float32")
+    frozen = on_devices(frozen, models.unet.dtype)
+    frozen["scheduler"] = on_devices(models.scheduler.create_state())
+    shape = (n, per_device, config.resolution, config.resolution, 3)
+    batch = dict.fromkeys(
+        ("original_pixel_values", "edited_pixel_values"), jax.ShapeDtypeStruct(shape, "uint8")
+    )
+    batch["input_ids"] = jax.ShapeDtypeStruct((n, per_device, 77), "int32")
+    state = jax.eval_shape(programs.init, p_params)
+    average = jax.eval_shape(programs.ema_start, p_params)
+    base_rng = jax.ShapeDtypeStruct((n, 2), "uint32")
+    step = programs.train_step.lower(state, frozen, batch, base_rng).compile()
+    decay = jax.ShapeDtypeStruct((n,), "float32")
+    update = programs.ema_update.lower(average, p_params, decay).compile()
+    figures = {"step": compiled_figures(step), "update": compiled_figures(update)}
+    share = figures["update"]["bytes_accessed"] / figures["step"]["bytes_accessed"]
+    return {"num_devices": n, "per_device": per_device, "update_share": share} | figures
+
+
+def compile_for_tpu(topology):
+    """compile_full_size of Stable Diffusion 1.5 in bfloat16; in a process of its own."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU VM to ask
+    jax.config.update("jax_platforms", "cpu")
+    chip = {"chip_config_name": "megacore"} if topology.startswith(("v4", "v5:")) else {}
+    try:
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **chip
+        )  # fmt: skip
+    except Exception as error:
+        raise ValueError(
+            f"tpu_topology={topology} cannot be compiled for ({' '.join(str(error).split())[:200]})"
+            "; try v5e:4x4, and pip install jax[tpu]"
+        ) from error
+    models = trainer.Models(
+        UNET.clone(in_channels=8, dtype=jnp.bfloat16),
+        VAE.clone(dtype=jnp.bfloat16),
+        TEXT_ENCODER.clone(dtype=jnp.bfloat16),
+        FlaxDDPMScheduler(),
+    )
+    return compile_full_size(models, list(description.devices), FULL_SIZE_BATCH)
+
+
+# ---------------------------------------------------------------------------- results
+
+
+def spread(values):
+    """Mean, least and largest."""
+    return {"mean": float(np.mean(values)), "min": min(values), "max": max(values)}
+
+
+def summarize_quality(runs):
+    """Of runs that differ by seed, {variant: {measure, and measure + "_to_none": spread}}.
+
+    The second is the ratio to the same run's "none".
+    """
+    summary = {}
+    for name in runs[0]["variants"]:
+        summary[name] = {}
+        for measured in MEASURES:
+            values = [run["variants"][name][measured] for run in runs]
+            summary[name][measured] = spread(values)
+        for measured in MEASURES[:2]:
+            ratios = [
+                run["variants"][name][measured] / run["variants"]["none"][measured] for run in runs
+            ]
+            summary[name][f"{measured}_to_none"] = spread(ratios)
+    return summary
+
+
+def summarize_cost(figures):
+    """{sharing: {name: {"seconds", "seconds_to_none": spread, "update_share"}}}.
+
+    The second is the ratio to the same round's "none"; the last the bytes of the update over those
+    of the step.
+    """
+    return {
+        sharing: {
+            name: {
+                "seconds": spread(row["seconds"]),
+                "seconds_to_none": spread(
+                    [a / b for a, b in zip(row["seconds"], rows["none"]["seconds"])]
+                )
+                | {"median": float(np.median(np.divide(row["seconds"], rows["none"]["seconds"])))},
+                "update_share": row["update"]["bytes_accessed"] / row["step"]["bytes_accessed"]
+                if "update" in row
+                else 0.0,
+            }
+            for name, row in rows.items()
+        }
+        for sharing, rows in figures.items()
+    }
+
+
+def format_tables(results):
+    """The figures as Markdown: means, and least to largest."""
+
+    def cell(figure, form):
+        return (
+            f"{figure['mean']:{form}} ({figure['min']:{form}}-{figure['max']:{form}})"
+        )  # fmt: skip
+
+    lines = []
+    for lr_scheduler, summary in results["quality_summary"].items():
+        lines += [
+            f"{lr_scheduler} learning rate, {len(results['quality'][lr_scheduler])} seeds:\n",
+            "| average | held-out loss | to none | edit error | to none | right edit |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, row in summary.items():
+            lines.append(
+                f"| {name} | {cell(row['loss'], '.4f')} | {cell(row['loss_to_none'], '.3f')} | "
+                f"{cell(row['edit_error_ratio'], '.3f')} | "
+                f"{cell(row['edit_error_ratio_to_none'], '.3f')} | "
+                f"{row['instruction_accuracy']['mean']:.0%} |"
+            )
+        lines.append("")
+    lines += [
+        "| cost | step time to none | average, MB | step's temporaries, MB | update's bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for sharing, rows in results["cost"].items():
+        for name, row in rows.items():
+            summary = results["cost_summary"][sharing][name]
+            time_ratio = summary["seconds_to_none"]
+            lines.append(
+                f"| {name}, {sharing} | {time_ratio['median']:.3f} ({time_ratio['min']:.3f}-"
+                f"{time_ratio['max']:.3f}) | {row['average_bytes'] / 1e6:.2f} | "
+                f"{row['step']['temporary_bytes'] / 1e6:.1f} | {summary['update_share']:.2%} |"
+            )
+    if full_size := results["full_size"]:
+        lines.append(
+            f"\nStable Diffusion 1.5 at 256 px on {full_size['num_devices']} chips "
+            f"({results['tpu_topology']}), {full_size['per_device']} pairs each, bfloat16: a step "
+            f"accesses {full_size['step']['bytes_accessed'] / 1e9:.1f} GB, the sharded average's "
+            f"update {full_size['update']['bytes_accessed'] / 1e9:.2f} GB, "
+            f"{full_size['update_share']:.2%} of it."
+        )
+    return "\n".join(lines)
+
+
+def draw(results, sigma_rels):
+    """The plot: loss and edit error to none, over the rebuilt lengths and of the other averages."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2, sharey="row", width_ratios=(1, 1.3))
+    titles = ("held-out loss, to none", "edit error, to none")
+    for row, (measured, title) in enumerate(zip(MEASURES[:2], titles)):
+        curve, dots = axes[row]
+        shown = []
+        for i, (lr_scheduler, summary) in enumerate(results["quality_summary"].items()):
+            key, color = f"{measured}_to_none", f"C{i}"
+            points = [summary[f"post-hoc {s}"][key] for s in sigma_rels]
+            means, least, largest = (
+                [point[k] for point in points] for k in ("mean", "min", "max")
+            )  # fmt: skip
+            curve.plot(sigma_rels, means, "o-", color=color, label=f"{lr_scheduler} rate")
+            curve.fill_between(sigma_rels, least, largest, color=color, alpha=0.2)
+            others = [n for n in summary if not n.startswith("post-hoc ")]
+            for x, name in enumerate(others):
+                for run in results["quality"][lr_scheduler]:
+                    ratio = run["variants"][name][measured] / run["variants"]["none"][measured]
+                    dots.plot(x + 0.15 * i, ratio, "o", color=color, alpha=0.7)
+            shown += [*least, *largest, *(summary[n][key]["mean"] for n in others)]
+        # What is far off, as an average that still holds the first weights, would hide the rest.
+        bottom, top = min(shown), min(max(shown), 1.5)
+        margin = 0.1 * (top - bottom)
+        curve.set_ylim(bottom - margin, top + margin)
+        curve.axhline(1, color="gray", linewidth=0.8)
+        dots.axhline(1, color="gray", linewidth=0.8)
+        curve.set(xscale="log", xlabel="post-hoc: sigma_rel", ylabel=title)
+        curve.set_xticks(sigma_rels, [str(s) for s in sigma_rels], minor=False)
+        curve.minorticks_off()
+        dots.set_xticks(range(len(others)), others, rotation=30, ha="right")
+        curve.legend()
+    return figure
+
+
+def in_new_process(function, *args):
+    """function(*args) in a fresh interpreter, whose devices and memory are its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(function, *args).result()
+
+
+def check_config(config):
+    """Raise a ValueError for what cannot be studied, before anything is made."""
+    if not config.seeds or not config.lr_schedulers or not config.sigma_rels:
+        raise ValueError("seeds, lr_schedulers and sigma_rels must not be empty")
+    for name, lowest in (
+        ("max_train_steps", NUM_SNAPSHOTS),
+        ("train_batch_size", 1),
+        ("num_pairs", max(config.train_batch_size, trainer.Config.train_batch_size)),
+        ("crops_per_photograph", 1),
+        ("loss_draws", 1),
+        ("cost_rounds", 1),
+        ("cost_steps", 1),
+    ):
+        if getattr(config, name) < lowest:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least {lowest}")
+    for sigma_rel in config.sigma_rels:
+        sigma_rel_to_gamma(sigma_rel)
+
+
+def run(config):
+    """Study, write, print."""
+    check_config(config)
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    results = {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "machine": describe_machine(packages),
+        "max_train_steps": config.max_train_steps,
+        "tpu_topology": config.tpu_topology,
+    }
+    topology = config.tpu_topology
+    results["full_size"] = in_new_process(compile_for_tpu, topology) if topology else None
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_demo(folder, config.num_pairs, config.crops_per_photograph)
+        cost = in_new_process(measure_cost, folder, config.cost_rounds, config.cost_steps)
+        quality = study_quality(config, folder)
+    results |= {"cost": cost, "cost_summary": summarize_cost(cost), "quality": quality}
+    results["quality_summary"] = {
+        lr_scheduler: summarize_quality(runs) for lr_scheduler, runs in quality.items()
+    }
+    write_json(results, config.output)
+    plot = Path(config.plot)
+    unfinished = plot.with_name(f".{os.getpid()}-{plot.name}")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    draw(results, config.sigma_rels).savefig(unfinished, dpi=110)
+    unfinished.replace(plot)
+    print(f"\n{format_tables(results)}\n\nwrote {config.output} and {config.plot}")
+
+
+def main(args=None):
+    """Command line."""
+    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Averages of the weights over training: pure functions that stand alone.
+
+    ema = ema_start(params)
+    for n in range(1, num_steps + 1):
+        params = ...
+        ema = ema_update(ema, params, power_decay(n, gamma))
+
+Exponential averages forget at a constant rate (or, with warm-up, at a rate that falls to it). The
+power-function averages of EDM2 (arXiv 2312.02696) forget at a rate that goes with 1 / step, so
+that their length is a fixed share of the run however long it is; from snapshots of two of them any
+other length can be rebuilt after training (`posthoc_weights`, and ema_posthoc.py).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SIGMA_RELS = (0.05, 0.1)  # lengths of the two averages that are tracked, as shares of the run
+HORIZONS = 5  # a window in units of 1 / (1 - decay): the weights it starts from keep e^-5 = 0.7%
+
+
+def ema_start(params):
+    """A copy of the parameters: an average begins where they are."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def ema_update(ema_params, params, decay):
+    """Move the average towards the parameters: decay * ema_params + (1 - decay) * params."""
+    return jax.tree.map(lambda ema, p: ema + (1 - decay) * (p - ema), ema_params, params)
+
+
+def window_decay(window):
+    """The decay that a window of so many updates asks for: 1 - 5 / window, at least 0.
+
+    Source: MosaicML's Stable Diffusion 2: 0.9999 over the last 50k of 1.4M steps.
+    """
+    return max(0.0, 1 - HORIZONS / window)
+
+
+def warmup_decay(num_updates, decay):
+    """The decay of update number num_updates (from 1) with warm-up: (1 + s) / (10 + s), at most
+    decay, where s = num_updates - 1; the first update takes the weights as they are.
+
+    Source: diffusers' EMAModel.
+    """
+    s = num_updates - 1
+    return 0.0 if s <= 0 else min(decay, (1 + s) / (10 + s))
+
+
+def power_decay(num_updates, gamma):
+    """The decay of update number num_updates (from 1) of a power-function average.
+
+    Source: EDM2 (arXiv 2312.02696), equation 3 and its discrete form: (1 - 1/n)^(gamma + 1).
+    """
+    return (1 - 1 / num_updates) ** (gamma + 1)
+
+
+def sigma_rel_to_gamma(sigma_rel):
+    """Exponent of the power-function average whose standard deviation in time is sigma_rel of it.
+
+    Args:
+        sigma_rel: above 0 and below 0.28 (at gamma = 0, the mean of all steps, it is 0.289).
+
+    Raises:
+        ValueError: sigma_rel is out of its range.
+
+    Source: EDM2 (arXiv 2312.02696): sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)).
+    """
+    if not 0 < sigma_rel < 0.28:
+        raise ValueError(
+            f"sigma_rel={sigma_rel} must be above 0 and below 0.28; the tracked averages have "
+            f"{' and '.join(map(str, SIGMA_RELS))}"
+        )
+    gamma = np.polynomial.Polynomial([0, 1])
+    cubic = sigma_rel**2 * (gamma + 2) ** 2 * (gamma + 3) - (gamma + 1)
+    return float(cubic.roots().real.max())  # the others are below 0
+
+
+class EmaPlan(NamedTuple):
+    """When averages are taken and how fast they forget."""
+
+    first_step: int | None  # the first averaged step; None: no average
+    every: int  # steps between updates
+    decays: Callable[[int], list[float]]  # of each average at an update, counted from 1
+
+    def update_of(self, num_steps):
+        """Which update the averages get after so many steps of the run, from 1; 0: none."""
+        averaged = 0 if self.first_step is None else num_steps - self.first_step
+        return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
+
+
+def ema_plan(
+    ema, max_train_steps, fraction=0.036, start_step=None, decay=None, every=1, warmup=False
+):
+    """Plan the averages of a run: none, one, or the two of "power".
+
+    The default decay is 1 - 5 / window: whatever the run's length, the weights that the average
+    starts from keep e^-5 = 0.7% of it.
+
+    Args:
+        ema: "none", "late" (in the final stage), "full" (from the first step) or "power" (two
+            power-function averages from the first step, of the lengths SIGMA_RELS).
+        max_train_steps: length of the run, steps.
+        fraction: late: the share of the run that is averaged, in (0, 1].
+        start_step: late: the first averaged step instead, in [0, max_train_steps); or None.
+        decay: of a step, in [0, 1), or None for the default.
+        every: steps between updates, which then have the decay decay^every.
+        warmup: smaller decays at first, see warmup_decay.
+
+    Returns:
+        EmaPlan.
+
+    Raises:
+        ValueError: a number is out of its range, or has no meaning with this kind of average.
+
+    Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
+    """
+    if ema != "late" and start_step is not None:
+        raise ValueError(f"ema_start_step={start_step} goes with --ema late, not {ema}")
+    if ema in ("none", "power"):
+        for name, value in (("ema_decay", decay), ("ema_warmup", warmup or None)):
+            if value is not None:
+                raise ValueError(f"{name}={value} goes with --ema late or full, not {ema}")
+    if ema == "none":
+        return EmaPlan(None, 1, lambda n: [])
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"ema_fraction={fraction} must be above 0 and at most 1, a window as long as the run"
+        )
+    if ema in ("full", "power"):
+        start = 0
+    elif start_step is None:
+        start = max_train_steps - max(1, round(max_train_steps * fraction))
+    else:
+        start = start_step
+    if not 0 <= start < max_train_steps:
+        raise ValueError(
+            f"ema_start_step={start} must be from 0 to max_train_steps-1, {max_train_steps - 1}; "
+            "or use --ema none"
+        )
+    window = max_train_steps - start
+    if not 1 <= every <= window:
+        raise ValueError(f"ema_every={every} must be from 1 to the averaged steps, {window}")
+    if ema == "power":
+        gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
+        return EmaPlan(start, every, lambda n: [power_decay(n, gamma) for gamma in gammas])
+    if decay is None:
+        decay = window_decay(window)
+    if not 0 <= decay < 1:
+        raise ValueError(f"ema_decay={decay} must be at least 0 and below 1")
+    decay **= every
+    return EmaPlan(start, every, lambda n: [warmup_decay(n, decay) if warmup else decay])
+
+
+def profile_products(t_a, gamma_a, t_b, gamma_b):
+    """Inner products of the profiles of averages that were taken at times t with exponents gamma.
+
+    The profile of an average over (0, t] is p(x) = (gamma + 1) x^gamma / t^(gamma + 1); with the
+    discrete decay above, step n has just the weight that p has on (n - 1, n].
+
+    Args:
+        t_a, gamma_a, t_b, gamma_b: floats or arrays that broadcast.
+
+    Source: EDM2 (arXiv 2312.02696), appendix C.
+    """
+    shorter = np.minimum(t_a, t_b)
+    # As ratios: powers of step numbers overflow.
+    ratio = (shorter / t_a) ** gamma_a * (shorter / t_b) ** gamma_b * shorter / (t_a * t_b)
+    return ratio * (gamma_a + 1) * (gamma_b + 1) / (gamma_a + gamma_b + 1)
+
+
+def posthoc_weights(times, gammas, target_time, target_gamma):
+    """How much of each snapshot makes up the average that was not tracked.
+
+    The weighted sum of the snapshots' profiles that comes nearest to the target's profile.
+
+    Args:
+        times, gammas: step number and exponent of each snapshot, (K,) each.
+        target_time: step number of the average wanted, at most max(times).
+        target_gamma: its exponent.
+
+    Returns:
+        float64 (K,); they sum to about 1.
+
+    Source: EDM2 (arXiv 2312.02696), appendix C: least squares by the normal equations.
+    """
+    times, gammas = np.asarray(times, np.float64), np.asarray(gammas, np.float64)
+    A = profile_products(times[:, None], gammas[:, None], times, gammas)
+    b = profile_products(times, gammas, float(target_time), float(target_gamma))
+    return np.linalg.lstsq(A, b, rcond=None)[0]
+
+
+def posthoc_error(times, gammas, weights, target_time, target_gamma):
+    """How far the weighted sum of the snapshots' profiles is from the target's profile.
+
+    Args:
+        times, gammas, weights: step number, exponent and weight of each snapshot, (K,) each.
+        target_time, target_gamma: step number and exponent of the average wanted.
+
+    Returns:
+        L2 norm of the difference over that of the target, from 0 (met) to 1 (with the weights of
+        posthoc_weights: nothing of it is met).
+
+    Source: EDM2 (arXiv 2312.02696), appendix C: the squared norm by its inner products.
+    """
+    times, gammas = np.append(times, target_time), np.append(gammas, target_gamma)
+    weights = np.append(weights, -1.0)
+    A = profile_products(times[:, None], gammas[:, None], times, gammas)
+    return float(np.sqrt(max(0.0, weights @ A @ weights) / A[-1, -1]))

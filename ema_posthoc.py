@@ -1,0 +1,299 @@
+"""Rebuild an average of the weights, of any length, after training.
+
+    python ema_posthoc.py --train_output_dir instruct-pix2pix-model --sigma_rel 0.08 \\
+        --output_dir model-0.08
+    python ema_posthoc.py --train_output_dir instruct-pix2pix-model --sigma_rel 0.03 0.08 0.15 \\
+        --output_dir models
+
+The first writes the model model-0.08, the second models/0.03, models/0.08 and models/0.15; each is
+a whole pipeline folder for edit_cli.py and PyTorch diffusers. The run must have been trained with
+--ema power, which keeps snapshots of two averages in its folder; their weighted sum comes as near
+to the average wanted as it can, and how near is printed. sigma_rel is the average's standard
+deviation in time as a share of the run: 0.1 looks back about twice as far as 0.05.
+
+Needs a CPU, memory for the UNet in float32 (3.4 GB for Stable Diffusion 1.5) and reads all
+snapshots up to --step once for each length. A model of a few MB takes seconds.
+
+Paper: EDM2 (arXiv 2312.02696), section 3.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+from flax.traverse_util import unflatten_dict
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_utils import read_json, torch_to_flax
+
+SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
+LARGEST_ERROR = 0.1  # of the profile; the user is warned of a larger one
+
+
+@dataclass(frozen=True)
+class Config:
+    train_output_dir: str  # folder of a finished run with --ema power
+    sigma_rel: tuple[float, ...]  # lengths wanted, each above 0 and below 0.28
+    output_dir: str  # for the model; with several lengths one folder in it for each
+    step: int | None = None  # where the average ends, a step with snapshots; None: the last
+    dtype: Literal["float32", "float16"] = "float32"  # of the UNet's file
+    overwrite_output_dir: bool = False  # replace what is there
+
+
+class Snapshot(NamedTuple):
+    """An average that was tracked, as it was at a step."""
+
+    step: int
+    sigma_rel: float
+    folder: Path
+
+
+def find_snapshots(train_output_dir, last_step=None):
+    """The snapshots of a run up to a step.
+
+    Args:
+        train_output_dir: they lie in its ema_snapshots/STEP-SIGMA.
+        last_step: a step that has snapshots; None: the last.
+
+    Returns:
+        list of Snapshot, by step and length.
+
+    Raises:
+        ValueError: none, none of last_step, or a step that lacks one of the lengths.
+    """
+    parent = Path(train_output_dir, "ema_snapshots")
+    snapshots = sorted(
+        Snapshot(int(match[1]), float(match[2]), folder)
+        for folder in parent.glob("*")
+        if (match := SNAPSHOT_NAME.fullmatch(folder.name))
+    )
+    if not snapshots:
+        raise ValueError(f"{parent} has no snapshots to rebuild from; train with --ema power")
+    steps = sorted({snapshot.step for snapshot in snapshots})
+    if last_step is None:
+        last_step = steps[-1]
+    if last_step not in steps:
+        raise ValueError(
+            f"step={last_step} has no snapshots; choose from {', '.join(map(str, steps))}"
+        )
+    lengths = {snapshot.sigma_rel for snapshot in snapshots}
+    snapshots = [snapshot for snapshot in snapshots if snapshot.step <= last_step]
+    expected = set(itertools.product({snapshot.step for snapshot in snapshots}, lengths))
+    if missing := sorted(expected - {snapshot[:2] for snapshot in snapshots}):
+        names = ", ".join(f"{step:08d}-{sigma_rel:.3f}" for step, sigma_rel in missing)
+        raise ValueError(
+            f"{parent} lacks {names}; copy it again, remove what else there is of that step, or "
+            "give an earlier --step"
+        )
+    return snapshots
+
+
+def weight_files(folder):
+    """The safetensors files of a UNet folder: one, or its shards."""
+    name = f"{FlaxUNet2DConditionModel.weights_name}.safetensors"
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return [folder / name]
+    return [folder / shard for shard in sorted(set(read_json(index)["weight_map"].values()))]
+
+
+def describe(folder):
+    """What must agree between snapshots: {config entry: value} and {tensor name: shape} in one.
+
+    Raises:
+        ValueError: something of it is missing or damaged.
+    """
+    try:
+        description = read_json(folder / "config.json")
+        for file in weight_files(folder):
+            with safe_open(file, "np") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                    description[key] = tensors.get_slice(key).get_shape()
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"the snapshot {folder} is incomplete ({error}); copy it again, or remove all "
+            "snapshots of its step"
+        ) from error
+    return description
+
+
+def check_alike(folders):
+    """Refuse snapshots that are not of one model.
+
+    Raises:
+        ValueError: names what differs.
+    """
+    first = describe(folders[0])
+    for folder in folders[1:]:
+        other = describe(folder)
+        if different := sorted(
+            key for key in first.keys() | other.keys() if first.get(key) != other.get(key)
+        ):
+            raise ValueError(
+                f"the snapshots {folders[0]} and {folder} are of different models "
+                f"({len(different)} differences: {', '.join(different[:3])}); keep those of one run"
+            )
+
+
+def read_tensors(folder):
+    """Yield (name, array) of a UNet folder, one at a time."""
+    for file in weight_files(folder):
+        # pread, as the pages of a memory map would stay resident.
+        with safe_open(file, "np", backend="pread") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                yield key, tensors.get_tensor(key)
+
+
+def weighted_sum(folders, weights, description):
+    """The sum of UNets, tensor by tensor.
+
+    Args:
+        folders: UNet folders with the same tensors.
+        weights: one number for each.
+        description: of the progress bar.
+
+    Returns:
+        {name in PyTorch's naming: float32 array}.
+
+    Raises:
+        ValueError: the sum is not finite.
+    """
+    total = {}
+    with tqdm(zip(folders, weights), description, len(folders), unit="snapshot") as bar:
+        for folder, weight in bar:
+            for key, array in read_tensors(folder):
+                part = np.multiply(array, weight, dtype=np.float32)
+                if key in total:
+                    total[key] += part
+                else:
+                    total[key] = part
+    if broken := [key for key, array in total.items() if not np.isfinite(array).all()]:
+        raise ValueError(
+            f"the average is not finite in {len(broken)} tensors ({', '.join(broken[:3])}), as "
+            "some snapshots are not; end it at an earlier --step"
+        )
+    return total
+
+
+def save_model(config, snapshots, weights, sigma_rel, folder):
+    """Write the pipeline: the UNet rebuilt, the rest copied from the run.
+
+    Args:
+        config: Config.
+        snapshots: list of Snapshot.
+        weights: one number for each.
+        sigma_rel: for the progress bar.
+        folder: Path; appears, or is replaced, when the model is complete.
+    """
+    source = Path(config.train_output_dir)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as tmp:
+        new = Path(tmp, "new")
+        new.mkdir()
+        shutil.copy(source / "model_index.json", new)
+        for name, classes in read_json(source / "model_index.json").items():
+            if isinstance(classes, list) and classes[0] is not None and name != "unet":
+                shutil.copytree(source / name, new / name)
+
+        folders = [snapshot.folder for snapshot in snapshots]
+        tensors = weighted_sum(folders, weights, f"sigma_rel {sigma_rel}")
+        params = dict(torch_to_flax(key, array) for key, array in tensors.items())
+        unet = FlaxUNet2DConditionModel.from_config(read_json(folders[0] / "config.json"))
+        unet.save_pretrained(new / "unet", unflatten_dict(params, sep="/"), dtype=config.dtype)
+        if folder.exists():
+            os.replace(folder, Path(tmp, "old"))
+        os.replace(new, folder)
+
+
+def output_folders(config):
+    """{sigma_rel: folder to write}.
+
+    Raises:
+        ValueError: a folder that must not be written to.
+    """
+    if not config.sigma_rel:
+        raise ValueError("sigma_rel is empty; give one length or several, e.g. --sigma_rel 0.08")
+    if not config.output_dir:
+        raise ValueError("output_dir is empty; name a folder")
+    output_dir = Path(config.output_dir).resolve()
+    source = Path(config.train_output_dir).resolve()
+    if output_dir.is_relative_to(source) or source.is_relative_to(output_dir):
+        raise ValueError(
+            f"output_dir={config.output_dir} is in or around "
+            f"train_output_dir={config.train_output_dir}; name a folder beside it"
+        )
+    folders = {config.sigma_rel[0]: output_dir}
+    if len(config.sigma_rel) > 1:
+        folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
+    for folder in folders.values():
+        if folder.is_file():
+            raise ValueError(f"{folder} is a file; name a folder as --output_dir")
+        if folder.is_dir() and any(folder.iterdir()) and not config.overwrite_output_dir:
+            raise ValueError(
+                f"{folder} is not empty; name another --output_dir, or replace what is there with "
+                "--overwrite_output_dir"
+            )
+    return folders
+
+
+def run(config):
+    """Check everything that can be checked, then rebuild one average after the other."""
+    source = Path(config.train_output_dir)
+    if not source.is_dir():
+        raise ValueError(f"train_output_dir={source} is no folder; name one that was trained into")
+    target_gammas = {sigma_rel: sigma_rel_to_gamma(sigma_rel) for sigma_rel in config.sigma_rel}
+    folders = output_folders(config)
+    snapshots = find_snapshots(source, config.step)
+    if not (source / "model_index.json").is_file():
+        raise ValueError(
+            f"{source} has snapshots but no model_index.json, so the training has not ended; "
+            "give the training command again, which goes on where it was"
+        )
+    check_alike([snapshot.folder for snapshot in snapshots])
+
+    times = [snapshot.step for snapshot in snapshots]
+    gammas = [sigma_rel_to_gamma(snapshot.sigma_rel) for snapshot in snapshots]
+    print(f"{len(snapshots)} snapshots, steps {times[0]} to {times[-1]}")
+    for sigma_rel, folder in folders.items():
+        target = (times[-1], target_gammas[sigma_rel])
+        weights = posthoc_weights(times, gammas, *target)
+        error = posthoc_error(times, gammas, weights, *target)
+        print(f"sigma_rel {sigma_rel}: relative error of the profile {error:.2%}")
+        if error > LARGEST_ERROR:
+            print(
+                f"warning: these snapshots cannot give sigma_rel {sigma_rel} well; "
+                "take one nearer to those that were tracked, or train with more snapshots",
+                file=sys.stderr,
+            )
+        save_model(config, snapshots, weights, sigma_rel, folder)
+        print(f"saved {folder}")
+
+
+def main():
+    """Read the flags, rebuild; the user's mistakes end in one line and exit code 2."""
+    config = tyro.cli(Config, description=__doc__, use_underscores=True)
+    jax.config.update("jax_platforms", "cpu")  # only shapes are asked of it: leave accelerators be
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        print("interrupted; the models named as saved are complete", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What a pmap loop over many devices and processes needs beside its step.
+
+Under `pmap(axis_name="batch")`: the optimizer and the average shared out over the replicas (ZeRO,
+arXiv 1910.02054), by slices of every array.
+
+    grads = mean_slice(grads, num_slices)       # a reduce-scatter
+    params = my_slice(params, num_slices)       # nothing is sent
+    params = whole(params, like, num_slices)    # an all-gather
+
+On the host: joining the other processes, arrays to the devices and back, and stopping together.
+"""
+
+import functools
+import os
+import signal
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+HEARTBEAT_SECONDS = 60  # a process that is silent for so long counts as dead and ends the run
+
+
+def split_axis(shape, num_slices):
+    """The longest axis that num_slices divides; None: no such, or 1 slice, and it stays whole."""
+    axes = [axis for axis, size in enumerate(shape) if size and size % num_slices == 0]
+    return max(axes, key=lambda axis: shape[axis], default=None) if num_slices > 1 else None
+
+
+def my_slice(tree, num_slices):
+    """This replica's slice of every array, under pmap(axis_name="batch")."""
+
+    def cut(x):
+        axis = split_axis(x.shape, num_slices)
+        if axis is None:
+            return x
+        size = x.shape[axis] // num_slices
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("batch") * size, size, axis)
+
+    return jax.tree.map(cut, tree)
+
+
+def mean_slice(grads, num_slices):
+    """This replica's slice of the mean of all replicas' gradients: a reduce-scatter."""
+
+    def reduce(g):
+        axis = split_axis(g.shape, num_slices)
+        if axis is None:
+            return jax.lax.pmean(g, "batch")
+        return jax.lax.psum_scatter(g, "batch", scatter_dimension=axis, tiled=True) / num_slices
+
+    return jax.tree.map(reduce, grads)
+
+
+def whole(slices, like, num_slices):
+    """Put the replicas' slices together again, an all-gather; like: a tree of the whole shapes."""
+
+    def gather(x, full):
+        axis = split_axis(full.shape, num_slices)
+        return x if axis is None else jax.lax.all_gather(x, "batch", axis=axis, tiled=True)
+
+    return jax.tree.map(gather, slices, like)
+
+
+def norm_of_slices(slices, like, num_slices):
+    """Global norm of a tree of which every replica has its slices."""
+    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), slices)
+    is_cut = [split_axis(x.shape, num_slices) is not None for x in jax.tree.leaves(like)]
+    cut = sum(x for x, c in zip(jax.tree.leaves(squares), is_cut) if c)
+    uncut = sum(x for x, c in zip(jax.tree.leaves(squares), is_cut) if not c)
+    return jnp.sqrt(jax.lax.psum(cut, "batch") + uncut if any(is_cut) else uncut)
+
+
+def start_distributed(coordinator_address=None, num_processes=None, process_id=None):
+    """Join the other processes, if arguments, a TPU slice, Slurm or Open MPI say there are any.
+
+    Args:
+        coordinator_address: HOST:PORT of process 0.
+        num_processes, process_id: how many there are, and which this one is, from 0.
+
+    Raises:
+        ValueError: some are given and not all, or the process is none of them.
+    """
+    arguments = (coordinator_address, num_processes, process_id)
+    if any(argument is not None for argument in arguments):
+        if any(argument is None for argument in arguments) or not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"coordinator_address={coordinator_address}, num_processes={num_processes}, "
+                f"process_id={process_id}: give all three, process_id from 0 to num_processes-1"
+            )
+    elif jax.distributed.is_initialized():
+        return
+    elif int(os.environ.get("SLURM_NTASKS", os.environ.get("OMPI_COMM_WORLD_SIZE", 1))) == 1 and (
+        "," not in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        and not any(Path("/dev").glob("accel*"))
+    ):
+        return  # one machine, and no TPU VM, which asks its metadata server for the others
+    jax.distributed.initialize(*arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+
+
+def check_agreement(text):
+    """See to it that all processes have the same text, for example of their flags.
+
+    Raises:
+        ValueError: the processes that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    checksums = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
+    different = np.flatnonzero(checksums != checksums[0]).tolist()
+    if different:
+        raise ValueError(
+            f"process {', '.join(map(str, different))} was started with other flags, models or "
+            "versions than process 0; start all with the same command"
+        )
+
+
+def put(tree):
+    """Put a copy of NumPy arrays on every device of this process, as pmap takes and gives them.
+
+    Returns:
+        The tree with arrays (local devices, ...).
+    """
+    return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * jax.local_device_count()), tree)
+
+
+def put_shares(batch):
+    """Put equal shares of this process's batch, dict of (B, ...), on its devices."""
+    n = jax.local_device_count()
+    return {
+        name: _place(list(x.reshape(n, 1, len(x) // n, *x.shape[1:]))) for name, x in batch.items()
+    }
+
+
+def _place(parts):
+    devices = jax.local_devices()
+    sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
+    arrays = [jax.device_put(part, device) for part, device in zip(parts, devices)]
+    shape = (len(devices), *parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def first(x):
+    """A replicated array's copy on this process's first device, as a NumPy array."""
+    copy = np.asarray(x.addressable_shards[0].data)
+    return copy.reshape(copy.shape[1:])
+
+
+def local_shares(x):
+    """What this process's devices hold of (devices, B, ...), as a NumPy array (B of all, ...)."""
+    return np.concatenate([np.asarray(shard.data)[0] for shard in x.addressable_shards])
+
+
+@functools.cache
+def _gather(shape, num_slices):
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.pmap(lambda x: whole(x, like, num_slices), axis_name="batch")
+
+
+def to_host(tree, like, num_slices=1):
+    """Whole NumPy arrays of what pmap gave, whole or in slices; all processes call it together.
+
+    One array after the other, so that no device holds more than one of them twice.
+
+    Args:
+        tree: arrays (local devices, ...).
+        like: a tree of the whole shapes.
+        num_slices: that split_axis cut the arrays into.
+    """
+
+    def gather(x, full):
+        is_cut = split_axis(full.shape, num_slices) is not None
+        return first(_gather(full.shape, num_slices)(x) if is_cut else x)
+
+    return jax.tree.map(gather, tree, like)
+
+
+def from_process_0(x):
+    """Process 0's array on all processes, bit for bit."""
+    if jax.process_count() == 1:
+        return x
+    bits = multihost_utils.broadcast_one_to_all(x.view(np.int32))  # a sum, which loses -0.0
+    return np.asarray(bits).view(x.dtype)
+
+
+class StopSignal:
+    """SIGTERM, by which slices and clusters announce their end, and Ctrl-C, as a thing to ask for.
+
+    With many processes it is enough that one of them gets SIGTERM, and all are told at the same
+    step. A second signal acts as if there were no StopSignal.
+    """
+
+    def __enter__(self):
+        self.number = None
+        self.kept = {}
+        if not jax.distributed.is_initialized():  # whose own handler tells the others
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.kept[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number, frame):
+        self.number = number
+        self.__exit__()
+
+    def came_by(self, step):
+        """Is it time to stop? All processes ask at each of the same steps."""
+        if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(step):
+            self.number = signal.SIGTERM
+        return self.number is not None
+
+    def __exit__(self, *exception):
+        while self.kept:
+            signal.signal(*self.kept.popitem())

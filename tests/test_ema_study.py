@@ -1,0 +1,271 @@
+"""benchmarks/ema_study.py: its loop is the trainer's, its measures are the demo's, its sums."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+import flax_train_instruct_pix2pix as trainer
+from benchmarks import ema_study
+from benchmarks.ema_study import (
+    COST_PLANS,
+    compile_full_size,
+    make_demo,
+    make_loss,
+    make_tx,
+    read_held_out,
+    rebuild,
+    study_plans,
+    summarize_cost,
+    summarize_quality,
+    train,
+    trainer_config,
+)
+from demo.photographs import EDITS
+from ema_flax import SIGMA_RELS, ema_plan, power_decay, sigma_rel_to_gamma
+from modeling_flax_unet import FlaxUNet2DConditionModel
+
+NUM_STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's data, small, and its widened UNet."""
+    folder = tmp_path_factory.mktemp("demo")
+    make_demo(folder, num_pairs=64, crops_per_photograph=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(demo, tmp_path_factory):
+    """Flags of the trainer for a run of a few steps."""
+    return trainer_config(
+        demo,
+        max_train_steps=NUM_STEPS,
+        train_batch_size=8,
+        lr_scheduler="cosine",
+        lr_warmup_steps=1,
+        learning_rate=1e-3,
+        seed=3,
+        ema_fraction=0.5,
+        checkpointing_steps=0,
+        compilation_cache_dir="",
+        output_dir=str(tmp_path_factory.mktemp("trained") / "model"),
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(config):
+    """What trainer.load_models gives."""
+    return trainer.load_models(config, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def studied(config, loaded):
+    """The study's run: what train returns."""
+    models, pipeline, frozen, params = loaded
+    programs = trainer.make_programs(config, models, make_tx(config), params, jax.device_count())
+    plans = study_plans(NUM_STEPS) | {"late 50%": ema_plan("late", NUM_STEPS, fraction=0.5)}
+    return train(config, programs, plans, pipeline, frozen, params)
+
+
+def assert_alike(a, b, **tolerances):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerances), a, b)
+
+
+def test_its_run_is_the_trainers(config, studied):
+    """The average that it tracks is, to the bit, the model that the trainer writes."""
+    ends, _ = studied
+    trainer.train(replace(config, save_raw_unet=True))
+    for name, subfolder in (("late 50%", "unet"), ("none", "unet_raw")):
+        _, params = FlaxUNet2DConditionModel.from_pretrained(config.output_dir, subfolder=subfolder)
+        jax.tree.map(np.testing.assert_array_equal, ends[name], params)
+    late, none = (ends[name]["conv_in"]["kernel"] for name in ("late 50%", "none"))
+    assert np.abs(late - none).max() > 0
+
+
+def test_plans_are_what_their_names_say():
+    plans = study_plans(1500)
+    assert plans["none"].first_step is None
+    assert plans["full 0.9999"].decays(1) == plans["full 0.9999"].decays(1500) == [0.9999]
+    (scaled,) = plans["full 0.9999, scaled"].decays(1500)
+    assert scaled**1500 == pytest.approx(0.9999**15000)
+    assert plans["full 0.9999, warm-up"].decays(1500) == [pytest.approx(1500 / 1509)]
+    assert plans["late 3.6%"].first_step == 1446
+    assert plans["late 3.6%"].decays(1) == [pytest.approx(1 - 5 / 54)]
+    assert plans["late 20%"].decays(1) == [pytest.approx(1 - 5 / 300)]
+    for name in ("late 3.6%", "late 20%"):
+        other = plans[f"{name}, 0.9999"]
+        assert other.first_step == plans[name].first_step
+        assert other.decays(1) == [0.9999]
+
+
+def test_rebuilding_gives_back_what_was_tracked(studied):
+    """The last snapshots themselves, up to float16, and the power average of another length."""
+    _, snapshots = studied
+    assert [(step, sigma_rel) for step, sigma_rel, _ in snapshots] == [
+        (step, sigma_rel) for step in range(1, NUM_STEPS + 1) for sigma_rel in SIGMA_RELS
+    ]
+    for _, sigma_rel, params in snapshots[-2:]:
+        assert_alike(rebuild(snapshots, sigma_rel), params, atol=2e-3)
+
+    # Snapshots of known weights, the step number in every place.
+    made, gamma, expected = [], sigma_rel_to_gamma(0.075), 0.0
+    tracked = dict.fromkeys(SIGMA_RELS, 0.0)
+    for step in range(1, 81):
+        expected += (1 - power_decay(step, gamma)) * (step - expected)
+        for sigma_rel in SIGMA_RELS:
+            decay = power_decay(step, sigma_rel_to_gamma(sigma_rel))
+            tracked[sigma_rel] += (1 - decay) * (step - tracked[sigma_rel])
+            if step % 10 == 0:
+                made.append((step, sigma_rel, {"x": np.full(2, tracked[sigma_rel], np.float32)}))
+    np.testing.assert_allclose(rebuild(made, 0.075)["x"], expected, rtol=2e-3)
+
+
+def test_held_out_pictures(demo):
+    instructions, pictures, truths = read_held_out(demo)
+    assert len(instructions) == len(pictures) == len(truths) == 3 * len(EDITS)
+    apply = {edit.instruction: edit.apply for edit in EDITS}
+    for instruction, picture, truth in zip(instructions, pictures, truths):
+        expected = apply[instruction](np.float32(picture) / 255)
+        assert np.abs(expected - truth / 255).max() < 0.01
+
+
+def test_held_out_loss(demo, loaded):
+    """A UNet that predicts zero has the mean square of its targets; the same at every call."""
+    models, pipeline, frozen, params = loaded
+    held_out = read_held_out(demo)
+    loss = make_loss(models, pipeline, frozen, held_out, num_draws=4)
+    first = float(loss(params))
+    assert first == float(loss(params))
+    zero = params | {"conv_out": jax.tree.map(np.zeros_like, params["conv_out"])}
+    # v = alpha noise - sigma x_0, averaged over timesteps spread evenly.
+    alpha_bar = np.asarray(frozen["scheduler"].common.alphas_cumprod)
+    truths = np.transpose(held_out[2] / np.float32(127.5) - 1, (0, 3, 1, 2))
+    vae = {"params": frozen["vae"]}
+    posterior = models.vae.apply(vae, truths, method=models.vae.encode).latent_dist
+    x_0 = np.asarray(posterior.mode()) * models.vae.config.scaling_factor
+    expected = alpha_bar.mean() + (1 - alpha_bar).mean() * np.mean(x_0**2)
+    assert float(loss(zero)) == pytest.approx(expected, rel=0.02)
+
+
+def test_edits_are_measured_as_the_demo_does(demo, loaded):
+    """Pictures that a pipeline makes reach the demo's measure, each at its place."""
+    _, pipeline, _, _ = loaded
+    held_out = read_held_out(demo)
+
+    class Perfect:
+        prepare_inputs = pipeline.prepare_inputs
+        numpy_to_pil = staticmethod(pipeline.numpy_to_pil)
+
+        def __call__(self, prompt_ids, image, params, key, *settings):
+            assert settings == (20, 2.0, 1.2)  # those of demo/run_demo.py
+            assert "--num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2" in (
+                ROOT / "demo" / "run_demo.py"
+            ).read_text().replace('"\n    "', "")
+            return type("Result", (), {"images": held_out[2] / np.float32(255)})
+
+    summary = ema_study.edit(Perfect(), {}, held_out, demo)
+    assert summary["edit_error_ratio"] == 0
+    assert summary["instruction_accuracy"] == 1
+    assert summary["num_edits"] == len(held_out[0])
+
+
+def test_compiling_for_devices_that_are_only_named(loaded, optimized):
+    """The sharded update reads average and parameters and writes the average: three slices."""
+    models, _, _, params = loaded
+    devices = jax.devices()
+    figures = compile_full_size(models, devices, per_device=1)
+    assert figures["num_devices"] == len(devices)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    slices = 3 * size / len(devices)
+    assert slices < figures["update"]["bytes_accessed"] < 2 * slices
+    ratio = figures["update"]["bytes_accessed"] / figures["step"]["bytes_accessed"]
+    assert figures["update_share"] == ratio
+    assert figures["step"]["argument_bytes"] > size * (1 + 2 / len(devices))
+
+
+def test_summaries():
+    def run(none, late):
+        numbers = {"edit_error_ratio": 0.5, "instruction_accuracy": 1.0}
+        return {"variants": {"none": {"loss": none} | numbers, "late": {"loss": late} | numbers}}
+
+    summary = summarize_quality([run(2.0, 1.0), run(4.0, 3.0)])
+    assert summary["late"]["loss"] == {"mean": 2, "min": 1, "max": 3}
+    assert summary["late"]["loss_to_none"] == {"mean": 0.625, "min": 0.5, "max": 0.75}
+    assert summary["none"]["loss_to_none"] == {"mean": 1, "min": 1, "max": 1}
+
+    step = {"bytes_accessed": 200.0}
+    rows = {
+        "none": {"seconds": [1.0, 2.0, 4.0], "step": step},
+        "full": {"seconds": [2.0, 2.0, 5.0], "step": step, "update": {"bytes_accessed": 3.0}},
+    }
+    summary = summarize_cost({"sharded": rows})["sharded"]
+    assert summary["none"]["update_share"] == 0
+    assert summary["full"]["update_share"] == 0.015
+    ratios = summary["full"]["seconds_to_none"]
+    assert (ratios["median"], ratios["min"], ratios["max"]) == (1.25, 1, 2)
+
+
+def test_command_line(tmp_path):
+    """All of it, tiny; what the table says of the cost is checked where nothing is timed."""
+    options = "--seeds 0 1 --lr_schedulers constant --max_train_steps 8 --num_pairs 64"
+    options += " --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1"
+    options += " --cost_rounds 1 --cost_steps 1"
+    command = [sys.executable, "benchmarks/ema_study.py", *options.split()]
+    command += ["--output", tmp_path / "out" / "study.json", "--plot", tmp_path / "out" / "a.png"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"study.json", "a.png"}
+    with Image.open(tmp_path / "out" / "a.png") as plot:
+        assert plot.width > 1000
+
+    results = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert [run["seed"] for run in results["quality"]["constant"]] == [0, 1]
+    variants = results["quality_summary"]["constant"]
+    expected = set(study_plans(8)) - {"power"} | {"post-hoc 0.05", "post-hoc 0.1"}
+    assert variants.keys() == expected | {"post-hoc, best"}
+    best = variants["post-hoc, best"]["loss"]["mean"]
+    assert best <= min(variants[f"post-hoc {s}"]["loss"]["mean"] for s in (0.05, 0.1))
+
+    for sharing, num_slices in (("sharded", 4), ("unsharded", 1)):
+        rows = results["cost"][sharing]
+        assert rows.keys() == COST_PLANS.keys()
+        none, before, after, full = rows.values()
+        # Before its first step a late average is not there, and the step is the very same.
+        assert none["average_bytes"] == before["average_bytes"] == 0
+        assert none["state_bytes"] == before["state_bytes"]
+        assert none["step"] == before["step"] == full["step"]
+        assert "update" not in before
+        # After it, a slice on each device (a few small arrays cannot be cut).
+        size = results["cost"]["unsharded"]["full"]["average_bytes"]
+        assert after["average_bytes"] == full["average_bytes"]
+        assert full["average_bytes"] == pytest.approx(size / num_slices, rel=0.01)
+        assert len(full["seconds"]) == 1
+    assert "| late, before its start, sharded |" in done.stdout
+    assert "| full 0.9999, warm-up |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--max_train_steps 4", "max_train_steps=4 must be at least 8"),
+        ("--sigma_rels 0.5", "sigma_rel=0.5 must be above 0 and below 0.28"),
+        ("--seeds", "seeds, lr_schedulers and sigma_rels must not be empty"),
+    ],
+)
+def test_bad_flags_end_in_one_line(options, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        ema_study.main(options.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1

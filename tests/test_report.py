@@ -1,0 +1,442 @@
+"""report_flax: metrics and their resuming, wandb offline, the model card, the upload to the Hub."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_upload_server import UploadHub
+from huggingface_hub import ModelCard
+from PIL import Image
+
+import report_flax
+from report_flax import MetricsLog, validation_grid, write_model_card
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN = "hf_stand_in_5f0c"
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def picture(color, size=(64, 48)):
+    return Image.new("RGB", size, color)
+
+
+# metrics.jsonl
+
+
+def test_rows_are_on_disk_at_once(tmp_path):
+    log = MetricsLog(tmp_path, {})
+    log.write({"step": 1, "loss": 0.5, "ema_decay": None})
+    assert rows_of(tmp_path) == [{"step": 1, "loss": 0.5, "ema_decay": None}]
+    log.write({"step": 2, "loss": 0.25, "ema_decay": None})
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
+    assert "wandb_run_id" not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 4', '{"step": 4, "loss": 0.4}', "\0\0\0"])
+def test_resume_drops_what_is_repeated(tmp_path, torn):
+    log = MetricsLog(tmp_path, {})
+    for step in range(1, 4):
+        log.write({"step": step, "loss": 1 / step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    MetricsLog(tmp_path, {}, first_step=2).write({"step": 3, "loss": 7.0})
+    assert rows_of(tmp_path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 7.0},
+    ]
+
+
+def test_new_run_starts_empty(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    MetricsLog(tmp_path, {})
+    assert rows_of(tmp_path) == []
+
+
+def test_wandb_is_imported_only_if_asked_for():
+    code = "import sys, report_flax; sys.exit('wandb' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# wandb
+
+WANDB_RUN = """
+import sys
+from pathlib import Path
+from PIL import Image
+from report_flax import MetricsLog
+folder, first_step, last_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+options = {"report_to": "wandb", "project": "test", "first_step": first_step}
+try:
+    log = MetricsLog(folder, {"learning_rate": 5e-5}, **options)
+except ValueError as error:
+    sys.exit(f"error: {error}")
+with log:
+    for step in range(first_step + 1, last_step + 1):
+        log.write({"step": step, "loss": 1 / step, "lr": 5e-5, "ema_decay": None})
+    log.pictures("validation", folder / f"{step}.png", "make it red", step)
+"""
+
+
+def run_wandb(folder, first_step, last_step, **env):
+    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "WANDB_MODE": "offline"} | env
+    command = [sys.executable, "-c", WANDB_RUN, str(folder), str(first_step), str(last_step)]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+
+
+def wandb_records(file):
+    """Records of a .wandb file: LevelDB's log format after a header of 7 bytes, holding protobuf.
+
+    Source: LevelDB, doc/log_format.md.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, block = file.read_bytes(), 32768
+    assert data[:4] == b":W&B"
+    position, parts, records = 7, b"", []
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # no room for a header: the rest of the block is padding
+            position += block - position % block
+            continue
+        length = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]  # 1 whole, 2 first, 3 middle, 4 last
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def history(records):
+    """What was logged, a list of dicts, without wandb's own entries."""
+    rows = []
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {
+                item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items
+            }
+            rows.append({key: row[key] for key in row if not key.startswith("_")})
+    return rows
+
+
+def test_wandb_offline_and_resumed(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
+    for step, array in zip((3, 4), pixels):
+        Image.fromarray(array).save(tmp_path / f"{step}.png")
+    done = run_wandb(tmp_path, 0, 3)
+    assert done.returncode == 0, done.stderr
+    first_id = (tmp_path / "wandb_run_id").read_text()
+    done = run_wandb(tmp_path, 2, 4)  # stopped after step 3; the last checkpoint was step 2
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "wandb_run_id").read_text() == first_id
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
+
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{first_id}.wandb"))
+    assert len(files) == 2
+    for file, steps, array in zip(files, ([1, 2, 3], [3, 4]), pixels):
+        records = wandb_records(file)
+        rows = history(records)
+        losses = [row for row in rows if "loss" in row]
+        assert [row["step"] for row in losses] == steps
+        np.testing.assert_allclose([row["loss"] for row in losses], [1 / s for s in steps])
+        assert {row["lr"] for row in losses} == {5e-5}
+        (shown,) = [row for row in rows if "validation.path" in row]
+        assert shown["step"] == steps[-1]
+        assert shown["validation.caption"] == "make it red"
+        media = file.parent / "files" / shown["validation.path"]
+        np.testing.assert_array_equal(np.asarray(Image.open(media)), array)
+        axes = {
+            metric.glob_name: metric.step_metric
+            for metric in (r.metric for r in records if r.WhichOneof("record_type") == "metric")
+        }
+        assert axes["*"] == "step"
+        (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"][:1]
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert run.project == "test"
+        assert config["learning_rate"] == 5e-5
+
+
+def test_wandb_without_login(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    done = run_wandb(tmp_path, 0, 1, WANDB_MODE="online")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "wandb login" in line and "WANDB_MODE=offline" in line
+    assert len(rows_of(tmp_path)) == 1  # nothing of an earlier run is lost for it
+
+
+# pictures
+
+
+def test_validation_grid():
+    pairs = [(picture("red"), picture("lime")), (picture("blue", (30, 60)), picture("black"))]
+    prompts = ["make it green", "a long instruction that does not fit into a single line"]
+    grid = np.asarray(validation_grid(pairs, prompts))
+    height = len(grid) // 2
+    assert grid.shape[1] == 128 and height > 48 + 2 * report_flax.LINE_HEIGHT
+    assert (grid[:48, :64] == (255, 0, 0)).all() and (grid[:48, 64:] == (0, 255, 0)).all()
+    for row in range(2):
+        caption = grid[row * height + 48 : (row + 1) * height]
+        assert (caption < 64).any() and (caption[-1] == 255).all()
+    assert (grid[height : height + 48, 20:44] == (0, 0, 255)).all()  # narrower: white at its sides
+    assert (grid[height : height + 48, :16] == 255).all()
+    assert (grid[height : height + 48, 64:] == 0).all()
+
+
+def test_validation_grid_shows_its_own_instruction():
+    pair = [(picture("red"), picture("red"))]
+    one, other = (np.asarray(validation_grid(pair, [text])) for text in ("abc", "xyz"))
+    assert one.shape == other.shape and (one != other).any()
+    np.testing.assert_array_equal(one[:48], other[:48])
+    assert np.asarray(validation_grid(pair, [""])).shape == one.shape
+
+
+# the model card
+
+
+def card_of(folder, **changes):
+    options = {
+        "name": "tester/model",
+        "base_model": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        "dataset": "data",
+        "command": "python flax_train_instruct_pix2pix.py --validation_prompt 'make it | red'",
+        "config": {"learning_rate": 5e-5, "validation_prompt": "make it\n| red", "variant": None},
+        "metrics": {"step": 50, "loss": 0.125},
+        "picture": "validation/step-50.png",
+    }
+    write_model_card(folder, **(options | changes))
+    return ModelCard.load(folder / "README.md")
+
+
+def test_model_card(tmp_path):
+    card = card_of(tmp_path)
+    assert card.data.base_model == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    assert card.data.library_name == "diffusers"
+    assert card.data.pipeline_tag == "image-to-image"
+    assert {"stable-diffusion", "instruct-pix2pix", "jax"} <= set(card.data.tags)
+    assert card.data.license is None
+    lines = card.text.splitlines()
+    assert "python flax_train_instruct_pix2pix.py --validation_prompt 'make it | red'" in lines
+    assert "| learning_rate | `5e-05` |" in lines
+    assert r"| validation_prompt | `'make it\n\| red'` |" in lines
+    assert "| loss | `0.125` |" in lines
+    assert "](validation/step-50.png)" in card.text
+    assert os.listdir(tmp_path) == ["README.md"]
+
+
+def test_model_card_code_runs_as_python_and_shell(tmp_path):
+    name = "out/my model's"
+    text = card_of(tmp_path, name=name).text
+    python = text.split("```python\n")[1].split("```")[0]
+    compile(python, "card", "exec")
+    assert json.dumps(name) in python
+    shell = text.split("```sh\n")[1].split("```")[0]
+    words = shlex.split(shell)
+    assert words[:4] == ["python", "edit_cli.py", "--model", name]
+    assert (ROOT / "edit_cli.py").exists()
+
+
+def test_model_card_of_a_local_base_model(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    card = card_of(tmp_path, base_model=str(base), metrics=None, picture=None)
+    assert "base_model" not in card.data.to_dict()
+    assert "![" not in card.text and "metrics" not in card.text
+
+
+# the Hub
+
+PUBLISH = """
+import sys
+from report_flax import check_hub, push_to_hub
+try:
+    print(push_to_hub(sys.argv[1], check_hub(sys.argv[2] or None, sys.argv[1])))
+except ValueError as error:
+    sys.exit(f"error: {error}")
+"""
+
+CHECKS = """
+import json, os, sys
+from report_flax import check_hub
+for repo_id, os.environ["HF_TOKEN"] in json.loads(sys.argv[2]):
+    try:
+        print(check_hub(repo_id, sys.argv[1]))
+    except ValueError as error:
+        print(error)
+"""
+
+PUBLISHED = {
+    "README.md": b"---\ntags:\n- jax\n---\n# model\n",
+    "model_index.json": b"{}",
+    "config.json": b"{}",
+    "metrics.jsonl": b'{"step": 1}\n',
+    "unet/config.json": b"{}",
+    "unet/diffusion_pytorch_model.safetensors": np.random.default_rng(0).bytes(300_000),
+    "vae/diffusion_pytorch_model.safetensors": np.random.default_rng(1).bytes(1000),
+    "validation/step-1.png": np.random.default_rng(2).bytes(500),
+}
+KEPT = [
+    "checkpoints/100/params/shard.bin",
+    "ema_snapshots/100.safetensors",
+    "unet_raw/diffusion_pytorch_model.safetensors",
+    "profile/plugins/trace.json.gz",
+    "wandb/offline-run-1/run-1.wandb",
+    "wandb_run_id",
+    ".metrics.jsonl.part",
+    "unet/.saving-abc/diffusion_pytorch_model.safetensors",
+]
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    folder = tmp_path / "my-model"
+    for path, content in PUBLISHED.items() | {path: b"kept" for path in KEPT}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return folder
+
+
+def hub_environment(endpoint, folder):
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder.parent / "home"),  # nobody's stored token
+        "HF_ENDPOINT": endpoint,
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1",  # the stand-in stores over LFS
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def run_hub(endpoint, code, folder, argument):
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), argument],
+        cwd=ROOT,
+        env=hub_environment(endpoint, folder),
+        capture_output=True,
+        text=True,
+    )
+    assert "hf_" not in done.stdout + done.stderr  # no token is shown
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def publish(endpoint, folder, repo_id=""):
+    """Run check_hub and push_to_hub; returns the finished process."""
+    return run_hub(endpoint, PUBLISH, folder, repo_id)
+
+
+def check(endpoint, folder, *calls):
+    """Run check_hub once per (repo_id, token); returns the lines it gave or raised."""
+    lines = run_hub(endpoint, CHECKS, folder, json.dumps(calls)).stdout.splitlines()
+    assert len(lines) == len(calls)
+    return lines
+
+
+def error_line(done):
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1].removeprefix("error: ")
+
+
+def test_upload(model_folder):
+    with UploadHub({TOKEN: "write"}) as hub:
+        done = publish(hub.endpoint, model_folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == f"{hub.endpoint}/tester/my-model"
+        assert hub.repos == {"tester/my-model": PUBLISHED}
+        large = {c for path, c in PUBLISHED.items() if path.endswith((".safetensors", ".png"))}
+        assert set(hub.lfs.values()) == large
+        changed = model_folder / "unet" / "diffusion_pytorch_model.safetensors"
+        changed.write_bytes(b"another training")
+        done = publish(hub.endpoint, model_folder, "tester/my-model")  # it exists by now
+        assert done.returncode == 0, done.stderr
+        files = hub.repos["tester/my-model"]
+        assert files == PUBLISHED | {str(changed.relative_to(model_folder)): b"another training"}
+    for file in model_folder.rglob("*"):
+        assert not file.is_file() or TOKEN.encode() not in file.read_bytes()
+
+
+def test_failed_upload_tells_the_way_by_hand(model_folder):
+    with UploadHub({TOKEN: "write"}) as hub:
+        hub.failures["/commit/main"] = [(500, {"error": "disk on fire"})]
+        line = error_line(publish(hub.endpoint, model_folder))
+        assert f"the model is safe in {model_folder}" in line and "disk on fire" in line
+        assert hub.repos == {"tester/my-model": {}}
+        command = shlex.split(line.split("later: ")[1])
+        assert command[0] == "hf"
+        command[0] = str(Path(sys.executable).parent / "hf")
+        subprocess.run(
+            command,
+            env=hub_environment(hub.endpoint, model_folder),
+            cwd=model_folder.parent,
+            check=True,
+            capture_output=True,
+        )
+        assert hub.repos == {"tester/my-model": PUBLISHED}
+
+
+def test_failed_file_tells_why(model_folder):
+    with UploadHub({TOKEN: "write"}) as hub:
+        hub.failures["/lfs/verify"] = [(403, {"error": "quota exceeded"})]
+        line = error_line(publish(hub.endpoint, model_folder))
+    assert "the model is safe in" in line and "quota exceeded" in line
+
+
+def test_check_before_training(tmp_path):
+    read_token = "hf_read"
+    with UploadHub({TOKEN: "write", read_token: "read"}) as hub:
+        calls = {
+            "new": (None, TOKEN),
+            "again": ("not-yet-there", TOKEN),
+            "of somebody": ("somebody/model", TOKEN),
+            "bad name": ("no such name", TOKEN),
+            "wrong token": ("model", "hf_wrong"),
+            "no token": ("model", ""),
+            "torn token": ("model", "hf_tor\x0bn"),
+            # Finds the repository that is there: the upload would fail, a day later.
+            "read token": ("not-yet-there", read_token),
+            "read token, new": ("another", read_token),
+        }
+        lines = dict(zip(calls, check(hub.endpoint, tmp_path / "not-yet-there", *calls.values())))
+        assert hub.repos == {"tester/not-yet-there": {}}
+    assert lines["new"] == lines["again"] == "tester/not-yet-there"
+    assert "You may not create somebody/model" in lines["of somebody"]
+    assert lines["bad name"].startswith("--hub_model_id tester/no such name: ")
+    assert "HF_TOKEN environment variable is invalid" in lines["wrong token"]
+    assert "nobody is logged in" in lines["no token"]
+    assert "holds a character none has" in lines["torn token"]
+    assert "the token of tester may only read" in lines["read token"]
+    assert "You may not create tester/another" in lines["read token, new"]
+    for name in calls.keys() - {"new", "again", "bad name"}:
+        assert "run `hf auth login` or set HF_TOKEN" in lines[name]
+
+
+def test_hub_out_of_order(tmp_path):
+    with UploadHub({TOKEN: "write"}) as hub:
+        hub.failures["/api/whoami-v2"] = [(500, {}), (200, b"<html>not the Hub</html>")]
+        lines = check(hub.endpoint, tmp_path, ("model", TOKEN), ("model", TOKEN))
+        assert hub.failures["/api/whoami-v2"] == [] and hub.repos == {}
+    for line in lines:
+        assert hub.endpoint in line and "check network and HF_ENDPOINT" in line
+    assert "500" in lines[0]
+
+
+def test_hub_unreachable(tmp_path):
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
+        (line,) = check(endpoint, tmp_path, ("model", TOKEN))
+    assert endpoint in line and "check network and HF_ENDPOINT" in line

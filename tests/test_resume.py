@@ -1,0 +1,357 @@
+"""Stopping and going on: kills, SIGTERM, many processes, checkpoints of other runs, full disks."""
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_train import SCRIPT, SIZE, config_of, flags_of, read_metrics, write_shard
+from tiny_models import make_tiny_pipeline
+
+from checkpoints_flax import Checkpoints
+
+NUM_STEPS = 12
+RUN = dict(
+    max_train_steps=NUM_STEPS,
+    ema_start_step=3,
+    ema_decay=0.6,
+    checkpointing_steps=2,
+    checkpoints_total_limit=2,
+    adam_epsilon=1e-8,
+    compilation_cache_dir="",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", **SIZE)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Twenty-six pairs: three batches an epoch and two pairs left out."""
+    folder = tmp_path_factory.mktemp("data")
+    write_shard(folder / "a.parquet", 15, seed=1, broken=[3])
+    write_shard(folder / "b.parquet", 11, seed=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+class Start:
+    """One start of the trainer by its command line, in the background."""
+
+    def __init__(self, config, cache, num_devices=2, code=None):
+        flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={num_devices}")
+        self.out = Path(config.output_dir)
+        program = [SCRIPT] if code is None else ["-c", code]
+        self.process = subprocess.Popen(
+            [sys.executable, *program, *flags_of(config)],
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": cache},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=SCRIPT.parent,
+        )
+
+    def wait_until(self, condition, timeout=400):
+        """Poll until condition() or the process has ended; is it still there?"""
+        stop = time.monotonic() + timeout
+        while not condition() and self.process.poll() is None:
+            assert time.monotonic() < stop, "nothing happened"
+            time.sleep(0.001)
+        return self.process.poll() is None
+
+    def logged(self, step):
+        file = self.out / "metrics.jsonl"
+        return lambda: file.exists() and f'"step": {step},' in file.read_text()
+
+    def end(self, code=0, timeout=400):
+        """Wait for the end; what it wrote."""
+        output, errors = self.process.communicate(timeout=timeout)
+        assert self.process.returncode == code, errors[-2000:]
+        return output, errors
+
+
+def run(config, cache, num_devices=2, code=0):
+    return Start(config, cache, num_devices).end(code)
+
+
+def contents(out):
+    """All that a run ends with: model files, the last checkpoint's arrays, metrics that matter."""
+    checkpoints = Checkpoints(out / "checkpoints")
+    state = checkpoints.read_state(checkpoints.latest())
+    checkpoints.close()
+    arrays = {name: (x.dtype, x.shape, x.tobytes()) for name, x in state.items()}
+    files = {
+        str(file.relative_to(out)): file.read_bytes()
+        for part in ("unet", "vae", "text_encoder", "scheduler", "tokenizer", "model_index.json")
+        for file in sorted(Path(out).glob(f"{part}/*"))
+    }
+    timings = ("images_per_second", "data_wait", "memory_gb")
+    rows = [{k: v for k, v in row.items() if k not in timings} for row in read_metrics(out)]
+    return arrays, files, rows
+
+
+@pytest.fixture(scope="module")
+def whole_run(model, data, cache, tmp_path_factory):
+    """A run that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(config_of(model, data, out, **RUN), cache)
+    return contents(out)
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected):
+        assert a == b
+    arrays, files, rows = found
+    assert {name.split("/")[0] for name in arrays} == {"params", "opt_state", "ema"}
+    assert "unet/diffusion_pytorch_model.safetensors" in files
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+
+
+def new_files(folder, old=frozenset()):
+    """What orbax is writing at the moment, but for `old`."""
+    return set(folder.glob("*tmp*")) - old
+
+
+@pytest.mark.parametrize(
+    "num_kills", [2, pytest.param(12, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_killed_it_ends_as_if_it_had_not_been(model, data, cache, whole_run, tmp_path, num_kills):
+    """SIGKILL at random steps, every other time while a checkpoint is being written."""
+    rng = random.Random(num_kills)
+    out = tmp_path / "out"
+    config = config_of(model, data, out, **RUN)
+    saving = 0
+    for kill in range(num_kills):
+        start = Start(config, cache)
+        if kill % 2:
+            old = new_files(out / "checkpoints")
+            start.wait_until(partial(new_files, out / "checkpoints", old))
+            time.sleep(rng.uniform(0, 0.02))
+        else:
+            start.wait_until(
+                start.logged(rng.randint(kill * NUM_STEPS // num_kills + 1, NUM_STEPS))
+            )
+        start.process.kill()
+        start.process.communicate()
+        saving += bool(list((out / "checkpoints").glob("*tmp*")))
+    if not (out / "model_index.json").exists():
+        run(config, cache)
+    assert_same(contents(out), whole_run)
+    assert len(list((out / "checkpoints").iterdir())) == 2
+    if num_kills > 4:
+        assert saving
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(model, data, cache, whole_run, tmp_path):
+    out = tmp_path / "out"
+    config = config_of(model, data, out, **RUN | {"checkpointing_steps": 0})
+    start = Start(config, cache)
+    start.wait_until(start.logged(4))
+    sent = time.monotonic()
+    start.process.send_signal(signal.SIGTERM)
+    output, errors = start.end(143)
+    assert time.monotonic() - sent < 30
+    last = read_metrics(out)[-1]["step"]
+    assert f"stopped by SIGTERM after step {last} of 12, which is saved" in output
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [str(last)]
+    assert "Traceback" not in errors
+
+    output, _ = run(config_of(model, data, out, **RUN), cache)
+    assert f"going on after step {last}" in output
+    assert_same(contents(out), whole_run)
+
+    # The finished run is not touched, unless it is to be replaced.
+    _, errors = run(config_of(model, data, out, **RUN), cache, code=2)
+    assert "holds a model already" in errors
+    assert_same(contents(out), whole_run)
+    other = config_of(model, data, out, **RUN | {"seed": 5, "overwrite_output_dir": True})
+    output, _ = run(other, cache)
+    assert "going on" not in output
+    arrays, _, rows = contents(out)
+    assert arrays.keys() == whole_run[0].keys() and arrays != whole_run[0]
+    assert len(rows) == NUM_STEPS
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def start_all(model, data, out, cache, num_processes, num_devices, seeds=None, **options):
+    """The same command, but for the seeds, in several processes that share num_devices."""
+    address = f"localhost:{free_port()}"
+    starts = []
+    for k in range(num_processes):
+        who = dict(coordinator_address=address, num_processes=num_processes, process_id=k)
+        seed = {"seed": seeds[k]} if seeds else {}
+        config = config_of(model, data, out, **RUN | options | who | seed)
+        starts.append(Start(config, cache, num_devices // num_processes))
+    return starts
+
+
+def losses(out):
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    return np.array([[row["loss"], row["grad_norm"], row["num_bad"]] for row in rows])
+
+
+@pytest.fixture(scope="module")
+def one_process(model, data, cache, tmp_path_factory):
+    """Losses of a run on four devices of one process."""
+    out = tmp_path_factory.mktemp("one") / "out"
+    run(config_of(model, data, out, **RUN), cache, 4)
+    return losses(out)
+
+
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_do_what_one_does(model, data, cache, one_process, tmp_path, num_processes):
+    for start in start_all(model, data, tmp_path, cache, num_processes, 4):
+        start.end()
+    np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_dies_and_the_others_end(model, data, cache, one_process, tmp_path, victim):
+    """Then another number of processes goes on."""
+    out = tmp_path / "out"
+    starts = start_all(model, data, out, cache, 2, 4)
+    starts[0].wait_until(starts[0].logged(5))
+    starts[victim].process.kill()
+    _, errors = starts[1 - victim].process.communicate(timeout=200)
+    assert starts[1 - victim].process.returncode not in (0, None)
+    print(errors[-1500:])
+    if victim == 1:
+        assert errors.splitlines()[-1].startswith("error: process 0 has lost another one")
+    starts[victim].process.communicate()
+    run(config_of(model, data, out, **RUN), cache, 4)
+    np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
+
+
+def test_sigterm_to_one_process_stops_all(model, data, cache, one_process, tmp_path):
+    out = tmp_path / "out"
+    starts = start_all(model, data, out, cache, 2, 4, checkpointing_steps=0)
+    starts[0].wait_until(starts[0].logged(3))
+    starts[1].process.send_signal(signal.SIGTERM)
+    ends = [start.end(143) for start in starts]
+    assert all("stopped by SIGTERM after step" in output for output, _ in ends)
+    for start in start_all(model, data, out, cache, 2, 4):
+        start.end()
+    np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
+
+
+def test_processes_with_other_flags_are_told(model, data, cache, tmp_path):
+    for start in start_all(model, data, tmp_path / "out", cache, 2, 4, seeds=[1, 2]):
+        _, errors = start.end(2)
+        assert errors.splitlines()[-1].startswith("error: process 1 was started with other flags")
+
+
+@pytest.fixture(scope="module")
+def stopped(model, data, cache, tmp_path_factory):
+    """The folder of a run that has checkpoints of steps 2 and 4 and no model."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    config = config_of(model, data, out, **RUN | {"max_train_steps": 4})
+    run(config, cache)
+    (out / "model_index.json").unlink()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"seed": 4, "learning_rate": 0.5},
+            "learning_rate was 0.03 and is 0.5; seed was 3 and is 4",
+        ),
+        ({"train_batch_size": 4}, "train_batch_size was 8 and is 4"),
+        ({"ema": "none", "ema_start_step": None, "ema_decay": None}, "ema was late and is none"),
+        ({"max_train_steps": 6}, "max_train_steps was 4 and is 6"),
+        ({"model": 1}, "weights of unet_model_name_or_path was"),
+        ({"data": 1}, "shards of train_data_dir was"),
+        ({"num_devices": 4}, "number of devices was 2 and is 4"),
+        ({"resume_from_checkpoint": "nowhere"}, "resume_from_checkpoint=nowhere is no checkpoint"),
+        ({"resume_from_checkpoint": "3"}, "/checkpoints/3 is no checkpoint"),
+        ({"damaged": True}, "cannot be read"),
+    ],
+)
+def test_another_run_is_refused_by_name(model, data, cache, stopped, tmp_path, options, message):
+    out = shutil.copytree(stopped, tmp_path / "out")
+    options = RUN | {"max_train_steps": 4} | options
+    if options.pop("model", None):
+        model = make_tiny_pipeline(tmp_path / "model", **SIZE, seed=1)
+    if options.pop("data", None):
+        write_shard(tmp_path / "a.parquet", 26, seed=1)
+        data = tmp_path
+    if options.get("resume_from_checkpoint") == "3":
+        options["resume_from_checkpoint"] = str(out / "checkpoints" / "3")
+    if options.pop("damaged", None):
+        for file in (out / "checkpoints" / "4" / "run").rglob("*"):
+            file.unlink()
+    num_devices = options.pop("num_devices", 2)
+    before = sorted(map(str, out.rglob("*")))
+    _, errors = run(config_of(model, data, out, **options), cache, num_devices, code=2)
+    assert errors.startswith("error: ") and errors.count("\n") == 1
+    assert message in errors
+    assert sorted(map(str, out.rglob("*"))) == before
+
+
+def test_any_checkpoint_can_be_the_start(model, data, cache, stopped, tmp_path):
+    """An older one of the folder, or another folder's; or none."""
+    options = RUN | {"max_train_steps": 4}
+    out = shutil.copytree(stopped, tmp_path / "out")
+    expected = contents(out)
+    folder = str(out / "checkpoints" / "2")
+    output, _ = run(config_of(model, data, out, **options, resume_from_checkpoint=folder), cache)
+    assert "going on after step 2" in output
+    assert contents(out)[0] == expected[0]
+    output, _ = run(
+        config_of(model, data, tmp_path / "new", **options, resume_from_checkpoint=folder), cache
+    )
+    assert "going on after step 2" in output
+    assert contents(tmp_path / "new")[:2] == contents(out)[:2]
+    (out / "model_index.json").unlink()
+    output, _ = run(config_of(model, data, out, **options, resume_from_checkpoint="none"), cache)
+    assert "going on" not in output
+    assert contents(out)[0] == expected[0]
+
+
+FULL_DISK = """
+import resource, signal, sys
+import checkpoints_flax
+import flax_train_instruct_pix2pix as trainer
+save = checkpoints_flax.Checkpoints.save
+def save_on_a_full_disk(self, step, *args):
+    if step == 4:  # as if 20 kB were left: what is larger cannot be written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    save(self, step, *args)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+checkpoints_flax.Checkpoints.save = save_on_a_full_disk
+trainer.main()
+"""
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(model, data, cache, whole_run, tmp_path):
+    out = tmp_path / "out"
+    config = config_of(model, data, out, **RUN)
+    _, errors = Start(config, cache, code=FULL_DISK).end(2)
+    last = errors.splitlines()[-1]
+    assert last.startswith("error: a checkpoint cannot be written to")
+    assert last.endswith("that of step 2 is complete")
+    assert "Traceback" not in errors
+    output, _ = run(config, cache)
+    assert "going on after step 2" in output
+    assert_same(contents(out), whole_run)

@@ -1,0 +1,340 @@
+"""tpu_compile.py: its shapes against a run's own, its sums by hand, its command line."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from flax.traverse_util import flatten_dict
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tiny_models import make_tiny_pipeline
+
+import flax_train_instruct_pix2pix as trainer
+import tpu_compile
+from parallel_flax import put, put_shares
+from tpu_compile import Config, find_slice, largest_fitting, measure, num_bytes, roofline_seconds
+
+NUM_DEVICES = 4  # conftest.py's
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='the TPU\'s compiler is not installed: pip install "jax[tpu]"',
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny pipeline with an 8-channel UNet."""
+    folder = tmp_path_factory.mktemp("tpu_compile") / "model"
+    return make_tiny_pipeline(folder, vae_channels=(16, 32), unet_channels=(16, 32))
+
+
+def flags(model, **more):
+    """A Config of the tiny pipeline."""
+    paths = {"pretrained_model_name_or_path": str(model)}
+    return Config(**{**paths, "tpu": "v5e-4", "resolution": 16, "train_batch_size": 8, **more})
+
+
+def run(*args):
+    """Run the command line as users do."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "tpu_compile.py", *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def tensor_shapes(folder):
+    """The shapes of a folder's weights, in PyTorch's naming."""
+    with safe_open(next(folder.glob("*.safetensors")), "np") as tensors:
+        return [tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()]  # noqa: SIM118
+
+
+def elements(shapes, num_slices=1):
+    """How many numbers one of num_slices holds: its part of what has a divisible axis."""
+    cut = [any(size % num_slices == 0 for size in shape) for shape in shapes]
+    return sum(int(np.prod(shape)) // (num_slices if c else 1) for shape, c in zip(shapes, cut))
+
+
+# Types and topologies
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chips", "num_hosts", "shape"),
+    [
+        ("v4-8", 4, 1, "2x2x1"),
+        ("v4-32", 16, 4, "2x2x4"),
+        ("v5p-8", 4, 1, "2x2x1"),
+        ("v5e-1", 1, 1, "1x1"),
+        ("v5e-8", 8, 1, "2x4"),
+        ("v5e-16", 16, 4, "4x4"),
+        ("v5litepod-16", 16, 4, "4x4"),
+        ("v6e-8", 8, 1, "2x4"),
+        ("v6e-256", 256, 64, "16x16"),
+    ],
+)
+def test_types_count_cores_or_chips(name, num_chips, num_hosts, shape):
+    tpu = find_slice(name)
+    assert (tpu.num_chips, tpu.num_hosts, tpu.shape) == (num_chips, num_hosts, shape)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v4-32", "v5p-8", "v5e-1", "v5e-16", "v6e-8", "v4-1024"])
+def test_topologies_have_as_many_devices(name, monkeypatch):
+    for key, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    tpu = find_slice(name)
+    devices = tpu_compile.slice_devices(tpu)
+    assert len(devices) == tpu.num_chips
+    kinds = {"v4": "TPU v4", "v5p": "TPU v5", "v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
+    assert {device.device_kind for device in devices} == {kinds[name.split("-")[0]]}
+
+
+# Shapes
+
+
+def test_arguments_are_those_of_a_real_run(model):
+    """Every shape and dtype that train_step would get from train(), on the same devices."""
+    dtype = jnp.bfloat16
+    config = flags(
+        model, unet_model_name_or_path=str(model / "unet"), mixed_precision="bf16", ema="full"
+    )
+    job = tpu_compile.train_step_job(config, jax.devices())
+
+    models, pipeline, frozen, params = trainer.load_models(config, dtype)
+    _, schedule = trainer.make_plans(config, config.max_train_steps)
+    tx = trainer.make_optimizer(schedule, 0.9, 0.999, 1e-8, 0.01)
+    programs = trainer.make_programs(config, models, tx, params, NUM_DEVICES)
+    for name in ("vae", "text_encoder"):
+        frozen[name] = jax.tree.map(lambda x: np.asarray(x, dtype), frozen[name])
+    pictures = np.zeros((8, 16, 16, 3), np.uint8)
+    batch = {
+        "original_pixel_values": pictures,
+        "edited_pixel_values": pictures,
+        "input_ids": pipeline.prepare_text_inputs(["make it red"] * 8),
+    }
+    state = programs.init(put(params))
+    base_rng = np.asarray(jax.random.PRNGKey(0))
+    average = programs.ema_start(state.params)
+    real = (state, put(frozen), put_shares(batch), put(base_rng))
+    update = (average, state.params, put(np.float32(0.5)))
+    like = lambda x: (x.shape, x.dtype)  # noqa: E731
+    assert jax.tree.map(like, real) == jax.tree.map(like, job.args)
+    assert jax.tree.map(like, update) == jax.tree.map(like, job.update_args)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("ema", "num_averages"), [("none", 0), ("late", 1), ("power", 2)])
+def test_bytes_of_what_is_held(model, sharded, ema, num_averages):
+    config = flags(model, ema=ema, shard_optimizer=sharded, mixed_precision="bf16")
+    job = tpu_compile.train_step_job(config, jax.devices())
+    held = {name: num_bytes(tree, NUM_DEVICES) for name, tree in job.held.items()}
+
+    unet = tensor_shapes(model / "unet")
+    share = elements(unet, NUM_DEVICES if sharded else 1)
+    assert sharded == (share < elements(unet))
+    assert held["parameters"] == 4 * elements(unet)
+    assert held["optimizer"] == 2 * 4 * share + 2 * 4  # two moments, Adam's and the schedule's step
+    assert held["ema"] == num_averages * 4 * share
+    frozen = [*tensor_shapes(model / "vae"), *tensor_shapes(model / "text_encoder"), (77, 24)]
+    scheduler = 4 * (4 * 1000 + 2)  # betas, alphas, their product, timesteps; sigma, index
+    assert held["frozen models"] == 2 * elements(frozen) + scheduler
+    assert held["batches"] == 3 * 2 * (2 * 16 * 16 * 3 + 77 * 4)  # in use and two ahead, 2 pairs
+    assert job.updates_per_step == num_averages
+    assert (job.update is None) == (num_averages == 0)
+
+
+def test_without_a_path_it_is_stable_diffusion_1_5():
+    _, frozen, params = tpu_compile.model_shapes(Config(tpu="v5e-16"))
+    published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
+    published["sd15_unet"]["conv_in/kernel"] = [3, 3, 8, 320]
+    trees = {"sd15_unet": params, "vae": frozen["vae"], "clip_l_text": frozen["text_encoder"]}
+    for name, tree in trees.items():
+        shapes = {key: list(x.shape) for key, x in flatten_dict(tree, sep="/").items()}
+        assert shapes == published[name]
+
+
+def test_a_narrow_unet_is_taken_as_widened(tmp_path):
+    model = make_tiny_pipeline(tmp_path / "narrow", in_channels=4)
+    models, _, params = tpu_compile.model_shapes(flags(model))
+    assert models.unet.in_channels == 8
+    assert params["conv_in"]["kernel"].shape == (3, 3, 8, 16)
+
+
+# Arithmetic
+
+
+def test_roofline_by_hand():
+    v5e = tpu_compile.CHIPS["v5e"]
+    assert roofline_seconds(v5e, 394e12, 0.82e12) == pytest.approx(2.0)  # 2 x 197 TFLOP
+    assert roofline_seconds(v5e, 197e12, 2.46e12) == pytest.approx(3.0)  # 3 x 0.82 TB
+
+
+def test_report_by_hand(model):
+    """Two micro-batches and an average every second step, on a v5e chip."""
+    config = flags(model, tpu="v5e-4", train_batch_size=16, gradient_accumulation_steps=2)
+    x = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
+    job = tpu_compile.Job(
+        step=None,
+        args=(x, x),
+        held={"parameters": x, "ema": [x]},
+        num_loops=2,
+        update_args=(x, x),
+        updates_per_step=0.5,
+    )
+    step = {"arguments": 9000, "temporaries": 100, "outputs": 10, "code": 1, "compile_seconds": 1.0}
+    step |= {"flops": 197e12, "bytes_accessed": 0.41e12}
+    update = {"arguments": 8800, "temporaries": 200, "code": 2, "bytes_accessed": 1.64e12}
+    report = tpu_compile.describe(config, find_slice("v5e-4"), job, step, update)
+    assert report["memory"] == {
+        "parameters": 4000,
+        "ema": 4000,
+        "padding": 1000 + 400,
+        "temporaries": 200,
+        "outputs": 10,
+        "code": 3,
+    }
+    assert report["memory_total"] == 9613
+    assert report["fits"]
+    assert report["step_seconds"] == pytest.approx(2.0 + 1.0)
+    assert report["images_per_second_per_chip"] == pytest.approx(4 / 3)
+    assert report["images_per_second"] == pytest.approx(16 / 3)
+    assert report["flags"].keys() == {
+        "tpu",
+        "pretrained_model_name_or_path",
+        "resolution",
+        "gradient_accumulation_steps",
+    }
+
+
+def test_measure_counts_what_a_program_does():
+    def multiply(total, x):
+        return total + x @ x
+
+    square = jax.ShapeDtypeStruct((NUM_DEVICES, 64, 64), jnp.float32)
+    result = measure(jax.pmap(multiply, donate_argnums=0), (square, square))
+    assert result["arguments"] == 2 * 64 * 64 * 4
+    assert result["outputs"] < 64  # the sum takes its argument's place
+    assert result["flops"] == pytest.approx(2 * 64**3 + 64**2)
+
+
+@needs_libtpu
+def test_too_large_for_the_chip(monkeypatch):
+    for key, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
+    result = measure(jax.pmap(lambda x: x + 1, devices=devices), (square,))
+    assert 18.6 < result["needs"] / 2**30 < 19
+    report = tpu_compile.describe(
+        Config(tpu="v5e-4", train_batch_size=4), find_slice("v5e-4"), None, result, None
+    )
+    assert tpu_compile.verdict(report) == (
+        f"does not fit: 1 pairs per chip need {result['needs'] / 2**30:.2f} of 15.75 GiB"
+    )
+
+
+@given(capacity=st.integers(0, 5000), start=st.integers(1, 600))
+def test_largest_fitting(capacity, start):
+    asked = []
+
+    def fits(number):
+        asked.append(number)
+        return number <= capacity
+
+    good, bad = largest_fitting(fits, start)
+    assert good <= capacity < bad
+    assert bad - good <= max(1, good / 8)
+    assert good in (0, *asked)
+    assert bad in asked
+    assert len(asked) == len(set(asked))
+    assert len(asked) <= 7 + abs(np.log2(max(capacity, 1) / start))
+
+
+# The command line
+
+
+@needs_libtpu
+def test_command_line(model, tmp_path):
+    output = tmp_path / "report.json"
+    done = run(
+        *("--tpu", "v5e-4", "--pretrained_model_name_or_path", model, "--resolution", 16),
+        *("--train_batch_size", 8, "--ema", "full", "--mixed_precision", "bf16"),
+        *("--output", output),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    report = json.loads(output.read_text())
+    assert report["chips"] == 4
+    assert report["batch_per_chip"] == 2
+    assert report["fits"]
+    assert "fits: 2 pairs per chip" in done.stdout
+    memory = report["memory"]
+    assert report["memory_total"] == sum(memory.values()) < report["memory_usable"]
+    unet = tensor_shapes(model / "unet")
+    assert memory["parameters"] == 4 * elements(unet)
+    assert memory["optimizer"] == 8 * elements(unet, 4) + 8
+    assert memory["ema"] == 4 * elements(unet, 4)
+    assert memory["padding"] > 0
+    assert memory["temporaries"] > 0
+    assert report["step_seconds"] == pytest.approx(
+        max(report["flops"] / 197e12, report["bytes_accessed"] / 0.82e12)
+        + report["ema_bytes_accessed"] / 0.82e12
+    )
+    assert report["images_per_second"] == 4 * report["images_per_second_per_chip"]
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def mistake(monkeypatch, capsys, *args):
+    """The one line that a mistake ends in."""
+    monkeypatch.setattr(sys, "argv", ["tpu_compile.py", *args])
+    with pytest.raises(SystemExit) as stopped:
+        tpu_compile.main()
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_unknown_type():
+    done = run("--tpu", "v7-8")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: tpu=v7-8 is not known; known are v4-8, v4-16, ")
+    assert done.stderr.count("\n") == 1
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            "--tpu v5e-16 --train_batch_size 24",
+            "train_batch_size=24 is not divisible by 16 devices; try 16 or 32",
+        ),
+        (
+            "--tpu v4-8 --gradient_accumulation_steps 3",
+            "gradient_accumulation_steps=3 must divide the 4 pairs of a device",
+        ),
+        (
+            "--tpu v4-8 --pretrained_model_name_or_path tests",
+            "tests/vae has no config.json; give a model's folder or Hub id",
+        ),
+    ],
+)
+def test_flags_that_do_not_work(monkeypatch, capsys, args, message):
+    for key, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.chdir(ROOT)
+    assert mistake(monkeypatch, capsys, *args.split()).startswith(f"error: {message}")
+
+
+def test_compiler_not_installed(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    error = mistake(monkeypatch, capsys, "--tpu", "v5e-16")
+    assert error.startswith("error: libtpu, the TPU's compiler, is not installed; get the one for")
+    assert f'pip install "jax[tpu]=={jax.__version__}"' in error

@@ -1,0 +1,561 @@
+"""Compile the trainer's program for a TPU slice one does not have: does it fit, how fast at best?
+
+    python tpu_compile.py --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16 --ema full
+
+compiles the training step of flax_train_instruct_pix2pix.py for 16 TPU v5e chips with 16 pairs on
+each. All flags of the trainer are taken, so --tpu and its value can be added to any training
+command; of the models only the config.json is read, and without any it is Stable Diffusion 1.5.
+--find_batch looks for the largest batch that fits. With the demo's model, in about a minute:
+
+    python tpu_compile.py --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
+        --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
+
+Needs a CPU and the TPU's compiler, `pip install "jax[tpu]"`; Stable Diffusion 1.5 takes about 10
+minutes on two cores and 8 GB of memory. Prints a table and writes it as JSON.
+
+The memory is what the compiler has laid out, to the byte, at the time of the run that needs most:
+with the averages, if there will be any. The time of a step is a lower bound, a roofline: all FLOPs
+at the chip's peak or all bytes at its memory's, whichever takes longer; communication between
+chips is not in it, nor is waiting for data.
+
+Paper: Roofline (Williams, Waterman, Patterson 2009).
+"""
+
+import importlib.util
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.experimental.topologies import get_topology_desc
+
+import flax_train_instruct_pix2pix as trainer
+from modeling_flax_clip import FlaxCLIPTextModel
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_utils import fetch_file, read_json, write_json
+from modeling_flax_vae import FlaxAutoencoderKL
+from scheduling_flax import FlaxDDPMScheduler
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """One kind of TPU. Source: Cloud TPU's pages on each; memory is the compiler's own limit."""
+
+    topology: str  # its name in jax.experimental.topologies
+    cores: int  # TensorCores of a chip, where a slice's name counts those, else 1
+    flops: float  # peak in bfloat16, per second
+    bandwidth: float  # of the memory, bytes per second
+    memory: float  # that a program can use, GiB
+
+
+CHIPS = {
+    "v4": Chip("v4", 2, 275e12, 1.23e12, 30.75),
+    "v5e": Chip("v5e", 1, 197e12, 0.82e12, 15.75),
+    "v5p": Chip("v5", 2, 459e12, 2.8e12, 95.74),
+    "v6e": Chip("v6e", 1, 918e12, 1.64e12, 31.25),
+}
+# Slices have three dimensions (v4, v5p) or two.
+SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+
+# Stable Diffusion 1.5, where it is not what the classes have as defaults.
+SD15 = {
+    "unet": {"cross_attention_dim": 768},
+    "vae": {
+        "block_out_channels": (128, 256, 512, 512),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 2,
+    },
+    "text_encoder": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+    "scheduler": {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"},
+}
+
+
+# Without it the compiler asks the network which TPU it is on, complains, leaves logs in /tmp, and
+# runs in one process at a time only, or in none beside a training run.
+LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(trainer.Config):
+    tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
+    program: Literal["train_step", "unet_grad"] = "train_step"  # unet_grad: the bare UNet's part
+    find_batch: bool = False  # find the largest batch that fits, starting from train_batch_size
+    output: str = ""  # JSON file; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json
+    pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5
+    unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
+
+
+class Slice(NamedTuple):
+    """Connected chips, and the hosts that they are in."""
+
+    chip: Chip
+    num_chips: int
+    num_hosts: int
+    shape: str
+
+
+class Job(NamedTuple):
+    """Programs to compile, under pmap, with ShapeDtypeStructs of (chips, ...) for arguments."""
+
+    step: Callable
+    args: tuple
+    held: dict[str, Any]  # what a step finds in memory: trees by their names in the report
+    num_loops: int = 1  # runs of the loop that all of the step's work is in
+    update: Callable | None = None  # of an average of the weights
+    update_args: tuple = ()
+    updates_per_step: float = 0.0
+
+
+def slices():
+    """All types of slices there are, {name: Slice}."""
+    types = {}
+    for family, chip in CHIPS.items():
+        for shape in SHAPES_3D if chip.cores == 2 else SHAPES_2D:
+            num_chips = math.prod(map(int, shape.split("x")))
+            # Four chips to a host, but up to eight where v5e or v6e need no second one.
+            num_hosts = 1 if chip.cores == 1 and num_chips <= 8 else num_chips // 4
+            types[f"{family}-{num_chips * chip.cores}"] = Slice(chip, num_chips, num_hosts, shape)
+    return types
+
+
+def find_slice(name):
+    """The Slice of an accelerator type.
+
+    Args:
+        name: such as v4-32 or v5p-8, which count TensorCores, two to a chip; or v5e-16 (also as
+            v5litepod-16) or v6e-8, which count chips.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    types = slices()
+    name = name.replace("v5litepod-", "v5e-")
+    if name not in types:
+        raise ValueError(f"tpu={name} is not known; known are {', '.join(types)}")
+    return types[name]
+
+
+def slice_devices(tpu):
+    """The devices of a Slice, to compile for.
+
+    Raises:
+        ValueError: the compiler is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
+            f'pip install "jax[tpu]=={jax.__version__}"'
+        )
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    options = {"chip_config_name": "megacore"} if tpu.chip.cores == 2 else {}
+    if tpu.num_chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    return get_topology_desc(f"{tpu.chip.topology}:{tpu.shape}", "tpu", **options).devices
+
+
+def read_config(source, subfolder=None, revision=None, name="config.json"):
+    """A model's config file, a dict.
+
+    Raises:
+        ValueError: there is none.
+    """
+    file = fetch_file(source, name, subfolder, revision)
+    if file is None:
+        where = f"{source}/{subfolder}" if subfolder else source
+        raise ValueError(f"{where} has no {name}; give a model's folder or Hub id")
+    return read_json(file)
+
+
+def model_shapes(config):
+    """The modules of a training step and the shapes of their parameters, as train() has them.
+
+    Args:
+        config: Config.
+
+    Returns:
+        (Models, train_step's `frozen`, the UNet's parameters), the last two of ShapeDtypeStructs.
+
+    Raises:
+        ValueError: a config file is missing, or is not of such a model.
+    """
+    configs = SD15
+    if source := config.pretrained_model_name_or_path:
+        read = partial(read_config, source, revision=config.revision)
+        configs = {name: read(name) for name in ("vae", "text_encoder")}
+        configs["scheduler"] = read("scheduler", name="scheduler_config.json")
+        configs["unet"] = {} if config.unet_model_name_or_path else read("unet")
+    dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+    vae = FlaxAutoencoderKL.from_config(configs["vae"], dtype=dtype)
+    text_encoder = FlaxCLIPTextModel.from_config(configs["text_encoder"], dtype=dtype)
+    scheduler, scheduler_state = FlaxDDPMScheduler.from_config(configs["scheduler"])
+    if config.unet_model_name_or_path:
+        unet_config = read_config(config.unet_model_name_or_path)
+    else:
+        unet_config = {**configs["unet"], "in_channels": 2 * vae.latent_channels}
+    unet = FlaxUNet2DConditionModel.from_config(
+        unet_config, dtype=dtype, gradient_checkpointing=config.gradient_checkpointing
+    )
+
+    def params(module, dtype):
+        shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+
+    text_params = params(text_encoder, dtype)
+    ids = jax.ShapeDtypeStruct((1, text_encoder.max_position_embeddings), jnp.int32)
+    frozen = {
+        "vae": params(vae, dtype),
+        "text_encoder": text_params,
+        "null_text": jax.eval_shape(text_encoder.apply, {"params": text_params}, ids)[0],
+        "scheduler": jax.eval_shape(lambda: scheduler_state),
+    }
+    models = trainer.Models(unet, vae, text_encoder, scheduler)
+    return models, frozen, params(unet, jnp.float32)
+
+
+def on_all(tree, num_devices):
+    """Arrays as pmap takes them: (num_devices, ...), a copy for each."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), tree)
+
+
+def train_step_job(config, devices):
+    """The trainer's own step, and the update of its averages, as train() wraps them.
+
+    Args:
+        config: Config.
+        devices: to compile for.
+
+    Returns:
+        Job.
+    """
+    n = len(devices)
+    models, frozen, params = model_shapes(config)
+    plan, schedule = trainer.make_plans(config, config.max_train_steps)
+    tx = trainer.make_optimizer(
+        schedule,
+        config.adam_beta1,
+        config.adam_beta2,
+        config.adam_epsilon,
+        config.adam_weight_decay,
+    )
+    num_slices = n if config.shard_optimizer else 1
+    programs = trainer.make_programs(config, models, tx, params, num_slices, devices)
+
+    B, R = config.train_batch_size // n, config.resolution
+    pictures = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
+    T = models.text_encoder.max_position_embeddings
+    batch = {
+        "original_pixel_values": pictures,
+        "edited_pixel_values": pictures,
+        "input_ids": jax.ShapeDtypeStruct((n, B, T), jnp.int32),
+    }
+    params, frozen = on_all((params, frozen), n)
+    state = jax.eval_shape(programs.init, params)
+    average = jax.eval_shape(programs.ema_start, params)
+    num_averages = 0 if plan.first_step is None else len(plan.decays(1))
+    return Job(
+        step=programs.train_step,
+        args=(state, frozen, batch, on_all(jax.random.PRNGKey(0), n)),
+        held={
+            "parameters": state.params,
+            "optimizer": state.opt_state,
+            "ema": [average] * num_averages,
+            "frozen models": frozen,
+            "batches": [batch] * (1 + trainer.IN_FLIGHT),
+        },
+        num_loops=config.gradient_accumulation_steps,
+        update=programs.ema_update if num_averages else None,
+        update_args=(average, state.params, jax.ShapeDtypeStruct((n,), jnp.float32)),
+        updates_per_step=num_averages / plan.every,
+    )
+
+
+def unet_grad_job(config, devices):
+    """Forward and backward of the bare UNet on each device, for comparison with other UNets.
+
+    Args:
+        config: Config.
+        devices: to compile for.
+
+    Returns:
+        Job.
+    """
+    n = len(devices)
+    models, frozen, params = model_shapes(config)
+    unet, B = models.unet, config.train_batch_size // n
+    side = config.resolution // 2 ** (len(models.vae.block_out_channels) - 1)
+    inputs = (
+        jax.ShapeDtypeStruct((n, B, unet.in_channels, side, side), jnp.float32),
+        jax.ShapeDtypeStruct((n, B), jnp.int32),
+        jax.ShapeDtypeStruct((n, B, *frozen["null_text"].shape[1:]), frozen["null_text"].dtype),
+    )
+
+    def loss(params, sample, timesteps, text):
+        prediction = unet.apply({"params": params}, sample, timesteps, text).sample
+        return jnp.square(prediction.astype(jnp.float32)).mean()
+
+    params = on_all(params, n)
+    return Job(
+        step=jax.pmap(jax.value_and_grad(loss), axis_name="batch", devices=devices),
+        args=(params, *inputs),
+        held={"parameters": params, "batches": inputs},
+    )
+
+
+JOBS = {"train_step": train_step_job, "unet_grad": unet_grad_job}
+
+
+def num_bytes(tree, num_devices):
+    """Bytes that a tree of arrays (num_devices, ...) takes on each device."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) // num_devices
+
+
+def measure(program, args):
+    """Compile a program and read off what it costs each chip.
+
+    Args:
+        program: what pmap returned.
+        args: its arguments, of ShapeDtypeStructs.
+
+    Returns:
+        dict: "arguments", "temporaries", "outputs" (those that take no argument's place) and
+        "code", bytes; "flops" and "bytes_accessed", with the body of a loop counted once;
+        "compile_seconds". If the memory is too small, "needs" (bytes) and "compile_seconds" only.
+    """
+    started = time.perf_counter()
+    try:
+        compiled = program.lower(*args).compile()
+    except jax.errors.JaxRuntimeError as error:
+        size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))  # the first is what it would need
+        if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
+            raise
+        needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
+        return {"needs": needs, "compile_seconds": time.perf_counter() - started}
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "flops": cost["flops"],
+        "bytes_accessed": cost["bytes accessed"],
+        "compile_seconds": time.perf_counter() - started,
+    }
+
+
+def memory_parts(job, step, update, num_devices):
+    """What is in a chip's memory during a step, by name, in bytes.
+
+    Args:
+        job: Job.
+        step, update: what measure returned for its programs; update None: there is none.
+        num_devices: of the job.
+
+    Returns:
+        dict, the parts of `held` first.
+    """
+    parts = {name: num_bytes(tree, num_devices) for name, tree in job.held.items()}
+    padding = step["arguments"] - num_bytes(job.args, num_devices)  # of the tiles of its layout
+    if update:
+        padded = update["arguments"] / num_bytes(job.update_args, num_devices)
+        padding += round(parts["ema"] * (padded - 1))
+    return parts | {
+        "padding": padding,
+        "temporaries": max(step["temporaries"], update["temporaries"] if update else 0),
+        "outputs": step["outputs"],
+        "code": step["code"] + (update["code"] if update else 0),
+    }
+
+
+def roofline_seconds(chip, flops, bytes_accessed):
+    """The least time that this work can take on a Chip. Source: Roofline, section 3."""
+    return max(flops / chip.flops, bytes_accessed / chip.bandwidth)
+
+
+def describe(config, tpu, job, step, update):
+    """The report on one compilation.
+
+    Args:
+        config: Config.
+        tpu: Slice.
+        job: Job.
+        step, update: what measure returned for its programs; update None: there is none.
+
+    Returns:
+        dict, ready for JSON. Memory, FLOPs and bytes accessed are a chip's, and those of a step.
+    """
+    n, usable = tpu.num_chips, round(tpu.chip.memory * GIB)
+    share = config.train_batch_size // n
+    defaults = {field.name: field.default for field in fields(config)} | {"output": config.output}
+    report = {
+        "tpu": config.tpu,
+        "chips": n,
+        "hosts": tpu.num_hosts,
+        "program": config.program,
+        "flags": {k: v for k, v in asdict(config).items() if v != defaults[k]},
+        "train_batch_size": config.train_batch_size,
+        "batch_per_chip": share,
+        "memory_usable": usable,
+        "compile_seconds": step["compile_seconds"],
+        "versions": {name: version(name) for name in ("jax", "libtpu")},
+    }
+    if "needs" in step:
+        return report | {"fits": False, "memory_total": round(step["needs"])}
+    memory = memory_parts(job, step, update, n)
+    total = sum(memory.values())
+    # The compiler counts the body of a loop once. All but the optimizer's work is in that loop, so
+    # this is right for the FLOPs and somewhat too much for the bytes.
+    flops, bytes_accessed = (step[name] * job.num_loops for name in ("flops", "bytes_accessed"))
+    ema_bytes = update["bytes_accessed"] * job.updates_per_step if update else 0.0
+    seconds = roofline_seconds(tpu.chip, flops, bytes_accessed)
+    seconds += roofline_seconds(tpu.chip, 0.0, ema_bytes)
+    return report | {
+        "fits": total <= usable,
+        "memory": memory,
+        "memory_total": total,
+        "flops": flops,
+        "bytes_accessed": bytes_accessed,
+        "ema_bytes_accessed": ema_bytes,
+        "step_seconds": seconds,
+        "images_per_second_per_chip": share / seconds,
+        "images_per_second": config.train_batch_size / seconds,
+    }
+
+
+def verdict(report):
+    """Does it fit? In a line."""
+    total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
+    answer = "fits" if report["fits"] else "does not fit"
+    return (
+        f"{answer}: {report['batch_per_chip']} pairs per chip need {total:.2f} of {usable:.2f} GiB"
+    )
+
+
+def print_report(report):
+    """The report as a table."""
+    print(f"{report['program']} on {report['tpu']}, {report['chips']} chip(s), each:")
+    for name, size in report.get("memory", {}).items():
+        print(f"  {name:<14}{size / GIB:8.3f} GiB")
+    print(verdict(report))
+    if "smallest_not_fitting" in report:
+        print(f"{report['smallest_not_fitting']} pairs per chip do not fit")
+    if "flops" in report:
+        print(
+            f"a step: {report['flops'] / 1e12:.2f} TFLOP, {report['bytes_accessed'] / 1e9:.1f} GB "
+            f"accessed and {report['ema_bytes_accessed'] / 1e9:.2f} GB for averages of the weights"
+        )
+        print(
+            f"at least {report['step_seconds'] * 1e3:.1f} ms, so at most "
+            f"{report['images_per_second_per_chip']:.1f} images/s per chip, "
+            f"{report['images_per_second']:.0f} on the slice"
+        )
+
+
+def largest_fitting(fits, start):
+    """The largest number that fits, to an eighth: doubling, then bisecting.
+
+    Args:
+        fits: number, at least 1 -> bool; slow, so it is asked as rarely as can be.
+        start: number to ask first.
+
+    Returns:
+        (number, or 0 if 1 does not fit; the smallest number known not to fit).
+    """
+    good, bad, number = 0, None, start
+    while bad is None or bad - good > max(1, good // 8):
+        if fits(number):
+            good = number
+        else:
+            bad = number
+        number = 2 * good if bad is None else (good + bad) // 2
+    return good, bad
+
+
+def compile_for(config, tpu, devices):
+    """Compile what the flags ask for.
+
+    Args:
+        config: Config.
+        tpu: Slice.
+        devices: its devices.
+
+    Returns:
+        The report, see describe.
+
+    Raises:
+        ValueError: flags or models that do not go together.
+    """
+    trainer.check_config(replace(config, overwrite_output_dir=True), len(devices))  # writes nothing
+    job = JOBS[config.program](config, devices)
+    step = measure(job.step, job.args)
+    update = measure(job.update, job.update_args) if job.update and "needs" not in step else None
+    return describe(config, tpu, job, step, update)
+
+
+def find_batch(config, tpu, devices):
+    """compile_for with the largest batch that fits, or the smallest if none does."""
+    unit = tpu.num_chips * config.gradient_accumulation_steps  # batches are multiples of it
+    reports = {}
+
+    def fits(number):
+        report = compile_for(replace(config, train_batch_size=number * unit), tpu, devices)
+        reports[number] = report
+        print(f"{verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True)
+        return report["fits"]
+
+    good, bad = largest_fitting(fits, max(1, config.train_batch_size // unit))
+    return reports[good or bad] | {"smallest_not_fitting": reports[bad]["batch_per_chip"]}
+
+
+def run(config):
+    """Check, compile, print, write."""
+    tpu = find_slice(config.tpu)
+    devices = slice_devices(tpu)
+    print(
+        f"compiling {config.program} for {config.tpu}, {tpu.num_chips} chip(s) in "
+        f"{tpu.num_hosts} host(s); a full-size model takes some 10 minutes",
+        flush=True,
+    )
+    report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
+    print_report(report)
+    name = f"tpu_compile_{config.tpu}_{config.program}.json"
+    output = Path(config.output or Path(__file__).parent / "benchmarks" / "results" / name)
+    trainer.save_whole(output, partial(write_json, content=report))
+    print(f"wrote {output}")
+
+
+def main():
+    """Read the flags, compile; the user's mistakes end in one line and exit code 2."""
+    config = tyro.cli(Config, description=__doc__, use_underscores=True)
+    jax.config.update("jax_platforms", "cpu")  # leave this machine's accelerators be
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
