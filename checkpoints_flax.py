@@ -10,7 +10,9 @@ A checkpoint is a dict of NumPy arrays, whole, however they were shared out over
 of what identifies the run. One that was not finished is never taken for one that was.
 """
 
+import contextlib
 import json
+import shutil
 import zlib
 from pathlib import Path
 
@@ -70,6 +72,10 @@ class Checkpoints:
             OSError: it, or the one before, cannot be written; older ones are as they were.
         """
         try:
+            needed = sum(x.nbytes for x in state.values())
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:  # before it starts: a write that fails half-way is noisy
+                raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
             if self.first_step is not None:
                 for later in [s for s in self.manager.all_steps() if s > self.first_step]:
                     self.manager.delete(later)
@@ -121,13 +127,13 @@ class Checkpoints:
 
     def close(self):
         """Wait, and let go of the threads."""
-        try:
-            self.wait()
-        finally:
-            self.manager.close()
+        self.wait()
+        self.manager.close()
 
     def _fault(self, error):
         whole = [step for step in self.manager.all_steps() if (self.folder / str(step)).exists()]
+        with contextlib.suppress(Exception):  # what failed once fails again
+            self.manager.close()
         return OSError(
             f"a checkpoint cannot be written to {self.folder} "
             f"({' '.join(str(error).split())[:200]}); "

@@ -99,6 +99,9 @@ def start_distributed(coordinator_address=None, num_processes=None, process_id=N
     ):
         return  # one machine, and no TPU VM, which asks its metadata server for the others
     jax.distributed.initialize(*arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    # Connects the devices while the processes are together: later one may compile for longer than
+    # the others would wait for it.
+    jax.pmap(lambda x: jax.lax.psum(x, "batch"), "batch")(np.ones(jax.local_device_count()))
 
 
 def check_agreement(text):

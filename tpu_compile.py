@@ -10,13 +10,13 @@ command; of the models only the config.json is read, and without any it is Stabl
     python tpu_compile.py --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
 
-Needs a CPU and the TPU's compiler, `pip install "jax[tpu]"`; Stable Diffusion 1.5 takes about 10
-minutes on two cores and 8 GB of memory. Prints a table and writes it as JSON.
+Needs a CPU and the TPU's compiler, `pip install "jax[tpu]"`; Stable Diffusion 1.5 takes about 20
+minutes on two cores and 13 GB of memory. Prints a table and writes it as JSON.
 
-The memory is what the compiler has laid out, to the byte, at the time of the run that needs most:
-with the averages, if there will be any. The time of a step is a lower bound, a roofline: all FLOPs
-at the chip's peak or all bytes at its memory's, whichever takes longer; communication between
-chips is not in it, nor is waiting for data.
+The memory is what the compiler lays out, at the time of the run that needs most: with the averages,
+if there will be any. (Validation pictures are not in it.) The time of a step is a lower bound, a
+roofline: all FLOPs at the chip's peak or all bytes at its memory's, whichever takes longer;
+communication between chips is not in it, nor is waiting for data.
 
 Paper: Roofline (Williams, Waterman, Patterson 2009).
 """
@@ -324,9 +324,9 @@ def unet_grad_job(config, devices):
 JOBS = {"train_step": train_step_job, "unet_grad": unet_grad_job}
 
 
-def num_bytes(tree, num_devices):
-    """Bytes that a tree of arrays (num_devices, ...) takes on each device."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) // num_devices
+def num_bytes(tree):
+    """Bytes that a tree of arrays (chips, ...) takes on each chip, without padding."""
+    return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def measure(program, args):
@@ -337,9 +337,10 @@ def measure(program, args):
         args: its arguments, of ShapeDtypeStructs.
 
     Returns:
-        dict: "arguments", "temporaries", "outputs" (those that take no argument's place) and
-        "code", bytes; "flops" and "bytes_accessed", with the body of a loop counted once;
-        "compile_seconds". If the memory is too small, "needs" (bytes) and "compile_seconds" only.
+        dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
+        no argument's place) and "code", bytes; "flops" and "bytes_accessed", with the body of a
+        loop counted once; "compile_seconds". If the memory is too small, only "needs", bytes, and
+        "compile_seconds".
     """
     started = time.perf_counter()
     try:
@@ -351,8 +352,10 @@ def measure(program, args):
         needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
         return {"needs": needs, "compile_seconds": time.perf_counter() - started}
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    formats = jax.tree.leaves(compiled.input_formats)
+    used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
     return {
-        "arguments": memory.argument_size_in_bytes,
+        "padding": memory.argument_size_in_bytes - num_bytes(used),
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
@@ -362,27 +365,27 @@ def measure(program, args):
     }
 
 
-def memory_parts(job, step, update, num_devices):
+def memory_parts(job, step, update):
     """What is in a chip's memory during a step, by name, in bytes.
 
     Args:
         job: Job.
         step, update: what measure returned for its programs; update None: there is none.
-        num_devices: of the job.
 
     Returns:
-        dict, the parts of `held` first.
+        dict, the parts of job.held first.
     """
-    parts = {name: num_bytes(tree, num_devices) for name, tree in job.held.items()}
-    padding = step["arguments"] - num_bytes(job.args, num_devices)  # of the tiles of its layout
+    parts = {name: num_bytes(tree) for name, tree in job.held.items()}
+    temporaries, padding, code = step["temporaries"], step["padding"], step["code"]
     if update:
-        padded = update["arguments"] / num_bytes(job.update_args, num_devices)
-        padding += round(parts["ema"] * (padded - 1))
+        temporaries = max(temporaries, update["temporaries"])
+        padding += update["padding"] * parts["ema"] // num_bytes(job.update_args)
+        code += update["code"]
     return parts | {
         "padding": padding,
-        "temporaries": max(step["temporaries"], update["temporaries"] if update else 0),
+        "temporaries": temporaries,
         "outputs": step["outputs"],
-        "code": step["code"] + (update["code"] if update else 0),
+        "code": code,
     }
 
 
@@ -420,7 +423,7 @@ def describe(config, tpu, job, step, update):
     }
     if "needs" in step:
         return report | {"fits": False, "memory_total": round(step["needs"])}
-    memory = memory_parts(job, step, update, n)
+    memory = memory_parts(job, step, update)
     total = sum(memory.values())
     # The compiler counts the body of a loop once. All but the optimizer's work is in that loop, so
     # this is right for the FLOPs and somewhat too much for the bytes.
@@ -532,7 +535,7 @@ def run(config):
     devices = slice_devices(tpu)
     print(
         f"compiling {config.program} for {config.tpu}, {tpu.num_chips} chip(s) in "
-        f"{tpu.num_hosts} host(s); a full-size model takes some 10 minutes",
+        f"{tpu.num_hosts} host(s); a full-size model takes some 20 minutes",
         flush=True,
     )
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)

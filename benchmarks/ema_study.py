@@ -200,6 +200,13 @@ def make_tx(config):
     )
 
 
+def batches_for_ever(dataset, tokenize):
+    """What train_step needs of each batch, on the devices, epoch after epoch."""
+    while True:
+        for batch in dataset:
+            yield put_shares({"input_ids": tokenize(batch.pop("edit_prompt")), **batch})
+
+
 def train(config, programs, plans, pipeline, frozen, params):
     """A run of the trainer, with all plans' averages.
 
@@ -224,7 +231,7 @@ def train(config, programs, plans, pipeline, frozen, params):
         num_parts=jax.device_count(),
         shuffle_buffer=config.shuffle_buffer,
     )
-    batches = trainer.batches_ahead(dataset, pipeline.prepare_text_inputs)
+    batches = batches_for_ever(dataset, pipeline.prepare_text_inputs)
     host = partial(to_host, like=params, num_slices=jax.device_count())
     p_frozen, base_rng = put(frozen), put(np.asarray(jax.random.PRNGKey(config.seed)))
     run, snapshots = Run(programs, plans, params), []
@@ -396,61 +403,63 @@ def compiled_figures(compiled):
 
 
 def measure_cost(folder, rounds, num_steps):
-    """Time, memory and bytes of a step of each of COST_PLANS, sharded and not.
+    """Time, memory and bytes of a step with each of COST_PLANS, sharded and not.
 
-    To be called in a process of its own that has not used JAX, as it takes COST_DEVICES devices.
+    The training step is one compiled program, whatever the average; what an average adds is its
+    own arrays and a program that updates them. To be called in a process of its own that has not
+    used JAX, as it takes COST_DEVICES devices.
 
     Returns:
-        {"sharded" or "unsharded": {name of the plan: figures}}.
+        {"sharded" or "unsharded": {"state_bytes", "step" and "update" of compiled_figures,
+        "plans": {name: {"average_bytes", "seconds": [of a step, in each round]}}}}.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", COST_DEVICES)
+    config = trainer_config(folder)
+    models, pipeline, frozen, params = trainer.load_models(config, jnp.float32)
+    dataset = ParquetImagePairs(
+        config.train_data_dir,
+        batch_size=config.train_batch_size,
+        resolution=config.resolution,
+        num_parts=COST_DEVICES,
+    )
+    batch = next(batches_for_ever(dataset, pipeline.prepare_text_inputs))
+    inputs = put(frozen), batch, put(np.asarray(jax.random.PRNGKey(0)))
+
     runs, figures = {}, {}
     for sharing, num_slices in (("sharded", COST_DEVICES), ("unsharded", 1)):
-        figures[sharing] = {}
+        programs = trainer.make_programs(config, models, make_tx(config), params, num_slices)
+        state, decay = programs.init(put(params)), put(np.float32(0.9999))
+        average = programs.ema_start(state.params)
+        step = programs.train_step.lower(state, *inputs).compile()
+        update = programs.ema_update.lower(average, state.params, decay).compile()
+        figures[sharing] = {
+            "state_bytes": bytes_held(state),
+            "step": compiled_figures(step),
+            "update": compiled_figures(update),
+            "plans": {},
+        }
+        programs = programs._replace(train_step=step, ema_update=update)
         for name, plan in COST_PLANS.items():
-            config = trainer_config(
-                folder, ema=name.partition(",")[0], shard_optimizer=num_slices > 1
-            )
-            models, pipeline, frozen, params = trainer.load_models(config, jnp.float32)
-            dataset = ParquetImagePairs(
-                config.train_data_dir, config.train_batch_size, config.resolution
-            )
-            batch = next(iter(dataset))
-            ids = pipeline.prepare_text_inputs(batch.pop("edit_prompt"))
-            inputs = put(frozen), put_shares({"input_ids": ids, **batch})
-            inputs += (put(np.asarray(jax.random.PRNGKey(0))),)
-            programs = trainer.make_programs(config, models, make_tx(config), params, num_slices)
             run = Run(programs, {name: plan}, params)
-            step = programs.train_step.lower(run.state, *inputs).compile()
-            run.programs = programs._replace(train_step=step)
-            run.step(*inputs)  # allocates, and compiles what is left
+            run.step(*inputs)  # allocates
             run.wait()
-            averages = run.averages[name]
-            runs[sharing, name] = run, inputs
-            figures[sharing][name] = {
-                "step": compiled_figures(step),
-                "state_bytes": bytes_held(run.state),
-                "average_bytes": bytes_held(averages),
-                "seconds": [],
-            }
-            if averages:
-                decay = put(np.float32(plan.decays(1)[0]))
-                update = programs.ema_update.lower(averages[0], run.state.params, decay).compile()
-                figures[sharing][name]["update"] = compiled_figures(update)
+            runs[sharing, name] = run
+            average_bytes = bytes_held(run.averages)
+            figures[sharing]["plans"][name] = {"average_bytes": average_bytes, "seconds": []}
 
     names = list(runs)
     with tqdm(total=rounds * len(names), desc="step times", unit="slice") as bar:
         for number in range(rounds):
             shift = number % len(names)  # none always comes after the same other
             for sharing, name in names[shift:] + names[:shift]:
-                run, inputs = runs[sharing, name]
+                run = runs[sharing, name]
                 started = time.perf_counter()
                 for _ in range(num_steps):
                     run.step(*inputs)
-                run.wait()
+                    run.wait()
                 seconds = (time.perf_counter() - started) / num_steps
-                figures[sharing][name]["seconds"].append(seconds)
+                figures[sharing]["plans"][name]["seconds"].append(seconds)
                 bar.update()
     return figures
 
@@ -528,8 +537,9 @@ def compile_for_tpu(topology):
 
 
 def spread(values):
-    """Mean, least and largest."""
-    return {"mean": float(np.mean(values)), "min": min(values), "max": max(values)}
+    """Mean, median, least and largest."""
+    middle = {"mean": float(np.mean(values)), "median": float(np.median(values))}
+    return middle | {"min": min(values), "max": max(values)}
 
 
 def summarize_quality(runs):
@@ -552,36 +562,27 @@ def summarize_quality(runs):
 
 
 def summarize_cost(figures):
-    """{sharing: {name: {"seconds", "seconds_to_none": spread, "update_share"}}}.
+    """{sharing: {"update_share", name: spread of the step's time over that of "none"}}.
 
-    The second is the ratio to the same round's "none"; the last the bytes of the update over those
+    The ratios are within a round; update_share is the bytes that the update accesses over those
     of the step.
     """
-    return {
-        sharing: {
-            name: {
-                "seconds": spread(row["seconds"]),
-                "seconds_to_none": spread(
-                    [a / b for a, b in zip(row["seconds"], rows["none"]["seconds"])]
-                )
-                | {"median": float(np.median(np.divide(row["seconds"], rows["none"]["seconds"])))},
-                "update_share": row["update"]["bytes_accessed"] / row["step"]["bytes_accessed"]
-                if "update" in row
-                else 0.0,
-            }
-            for name, row in rows.items()
+    summary = {}
+    for sharing, row in figures.items():
+        update, step = row["update"]["bytes_accessed"], row["step"]["bytes_accessed"]
+        none = row["plans"]["none"]["seconds"]
+        summary[sharing] = {"update_share": update / step} | {
+            name: spread([a / b for a, b in zip(plan["seconds"], none)])
+            for name, plan in row["plans"].items()
         }
-        for sharing, rows in figures.items()
-    }
+    return summary
 
 
 def format_tables(results):
-    """The figures as Markdown: means, and least to largest."""
+    """The figures as Markdown: medians, and least to largest."""
 
     def cell(figure, form):
-        return (
-            f"{figure['mean']:{form}} ({figure['min']:{form}}-{figure['max']:{form}})"
-        )  # fmt: skip
+        return f"{figure['median']:{form}} ({figure['min']:{form}}-{figure['max']:{form}})"
 
     lines = []
     for lr_scheduler, summary in results["quality_summary"].items():
@@ -595,22 +596,21 @@ def format_tables(results):
                 f"| {name} | {cell(row['loss'], '.4f')} | {cell(row['loss_to_none'], '.3f')} | "
                 f"{cell(row['edit_error_ratio'], '.3f')} | "
                 f"{cell(row['edit_error_ratio_to_none'], '.3f')} | "
-                f"{row['instruction_accuracy']['mean']:.0%} |"
+                f"{row['instruction_accuracy']['median']:.0%} |"
             )
         lines.append("")
-    lines += [
-        "| cost | step time to none | average, MB | step's temporaries, MB | update's bytes |",
-        "|---|---|---|---|---|",
-    ]
-    for sharing, rows in results["cost"].items():
-        for name, row in rows.items():
-            summary = results["cost_summary"][sharing][name]
-            time_ratio = summary["seconds_to_none"]
-            lines.append(
-                f"| {name}, {sharing} | {time_ratio['median']:.3f} ({time_ratio['min']:.3f}-"
-                f"{time_ratio['max']:.3f}) | {row['average_bytes'] / 1e6:.2f} | "
-                f"{row['step']['temporary_bytes'] / 1e6:.1f} | {summary['update_share']:.2%} |"
-            )
+    lines += ["| cost | step time to none | held by the average, MB |", "|---|---|---|"]
+    for sharing, row in results["cost"].items():
+        for name, plan in row["plans"].items():
+            ratio = cell(results["cost_summary"][sharing][name], ".3f")
+            lines.append(f"| {name}, {sharing} | {ratio} | {plan['average_bytes'] / 1e6:.2f} |")
+    for sharing, row in results["cost"].items():
+        lines.append(
+            f"\n{sharing}: the step, the same program with all of them, has "
+            f"{row['step']['temporary_bytes'] / 1e6:.1f} MB of temporaries on each of "
+            f"{COST_DEVICES} devices; an update accesses "
+            f"{results['cost_summary'][sharing]['update_share']:.2%} of its bytes."
+        )
     if full_size := results["full_size"]:
         lines.append(
             f"\nStable Diffusion 1.5 at 256 px on {full_size['num_devices']} chips "

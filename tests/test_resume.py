@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -11,11 +12,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from test_train import SCRIPT, SIZE, config_of, flags_of, read_metrics, write_shard
 from tiny_models import make_tiny_pipeline
 
+import flax_train_instruct_pix2pix as trainer
 from checkpoints_flax import Checkpoints
 
 NUM_STEPS = 12
@@ -25,7 +29,7 @@ RUN = dict(
     ema_decay=0.6,
     checkpointing_steps=2,
     checkpoints_total_limit=2,
-    adam_epsilon=1e-8,
+    learning_rate=1e-3,  # so that rounding in another order stays small
     compilation_cache_dir="",
 )
 
@@ -44,9 +48,15 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
+    """Folder of compiled programs, for this process and those it starts."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 class Start:
@@ -76,6 +86,10 @@ class Start:
     def logged(self, step):
         file = self.out / "metrics.jsonl"
         return lambda: file.exists() and f'"step": {step},' in file.read_text()
+
+    def __del__(self):
+        self.process.kill()
+        self.process.communicate()
 
     def end(self, code=0, timeout=400):
         """Wait for the end; what it wrote."""
@@ -260,14 +274,33 @@ def test_processes_with_other_flags_are_told(model, data, cache, tmp_path):
         assert errors.splitlines()[-1].startswith("error: process 1 was started with other flags")
 
 
+def run_here(config):
+    """A run in this process, on its four devices."""
+    with jax.numpy_dtype_promotion("standard"):  # optax
+        trainer.train(config)
+
+
+SHORT = RUN | {"max_train_steps": 4}
+
+
 @pytest.fixture(scope="module")
-def stopped(model, data, cache, tmp_path_factory):
-    """The folder of a run that has checkpoints of steps 2 and 4 and no model."""
+def stopped(model, data, tmp_path_factory):
+    """The folder of a run of four steps that has checkpoints of steps 2 and 4 and no model."""
     out = tmp_path_factory.mktemp("stopped") / "out"
-    config = config_of(model, data, out, **RUN | {"max_train_steps": 4})
-    run(config, cache)
+    run_here(config_of(model, data, out, **SHORT))
     (out / "model_index.json").unlink()
     return out
+
+
+def remove_saved_run(out):
+    for file in (out / "checkpoints" / "4" / "run").rglob("*"):
+        file.unlink()
+
+
+def edit_saved_run(out):
+    """As if it had been on another number of devices."""
+    (file,) = (out / "checkpoints/4/run").rglob("metadata")
+    file.write_text(file.read_text().replace('"number of devices": 4', '"number of devices": 2'))
 
 
 @pytest.mark.parametrize(
@@ -275,22 +308,22 @@ def stopped(model, data, cache, tmp_path_factory):
     [
         (
             {"seed": 4, "learning_rate": 0.5},
-            "learning_rate was 0.03 and is 0.5; seed was 3 and is 4",
+            "learning_rate was 0.001 and is 0.5; seed was 3 and is 4. Change that back",
         ),
         ({"train_batch_size": 4}, "train_batch_size was 8 and is 4"),
         ({"ema": "none", "ema_start_step": None, "ema_decay": None}, "ema was late and is none"),
         ({"max_train_steps": 6}, "max_train_steps was 4 and is 6"),
         ({"model": 1}, "weights of unet_model_name_or_path was"),
         ({"data": 1}, "shards of train_data_dir was"),
-        ({"num_devices": 4}, "number of devices was 2 and is 4"),
         ({"resume_from_checkpoint": "nowhere"}, "resume_from_checkpoint=nowhere is no checkpoint"),
         ({"resume_from_checkpoint": "3"}, "/checkpoints/3 is no checkpoint"),
-        ({"damaged": True}, "cannot be read"),
+        ({"spoil": edit_saved_run}, "number of devices was 2 and is 4"),
+        ({"spoil": remove_saved_run}, "checkpoints/4 cannot be read"),
     ],
 )
-def test_another_run_is_refused_by_name(model, data, cache, stopped, tmp_path, options, message):
+def test_another_run_is_refused_by_name(model, data, stopped, tmp_path, options, message):
     out = shutil.copytree(stopped, tmp_path / "out")
-    options = RUN | {"max_train_steps": 4} | options
+    options = SHORT | options
     if options.pop("model", None):
         model = make_tiny_pipeline(tmp_path / "model", **SIZE, seed=1)
     if options.pop("data", None):
@@ -298,44 +331,40 @@ def test_another_run_is_refused_by_name(model, data, cache, stopped, tmp_path, o
         data = tmp_path
     if options.get("resume_from_checkpoint") == "3":
         options["resume_from_checkpoint"] = str(out / "checkpoints" / "3")
-    if options.pop("damaged", None):
-        for file in (out / "checkpoints" / "4" / "run").rglob("*"):
-            file.unlink()
-    num_devices = options.pop("num_devices", 2)
+    options.pop("spoil", lambda out: None)(out)
     before = sorted(map(str, out.rglob("*")))
-    _, errors = run(config_of(model, data, out, **options), cache, num_devices, code=2)
-    assert errors.startswith("error: ") and errors.count("\n") == 1
-    assert message in errors
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_here(config_of(model, data, out, **options))
     assert sorted(map(str, out.rglob("*"))) == before
 
 
-def test_any_checkpoint_can_be_the_start(model, data, cache, stopped, tmp_path):
+def test_any_checkpoint_can_be_the_start(model, data, stopped, tmp_path, capsys):
     """An older one of the folder, or another folder's; or none."""
-    options = RUN | {"max_train_steps": 4}
     out = shutil.copytree(stopped, tmp_path / "out")
     expected = contents(out)
     folder = str(out / "checkpoints" / "2")
-    output, _ = run(config_of(model, data, out, **options, resume_from_checkpoint=folder), cache)
-    assert "going on after step 2" in output
-    assert contents(out)[0] == expected[0]
-    output, _ = run(
-        config_of(model, data, tmp_path / "new", **options, resume_from_checkpoint=folder), cache
-    )
-    assert "going on after step 2" in output
-    assert contents(tmp_path / "new")[:2] == contents(out)[:2]
+    run_here(config_of(model, data, out, **SHORT, resume_from_checkpoint=folder))
+    assert "going on after step 2" in capsys.readouterr().out
+    assert contents(out)[0] == expected[0] and contents(out)[2] == expected[2]
+    new = tmp_path / "new"
+    run_here(config_of(model, data, new, **SHORT, resume_from_checkpoint=folder))
+    assert "going on after step 2" in capsys.readouterr().out
+    assert contents(new)[:2] == contents(out)[:2]
     (out / "model_index.json").unlink()
-    output, _ = run(config_of(model, data, out, **options, resume_from_checkpoint="none"), cache)
-    assert "going on" not in output
-    assert contents(out)[0] == expected[0]
+    run_here(config_of(model, data, out, **SHORT, resume_from_checkpoint="none"))
+    assert "going on" not in capsys.readouterr().out
+    assert contents(out)[0] == expected[0] and contents(out)[2] == expected[2]
 
 
 FULL_DISK = """
-import resource, signal, sys
+import resource, shutil, signal, types
 import checkpoints_flax
 import flax_train_instruct_pix2pix as trainer
 save = checkpoints_flax.Checkpoints.save
 def save_on_a_full_disk(self, step, *args):
-    if step == 4:  # as if 20 kB were left: what is larger cannot be written
+    if step == 4 and FULL == "at once":
+        shutil.disk_usage = lambda folder: types.SimpleNamespace(free=20_000)
+    elif step == 4:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     save(self, step, *args)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -344,14 +373,19 @@ trainer.main()
 """
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(model, data, cache, whole_run, tmp_path):
-    out = tmp_path / "out"
-    config = config_of(model, data, out, **RUN)
-    _, errors = Start(config, cache, code=FULL_DISK).end(2)
-    last = errors.splitlines()[-1]
-    assert last.startswith("error: a checkpoint cannot be written to")
-    assert last.endswith("that of step 2 is complete")
-    assert "Traceback" not in errors
+@pytest.mark.parametrize(
+    ("full", "reason"), [("at once", "GB, 2e-05 GB are free"), ("half-way", "Error writing")]
+)
+def test_a_full_disk_leaves_the_last_checkpoint(
+    model, data, cache, whole_run, tmp_path, full, reason
+):
+    config = config_of(model, data, tmp_path, **RUN)
+    _, errors = Start(config, cache, code=FULL_DISK.replace("FULL", repr(full))).end(2)
+    (line,) = (line for line in errors.splitlines() if line.startswith("error: "))
+    assert line.startswith("error: a checkpoint cannot be written to") and reason in line
+    assert line.endswith("that of step 2 is complete")
+    if full == "at once":
+        assert errors.splitlines()[-1] == line and "Traceback" not in errors
     output, _ = run(config, cache)
     assert "going on after step 2" in output
-    assert_same(contents(out), whole_run)
+    assert_same(contents(tmp_path), whole_run)

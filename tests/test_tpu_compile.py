@@ -36,6 +36,13 @@ def model(tmp_path_factory):
     return make_tiny_pipeline(folder, vae_channels=(16, 32), unet_channels=(16, 32))
 
 
+@pytest.fixture
+def libtpu_environment(monkeypatch):
+    """What slice_devices sets, taken back after the test."""
+    for name, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
 def flags(model, **more):
     """A Config of the tiny pipeline."""
     paths = {"pretrained_model_name_or_path": str(model)}
@@ -85,9 +92,7 @@ def test_types_count_cores_or_chips(name, num_chips, num_hosts, shape):
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v4-32", "v5p-8", "v5e-1", "v5e-16", "v6e-8", "v4-1024"])
-def test_topologies_have_as_many_devices(name, monkeypatch):
-    for key, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
+def test_topologies_have_as_many_devices(name, libtpu_environment):
     tpu = find_slice(name)
     devices = tpu_compile.slice_devices(tpu)
     assert len(devices) == tpu.num_chips
@@ -133,7 +138,7 @@ def test_arguments_are_those_of_a_real_run(model):
 def test_bytes_of_what_is_held(model, sharded, ema, num_averages):
     config = flags(model, ema=ema, shard_optimizer=sharded, mixed_precision="bf16")
     job = tpu_compile.train_step_job(config, jax.devices())
-    held = {name: num_bytes(tree, NUM_DEVICES) for name, tree in job.held.items()}
+    held = {name: num_bytes(tree) for name, tree in job.held.items()}
 
     unet = tensor_shapes(model / "unet")
     share = elements(unet, NUM_DEVICES if sharded else 1)
@@ -187,9 +192,9 @@ def test_report_by_hand(model):
         update_args=(x, x),
         updates_per_step=0.5,
     )
-    step = {"arguments": 9000, "temporaries": 100, "outputs": 10, "code": 1, "compile_seconds": 1.0}
+    step = {"padding": 1000, "temporaries": 100, "outputs": 10, "code": 1, "compile_seconds": 1.0}
     step |= {"flops": 197e12, "bytes_accessed": 0.41e12}
-    update = {"arguments": 8800, "temporaries": 200, "code": 2, "bytes_accessed": 1.64e12}
+    update = {"padding": 800, "temporaries": 200, "code": 2, "bytes_accessed": 1.64e12}
     report = tpu_compile.describe(config, find_slice("v5e-4"), job, step, update)
     assert report["memory"] == {
         "parameters": 4000,
@@ -213,20 +218,29 @@ def test_report_by_hand(model):
 
 
 def test_measure_counts_what_a_program_does():
-    def multiply(total, x):
+    def multiply(total, x, unused):
         return total + x @ x
 
     square = jax.ShapeDtypeStruct((NUM_DEVICES, 64, 64), jnp.float32)
-    result = measure(jax.pmap(multiply, donate_argnums=0), (square, square))
-    assert result["arguments"] == 2 * 64 * 64 * 4
+    unused = jax.ShapeDtypeStruct((NUM_DEVICES, 1000), jnp.float32)
+    result = measure(jax.pmap(multiply, donate_argnums=0), (square, square, unused))
+    assert result["padding"] == 0  # a CPU has none
     assert result["outputs"] < 64  # the sum takes its argument's place
     assert result["flops"] == pytest.approx(2 * 64**3 + 64**2)
 
 
 @needs_libtpu
-def test_too_large_for_the_chip(monkeypatch):
-    for key, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
+def test_padding_is_that_of_tiles(libtpu_environment):
+    """A TPU keeps the last axis in tiles of 128."""
+    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    narrow = jax.ShapeDtypeStruct((4, 8, 100), jnp.float32)
+    unused = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
+    result = measure(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused))
+    assert result["padding"] == 4 * 8 * (128 - 100)
+
+
+@needs_libtpu
+def test_too_large_for_the_chip(libtpu_environment):
     devices = tpu_compile.slice_devices(find_slice("v5e-4"))
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
     result = measure(jax.pmap(lambda x: x + 1, devices=devices), (square,))
@@ -263,31 +277,54 @@ def test_largest_fitting(capacity, start):
 def test_command_line(model, tmp_path):
     output = tmp_path / "report.json"
     done = run(
-        *("--tpu", "v5e-4", "--pretrained_model_name_or_path", model, "--resolution", 16),
-        *("--train_batch_size", 8, "--ema", "full", "--mixed_precision", "bf16"),
+        *("--tpu", "v5e-1", "--program", "unet_grad", "--resolution", 8, "--train_batch_size", 2),
+        *("--pretrained_model_name_or_path", model, "--mixed_precision", "bf16"),
         *("--output", output),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(output.read_text())
-    assert report["chips"] == 4
-    assert report["batch_per_chip"] == 2
-    assert report["fits"]
-    assert "fits: 2 pairs per chip" in done.stdout
+    assert (report["chips"], report["batch_per_chip"]) == (1, 2)
+    assert "\nfits: 2 pairs per chip need " in done.stdout
     memory = report["memory"]
     assert report["memory_total"] == sum(memory.values()) < report["memory_usable"]
-    unet = tensor_shapes(model / "unet")
-    assert memory["parameters"] == 4 * elements(unet)
-    assert memory["optimizer"] == 8 * elements(unet, 4) + 8
-    assert memory["ema"] == 4 * elements(unet, 4)
-    assert memory["padding"] > 0
-    assert memory["temporaries"] > 0
+    assert memory["parameters"] == 4 * elements(tensor_shapes(model / "unet"))
+    assert memory["outputs"] > memory["parameters"]  # the gradient, with padding
     assert report["step_seconds"] == pytest.approx(
         max(report["flops"] / 197e12, report["bytes_accessed"] / 0.82e12)
-        + report["ema_bytes_accessed"] / 0.82e12
     )
-    assert report["images_per_second"] == 4 * report["images_per_second_per_chip"]
+    assert report["images_per_second"] == pytest.approx(2 / report["step_seconds"])
     assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_training_step(model, tmp_path):
+    """Sizes of a training step's parts; and micro-batches change neither them nor the FLOPs."""
+    output = tmp_path / "report.json"
+    reports = []
+    for num_micro_batches in (1, 2):
+        done = run(
+            *("--tpu", "v5e-4", "--pretrained_model_name_or_path", model, "--resolution", 16),
+            *("--train_batch_size", 16, "--ema", "full", "--mixed_precision", "bf16"),
+            *("--gradient_accumulation_steps", num_micro_batches, "--output", output),
+        )
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads(output.read_text()))
+    unet = tensor_shapes(model / "unet")
+    for report in reports:
+        assert report["fits"]
+        assert report["batch_per_chip"] == 4
+        assert report["memory"]["parameters"] == 4 * elements(unet)
+        assert report["memory"]["optimizer"] == 8 * elements(unet, 4) + 8
+        assert report["memory"]["ema"] == 4 * elements(unet, 4)
+        assert report["memory"]["padding"] > 0
+        assert report["memory_total"] == sum(report["memory"].values())
+        assert report["step_seconds"] == pytest.approx(
+            max(report["flops"] / 197e12, report["bytes_accessed"] / 0.82e12)
+            + report["ema_bytes_accessed"] / 0.82e12
+        )
+    assert reports[1]["flops"] == pytest.approx(reports[0]["flops"], rel=0.1)
 
 
 def mistake(monkeypatch, capsys, *args):
@@ -326,9 +363,7 @@ def test_unknown_type():
         ),
     ],
 )
-def test_flags_that_do_not_work(monkeypatch, capsys, args, message):
-    for key, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
+def test_flags_that_do_not_work(libtpu_environment, monkeypatch, capsys, args, message):
     monkeypatch.chdir(ROOT)
     assert mistake(monkeypatch, capsys, *args.split()).startswith(f"error: {message}")
 

@@ -27,8 +27,9 @@ from diffusers.training_utils import EMAModel, compute_snr
 from flax.jax_utils import replicate
 from flax.training.common_utils import shard
 from flax.traverse_util import flatten_dict
+from hub_upload_server import UploadHub
 from jax.experimental.compilation_cache import compilation_cache
-from PIL import Image
+from PIL import Image, ImageOps
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 from tiny_models import make_tiny_pipeline
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -790,6 +791,7 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
         max_train_steps=trainer.Config.max_train_steps,
         num_train_epochs=6,
         max_train_samples=9,
+        max_bad_fraction=0.5,
         lr_warmup_steps=0,
         ema="power",
         ema_snapshot_steps=4,
@@ -824,7 +826,7 @@ def test_pictures_profile_and_model_card(model, data, tmp_path, monkeypatch):
     for k, size in enumerate(sizes):
         pixels = np.random.default_rng(k).integers(0, 256, (size[1], size[0], 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{k}.png")
-        pictures.append(Image.fromarray(pixels[:, (size[0] - size[1]) // 2 :][:, : size[1]]))
+        pictures.append(Image.fromarray(pixels))
     config = config_of(
         model,
         data,
@@ -843,7 +845,7 @@ def test_pictures_profile_and_model_card(model, data, tmp_path, monkeypatch):
     assert list(out.glob("profile/**/*.xplane.pb"))
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(out)
-    originals = [picture.resize((16, 16), Image.Resampling.LANCZOS) for picture in pictures]
+    originals = [ImageOps.fit(x, (16, 16), Image.Resampling.LANCZOS) for x in pictures]
     inputs = pipeline.prepare_inputs(["make it red"] * 2, originals)
     images = pipeline(*inputs, params, jax.random.key(config.seed), num_inference_steps=20).images
     grid = np.asarray(Image.open(out / "validation" / "step-000005.png"))
@@ -880,7 +882,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
 
 
 def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_path):
-    """On two devices, and PyTorch edits with the result; wandb offline."""
+    """On two devices, and PyTorch edits with the result; wandb offline; a stand-in of the Hub."""
     out = tmp_path / "out"
     # Weights in half precision, as published ones are.
     source = shutil.copytree(model, tmp_path / "half")
@@ -895,17 +897,26 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
         report_to="wandb",
         tracker_project_name="tiny",
         max_train_steps=3,
+        push_to_hub=True,
+        hub_model_id="tiny-edits",
     )
     folders = {
         f"WANDB_{name}": str(tmp_path) for name in ("DIR", "CACHE_DIR", "CONFIG_DIR", "DATA_DIR")
     }
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *flags_of(config)],
-        env=os.environ | folders | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
+    with UploadHub({"hf_secret": "write"}) as hub:
+        network = {
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_TOKEN": "hf_secret",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *flags_of(config)],
+            env=os.environ | folders | network | {"XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     assert "8 pairs a step on 2 device(s)" in done.stdout
     assert "3/3" in done.stderr
@@ -915,6 +926,12 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
     assert all(0 < row["loss"] < 3 for row in rows)
     (log,) = out.glob("wandb/offline-run-*/*.wandb")
     assert all(name.encode() in log.read_bytes() for name in rows[0])
+    uploaded = hub.repos["tester/tiny-edits"]
+    for file in ("model_index.json", "README.md", "unet/diffusion_pytorch_model.safetensors"):
+        assert uploaded[file] == (out / file).read_bytes()
+    assert "--hub_model_id=tiny-edits" in uploaded["README.md"].decode()
+    assert not any(name.startswith(("checkpoints", "wandb")) for name in uploaded)
+    assert "hf_secret" not in done.stdout + done.stderr
 
     # Master weights are not rounded, nor are those that were only read.
     pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(out, safety_checker=None)
