@@ -9,7 +9,7 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
-test: .venv/installed
+test: .venv/installed .venv/tpu
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2
 	$(BIN)/python -m pytest
 
@@ -27,3 +27,11 @@ lint: .venv/installed
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	touch $@
+
+# The TPU's compiler, for the tests of tpu_compile.py: beside what the scripts run with, as jax would
+# look for a TPU wherever it is installed. There is none for some machines: then they are skipped.
+.venv/tpu: .venv/installed
+	-$(BIN)/python -m pip install --quiet --no-deps --target .venv/tpu-part "$$($(BIN)/python -c \
+		'from importlib.metadata import requires; \
+		print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')" \
+		&& mv .venv/tpu-part $@

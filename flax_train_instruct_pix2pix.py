@@ -47,7 +47,7 @@ import numpy as np
 import optax
 import tyro
 from flax import struct
-from jax.experimental.multihost_utils import process_allgather, sync_global_devices
+from jax.experimental.multihost_utils import process_allgather
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
@@ -61,6 +61,7 @@ from parallel_flax import (
     check_agreement,
     first,
     from_process_0,
+    lift,
     local_shares,
     mean_slice,
     my_slice,
@@ -69,6 +70,8 @@ from parallel_flax import (
     put_shares,
     start_distributed,
     to_host,
+    unlift,
+    wait_for_all,
     whole,
 )
 from parquet_processing import ParquetImagePairs
@@ -384,8 +387,10 @@ def train_step(
     grad_norm = norm_of_slices(grads, state.params, num_slices)
     grads = clip_by_norm(grads, grad_norm, max_grad_norm)
     params = my_slice(state.params, num_slices)
-    updates, opt_state = tx.update(grads, state.opt_state, params)
-    params = whole(optax.apply_updates(params, updates), state.params, num_slices)
+    grads, opt_state, params = lift((grads, state.opt_state, params))
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params, opt_state = unlift((optax.apply_updates(params, updates), opt_state))
+    params = whole(params, state.params, num_slices)
     state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
@@ -427,7 +432,9 @@ def make_programs(config, models, tx, params, num_slices, devices=None):
         init=pmap(lambda p: TrainState(jnp.int32(0), p, tx.init(cut(p))), donate_argnums=0),
         train_step=pmap(step, donate_argnums=0),
         ema_start=pmap(lambda p: ema_start(cut(p))),
-        ema_update=pmap(lambda e, p, decay: ema_update(e, cut(p), decay), donate_argnums=0),
+        ema_update=pmap(
+            lambda e, p, decay: unlift(ema_update(*lift((e, cut(p))), decay)), donate_argnums=0
+        ),
         cut=pmap(cut),
         whole=pmap(lambda e: whole(e, params, num_slices)),
     )
@@ -758,21 +765,34 @@ def train(config: Config):
     if is_main:
         source, done, run = find_checkpoint(output_dir, config.resume_from_checkpoint, identity)
     done = int(from_process_0(np.int32(done)))
+    epoch, position = divmod(done, len(dataset))
+    dataset.load_state_dict(dataset.state_dict() | {"epoch": epoch, "batch": position})
+    batches = batches_ahead(dataset, pipeline.prepare_text_inputs)
+
+    # In the compute dtype on the devices; what is saved at the end keeps its precision.
+    cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
+    p_frozen = put(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
+    base_rng = put(np.asarray(jax.random.PRNGKey(config.seed)))
+    # Compiled while there is most room, and before any process waits for the others' gradients.
+    first_batch = next(batches)
+    batches = itertools.chain([first_batch], batches)
+    n = jax.local_device_count()
+    on_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), shapes)
+    p_train_step = programs.train_step.lower(
+        jax.eval_shape(programs.init, on_all), p_frozen, first_batch[0], base_rng
+    ).compile()
+    del first_batch
+    wait_for_all("compiled")
+
     if done:
         del params
         averages_begun = plan.first_step is not None and done > plan.first_step
         num_averages = len(plan.decays(1)) if averages_begun else 0
         saved = state_shapes(shapes, tx, num_averages)
         state, averages = read_state(source, done, saved, programs.cut)
-        epoch, batch = divmod(done, len(dataset))
-        dataset.load_state_dict(dataset.state_dict() | {"epoch": epoch, "batch": batch})
     else:
         state, averages = programs.init(put(params)), []
         del params
-    # In the compute dtype on the devices; what is saved at the end keeps its precision.
-    cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
-    p_frozen = put(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
-    base_rng = put(np.asarray(jax.random.PRNGKey(config.seed)))
     window = run.get("losses", [])  # [loss, grad_norm] of each step since the last logged one
     num_bad_here, num_bad_before = 0, run.get("num_bad", 0)
     pending = deque()  # those that are still on the devices
@@ -851,14 +871,12 @@ def train(config: Config):
             log.pictures("validation", path, f"before and after, step {num_steps}", num_steps)
 
     num_steps, waited, images, started, row, profiling = done, 0.0, 0, None, None, False
-    batches = batches_ahead(dataset, pipeline.prepare_text_inputs)
     with (
         StopSignal() as stop,
         tqdm(
             total=max_train_steps, initial=done, unit="step", desc="train", disable=not is_main
         ) as progress,
     ):
-        progress.set_postfix_str("compiling")
         for step in range(done, max_train_steps):
             if is_main and step == first_profiled:
                 profiling = True
@@ -868,7 +886,7 @@ def train(config: Config):
             waited += time.perf_counter() - asked
             if step == plan.first_step:
                 averages = [programs.ema_start(state.params) for _ in plan.decays(1)]
-            state, metrics = programs.train_step(state, p_frozen, batch, base_rng)
+            state, metrics = p_train_step(state, p_frozen, batch, base_rng)
             num_steps = step + 1
             if num_updates := plan.update_of(num_steps):
                 averages = [
@@ -955,8 +973,7 @@ def train(config: Config):
     if is_main:
         checkpoints.close()
         log.close()
-    if num_processes > 1:
-        sync_global_devices("the end")  # none leaves while process 0 writes
+    wait_for_all("saved")  # none leaves while process 0 writes
     if num_steps < max_train_steps:
         print(
             f"stopped by {signal.Signals(stop.number).name} after step {num_steps} of "

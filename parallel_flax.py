@@ -19,8 +19,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+WAIT_SECONDS = 3600  # for the others to compile, or for process 0 to save and upload
 HEARTBEAT_SECONDS = 60  # a process that is silent for so long counts as dead and ends the run
 
 
@@ -74,6 +76,20 @@ def norm_of_slices(slices, like, num_slices):
     return jnp.sqrt(jax.lax.psum(cut, "batch") + uncut if any(is_cut) else uncut)
 
 
+def lift(tree):
+    """Give arrays the device axis back that pmap takes off, for what is updated in place.
+
+    Between pmap's own two reshapes XLA's CPU compiler makes a copy of what is donated: of the
+    whole optimizer's state. Here they cancel.
+    """
+    return jax.tree.map(lambda x: x[None] if x.ndim else x, tree)
+
+
+def unlift(tree):
+    """Undo lift."""
+    return jax.tree.map(lambda x: x[0] if x.ndim else x, tree)
+
+
 def start_distributed(coordinator_address=None, num_processes=None, process_id=None):
     """Join the other processes, if arguments, a TPU slice, Slurm or Open MPI say there are any.
 
@@ -119,6 +135,16 @@ def check_agreement(text):
             f"process {', '.join(map(str, different))} was started with other flags, models or "
             "versions than process 0; start all with the same command"
         )
+
+
+def wait_for_all(name):
+    """Wait until all processes are here; a name is used once.
+
+    Not by a collective operation of the devices, some of which wait for half a minute only.
+    """
+    if jax.process_count() > 1:
+        everyone = set(range(jax.process_count()))
+        ocp.multihost.sync_global_processes(name, timeout=WAIT_SECONDS, processes=everyone)
 
 
 def put(tree):

@@ -1,10 +1,10 @@
 """What an average of the weights costs, and what it gives.
 
-    python benchmarks/ema_study.py --tpu_topology v5e:4x4
+    python benchmarks/ema_study.py
 
-Quality, on the demo's task (demo/run_demo.py): runs of several seeds, each with a constant learning
-rate and with one that falls to zero. In each run all averages are tracked at once, of the very
-same weights, by the trainer's own programs:
+Quality (--parts quality), on the demo's task (demo/run_demo.py): runs of several seeds, each with
+a constant learning rate and with one that falls to zero. In each run all averages are tracked at
+once, of the very same weights, by the trainer's own programs:
 
     none                    the last weights
     full 0.9999             from the first step
@@ -20,18 +20,20 @@ and measured on photographs that were not trained on: the denoising loss at fixe
 timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedited picture to it.
 "post-hoc, best" takes for each run the length of the least loss, on the same pictures.
 
-Cost, on four forced CPU devices: time of a step of each kind, in turn for several rounds, and what
-the compiler says of memory and bytes. --tpu_topology also compiles the programs of Stable
-Diffusion 1.5 at 256 pixels for such a slice (`pip install jax[tpu]`; it needs no TPU).
+Cost (--parts cost), on four forced CPU devices: time of a step of each kind, in turn for several
+rounds, and what the compiler says of memory and bytes; and (--parts full_size) the bytes that the
+programs of Stable Diffusion 1.5 at 256 pixels access on a TPU slice (`pip install jax[tpu]`; it
+needs no TPU).
 
-All of it tiny, in minutes:
+Without full_size, all of it tiny, in minutes:
 
-    python benchmarks/ema_study.py --seeds 0 --lr_schedulers constant --max_train_steps 16 \\
-        --num_pairs 64 --crops_per_photograph 1 --loss_draws 2 --sigma_rels 0.05 0.1 \\
-        --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
+    python benchmarks/ema_study.py --parts cost quality --seeds 0 --lr_schedulers constant \\
+        --max_train_steps 8 --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 \\
+        --sigma_rels 0.05 0.1 --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
 
-Writes benchmarks/results/ema_study.json and ema_study.png beside it, prints tables. Needs a CPU;
-about an hour on two cores.
+Writes benchmarks/results/ema_study.json, in which parts that are not run stay as they are, draws
+ema_study.png beside it, prints tables. Needs a CPU; on two cores quality takes more than an hour,
+full_size half an hour and 14 GB of memory, cost minutes, on a machine that does nothing else.
 
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
 """
@@ -92,6 +94,7 @@ COST_PLANS = {
 
 @dataclass(frozen=True)
 class Config:
+    parts: tuple[Literal["full_size", "cost", "quality"], ...] = ("full_size", "cost", "quality")
     # quality
     seeds: tuple[int, ...] = (0, 1, 2)  # of the order of the data, noise and dropout
     lr_schedulers: tuple[Literal["constant", "cosine"], ...] = ("constant", "cosine")
@@ -99,13 +102,14 @@ class Config:
     train_batch_size: int = 16
     learning_rate: float = 1e-3
     num_pairs: int = 8000  # to train on
-    crops_per_photograph: int = 3  # of each of three photographs, for eight edits each
-    loss_draws: int = 32  # noises and timesteps of each held-out pair
-    sigma_rels: tuple[float, ...] = (0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25)  # to rebuild
+    crops_per_photograph: int = 2  # of each of three photographs, for eight edits each
+    loss_draws: int = 24  # noises and timesteps of each held-out pair
+    sigma_rels: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25)  # to rebuild
     # cost
     cost_rounds: int = 10  # each measures every kind of step once
     cost_steps: int = 5  # steps of a measurement
-    tpu_topology: str = ""  # e.g. v5e:4x4; "" compiles for no TPU
+    # full_size
+    tpu_topology: str = "v5e:4x4"  # as libtpu calls it; this is v5e-16
     # output
     output: str = "benchmarks/results/ema_study.json"
     plot: str = "benchmarks/results/ema_study.png"
@@ -522,7 +526,7 @@ def compile_for_tpu(topology):
     except Exception as error:
         raise ValueError(
             f"tpu_topology={topology} cannot be compiled for ({' '.join(str(error).split())[:200]})"
-            "; try v5e:4x4, and pip install jax[tpu]"
+            "; try v5e:4x4, pip install jax[tpu], or leave it out: --parts cost quality"
         ) from error
     models = trainer.Models(
         UNET.clone(in_channels=8, dtype=jnp.bfloat16),
@@ -585,9 +589,11 @@ def format_tables(results):
         return f"{figure['median']:{form}} ({figure['min']:{form}}-{figure['max']:{form}})"
 
     lines = []
-    for lr_scheduler, summary in results["quality_summary"].items():
+    quality = results.get("quality", {"summary": {}})
+    for lr_scheduler, summary in quality["summary"].items():
         lines += [
-            f"{lr_scheduler} learning rate, {len(results['quality'][lr_scheduler])} seeds:\n",
+            f"{lr_scheduler} learning rate, {quality['max_train_steps']} steps, "
+            f"{len(quality['runs'][lr_scheduler])} seeds:\n",
             "| average | held-out loss | to none | edit error | to none | right edit |",
             "|---|---|---|---|---|---|",
         ]
@@ -599,30 +605,31 @@ def format_tables(results):
                 f"{row['instruction_accuracy']['median']:.0%} |"
             )
         lines.append("")
-    lines += ["| cost | step time to none | held by the average, MB |", "|---|---|---|"]
-    for sharing, row in results["cost"].items():
-        for name, plan in row["plans"].items():
-            ratio = cell(results["cost_summary"][sharing][name], ".3f")
-            lines.append(f"| {name}, {sharing} | {ratio} | {plan['average_bytes'] / 1e6:.2f} |")
-    for sharing, row in results["cost"].items():
-        lines.append(
-            f"\n{sharing}: the step, the same program with all of them, has "
-            f"{row['step']['temporary_bytes'] / 1e6:.1f} MB of temporaries on each of "
-            f"{COST_DEVICES} devices; an update accesses "
-            f"{results['cost_summary'][sharing]['update_share']:.2%} of its bytes."
-        )
-    if full_size := results["full_size"]:
+    if cost := results.get("cost"):
+        lines += ["| cost | step time to none | held by the average, MB |", "|---|---|---|"]
+        for sharing, row in cost["figures"].items():
+            for name, plan in row["plans"].items():
+                ratio = cell(cost["summary"][sharing][name], ".3f")
+                lines.append(f"| {name}, {sharing} | {ratio} | {plan['average_bytes'] / 1e6:.2f} |")
+        for sharing, row in cost["figures"].items():
+            lines.append(
+                f"\n{sharing}: the step, the same program with all of them, has "
+                f"{row['step']['temporary_bytes'] / 1e6:.1f} MB of temporaries on each of "
+                f"{COST_DEVICES} devices; an update accesses "
+                f"{cost['summary'][sharing]['update_share']:.2%} of its bytes."
+            )
+    if full_size := results.get("full_size"):
         lines.append(
             f"\nStable Diffusion 1.5 at 256 px on {full_size['num_devices']} chips "
-            f"({results['tpu_topology']}), {full_size['per_device']} pairs each, bfloat16: a step "
-            f"accesses {full_size['step']['bytes_accessed'] / 1e9:.1f} GB, the sharded average's "
-            f"update {full_size['update']['bytes_accessed'] / 1e9:.2f} GB, "
+            f"({full_size['tpu_topology']}), {full_size['per_device']} pairs each, bfloat16: a "
+            f"step accesses {full_size['step']['bytes_accessed'] / 1e9:.1f} GB, the sharded "
+            f"average's update {full_size['update']['bytes_accessed'] / 1e9:.2f} GB, "
             f"{full_size['update_share']:.2%} of it."
         )
     return "\n".join(lines)
 
 
-def draw(results, sigma_rels):
+def draw(quality, sigma_rels):
     """The plot: loss and edit error to none, over the rebuilt lengths and of the other averages."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharey="row", width_ratios=(1, 1.3))
@@ -630,7 +637,7 @@ def draw(results, sigma_rels):
     for row, (measured, title) in enumerate(zip(MEASURES[:2], titles)):
         curve, dots = axes[row]
         shown = []
-        for i, (lr_scheduler, summary) in enumerate(results["quality_summary"].items()):
+        for i, (lr_scheduler, summary) in enumerate(quality["summary"].items()):
             key, color = f"{measured}_to_none", f"C{i}"
             points = [summary[f"post-hoc {s}"][key] for s in sigma_rels]
             means, least, largest = (
@@ -640,7 +647,7 @@ def draw(results, sigma_rels):
             curve.fill_between(sigma_rels, least, largest, color=color, alpha=0.2)
             others = [n for n in summary if not n.startswith("post-hoc ")]
             for x, name in enumerate(others):
-                for run in results["quality"][lr_scheduler]:
+                for run in quality["runs"][lr_scheduler]:
                     ratio = run["variants"][name][measured] / run["variants"]["none"][measured]
                     dots.plot(x + 0.15 * i, ratio, "o", color=color, alpha=0.7)
             shown += [*least, *largest, *(summary[n][key]["mean"] for n in others)]
@@ -666,8 +673,9 @@ def in_new_process(function, *args):
 
 def check_config(config):
     """Raise a ValueError for what cannot be studied, before anything is made."""
-    if not config.seeds or not config.lr_schedulers or not config.sigma_rels:
-        raise ValueError("seeds, lr_schedulers and sigma_rels must not be empty")
+    for name in ("parts", "seeds", "lr_schedulers", "sigma_rels"):
+        if not getattr(config, name):
+            raise ValueError(f"{name} is empty; name at least one, or leave the flag out")
     for name, lowest in (
         ("max_train_steps", NUM_SNAPSHOTS),
         ("train_batch_size", 1),
@@ -686,31 +694,38 @@ def check_config(config):
 def run(config):
     """Study, write, print."""
     check_config(config)
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
-    results = {
+    output, plot = Path(config.output), Path(config.plot)
+    results = json.loads(output.read_text()) if output.is_file() else {}
+    origin = {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "machine": describe_machine(packages),
-        "max_train_steps": config.max_train_steps,
-        "tpu_topology": config.tpu_topology,
+        "machine": describe_machine(("jax", "jaxlib", "flax", "optax", "numpy")),
     }
-    topology = config.tpu_topology
-    results["full_size"] = in_new_process(compile_for_tpu, topology) if topology else None
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_demo(folder, config.num_pairs, config.crops_per_photograph)
-        cost = in_new_process(measure_cost, folder, config.cost_rounds, config.cost_steps)
-        quality = study_quality(config, folder)
-    results |= {"cost": cost, "cost_summary": summarize_cost(cost), "quality": quality}
-    results["quality_summary"] = {
-        lr_scheduler: summarize_quality(runs) for lr_scheduler, runs in quality.items()
-    }
-    write_json(results, config.output)
-    plot = Path(config.plot)
-    unfinished = plot.with_name(f".{os.getpid()}-{plot.name}")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    draw(results, config.sigma_rels).savefig(unfinished, dpi=110)
-    unfinished.replace(plot)
-    print(f"\n{format_tables(results)}\n\nwrote {config.output} and {config.plot}")
+        if "full_size" in config.parts:
+            figures = in_new_process(compile_for_tpu, config.tpu_topology)
+            results["full_size"] = origin | {"tpu_topology": config.tpu_topology} | figures
+        if "cost" in config.parts or "quality" in config.parts:
+            make_demo(folder, config.num_pairs, config.crops_per_photograph)
+        if "cost" in config.parts:
+            figures = in_new_process(measure_cost, folder, config.cost_rounds, config.cost_steps)
+            results["cost"] = origin | {"figures": figures, "summary": summarize_cost(figures)}
+        if "quality" in config.parts:
+            runs = study_quality(config, folder)
+            summary = {schedule: summarize_quality(rows) for schedule, rows in runs.items()}
+            results["quality"] = origin | {
+                "max_train_steps": config.max_train_steps,
+                "runs": runs,
+                "summary": summary,
+            }
+    write_json(results, output)
+    print(f"\n{format_tables(results)}\n\nwrote {output}")
+    if "quality" in config.parts:
+        unfinished = plot.with_name(f".{os.getpid()}-{plot.name}")
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        draw(results["quality"], config.sigma_rels).savefig(unfinished, dpi=110)
+        unfinished.replace(plot)
+        print(f"wrote {plot}")
 
 
 def main(args=None):

@@ -102,7 +102,12 @@ def make_inputs(folder, quick):
     jax.config.update("jax_platforms", "cpu")
     unet, vae, text_encoder = UNET, VAE, TEXT_ENCODER
     if quick:
-        unet = UNET.clone(block_out_channels=(32, 32, 64, 64), layers_per_block=1)
+        unet = UNET.clone(
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+        )
         vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
         text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
     for i, (name, module) in enumerate(
@@ -239,7 +244,8 @@ def bench(folder, quick):
     figures["train, resumed"], output = run_command(train)
     if "going on after step" not in output:
         raise ChildProcessError("the trainer did not resume from the checkpoint")
-    losses = [json.loads(line)["loss"] for line in (model / "metrics.jsonl").open()]
+    metrics = (model / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in metrics]
     figures["train, resumed"]["loss"] = losses[-1]
     figures["train, resumed"]["checkpoint_gib"] = (
         sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()) / GIB

@@ -1,6 +1,7 @@
 """Test-wide settings: a CPU with four forced devices, strict dtype promotion, no network."""
 
 import os
+import sys
 from pathlib import Path
 
 # Before jax is imported anywhere.
@@ -14,8 +15,15 @@ import jax
 import pytest
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+
 torch.set_num_threads(1)  # tiny models gain nothing from two, and lose where XLA holds the other
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
+    sys.path.append(str(tpu))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.environ.get("PYTHONPATH"), str(tpu)])
+    )
 
 
 @pytest.fixture
@@ -24,6 +32,3 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
-
-
-ROOT = Path(__file__).resolve().parent.parent

@@ -236,8 +236,8 @@ def test_summaries():
 
 def test_command_line(tmp_path):
     """All of it, tiny."""
-    options = "--seeds 0 1 --lr_schedulers constant --max_train_steps 8 --num_pairs 64"
-    options += " --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1"
+    options = "--parts cost quality --seeds 0 1 --lr_schedulers constant --max_train_steps 8"
+    options += " --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1"
     options += " --cost_rounds 1 --cost_steps 1"
     command = [sys.executable, "benchmarks/ema_study.py", *options.split()]
     command += ["--output", tmp_path / "out" / "study.json", "--plot", tmp_path / "out" / "a.png"]
@@ -249,16 +249,16 @@ def test_command_line(tmp_path):
         assert plot.width > 1000
 
     results = json.loads((tmp_path / "out" / "study.json").read_text())
-    assert [run["seed"] for run in results["quality"]["constant"]] == [0, 1]
-    variants = results["quality_summary"]["constant"]
+    assert [run["seed"] for run in results["quality"]["runs"]["constant"]] == [0, 1]
+    variants = results["quality"]["summary"]["constant"]
     expected = set(study_plans(8)) - {"power"} | {"post-hoc 0.05", "post-hoc 0.1"}
     assert variants.keys() == expected | {"post-hoc, best"}
     best = variants["post-hoc, best"]["loss"]["mean"]
     assert best <= min(variants[f"post-hoc {s}"]["loss"]["mean"] for s in (0.05, 0.1))
 
-    size = results["cost"]["unsharded"]["plans"]["full"]["average_bytes"]
+    size = results["cost"]["figures"]["unsharded"]["plans"]["full"]["average_bytes"]
     for sharing, num_slices in (("sharded", 4), ("unsharded", 1)):
-        plans = results["cost"][sharing]["plans"]
+        plans = results["cost"]["figures"][sharing]["plans"]
         assert plans.keys() == COST_PLANS.keys()
         none, before, after, full = (plan["average_bytes"] for plan in plans.values())
         assert none == before == 0
@@ -274,7 +274,7 @@ def test_command_line(tmp_path):
     [
         ("--max_train_steps 4", "max_train_steps=4 must be at least 8"),
         ("--sigma_rels 0.5", "sigma_rel=0.5 must be above 0 and below 0.28"),
-        ("--seeds", "seeds, lr_schedulers and sigma_rels must not be empty"),
+        ("--seeds", "seeds is empty; name at least one"),
     ],
 )
 def test_bad_flags_end_in_one_line(options, message, capsys):

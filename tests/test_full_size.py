@@ -1,8 +1,9 @@
-"""Stable Diffusion 1.5's true shapes with random weights: minutes, 12 GB of memory, 7 of disk.
+"""benchmarks/full_size.py with tiny models; and, slow, PyTorch parity at full size.
 
-pytest -m slow -s tests/test_full_size.py
+pytest -m slow -s tests/test_full_size.py       # minutes, 12 GB of memory, 7 of disk
 """
 
+import json
 import os
 import resource
 import subprocess
@@ -16,12 +17,63 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import UNet2DConditionModel
+from flax.traverse_util import flatten_dict
 
+from benchmarks import full_size
+from benchmarks.full_size import TEXT_ENCODER, UNET, VAE, run_command
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
-pytestmark = pytest.mark.slow
+
+def test_shapes_are_stable_diffusions():
+    """Those of the published Flax checkpoints."""
+    published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
+    for name, module in (("sd15_unet", UNET), ("vae", VAE), ("clip_l_text", TEXT_ENCODER)):
+        shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+        flat = {k: list(x.shape) for k, x in flatten_dict(shapes, sep="/").items()}
+        assert flat == published[name]
 
 
+def test_peak_memory_and_killing(tmp_path):
+    """A process that holds 300 MB for a moment, and one that is killed when a file is there."""
+    hold = "import time; x = b'1' * 300_000_000; time.sleep(0.3); del x; time.sleep(0.3)"
+    figures, output = run_command(["-c", f"{hold}; print('done')"])
+    assert 0.27 < figures["peak_gib"] < 0.35  # 300 MB and Python's own
+    assert 0 < figures["peak_after_seconds"] < figures["seconds"] - 0.2
+    assert output == "done\n"
+
+    wait = f"import time; open({str(tmp_path / 'file')!r}, 'w'); time.sleep(60)"
+    figures, _ = run_command(["-c", wait], kill_when=(tmp_path / "file").exists)
+    assert figures["seconds"] < 30
+
+    with pytest.raises(ChildProcessError, match="exit code 3"):
+        run_command(["-c", "raise SystemExit(3)"])
+    with pytest.raises(ChildProcessError, match="exit code 0"):  # it was to be killed
+        run_command(["-c", ""], kill_when=lambda: False)
+
+
+def test_command_line(tmp_path, capfd, monkeypatch):
+    """All commands, tiny; the trainer is killed and goes on."""
+    monkeypatch.delenv("XLA_FLAGS")  # on one device
+    arguments = ["--quick", "--output", str(tmp_path / "out" / "quick.json")]
+    full_size.main([*arguments, "--work_dir", str(tmp_path / "work")])
+    results = json.loads((tmp_path / "out" / "quick.json").read_text())
+    names = ["widen", "train, killed", "train, resumed", "edit"]
+    assert list(results["figures"]) == names
+    for row in results["figures"].values():
+        assert 0.1 < row["peak_gib"] < results["machine"]["memory_gib"]
+    killed, resumed = (results["figures"][name]["command"] for name in names[1:3])
+    assert killed == resumed
+    assert (tmp_path / "work" / "edited.png").is_file()
+    assert "going on after step" in capfd.readouterr().out
+
+    with pytest.raises(SystemExit) as ended:
+        full_size.main([*arguments, "--work_dir", str(tmp_path / "work")])
+    assert ended.value.code == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: work_dir=") and "is not empty" in error
+
+
+@pytest.mark.slow
 def test_widening_and_pytorch_parity(tmp_path):
     torch.manual_seed(0)
     UNet2DConditionModel(cross_attention_dim=768).save_pretrained(tmp_path / "narrow")
