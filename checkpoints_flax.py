@@ -45,6 +45,7 @@ class Checkpoints:
             self.folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=total_limit,
+                cleanup_tmp_directories=first_step is not None,  # of starts that were killed
                 multiprocessing_options=this_process,
                 create=False,
             ),
@@ -72,14 +73,14 @@ class Checkpoints:
             OSError: it, or the one before, cannot be written; older ones are as they were.
         """
         try:
-            needed = sum(x.nbytes for x in state.values())
-            free = shutil.disk_usage(self.folder).free
-            if free < needed:  # before it starts: a write that fails half-way is noisy
-                raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
             if self.first_step is not None:
                 for later in [s for s in self.manager.all_steps() if s > self.first_step]:
                     self.manager.delete(later)
                 self.first_step = None
+            needed = sum(x.nbytes for x in state.values())
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:  # before it starts: a write that fails half-way is noisy
+                raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
             self.manager.save(
                 step,
                 args=ocp.args.Composite(

@@ -28,12 +28,15 @@ import itertools
 import json
 import logging
 import os
+import re
 import resource
 import shlex
 import shutil
 import signal
 import sys
 import time
+import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -84,6 +87,7 @@ from report_flax import MetricsLog, check_hub, push_to_hub, validation_grid, wri
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
 VALIDATION_INFERENCE_STEPS = 20
+LOST = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"  # errors of a dead process
 IN_FLIGHT = 2  # steps that the devices may be behind the host, and batches put on them ahead
 
 # Flags that may differ from one start of a run to the next: with them it stays the same run, up to
@@ -525,6 +529,11 @@ def check_config(config: Config, num_devices: int):
             f"ema_snapshot_steps={config.ema_snapshot_steps} goes with --ema power, not "
             f"{config.ema}"
         )
+    if (config.ema_snapshot_steps or 0) % max(1, config.ema_every):
+        raise ValueError(
+            f"ema_snapshot_steps={config.ema_snapshot_steps} must be a multiple of "
+            f"ema_every={config.ema_every}"
+        )
     num_pictures, num_prompts = len(config.validation_image), len(config.validation_prompt)
     if num_prompts not in (num_pictures, min(1, num_pictures)):
         raise ValueError(
@@ -652,13 +661,15 @@ def load_models(config: Config, dtype):
     return Models(unet, vae, text_encoder, scheduler), pipeline, frozen, float32(unet_params)
 
 
-def run_identity(config, num_devices, max_train_steps, dataset, params, frozen):
+def run_identity(config, num_devices, max_train_steps, dataset, models, params, frozen):
     """What makes a run this run and no other, flat: flags, devices, data, the models' weights."""
     flags = {name: value for name, value in asdict(config).items() if name not in MAY_CHANGE}
     data = dataset.state_dict()
+    configs = {name: dict(module.config) for name, module in models._asdict().items()}
     return flags | {
         "max_train_steps": max_train_steps,
         "number of devices": num_devices,
+        "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
         "columns of train_data_dir": data["columns"],
         "shards of train_data_dir": data["data"],
         "weights of unet_model_name_or_path": tree_checksum(params),
@@ -693,6 +704,7 @@ def read_state(checkpoints, step, shapes, cut):
         (TrainState, list of averages).
     """
     saved = checkpoints.read_state(step) if checkpoints else {}
+    wait_for_all("process 0 has read")
     arrays = []
     for name, shape in by_name(shapes).items():
         x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
@@ -711,6 +723,8 @@ def train(config: Config):
     if config.compilation_cache_dir and jax.config.jax_compilation_cache_dir is None:
         cache = Path(config.compilation_cache_dir).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(cache))
+        # Saving has many small programs, which a preemption leaves no time to compile.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
     dataset = ParquetImagePairs(  # first: its faults show before gigabytes are loaded
         config.train_data_dir,
@@ -738,7 +752,8 @@ def train(config: Config):
     plan, schedule = make_plans(config, max_train_steps)
     snapshot_steps = 0  # none
     if config.ema == "power":
-        snapshot_steps = config.ema_snapshot_steps or max(1, max_train_steps // 8)
+        eighth = max_train_steps // 8 // plan.every * plan.every
+        snapshot_steps = config.ema_snapshot_steps or max(plan.every, eighth)
     tx = make_optimizer(
         schedule,
         config.adam_beta1,
@@ -753,7 +768,7 @@ def train(config: Config):
     programs = make_programs(config, models, tx, shapes, num_slices)
 
     # What every process has to have alike, and a checkpoint too.
-    identity = run_identity(config, num_devices, max_train_steps, dataset, params, frozen)
+    identity = run_identity(config, num_devices, max_train_steps, dataset, models, params, frozen)
     shared = {k: v for k, v in asdict(config).items() if k not in PER_PROCESS}
     check_agreement(json.dumps([identity, shared]))
     output_dir = Path(config.output_dir)
@@ -773,16 +788,18 @@ def train(config: Config):
     cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
     p_frozen = put(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
     base_rng = put(np.asarray(jax.random.PRNGKey(config.seed)))
-    # Compiled while there is most room, and before any process waits for the others' gradients.
-    first_batch = next(batches)
-    batches = itertools.chain([first_batch], batches)
-    n = jax.local_device_count()
-    on_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), shapes)
-    p_train_step = programs.train_step.lower(
-        jax.eval_shape(programs.init, on_all), p_frozen, first_batch[0], base_rng
-    ).compile()
-    del first_batch
-    wait_for_all("compiled")
+    p_train_step = programs.train_step
+    if num_processes == 1:  # jax 0.10 cannot do so for several
+        # Compiled now, while there is most room.
+        first_batch = next(batches)
+        batches = itertools.chain([first_batch], batches)
+        on_all = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), shapes
+        )
+        p_train_step = programs.train_step.lower(
+            jax.eval_shape(programs.init, on_all), p_frozen, first_batch[0], base_rng
+        ).compile()
+        del first_batch
 
     if done:
         del params
@@ -790,6 +807,8 @@ def train(config: Config):
         num_averages = len(plan.decays(1)) if averages_begun else 0
         saved = state_shapes(shapes, tx, num_averages)
         state, averages = read_state(source, done, saved, programs.cut)
+        if source:
+            source.close()
     else:
         state, averages = programs.init(put(params)), []
         del params
@@ -797,6 +816,11 @@ def train(config: Config):
     num_bad_here, num_bad_before = 0, run.get("num_bad", 0)
     pending = deque()  # those that are still on the devices
     first_profiled, last_profiled = profile_window(config.profile_steps)
+    if last_profiled >= max_train_steps:
+        raise ValueError(
+            f"profile_steps={config.profile_steps} must be steps of the run, 0 to "
+            f"{max_train_steps - 1}"
+        )
     side = (config.resolution, config.resolution)
     originals = [
         ImageOps.fit(to_rgb(Image.open(path)), side, Image.Resampling.LANCZOS)
@@ -832,7 +856,7 @@ def train(config: Config):
         while pending:
             metrics = pending.popleft()
             window.append([float(first(metrics[name])) for name in ("loss", "grad_norm")])
-        check_finite(np.reshape(window, (-1, 2)).sum(axis=1), num_steps - len(window))
+        check_finite(np.reshape(window, (-1, 2)).sum(axis=1), num_steps - len(window) + 1)
 
     def num_bad():
         """Pairs of the batches so far that could not be decoded, over all processes."""
@@ -841,13 +865,15 @@ def train(config: Config):
 
     def save_checkpoint():
         fetch()
+        if is_main:
+            checkpoints.wait()  # or its arrays and the next one's would be held together
         content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
         like = state_shapes(shapes, tx, len(averages))
         content = {
             name: to_host(x, full, 1 if name.startswith("params/") else num_slices)
             for (name, x), full in zip(by_name(content).items(), jax.tree.leaves(like))
         }
-        run = {"identity": identity, "losses": window, "num_bad": num_bad()}
+        run = {"identity": identity, "losses": list(window), "num_bad": num_bad()}
         if is_main:
             checkpoints.save(num_steps, content, run)
             if jax.default_backend() == "cpu":  # the arrays are the devices' own, soon overwritten
@@ -935,16 +961,21 @@ def train(config: Config):
 
             # What follows does not count as time of training.
             paused = time.perf_counter()
-            if snapshot_steps and (num_steps % snapshot_steps == 0 or is_last):
-                save_snapshots()
-            if config.validation_image and (num_steps % config.validation_steps == 0 or is_last):
-                validate()
-            stopping = stop.came_by(num_steps)
+            stopping = stop.came_by(num_steps) and not is_last
             every = config.checkpointing_steps
-            if stopping or (every and (num_steps % every == 0 or is_last)):
+            snapshot_due = snapshot_steps and (num_steps % snapshot_steps == 0 or is_last)
+            save_due = stopping or (every and (num_steps % every == 0 or is_last))
+            edit_due = originals and (num_steps % config.validation_steps == 0 or is_last)
+            if snapshot_due:
+                save_snapshots()
+            if save_due:
                 save_checkpoint()
+            if edit_due and not stopping:  # then there may be no time for it
+                validate()
+            if snapshot_due or save_due or edit_due:
+                wait_for_all("process 0 has written")
             started += time.perf_counter() - paused
-            if stopping and not is_last:
+            if stopping:
                 break
     del batches
 
@@ -952,8 +983,6 @@ def train(config: Config):
         source = (averages[0], num_slices) if averages else (state.params, 1)
         params = to_host(source[0], shapes, source[1])
         if is_main:
-            parts = {"unet": params, "vae": frozen["vae"], "text_encoder": frozen["text_encoder"]}
-            pipeline.save_pretrained(output_dir, parts)
             if config.save_raw_unet:
                 raw_params = to_host(state.params, shapes)
                 models.unet.save_pretrained(output_dir / "unet_raw", params=raw_params)
@@ -967,17 +996,22 @@ def train(config: Config):
                 metrics=row,
                 picture=f"validation/step-{num_steps:06d}.png" if originals else None,
             )
+            parts = {"unet": params, "vae": frozen["vae"], "text_encoder": frozen["text_encoder"]}
+            pipeline.save_pretrained(output_dir, parts)  # last: then the run is finished
             print(f"saved {config.output_dir}")
-            if config.push_to_hub:
-                print(f"uploaded {push_to_hub(output_dir, repo_id)}")
     if is_main:
         checkpoints.close()
         log.close()
-    wait_for_all("saved")  # none leaves while process 0 writes
+        if config.push_to_hub and num_steps == max_train_steps:
+            print(f"uploaded {push_to_hub(output_dir, repo_id)}")
+    wait_for_all("process 0 has saved")
     if num_steps < max_train_steps:
+        resumes = config.resume_from_checkpoint == "latest"
         print(
             f"stopped by {signal.Signals(stop.number).name} after step {num_steps} of "
-            f"{max_train_steps}, which is saved; the same command goes on from there"
+            f"{max_train_steps}, which is saved; the same command"
+            + (" " if resumes else ", with --resume_from_checkpoint latest, ")
+            + "goes on from there"
         )
         sys.exit(128 + stop.number)
 
@@ -1090,18 +1124,22 @@ def main():
                     "--train_batch_size, or use --mixed_precision bf16 and --gradient_checkpointing"
                 ),
             )
-        elif jax.process_count() > 1:
+        elif jax.process_count() > 1 and re.search(LOST, reason):
             code, message = (
                 1,
                 (
-                    f"error: process {jax.process_index()} has lost another one ({reason}); "
-                    "start all with the same command, and they go on from the last checkpoint"
+                    f"error: process {jax.process_index()} has lost another one ({reason}); start "
+                    "all with the same command, and they go on from the last checkpoint"
                 ),
             )
         else:
-            raise
-    print(message, file=sys.stderr, flush=True)
+            code, message = 1, traceback.format_exc()
+    except Exception:
+        code, message = 1, traceback.format_exc()
+    print(message, file=sys.stderr)
     if jax.distributed.is_initialized():  # an orderly exit would wait for the other processes
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -11,6 +11,8 @@ On the host: joining the other processes, arrays to the devices and back, and st
 """
 
 import functools
+import importlib.util
+import itertools
 import os
 import signal
 import zlib
@@ -23,6 +25,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 WAIT_SECONDS = 3600  # for the others to compile, or for process 0 to save and upload
+GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
+_numbers = itertools.count()
 HEARTBEAT_SECONDS = 60  # a process that is silent for so long counts as dead and ends the run
 
 
@@ -90,6 +94,22 @@ def unlift(tree):
     return jax.tree.map(lambda x: x[0] if x.ndim else x, tree)
 
 
+def several_tasks():
+    """Do Slurm, Open MPI or a TPU's environment say that there are several processes?"""
+    env = os.environ
+    tasks = env.get("SLURM_NTASKS", env.get("OMPI_COMM_WORLD_SIZE", "1"))
+    return tasks != "1" or "," in env.get("TPU_WORKER_HOSTNAMES", "")
+
+
+def on_tpu_vm():
+    """Is there a TPU that jax will use? Its metadata server then knows the other hosts, if any."""
+    if os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] not in ("", "tpu"):
+        return False
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    is_google = any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors)
+    return is_google and importlib.util.find_spec("libtpu") is not None
+
+
 def start_distributed(coordinator_address=None, num_processes=None, process_id=None):
     """Join the other processes, if arguments, a TPU slice, Slurm or Open MPI say there are any.
 
@@ -98,7 +118,7 @@ def start_distributed(coordinator_address=None, num_processes=None, process_id=N
         num_processes, process_id: how many there are, and which this one is, from 0.
 
     Raises:
-        ValueError: some are given and not all, or the process is none of them.
+        ValueError: some are given and not all, the process is none of them, or they are needed.
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(argument is not None for argument in arguments):
@@ -109,11 +129,13 @@ def start_distributed(coordinator_address=None, num_processes=None, process_id=N
             )
     elif jax.distributed.is_initialized():
         return
-    elif int(os.environ.get("SLURM_NTASKS", os.environ.get("OMPI_COMM_WORLD_SIZE", 1))) == 1 and (
-        "," not in os.environ.get("TPU_WORKER_HOSTNAMES", "")
-        and not any(Path("/dev").glob("accel*"))
-    ):
-        return  # one machine, and no TPU VM, which asks its metadata server for the others
+    elif not (several_tasks() or on_tpu_vm()):
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"jax finds {jax.process_count()} processes, but not where they are; give "
+                "coordinator_address, num_processes and process_id"
+            )
+        return
     jax.distributed.initialize(*arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     # Connects the devices while the processes are together: later one may compile for longer than
     # the others would wait for it.
@@ -132,18 +154,19 @@ def check_agreement(text):
     different = np.flatnonzero(checksums != checksums[0]).tolist()
     if different:
         raise ValueError(
-            f"process {', '.join(map(str, different))} was started with other flags, models or "
-            "versions than process 0; start all with the same command"
+            f"process {', '.join(map(str, different))} was started with other flags or "
+            "models than process 0; start all with the same command"
         )
 
 
-def wait_for_all(name):
-    """Wait until all processes are here; a name is used once.
+def wait_for_all(what):
+    """Wait until all processes are here, and each of them as often.
 
     Not by a collective operation of the devices, some of which wait for half a minute only.
     """
     if jax.process_count() > 1:
         everyone = set(range(jax.process_count()))
+        name = f"{what} {next(_numbers)}"  # which has to be a new one each time
         ocp.multihost.sync_global_processes(name, timeout=WAIT_SECONDS, processes=everyone)
 
 
@@ -225,13 +248,19 @@ class StopSignal:
     def __enter__(self):
         self.number = None
         self.kept = {}
-        if not jax.distributed.is_initialized():  # whose own handler tells the others
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.kept[number] = signal.signal(number, self._note)
+        # jax's own handler of SIGTERM tells the other processes.
+        numbers = (
+            [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGTERM, signal.SIGINT]
+        )
+        for number in numbers:
+            self.kept[number] = signal.signal(number, self._note)
         return self
 
     def _note(self, number, frame):
-        self.number = number
+        if jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.number = number
         self.__exit__()
 
     def came_by(self, step):

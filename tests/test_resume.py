@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from PIL import Image
 from test_train import SCRIPT, SIZE, config_of, flags_of, read_metrics, write_shard
 from tiny_models import make_tiny_pipeline
 
@@ -234,8 +235,12 @@ def one_process(model, data, cache, tmp_path_factory):
 
 @pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_do_what_one_does(model, data, cache, one_process, tmp_path, num_processes):
-    for start in start_all(model, data, tmp_path, cache, num_processes, 4):
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (16, 16), "red").save(picture)
+    edits = dict(validation_image=(str(picture),), validation_prompt=("x",), validation_steps=10)
+    for start in start_all(model, data, tmp_path, cache, num_processes, 4, **edits):
         start.end()
+    assert len(list((tmp_path / "validation").iterdir())) == 2
     np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
 
 

@@ -875,7 +875,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
     assert stop.value.code == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert last_line.startswith(
-        "error: the loss or gradient is not finite at step 6 (2 of the last 4 steps)"
+        "error: the loss or gradient is not finite at step 7 (2 of the last 4 steps)"
     )
     assert [row["step"] for row in read_metrics(tmp_path)] == [4]
     assert set(os.listdir(tmp_path)) == {"config.json", "metrics.jsonl", "checkpoints"}
@@ -1017,6 +1017,7 @@ BAD_FLAGS = [
     ),
     ({"validation_steps": 0}, "validation_steps=0 must be at least 1"),
     ({"profile_steps": "3"}, "profile_steps=3 must be FIRST:LAST"),
+    ({"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3}, "=3 must be a multiple of ema"),
     ({"profile_steps": "5:3"}, "profile_steps=5:3 must be FIRST:LAST"),
     ({"hub_model_id": "me/model"}, "hub_model_id=me/model goes with --push_to_hub"),
     ({"num_processes": 2}, "num_processes=2, process_id=None: give all three"),
