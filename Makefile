@@ -34,4 +34,4 @@ lint: .venv/installed
 	-$(BIN)/python -m pip install --quiet --no-deps --target .venv/tpu-part "$$($(BIN)/python -c \
 		'from importlib.metadata import requires; \
 		print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')" \
-		&& mv .venv/tpu-part $@
+		&& rm -rf $@ && mv .venv/tpu-part $@

@@ -234,6 +234,7 @@ def test_summaries():
     assert summary["none"]["max"] == 1
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     """All of it, tiny."""
     options = "--parts cost quality --seeds 0 1 --lr_schedulers constant --max_train_steps 8"

@@ -51,6 +51,7 @@ def test_peak_memory_and_killing(tmp_path):
         run_command(["-c", ""], kill_when=lambda: False)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capfd, monkeypatch):
     """All commands, tiny; the trainer is killed and goes on."""
     monkeypatch.delenv("XLA_FLAGS")  # on one device
