@@ -468,6 +468,17 @@ def make_optimizer(schedule, beta1, beta2, epsilon, weight_decay):
     return optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
 
 
+def optimizer_of(config: Config, schedule):
+    """make_optimizer with the run's flags."""
+    return make_optimizer(
+        schedule,
+        config.adam_beta1,
+        config.adam_beta2,
+        config.adam_epsilon,
+        config.adam_weight_decay,
+    )
+
+
 def make_plans(config: Config, max_train_steps):
     """The averages' EmaPlan and the learning rate's schedule of a run of so many steps."""
     plan = ema_plan(
@@ -749,18 +760,18 @@ def train(config: Config):
     max_train_steps = config.max_train_steps
     if config.num_train_epochs is not None:
         max_train_steps = config.num_train_epochs * len(dataset)
+    first_profiled, last_profiled = profile_window(config.profile_steps)
+    if last_profiled >= max_train_steps:
+        raise ValueError(
+            f"profile_steps={config.profile_steps} must be steps of the run, 0 to "
+            f"{max_train_steps - 1}"
+        )
     plan, schedule = make_plans(config, max_train_steps)
     snapshot_steps = 0  # none
     if config.ema == "power":
         eighth = max_train_steps // 8 // plan.every * plan.every
         snapshot_steps = config.ema_snapshot_steps or max(plan.every, eighth)
-    tx = make_optimizer(
-        schedule,
-        config.adam_beta1,
-        config.adam_beta2,
-        config.adam_epsilon,
-        config.adam_weight_decay,
-    )
+    tx = optimizer_of(config, schedule)
     models, pipeline, frozen, params = load_models(config, dtype)
     shapes = jax.eval_shape(lambda: params)
     num_params = sum(x.size for x in jax.tree.leaves(params))
@@ -815,12 +826,6 @@ def train(config: Config):
     window = run.get("losses", [])  # [loss, grad_norm] of each step since the last logged one
     num_bad_here, num_bad_before = 0, run.get("num_bad", 0)
     pending = deque()  # those that are still on the devices
-    first_profiled, last_profiled = profile_window(config.profile_steps)
-    if last_profiled >= max_train_steps:
-        raise ValueError(
-            f"profile_steps={config.profile_steps} must be steps of the run, 0 to "
-            f"{max_train_steps - 1}"
-        )
     side = (config.resolution, config.resolution)
     originals = [
         ImageOps.fit(to_rgb(Image.open(path)), side, Image.Resampling.LANCZOS)
@@ -924,7 +929,6 @@ def train(config: Config):
                 jax.block_until_ready(metrics)
                 started = time.perf_counter()
                 waited = 0.0
-                progress.set_postfix_str("")
             else:
                 if len(pending) > IN_FLIGHT:  # so the bar is honest
                     jax.block_until_ready(pending[-1 - IN_FLIGHT])

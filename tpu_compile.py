@@ -250,13 +250,7 @@ def train_step_job(config, devices):
     n = len(devices)
     models, frozen, params = model_shapes(config)
     plan, schedule = trainer.make_plans(config, config.max_train_steps)
-    tx = trainer.make_optimizer(
-        schedule,
-        config.adam_beta1,
-        config.adam_beta2,
-        config.adam_epsilon,
-        config.adam_weight_decay,
-    )
+    tx = trainer.optimizer_of(config, schedule)
     num_slices = n if config.shard_optimizer else 1
     programs = trainer.make_programs(config, models, tx, params, num_slices, devices)
 

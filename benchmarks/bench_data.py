@@ -34,7 +34,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -464,16 +464,13 @@ def format_table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def describe_machine() -> dict:
+def describe_machine(packages: Iterable[str]) -> dict:
     """What the figures were measured on and with."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
-    packages = ["numpy", "pyarrow", "simplejpeg", "pillow", "torch"]
-    if datasets is not None:
-        packages.append("datasets")
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -481,6 +478,15 @@ def describe_machine() -> dict:
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
     }
+
+
+def write_json(results: dict, output: str | Path) -> None:
+    """Write a result file, which appears when it is complete."""
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(output)
 
 
 def run_rounds(
@@ -540,7 +546,8 @@ def bench(config: Config) -> dict:
     ):
         if getattr(config, name) < lowest:
             raise ValueError(f"{name}={getattr(config, name)} must be at least {lowest}")
-    machine = describe_machine()
+    packages = ["numpy", "pyarrow", "simplejpeg", "pillow", "torch"]
+    machine = describe_machine(packages + (["datasets"] if datasets else []))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.shards_dir or f"{temporary}/shards")
         if not list(folder.glob("*.parquet")):
@@ -601,10 +608,7 @@ def main(args: list[str] | None = None) -> None:
         config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
         results = bench(config)
         output = Path(config.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = output.with_name(f".{output.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(results, indent=1) + "\n")
-        unfinished.replace(output)
+        write_json(results, output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -74,7 +74,7 @@ from benchmarks.full_size import (  # noqa: E402
 from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
 from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
-from parallel_flax import put, put_shares, to_host  # noqa: E402
+from parallel_flax import put, to_host  # noqa: E402
 from parquet_processing import ParquetImagePairs  # noqa: E402
 from scheduling_flax import FlaxDDPMScheduler  # noqa: E402
 
@@ -195,20 +195,7 @@ def study_plans(num_steps):
 def make_tx(config):
     """The optimizer of a run with these flags of the trainer."""
     _, schedule = trainer.make_plans(config, config.max_train_steps)
-    return trainer.make_optimizer(
-        schedule,
-        config.adam_beta1,
-        config.adam_beta2,
-        config.adam_epsilon,
-        config.adam_weight_decay,
-    )
-
-
-def batches_for_ever(dataset, tokenize):
-    """What train_step needs of each batch, on the devices, epoch after epoch."""
-    while True:
-        for batch in dataset:
-            yield put_shares({"input_ids": tokenize(batch.pop("edit_prompt")), **batch})
+    return trainer.optimizer_of(config, schedule)
 
 
 def train(config, programs, plans, pipeline, frozen, params):
@@ -235,13 +222,13 @@ def train(config, programs, plans, pipeline, frozen, params):
         num_parts=jax.device_count(),
         shuffle_buffer=config.shuffle_buffer,
     )
-    batches = batches_for_ever(dataset, pipeline.prepare_text_inputs)
+    batches = trainer.batches_ahead(dataset, pipeline.prepare_text_inputs)
     host = partial(to_host, like=params, num_slices=jax.device_count())
     p_frozen, base_rng = put(frozen), put(np.asarray(jax.random.PRNGKey(config.seed)))
     run, snapshots = Run(programs, plans, params), []
     with tqdm(total=config.max_train_steps, desc="train", unit="step", mininterval=5) as bar:
         while run.num_steps < config.max_train_steps:
-            run.step(p_frozen, next(batches), base_rng)
+            run.step(p_frozen, next(batches)[0], base_rng)
             run.wait()
             bar.update()
             if run.num_steps % (config.max_train_steps // NUM_SNAPSHOTS) == 0:
@@ -427,7 +414,7 @@ def measure_cost(folder, rounds, num_steps):
         resolution=config.resolution,
         num_parts=COST_DEVICES,
     )
-    batch = next(batches_for_ever(dataset, pipeline.prepare_text_inputs))
+    batch, _ = next(trainer.batches_ahead(dataset, pipeline.prepare_text_inputs))
     inputs = put(frozen), batch, put(np.asarray(jax.random.PRNGKey(0)))
 
     runs, figures = {}, {}

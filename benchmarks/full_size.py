@@ -17,7 +17,6 @@ a CPU, 23 GB of memory and 45 GB of disk (Linux).
 
 import json
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -27,7 +26,6 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,7 +36,8 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_data import load_photographs, make_shards  # noqa: E402
+from benchmarks import bench_data  # noqa: E402
+from benchmarks.bench_data import load_photographs, make_shards, write_json  # noqa: E402
 from modeling_flax_clip import FlaxCLIPTextModel  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
@@ -187,29 +186,9 @@ def run_command(arguments, kill_when=None):
 
 
 def describe_machine(packages):
-    """What the figures were measured on and with."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in packages},
-    }
-
-
-def write_json(results, output):
-    """Write a result file, which appears when it is complete."""
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(output)
+    """What the figures were measured on and with, memory included."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    return bench_data.describe_machine(packages) | {"memory_gib": memory}
 
 
 def bench(folder, quick):

@@ -80,10 +80,10 @@ try:
     log = MetricsLog(folder, {"learning_rate": 5e-5}, **options)
 except ValueError as error:
     sys.exit(f"error: {error}")
-with log:
-    for step in range(first_step + 1, last_step + 1):
-        log.write({"step": step, "loss": 1 / step, "lr": 5e-5, "ema_decay": None})
-    log.pictures("validation", folder / f"{step}.png", "make it red", step)
+for step in range(first_step + 1, last_step + 1):
+    log.write({"step": step, "loss": 1 / step, "lr": 5e-5, "ema_decay": None})
+log.pictures("validation", folder / f"{step}.png", "make it red", step)
+log.close()
 """
 
 
