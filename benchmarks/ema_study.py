@@ -21,19 +21,18 @@ timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedite
 "post-hoc, best" takes for each run the length of the least loss, on the same pictures.
 
 Cost (--parts cost), on four forced CPU devices: time of a step of each kind, in turn for several
-rounds, and what the compiler says of memory and bytes; and (--parts full_size) the bytes that the
-programs of Stable Diffusion 1.5 at 256 pixels access on a TPU slice (`pip install jax[tpu]`; it
-needs no TPU).
+rounds, and what the compiler says of memory and bytes. tpu_compile.py tells the same of Stable
+Diffusion's full size on TPUs.
 
-Without full_size, all of it tiny, in minutes:
+All of it tiny, in minutes:
 
-    python benchmarks/ema_study.py --parts cost quality --seeds 0 --lr_schedulers constant \\
-        --max_train_steps 8 --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 \\
-        --sigma_rels 0.05 0.1 --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
+    python benchmarks/ema_study.py --seeds 0 --lr_schedulers constant --max_train_steps 8 \\
+        --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1 \\
+        --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
 
 Writes benchmarks/results/ema_study.json, in which parts that are not run stay as they are, draws
 ema_study.png beside it, prints tables. Needs a CPU; on two cores quality takes more than an hour,
-full_size half an hour and 14 GB of memory, cost minutes, on a machine that does nothing else.
+cost minutes, on a machine that does nothing else.
 
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
 """
@@ -56,7 +55,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jax.experimental import topologies
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -64,25 +62,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import flax_train_instruct_pix2pix as trainer  # noqa: E402
-from benchmarks.full_size import (  # noqa: E402
-    TEXT_ENCODER,
-    UNET,
-    VAE,
-    describe_machine,
-    write_json,
-)
+from benchmarks.full_size import describe_machine, write_json  # noqa: E402
 from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
 from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
 from parallel_flax import put, to_host  # noqa: E402
 from parquet_processing import ParquetImagePairs  # noqa: E402
-from scheduling_flax import FlaxDDPMScheduler  # noqa: E402
 
 RESOLUTION = 64  # of the demo
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
 NUM_SNAPSHOTS = 8  # of a run with --ema power
 COST_DEVICES = 4
-FULL_SIZE_BATCH = 16  # pairs per chip
 MEASURES = ("loss", "edit_error_ratio", "instruction_accuracy")
 COST_PLANS = {
     "none": ema_plan("none", 10**6),
@@ -94,7 +84,7 @@ COST_PLANS = {
 
 @dataclass(frozen=True)
 class Config:
-    parts: tuple[Literal["full_size", "cost", "quality"], ...] = ("full_size", "cost", "quality")
+    parts: tuple[Literal["cost", "quality"], ...] = ("cost", "quality")
     # quality
     seeds: tuple[int, ...] = (0, 1, 2)  # of the order of the data, noise and dropout
     lr_schedulers: tuple[Literal["constant", "cosine"], ...] = ("constant", "cosine")
@@ -108,8 +98,6 @@ class Config:
     # cost
     cost_rounds: int = 10  # each measures every kind of step once
     cost_steps: int = 5  # steps of a measurement
-    # full_size
-    tpu_topology: str = "v5e:4x4"  # as libtpu calls it; this is v5e-16
     # output
     output: str = "benchmarks/results/ema_study.json"
     plot: str = "benchmarks/results/ema_study.png"
@@ -455,75 +443,6 @@ def measure_cost(folder, rounds, num_steps):
     return figures
 
 
-def compile_full_size(models, devices, per_device):
-    """Bytes of the training step and of the average's update of big models; nothing is run.
-
-    Args:
-        models: trainer.Models.
-        devices: to compile for, also those of a topology.
-        per_device: pairs.
-
-    Returns:
-        {"num_devices", "per_device", "step": ..., "update": ... of compiled_figures, and
-        "update_share": the update's bytes over the step's}.
-    """
-    config = trainer.Config("", "", resolution=256)
-    n, key = len(devices), jax.random.key(0)
-    params = jax.eval_shape(models.unet.init_weights, key)
-    programs = trainer.make_programs(config, models, make_tx(config), params, n, devices=devices)
-
-    def on_devices(tree, dtype=None):
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((n, *x.shape), dtype or x.dtype), tree
-        )  # fmt: skip
-
-    p_params = on_devices(params)
-    frozen = {
-        name: jax.eval_shape(module.init_weights, key)
-        for name, module in (("vae", models.vae), ("text_encoder", models.text_encoder))
-    }
-    frozen["null_text"] = jax.ShapeDtypeStruct((1, 77, models.text_encoder.hidden_size), "float32")
-    frozen = on_devices(frozen, models.unet.dtype)
-    frozen["scheduler"] = on_devices(models.scheduler.create_state())
-    shape = (n, per_device, config.resolution, config.resolution, 3)
-    batch = dict.fromkeys(
-        ("original_pixel_values", "edited_pixel_values"), jax.ShapeDtypeStruct(shape, "uint8")
-    )
-    batch["input_ids"] = jax.ShapeDtypeStruct((n, per_device, 77), "int32")
-    state = jax.eval_shape(programs.init, p_params)
-    average = jax.eval_shape(programs.ema_start, p_params)
-    base_rng = jax.ShapeDtypeStruct((n, 2), "uint32")
-    step = programs.train_step.lower(state, frozen, batch, base_rng).compile()
-    decay = jax.ShapeDtypeStruct((n,), "float32")
-    update = programs.ema_update.lower(average, p_params, decay).compile()
-    figures = {"step": compiled_figures(step), "update": compiled_figures(update)}
-    share = figures["update"]["bytes_accessed"] / figures["step"]["bytes_accessed"]
-    return {"num_devices": n, "per_device": per_device, "update_share": share} | figures
-
-
-def compile_for_tpu(topology):
-    """compile_full_size of Stable Diffusion 1.5 in bfloat16; in a process of its own."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU VM to ask
-    jax.config.update("jax_platforms", "cpu")
-    chip = {"chip_config_name": "megacore"} if topology.startswith(("v4", "v5:")) else {}
-    try:
-        description = topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, **chip
-        )  # fmt: skip
-    except Exception as error:
-        raise ValueError(
-            f"tpu_topology={topology} cannot be compiled for ({' '.join(str(error).split())[:200]})"
-            "; try v5e:4x4, pip install jax[tpu], or leave it out: --parts cost quality"
-        ) from error
-    models = trainer.Models(
-        UNET.clone(in_channels=8, dtype=jnp.bfloat16),
-        VAE.clone(dtype=jnp.bfloat16),
-        TEXT_ENCODER.clone(dtype=jnp.bfloat16),
-        FlaxDDPMScheduler(),
-    )
-    return compile_full_size(models, list(description.devices), FULL_SIZE_BATCH)
-
-
 # ---------------------------------------------------------------------------- results
 
 
@@ -605,14 +524,6 @@ def format_tables(results):
                 f"{COST_DEVICES} devices; an update accesses "
                 f"{cost['summary'][sharing]['update_share']:.2%} of its bytes."
             )
-    if full_size := results.get("full_size"):
-        lines.append(
-            f"\nStable Diffusion 1.5 at 256 px on {full_size['num_devices']} chips "
-            f"({full_size['tpu_topology']}), {full_size['per_device']} pairs each, bfloat16: a "
-            f"step accesses {full_size['step']['bytes_accessed'] / 1e9:.1f} GB, the sharded "
-            f"average's update {full_size['update']['bytes_accessed'] / 1e9:.2f} GB, "
-            f"{full_size['update_share']:.2%} of it."
-        )
     return "\n".join(lines)
 
 
@@ -689,11 +600,7 @@ def run(config):
     }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if "full_size" in config.parts:
-            figures = in_new_process(compile_for_tpu, config.tpu_topology)
-            results["full_size"] = origin | {"tpu_topology": config.tpu_topology} | figures
-        if "cost" in config.parts or "quality" in config.parts:
-            make_demo(folder, config.num_pairs, config.crops_per_photograph)
+        make_demo(folder, config.num_pairs, config.crops_per_photograph)
         if "cost" in config.parts:
             figures = in_new_process(measure_cost, folder, config.cost_rounds, config.cost_steps)
             results["cost"] = origin | {"figures": figures, "summary": summarize_cost(figures)}
