@@ -45,9 +45,8 @@ from tqdm import tqdm
 
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
-    check_pipeline,
-    to_rgb,
 )
+from pipeline_flax_utils import to_rgb
 from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
 
 OUTPUT_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -339,7 +338,8 @@ def run(config):
         for edit in tqdm(edits, "checking pictures", unit="edit", disable=len(edits) < 100)
     ]
 
-    vae_config = check_pipeline(config.model)["vae"]
+    _, configs = FlaxStableDiffusionInstructPix2PixPipeline.check(config.model)
+    vae_config = configs["vae"]
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     if config.resolution < factor:
         raise ValueError(

@@ -80,9 +80,8 @@ from parallel_flax import (
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
-    load_tokenizer,
-    to_rgb,
 )
+from pipeline_flax_utils import load_tokenizer, to_rgb
 from report_flax import MetricsLog, check_hub, push_to_hub, validation_grid, write_model_card
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
