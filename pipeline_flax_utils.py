@@ -260,6 +260,20 @@ class FlaxPipeline:
         """Entries of model_index.json that are no parts."""
         return {"requires_safety_checker": False, "safety_checker": [None, None]}
 
+    def description(self):
+        """All that a compiled program depends on in a pipeline, but for the code: one str."""
+        lines = [type(self).__name__]
+        for name, part in vars(self).items():
+            if name in MODULES or name == "scheduler":
+                settings = None if part is None else sorted(part.config.items())
+                lines.append(f"{name} {type(part).__name__} {settings} {vars(part).get('dtype')}")
+            elif name in TEXT_ENCODERS:
+                ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
+                lines.append(f"{name} {ids}")
+            elif name != "compiled":
+                lines.append(f"{name} {part}")
+        return "\n".join(lines)
+
     # ----------------------------------------------------------------- sizes
 
     @property
