@@ -164,7 +164,7 @@ def arguments(p_params, batch, config):
 # 7. Compile
 
 
-def aot_compile(pipeline, devices, p_params, batch, config):
+def aot_compile(pipeline, store, devices, p_params, batch, config):
     """The program for batches of this shape, loaded if it was kept, or compiled and kept.
 
     Returns:
@@ -191,7 +191,7 @@ def aot_compile(pipeline, devices, p_params, batch, config):
         rescale,
         branches,
     )
-    if not config.executable_dir:
+    if store is None:
         return p_generate.lower(*args).compile(), "compiled"
     dynamic = arguments(p_params, batch, config)
     what = {
@@ -201,7 +201,6 @@ def aot_compile(pipeline, devices, p_params, batch, config):
         "branches": branches,
         "arguments": str(jax.tree.map(jax.typeof, dynamic)),
     }
-    store = ExecutableStore(config.executable_dir)
     name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     what |= surroundings(devices)
     in_tree, out_tree = jax.tree.structure((dynamic, {})), jax.tree.structure(0)
@@ -235,6 +234,7 @@ def check_config(config):
 def run(config):
     """Check everything that can be checked, load the model, make the pictures, write them."""
     check_config(config)
+    store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices))
     outputs = picture_files(config.output, len(prompts))
@@ -258,7 +258,7 @@ def run(config):
     # 8. Compiled before the first picture; every batch is fast.
     started = time.perf_counter()
     _, batch = next(to_batches(arrays, len(devices), config.batch_size))
-    p_generate, how = aot_compile(pipeline, devices, p_params, batch, config)
+    p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)
     print(f"{how} in {time.perf_counter() - started:.2f} s", file=sys.stderr)
 
     pictures = []
