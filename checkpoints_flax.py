@@ -98,13 +98,25 @@ class Checkpoints:
         """
         return self._read(step, run=ocp.args.JsonRestore())["run"]
 
-    def read_state(self, step):
+    def read_state(self, step, names=None):
         """The arrays as they were saved.
+
+        Args:
+            step: of the checkpoint.
+            names: of some of them, so that not all are held at once; None reads all.
 
         Raises:
             ValueError: as for read_run.
         """
-        return self._read(step, state=ocp.args.PyTreeRestore())["state"]
+        some = {}
+        if names is not None:
+            as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+            some = dict(
+                item=dict.fromkeys(names, 0),
+                restore_args=dict.fromkeys(names, as_numpy),
+                partial_restore=True,
+            )
+        return self._read(step, state=ocp.args.PyTreeRestore(**some))["state"]
 
     def _read(self, step, **items):
         try:

@@ -24,6 +24,7 @@ No row is trained on twice in an epoch; it says how many are left out.
 Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
 """
 
+import ctypes
 import itertools
 import json
 import logging
@@ -71,6 +72,7 @@ from parallel_flax import (
     norm_of_slices,
     put,
     put_shares,
+    put_slices,
     start_distributed,
     to_host,
     unlift,
@@ -88,6 +90,7 @@ from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 VALIDATION_INFERENCE_STEPS = 20
 LOST = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"  # errors of a dead process
 IN_FLIGHT = 2  # steps that the devices may be behind the host, and batches put on them ahead
+READ_AT_ONCE = 32  # arrays of a checkpoint that the host holds while it is read
 
 # Flags that may differ from one start of a run to the next: with them it stays the same run, up to
 # rounding. Models and data may move; they are known by what they hold.
@@ -405,7 +408,6 @@ class Programs(NamedTuple):
     train_step: Callable  # (state, frozen, batch, base_rng) -> (state, metrics)
     ema_start: Callable  # parameters -> average, in slices
     ema_update: Callable  # (average, parameters, decay) -> average
-    cut: Callable  # whole arrays -> slices
     whole: Callable  # slices of the size of parameters -> parameters
 
 
@@ -438,7 +440,6 @@ def make_programs(config, models, tx, params, num_slices, devices=None):
         ema_update=pmap(
             lambda e, p, decay: unlift(ema_update(*lift((e, cut(p))), decay)), donate_argnums=0
         ),
-        cut=pmap(cut),
         whole=pmap(lambda e: whole(e, params, num_slices)),
     )
 
@@ -701,25 +702,31 @@ def state_shapes(params, tx, num_averages):
     return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
 
 
-def read_state(checkpoints, step, shapes, cut):
-    """A checkpoint on the devices: process 0 reads it and tells the others, array by array.
+def read_state(checkpoints, step, shapes, num_slices):
+    """A checkpoint on the devices: process 0 reads it, in parts, and tells the others.
 
     Args:
         checkpoints: Checkpoints on process 0, None on the others.
         step: of the checkpoint.
         shapes: state_shapes of what it holds.
-        cut: program that cuts optimizer state and averages into slices.
+        num_slices: that optimizer state and averages are cut into.
 
     Returns:
         (TrainState, list of averages).
     """
-    saved = checkpoints.read_state(step) if checkpoints else {}
-    wait_for_all("process 0 has read")
-    arrays = []
-    for name, shape in by_name(shapes).items():
-        x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
-        x = put(from_process_0(x))
-        arrays.append(x if name.startswith("params/") else cut(x))
+    shape_of, arrays = by_name(shapes), []
+    names = list(shape_of)
+    for start in range(0, len(names), READ_AT_ONCE):
+        part = names[start : start + READ_AT_ONCE]
+        saved = checkpoints.read_state(step, part) if checkpoints else {}
+        wait_for_all("process 0 has read")
+        for name in part:
+            shape = shape_of[name]
+            x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
+            x = from_process_0(x)
+            arrays.append(put(x) if name.startswith("params/") else put_slices(x, num_slices))
+        del x
+        release_memory()
     tree = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
     return TrainState(put(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
 
@@ -813,15 +820,17 @@ def train(config: Config):
 
     if done:
         del params
+        release_memory()
         averages_begun = plan.first_step is not None and done > plan.first_step
         num_averages = len(plan.decays(1)) if averages_begun else 0
         saved = state_shapes(shapes, tx, num_averages)
-        state, averages = read_state(source, done, saved, programs.cut)
+        state, averages = read_state(source, done, saved, num_slices)
         if source:
             source.close()
     else:
         state, averages = programs.init(put(params)), []
         del params
+    release_memory()
     window = run.get("losses", [])  # [loss, grad_norm] of each step since the last logged one
     num_bad_here, num_bad_before = 0, run.get("num_bad", 0)
     pending = deque()  # those that are still on the devices
@@ -871,6 +880,7 @@ def train(config: Config):
         fetch()
         if is_main:
             checkpoints.wait()  # or its arrays and the next one's would be held together
+        release_memory()  # writing takes up to 6 GB for a while
         content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
         like = state_shapes(shapes, tx, len(averages))
         content = {
@@ -882,6 +892,7 @@ def train(config: Config):
             checkpoints.save(num_steps, content, run)
             if jax.default_backend() == "cpu":  # the arrays are the devices' own, soon overwritten
                 checkpoints.wait()
+                release_memory()
 
     def save_snapshots():
         for sigma_rel, average in zip(SIGMA_RELS, averages):
@@ -985,9 +996,11 @@ def train(config: Config):
     if num_steps == max_train_steps:
         source = (averages[0], num_slices) if averages else (state.params, 1)
         params = to_host(source[0], shapes, source[1])
+        raw_params = to_host(state.params, shapes) if config.save_raw_unet else None
+        del source, state, averages, p_frozen  # writing a model takes twice its size
+        release_memory()
         if is_main:
             if config.save_raw_unet:
-                raw_params = to_host(state.params, shapes)
                 models.unet.save_pretrained(output_dir / "unet_raw", params=raw_params)
             write_model_card(
                 output_dir,
@@ -1072,6 +1085,12 @@ def edit_pictures(pipeline, p_params, pictures, prompts, seed):
         jit=True,
     ).images
     return pipeline.numpy_to_pil(local_shares(images))[: len(pictures)]
+
+
+def release_memory():
+    """Hand memory that was freed back to the system; glibc keeps gigabytes of it for itself."""
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)
 
 
 def peak_memory():

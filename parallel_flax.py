@@ -174,9 +174,24 @@ def put(tree):
     """Put a copy of NumPy arrays on every device of this process, as pmap takes and gives them.
 
     Returns:
-        The tree with arrays (local devices, ...).
+        The tree with arrays (local devices, ...), whose memory a program may take over (donate).
     """
-    return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * jax.local_device_count()), tree)
+    n = jax.local_device_count()
+    return jax.tree.map(lambda x: _place([_movable(np.asarray(x))[None]] * n), tree)
+
+
+def put_slices(x, num_slices):
+    """Put each device's slice of a NumPy array on it, as split_axis cuts; like put where it cannot.
+
+    Returns:
+        Array (local devices, ...), as for put.
+    """
+    axis = split_axis(x.shape, num_slices)
+    if axis is None:
+        return put(x)
+    slices = np.split(x, num_slices, axis)
+    numbers = [jax.devices().index(device) for device in jax.local_devices()]
+    return _place([_movable(slices[number])[None] for number in numbers])
 
 
 def put_shares(batch):
@@ -193,6 +208,21 @@ def _place(parts):
     arrays = [jax.device_put(part, device) for part, device in zip(parts, devices)]
     shape = (len(devices), *parts[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _movable(x):
+    """x, for a CPU with its data off the boundaries of 64 bytes.
+
+    Data on one are used where they are, and as they are NumPy's, no program may take them over: a
+    step would hold what it updates twice.
+    """
+    if jax.default_backend() != "cpu":
+        return x
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    start = (x.itemsize - memory.ctypes.data) % 64
+    moved = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    moved[...] = x
+    return moved
 
 
 def first(x):

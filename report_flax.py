@@ -11,7 +11,6 @@ import textwrap
 from pathlib import Path
 
 import httpx2
-from diffusers.utils import make_image_grid
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -126,6 +125,8 @@ def validation_grid(pairs, prompts):
     Returns:
         PIL picture, RGB.
     """
+    from diffusers.utils import make_image_grid  # seconds to import
+
     W, H = pairs[0][0].size
     texts = [textwrap.fill(prompt, max(1, 2 * W // CHARACTER_WIDTH)) for prompt in prompts]
     text_height = LINE_HEIGHT * (1 + max(text.count("\n") for text in texts))

@@ -30,9 +30,9 @@ All of it tiny, in minutes:
         --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1 \\
         --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
 
-Writes benchmarks/results/ema_study.json, in which parts that are not run stay as they are, draws
-ema_study.png beside it, prints tables. Needs a CPU; on two cores quality takes more than an hour,
-cost minutes, on a machine that does nothing else.
+Writes benchmarks/results/ema_study.json, in which what is not run (the cost, a schedule of the
+learning rate) stays as it is, draws ema_study.png beside it, prints tables. Needs a CPU; on two
+cores quality takes more than an hour, cost minutes, on a machine that does nothing else.
 
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
 """
@@ -315,8 +315,9 @@ def edit(pipeline, params, held_out, folder):
 def study_quality(config, folder):
     """All runs.
 
-    Returns:
-        {schedule: [{"seed", "seconds", "variants": {name: {measure: number}}, "best_sigma_rel"}]}.
+    Yields:
+        (schedule, [{"seed", "seconds", "variants": {name: {measure: number}}, "best_sigma_rel"}]),
+        as soon as all seeds of a schedule are done.
     """
     plans = study_plans(config.max_train_steps)
     flags = partial(
@@ -333,9 +334,8 @@ def study_quality(config, folder):
     others = {name: frozen[name] for name in ("vae", "text_encoder")}
     others["scheduler"] = pipeline.scheduler.create_state()
 
-    results = {}
     for lr_scheduler in config.lr_schedulers:
-        results[lr_scheduler] = []
+        results = []
         tx = make_tx(flags(lr_scheduler=lr_scheduler))
         programs = trainer.make_programs(flags(), models, tx, params, jax.device_count())
         for seed in config.seeds:
@@ -351,7 +351,7 @@ def study_quality(config, folder):
                 variants[name] = {"loss": float(loss(unet))} | {m: edits[m] for m in MEASURES[1:]}
             best = min(config.sigma_rels, key=lambda s: variants[f"post-hoc {s}"]["loss"])
             variants["post-hoc, best"] = variants[f"post-hoc {best}"]
-            results[lr_scheduler].append(
+            results.append(
                 {
                     "seed": seed,
                     "seconds_training": trained,
@@ -360,7 +360,7 @@ def study_quality(config, folder):
                     "variants": variants,
                 }
             )
-    return results
+        yield lr_scheduler, results
 
 
 # ---------------------------------------------------------------------------- cost
@@ -495,15 +495,14 @@ def format_tables(results):
         return f"{figure['median']:{form}} ({figure['min']:{form}}-{figure['max']:{form}})"
 
     lines = []
-    quality = results.get("quality", {"summary": {}})
-    for lr_scheduler, summary in quality["summary"].items():
+    for lr_scheduler, study in results.get("quality", {}).items():
         lines += [
-            f"{lr_scheduler} learning rate, {quality['max_train_steps']} steps, "
-            f"{len(quality['runs'][lr_scheduler])} seeds:\n",
+            f"{lr_scheduler} learning rate, {study['max_train_steps']} steps, "
+            f"{len(study['runs'])} seeds:\n",
             "| average | held-out loss | to none | edit error | to none | right edit |",
             "|---|---|---|---|---|---|",
         ]
-        for name, row in summary.items():
+        for name, row in study["summary"].items():
             lines.append(
                 f"| {name} | {cell(row['loss'], '.4f')} | {cell(row['loss_to_none'], '.3f')} | "
                 f"{cell(row['edit_error_ratio'], '.3f')} | "
@@ -535,7 +534,8 @@ def draw(quality, sigma_rels):
     for row, (measured, title) in enumerate(zip(MEASURES[:2], titles)):
         curve, dots = axes[row]
         shown = []
-        for i, (lr_scheduler, summary) in enumerate(quality["summary"].items()):
+        for i, (lr_scheduler, study) in enumerate(quality.items()):
+            summary = study["summary"]
             key, color = f"{measured}_to_none", f"C{i}"
             points = [summary[f"post-hoc {s}"][key] for s in sigma_rels]
             means, least, largest = (
@@ -545,7 +545,7 @@ def draw(quality, sigma_rels):
             curve.fill_between(sigma_rels, least, largest, color=color, alpha=0.2)
             others = [n for n in summary if not n.startswith("post-hoc ")]
             for x, name in enumerate(others):
-                for run in quality["runs"][lr_scheduler]:
+                for run in study["runs"]:
                     ratio = run["variants"][name][measured] / run["variants"]["none"][measured]
                     dots.plot(x + 0.15 * i, ratio, "o", color=color, alpha=0.7)
             shown += [*least, *largest, *(summary[n][key]["mean"] for n in others)]
@@ -605,13 +605,11 @@ def run(config):
             figures = in_new_process(measure_cost, folder, config.cost_rounds, config.cost_steps)
             results["cost"] = origin | {"figures": figures, "summary": summarize_cost(figures)}
         if "quality" in config.parts:
-            runs = study_quality(config, folder)
-            summary = {schedule: summarize_quality(rows) for schedule, rows in runs.items()}
-            results["quality"] = origin | {
-                "max_train_steps": config.max_train_steps,
-                "runs": runs,
-                "summary": summary,
-            }
+            for lr_scheduler, runs in study_quality(config, folder):
+                study = {"max_train_steps": config.max_train_steps, "runs": runs}
+                study["summary"] = summarize_quality(runs)
+                results.setdefault("quality", {})[lr_scheduler] = origin | study
+                write_json(results, output)
     write_json(results, output)
     print(f"\n{format_tables(results)}\n\nwrote {output}")
     if "quality" in config.parts:

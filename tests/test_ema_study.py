@@ -235,8 +235,8 @@ def test_command_line(tmp_path):
         assert plot.width > 1000
 
     results = json.loads((tmp_path / "out" / "study.json").read_text())
-    assert [run["seed"] for run in results["quality"]["runs"]["constant"]] == [0, 1]
-    variants = results["quality"]["summary"]["constant"]
+    assert [run["seed"] for run in results["quality"]["constant"]["runs"]] == [0, 1]
+    variants = results["quality"]["constant"]["summary"]
     expected = set(study_plans(8)) - {"power"} | {"post-hoc 0.05", "post-hoc 0.1"}
     assert variants.keys() == expected | {"post-hoc, best"}
     best = variants["post-hoc, best"]["loss"]["mean"]
