@@ -568,7 +568,8 @@ def verdict(report):
     """Does it fit? In a line."""
     total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
     answer = "fits" if report["fits"] else "does not fit"
-    return f"{answer}: {report['batch_per_chip']} per chip at once need {total:.2f} of {usable:.2f} GiB"
+    share = report["batch_per_chip"]
+    return f"{answer}: {share} per chip need {total:.2f} of {usable:.2f} GiB"
 
 
 def print_report(report):
