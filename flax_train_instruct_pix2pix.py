@@ -622,6 +622,11 @@ def load_models(config: Config, dtype):
     unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(
         config.unet_model_name_or_path, dtype=dtype
     )
+    if unet.addition_embed_type is not None:
+        raise ValueError(
+            f"{config.unet_model_name_or_path} is the UNet of an SDXL, which is not trained here; "
+            "give a Stable Diffusion 1.x or 2.x that create_modified_unet.py has widened"
+        )
     unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, vae_params = FlaxAutoencoderKL.from_pretrained(source, subfolder="vae", **files)
     text_encoder, text_params = FlaxCLIPTextModel.from_pretrained(

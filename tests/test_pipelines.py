@@ -70,6 +70,8 @@ def psnr(ours, theirs):
 def test_equals_pytorch(folders, kind, scheduler, guidance):
     if guidance in ("rescaled", "off") and scheduler != "euler":
         pytest.skip("once is enough")
+    if guidance == "rescaled" and kind == "sd image":
+        pytest.skip("PyTorch's has no guidance_rescale")
     torch_class, flax_class = KINDS[kind]
     extra = {"safety_checker": None} if kind.startswith("sd") else {"add_watermarker": False}
     theirs = torch_class.from_pretrained(folders[kind], low_cpu_mem_usage=False, **extra)

@@ -70,6 +70,13 @@ def test_pictures_and_grid(made):
     np.testing.assert_array_equal(grid[64:, :64], found[3])
 
 
+def assert_alike(found, expected):
+    """Up to rounding, which depends on how many threads a device has."""
+    assert len(found) == len(expected)
+    difference = np.abs(np.int16(found) - np.int16(expected))
+    assert difference.max() <= 1 and difference.mean() < 0.01
+
+
 def test_same_pictures_on_any_number_of_devices(model, made, tmp_path, monkeypatch, store):
     expected = pictures(made)
     devices = jax.local_devices()
@@ -78,9 +85,9 @@ def test_same_pictures_on_any_number_of_devices(model, made, tmp_path, monkeypat
         output = tmp_path / str(num_devices)
         flags = [*flags_of(model, output), *OPTIONS, "--compilation_cache_dir", ""]
         sdxl_single.main(flags)
-        np.testing.assert_array_equal(pictures(output), expected)
+        assert_alike(pictures(output), expected)
     run("sdxl_single.py", model, tmp_path / "8", *OPTIONS, num_devices=8)
-    np.testing.assert_array_equal(pictures(tmp_path / "8"), expected)
+    assert_alike(pictures(tmp_path / "8"), expected)
 
 
 def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_path):
