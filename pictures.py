@@ -40,7 +40,7 @@ def picture_files(output, num_pictures):
     """Name a file for each picture.
 
     Args:
-        output: for one picture a file or an existing folder, for several a folder.
+        output: folder; for one picture also a file, which its extension tells.
         num_pictures: how many.
 
     Returns:
@@ -49,7 +49,8 @@ def picture_files(output, num_pictures):
     Raises:
         ValueError: output is one file for several pictures, or cannot be written.
     """
-    if num_pictures == 1 and not output.is_dir():
+    is_folder = output.is_dir() or not output.suffix
+    if num_pictures == 1 and not is_folder:
         files = [output]
     elif output.suffix.lower() in PICTURE_FORMATS or output.is_file():
         raise ValueError(
