@@ -1,7 +1,9 @@
 """Compiled programs kept on disk, so that the next process neither traces nor compiles.
 
     store = ExecutableStore("~/.cache/jax_executables")
-    compiled, reason = store.load(name, what, structure)
+    what = {"program": "f of 8 pictures"} | surroundings(devices)
+    in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(result)
+    compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is None:
         compiled = jax.jit(f).lower(*args).compile()
         store.save(name, what, compiled)
@@ -58,12 +60,13 @@ class ExecutableStore:
                 "another folder"
             )
 
-    def load(self, name, what, in_tree, out_tree):
+    def load(self, name, what, devices, in_tree, out_tree):
         """Load an executable.
 
         Args:
             name: of the program, a file name without its ending.
             what: everything it depends on, a flat dict for JSON; see surroundings.
+            devices: that it runs on.
             in_tree, out_tree: structures of (args, kwargs) and of the result.
 
         Returns:
@@ -94,7 +97,8 @@ class ExecutableStore:
         if hashlib.sha256(content).hexdigest() != checksum:
             return None, f"{file} is damaged"
         try:
-            return deserialize_and_load(content, in_tree, out_tree), None
+            compiled = deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
+            return compiled, None
         except Exception as error:  # whatever the runtime says: it can be compiled again
             return None, f"{file} cannot be loaded ({' '.join(str(error).split())[:200]})"
 

@@ -204,7 +204,7 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     what |= surroundings(devices)
     in_tree, out_tree = jax.tree.structure((dynamic, {})), jax.tree.structure(0)
-    compiled, reason = store.load(name, what, in_tree, out_tree)
+    compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is not None:
         return compiled, "loaded"
     compiled = p_generate.lower(*args).compile()
