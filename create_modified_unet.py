@@ -113,6 +113,11 @@ def create_modified_unet(config: Config):
         revision=config.revision,
         variant=config.variant,
     )
+    if narrow.addition_embed_type is not None:
+        raise ValueError(
+            f"{config.pretrained_model_name_or_path} has the UNet of an SDXL, which the trainer "
+            "does not train; give a Stable Diffusion 1.x or 2.x"
+        )
     print(f"loaded {config.pretrained_model_name_or_path}: {narrow.in_channels} input channels")
     wide = narrow.clone(in_channels=config.in_channels)
     wide_params = widen(narrow_params, config.in_channels)

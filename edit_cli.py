@@ -26,9 +26,7 @@ Source: InstructPix2Pix (arXiv 2211.09800).
 
 import json
 import math
-import os
 import sys
-import tempfile
 import textwrap
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -43,15 +41,12 @@ from flax import jax_utils
 from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
+from pictures import PICTURE_FORMATS, check_picture_file, save_picture
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
-    check_pipeline,
-    to_rgb,
 )
+from pipeline_flax_utils import to_rgb
 from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
-
-OUTPUT_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
-JPEG_QUALITY = 95
 
 GRID_EDITS = 64  # at most; more cannot be looked at in one picture
 GRID_PICTURE_SIZE = 256  # pixels, longer side
@@ -113,7 +108,7 @@ def edits_of_flags(inputs, instructions, output):
         outputs = [path.with_name(f"{path.stem}-edited.png") for path in inputs]
     elif len(inputs) == 1 and not output.is_dir():
         outputs = [output]
-    elif output.suffix.lower() in OUTPUT_FORMATS or output.is_file():
+    elif output.suffix.lower() in PICTURE_FORMATS or output.is_file():
         raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a folder")
     else:
         outputs = [output / f"{path.stem}.png" for path in inputs]
@@ -162,24 +157,11 @@ def load_picture(path):
         raise ValueError(f"{path} cannot be read as a picture: {error}") from error
 
 
-def check_output(path):
-    """Refuse a picture file that cannot be written, touching nothing."""
-    if path.suffix.lower() not in OUTPUT_FORMATS:
-        raise ValueError(
-            f"{path} ends in {path.suffix or 'no extension'}; name it {' or '.join(OUTPUT_FORMATS)}"
-        )
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ValueError(f"{path} cannot be written: no folder can be made or filled in {folder}")
-
-
 def check_outputs(edits, grid):
     """Refuse outputs that cannot be written, coincide, or would overwrite an input."""
     paths = [edit.output for edit in edits] + ([grid] if grid else [])
     for path in paths:
-        check_output(path)
+        check_picture_file(path)
     written = Counter(path.resolve() for path in paths)
     path, count = written.most_common(1)[0]
     if count > 1:
@@ -207,15 +189,6 @@ def edit_size(size, resolution, factor):
     """
     scale = resolution / max(size)
     return tuple(max(1, math.floor(side * scale / factor + 0.5)) * factor for side in size)
-
-
-def save_picture(picture, path):
-    """Write a picture by its extension; it appears under its name when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as tmp:
-        file = Path(tmp, path.name)
-        picture.save(file, OUTPUT_FORMATS[path.suffix.lower()], quality=JPEG_QUALITY)
-        os.replace(file, path)
 
 
 def before_after_grid(edits, sizes):
@@ -339,7 +312,8 @@ def run(config):
         for edit in tqdm(edits, "checking pictures", unit="edit", disable=len(edits) < 100)
     ]
 
-    vae_config = check_pipeline(config.model)["vae"]
+    _, configs = FlaxStableDiffusionInstructPix2PixPipeline.check(config.model)
+    vae_config = configs["vae"]
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     if config.resolution < factor:
         raise ValueError(

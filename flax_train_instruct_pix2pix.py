@@ -82,9 +82,8 @@ from parallel_flax import (
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
-    load_tokenizer,
-    to_rgb,
 )
+from pipeline_flax_utils import load_tokenizer, to_rgb
 from report_flax import MetricsLog, check_hub, push_to_hub, validation_grid, write_model_card
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
@@ -623,6 +622,11 @@ def load_models(config: Config, dtype):
     unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(
         config.unet_model_name_or_path, dtype=dtype
     )
+    if unet.addition_embed_type is not None:
+        raise ValueError(
+            f"{config.unet_model_name_or_path} is the UNet of an SDXL, which is not trained here; "
+            "give a Stable Diffusion 1.x or 2.x that create_modified_unet.py has widened"
+        )
     unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, vae_params = FlaxAutoencoderKL.from_pretrained(source, subfolder="vae", **files)
     text_encoder, text_params = FlaxCLIPTextModel.from_pretrained(

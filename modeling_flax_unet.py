@@ -1,11 +1,12 @@
-"""FlaxUNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x and InstructPix2Pix.
+"""FlaxUNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x, XL and InstructPix2Pix.
 
 The published class name, call signature and parameter tree; any `config.json` of those families.
 
     unet, params = FlaxUNet2DConditionModel.from_pretrained("MODEL", subfolder="unet")
     noise = unet.apply({"params": params}, sample, timesteps, encoder_hidden_states).sample
 
-Source: Latent Diffusion Models (arXiv 2112.10752); the numerics are those of PyTorch diffusers.
+Source: Latent Diffusion Models (arXiv 2112.10752) and SDXL (arXiv 2307.01952); the numerics are
+those of PyTorch diffusers.
 """
 
 from functools import partial
@@ -138,6 +139,9 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     flip_sin_to_cos: bool = True
     freq_shift: int = 0
     upcast_attention: bool | None = False  # logits and softmax are float32 either way
+    addition_embed_type: str | None = None  # "text_time": SDXL's added_cond_kwargs
+    addition_time_embed_dim: int | None = None  # length of each time id's embedding
+    projection_class_embeddings_input_dim: int | None = None  # of text_embeds and time ids together
     dtype: DTypeLike = jnp.float32
     gradient_checkpointing: bool = False
 
@@ -146,7 +150,6 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     # What is not implemented: the only value (besides null) that each entry may have.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
         "act_fn": "silu",
-        "addition_embed_type": None,
         "attention_type": "default",
         "center_input_sample": False,
         "class_embed_type": None,
@@ -176,9 +179,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     # Read and dropped: they change no number of this class.
     ignored_config = (
         "addition_embed_type_num_heads",
-        "addition_time_embed_dim",
         "mid_block_only_cross_attention",
-        "projection_class_embeddings_input_dim",
         "split_head_dim",
         "use_memory_efficient_attention",
     )
@@ -188,7 +189,17 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         factor = 2 ** (len(self.block_out_channels) - 1)
         sample = jnp.zeros((1, self.in_channels, factor, factor))
         context = jnp.zeros((1, 1, self.cross_attention_dim))
-        return self.init(rng, sample, jnp.zeros((1,), jnp.int32), context)["params"]
+        added = None
+        if self.addition_embed_type not in (None, "text_time"):
+            raise ValueError(
+                f"addition_embed_type={self.addition_embed_type!r} is not supported; "
+                "null and 'text_time' (SDXL) are"
+            )
+        if self.addition_embed_type is not None:
+            per_id = self.addition_time_embed_dim  # how many ids there are, makes no difference
+            text_dim = self.projection_class_embeddings_input_dim - per_id
+            added = {"text_embeds": jnp.zeros((1, text_dim)), "time_ids": jnp.zeros((1, 1))}
+        return self.init(rng, sample, jnp.zeros((1,), jnp.int32), context, added)["params"]
 
     def _per_block(self, name):
         """The config entry `name` as one value per down block."""
@@ -200,6 +211,27 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
                 "give one per block"
             )
         return values
+
+    def _embed_added(self, dim, text_embeds, time_ids):
+        """SDXL's embedding of the pooled text and of sizes and crop, (B, dim).
+
+        Source: SDXL (arXiv 2307.01952), section 2.2.
+        """
+        ids = sinusoidal_embedding(
+            time_ids.reshape(-1),
+            self.addition_time_embed_dim,
+            self.flip_sin_to_cos,
+            self.freq_shift,
+        ).reshape(len(time_ids), -1)
+        added = jnp.concatenate((text_embeds.astype(self.dtype), ids.astype(self.dtype)), axis=-1)
+        if added.shape[-1] != self.projection_class_embeddings_input_dim:
+            raise ValueError(
+                f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
+                f"{added.shape[-1]} numbers, this UNet takes projection_class_embeddings_input_dim="
+                f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
+                "refiner 5"
+            )
+        return TimestepEmbedding(dim, self.dtype, name="add_embedding")(added)
 
     @nn.compact
     def __call__(
@@ -219,7 +251,9 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             sample: (B, in_channels, H, W), any H and W.
             timesteps: (B,), or a scalar for all.
             encoder_hidden_states: text states, (B, T, cross_attention_dim).
-            added_cond_kwargs: SDXL's extra conditioning; must be None, it is not supported.
+            added_cond_kwargs: for SDXL {"text_embeds": (B, D), the pooled text, "time_ids": (B, 6),
+                heights and widths of the original, the crop's corner and the result; the refiner
+                takes five, the last an aesthetic score}; else None.
             down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
             mid_block_additional_residual: (B, C, h, w), added after the middle block, or None.
             return_dict: False returns a plain tuple.
@@ -241,8 +275,13 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
                 f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet "
                 f"takes cross_attention_dim={self.cross_attention_dim}; take both from one model"
             )
-        if added_cond_kwargs is not None:
-            raise ValueError("added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None")
+        if (added_cond_kwargs is None) != (self.addition_embed_type is None):
+            raise ValueError(
+                "added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None"
+                if self.addition_embed_type is None
+                else "this is an SDXL UNet, which needs added_cond_kwargs={'text_embeds': ..., "
+                "'time_ids': ...}"
+            )
 
         channels = self.block_out_channels
         num_blocks = len(channels)
@@ -287,6 +326,8 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         time_emb = TimestepEmbedding(4 * channels[0], self.dtype, name="time_embedding")(
             time_emb.astype(self.dtype)
         )  # (B, 4 * channels[0])
+        if added_cond_kwargs is not None:
+            time_emb = time_emb + self._embed_added(4 * channels[0], **added_cond_kwargs)
         context = encoder_hidden_states.astype(self.dtype)
 
         # 2. down

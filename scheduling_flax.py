@@ -71,8 +71,8 @@ class FlaxDDPMScheduler(Scheduler):
         "thresholding": (False,),
     }
 
-    def _plan(self, num_inference_steps):
-        timesteps = self._whole_timesteps(num_inference_steps)
+    def _plan(self, num_inference_steps, first_step):
+        timesteps = self._whole_timesteps(num_inference_steps)[first_step:]
         alpha_bar, alpha_bar_prev = self._alpha_bars(timesteps, np.append(timesteps[1:], -1))
         alpha = alpha_bar / alpha_bar_prev
         posterior = (1 - alpha_bar_prev) / (1 - alpha_bar)
@@ -101,8 +101,8 @@ class FlaxDDIMScheduler(Scheduler):
     }
     choices = CHOICES | {"thresholding": (False,)}
 
-    def _plan(self, num_inference_steps):
-        timesteps = self._whole_timesteps(num_inference_steps)
+    def _plan(self, num_inference_steps, first_step):
+        timesteps = self._whole_timesteps(num_inference_steps)[first_step:]
         # As in diffusers, a step is this long even where the grid is spaced otherwise.
         stride = len(self) // num_inference_steps
         alpha_bar, alpha_bar_prev = self._alpha_bars(timesteps, timesteps - stride)
@@ -140,8 +140,8 @@ class FlaxPNDMScheduler(Scheduler):
         "rescale_betas_zero_snr": (False,),
     }
 
-    def _plan(self, num_inference_steps):
-        grid = self._whole_timesteps(num_inference_steps)
+    def _plan(self, num_inference_steps, first_step):
+        grid = self._whole_timesteps(num_inference_steps)[first_step:]
         stride = len(self) // num_inference_steps
         plan = self._plan_second_try if self.config.skip_prk_steps else self._plan_runge_kutta
         timesteps, start, end, tables = plan(grid, stride)
@@ -283,7 +283,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         signal = 1.0 if self.config.timestep_spacing == "leading" else 0.0
         return float(np.hypot(np.max(sigmas), signal))
 
-    def _plan(self, num_inference_steps):
+    def _plan(self, num_inference_steps, first_step):
         timesteps = timestep_grid(self.config, num_inference_steps).astype(np.float32)
         sigmas = np.interp(timesteps, np.arange(len(self)), self._training_sigmas())
         if self.config.get("use_karras_sigmas"):
@@ -291,7 +291,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
             sigma_max = sigmas[0] if sigma_max is None else sigma_max
             sigma_min = sigmas[-1] if sigma_min is None else sigma_min
             sigmas, timesteps = self._karras(sigma_max, sigma_min, num_inference_steps)
-        sigmas = self._with_final_sigma(sigmas)
+        timesteps, sigmas = timesteps[first_step:], self._with_final_sigma(sigmas)[first_step:]
         alpha = 1 / np.sqrt(sigmas[:-1] ** 2 + 1)
         tables = {"alpha": alpha, "sigma": sigmas[:-1] * alpha, "x0_weight": np.ones_like(alpha)}
         return {
@@ -368,7 +368,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "use_lu_lambdas": (False,),
     }
 
-    def _plan(self, num_inference_steps):
+    def _plan(self, num_inference_steps, first_step):
         training_sigmas = self._training_sigmas()
         if self.config.use_karras_sigmas:
             sigma_range = training_sigmas[-1], training_sigmas[0]
@@ -384,9 +384,11 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             raise ValueError(
                 f"num_inference_steps={num_inference_steps} visits a timestep twice; take fewer"
             )
+        timesteps, sigmas = timesteps[first_step:], sigmas[first_step:]
         alpha_t = 1 / np.sqrt(sigmas**2 + 1)
         sigma_t = sigmas * alpha_t
-        x0_weights = [self._x0_weights(sigmas, i) for i in range(len(timesteps))]
+        is_short_run = self.config.lower_order_final and num_inference_steps < 15
+        x0_weights = [self._x0_weights(sigmas, i, is_short_run) for i in range(len(timesteps))]
         tables = {
             "alpha": alpha_t[:-1],
             "sigma": sigma_t[:-1],
@@ -403,13 +405,12 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         grid = timestep_grid(self.config, num_inference_steps + 1, last)[:-1]
         return np.round(grid).astype(int)
 
-    def _x0_weights(self, sigmas, i):
+    def _x0_weights(self, sigmas, i, is_short_run):
         """Weights in step i of the clean samples predicted at i, i - 1, ...: (solver_order,)."""
         with np.errstate(divide="ignore"):
             log_snr = -np.log(sigmas)  # lambda in the papers
         h = log_snr[i + 1] - log_snr[i]
         steps_left = len(sigmas) - 1 - i
-        is_short_run = self.config.lower_order_final and len(sigmas) - 1 < 15
         order = min(self.config.solver_order, i + 1)
         if is_short_run:
             order = min(order, steps_left)

@@ -274,16 +274,19 @@ class Scheduler:
             memory={},
         )
 
-    def set_timesteps(self, state, num_inference_steps, shape=()):
+    def set_timesteps(self, state, num_inference_steps, shape=(), first_step=0):
         """Choose the timesteps of a sampling run and work out every step's weights.
 
         Args:
             state: from create_state or an earlier run.
             num_inference_steps: Python int, 1 to num_train_timesteps.
             shape: shape of the samples; PNDM and DPM-Solver need it for their memory.
+            first_step: Python int, how many steps at the noisy end are left out, for a run that
+                begins with a noised picture; multistep methods start anew there.
 
         Returns:
-            The state at step 0. state.timesteps has num_inference_steps entries (PNDM: more).
+            The state at its first step. state.timesteps has an entry per step that is left (PNDM:
+            one more, or nine).
 
         Raises:
             ValueError: num_inference_steps is out of range or leads to timesteps that are.
@@ -292,7 +295,12 @@ class Scheduler:
             raise ValueError(
                 f"num_inference_steps={num_inference_steps} is no Python int from 1 to {len(self)}"
             )
-        plan = self._plan(num_inference_steps)
+        if not isinstance(first_step, int) or not 0 <= first_step < num_inference_steps:
+            raise ValueError(
+                f"first_step={first_step} is no Python int from 0 to {num_inference_steps - 1}, "
+                "the last step"
+            )
+        plan = self._plan(num_inference_steps, first_step)
         first, final = plan["timesteps"].max(), plan["timesteps"].min()
         if first >= len(self) or final < 0:
             raise ValueError(
@@ -402,7 +410,7 @@ class Scheduler:
         alpha_bar = alpha_bar.reshape(alpha_bar.shape + (1,) * (sample.ndim - alpha_bar.ndim))
         return jnp.sqrt(alpha_bar), jnp.sqrt(1 - alpha_bar)
 
-    def _plan(self, num_inference_steps):
+    def _plan(self, num_inference_steps, first_step):
         """What a run replaces in the state, NumPy: timesteps, tables, sigmas, init_noise_sigma."""
         raise NotImplementedError
 

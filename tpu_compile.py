@@ -1,4 +1,4 @@
-"""Compile the trainer's program for a TPU slice one does not have: does it fit, how fast at best?
+"""Compile a program for a TPU slice one does not have: does it fit, how fast can it be at best?
 
     python tpu_compile.py --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16 --ema full
 
@@ -9,6 +9,10 @@ command; of the models only the config.json is read, and without any it is Stabl
 
     python tpu_compile.py --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
+
+Pictures from text with SDXL, two on each chip, as sdxl_single.py makes them in bfloat16:
+
+    python tpu_compile.py --tpu v5e-4 --program sdxl --num_images 2
 
 Needs a CPU and the TPU's compiler, `pip install "jax[tpu]"`; Stable Diffusion 1.5 takes about 20
 minutes on two cores and 13 GB of memory. Prints a table and writes it as JSON.
@@ -44,7 +48,9 @@ from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import fetch_file, read_json, write_json
 from modeling_flax_vae import FlaxAutoencoderKL
-from scheduling_flax import FlaxDDPMScheduler
+from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from pipeline_flax_utils import MODULES
+from scheduling_flax import FlaxDDPMScheduler, FlaxEulerDiscreteScheduler
 
 GIB = 2**30
 
@@ -82,6 +88,39 @@ SD15 = {
     "scheduler": {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"},
 }
 
+# Stable Diffusion XL base 1.0, likewise.
+SDXL = {
+    "unet": {
+        "sample_size": 128,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (320, 640, 1280),
+        "attention_head_dim": (5, 10, 20),
+        "transformer_layers_per_block": (1, 2, 10),
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+    "vae": {**SD15["vae"], "sample_size": 1024, "scaling_factor": 0.13025, "force_upcast": True},
+    "text_encoder": SD15["text_encoder"],
+    "text_encoder_2": {
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_attention_heads": 20,
+        "num_hidden_layers": 32,
+        "projection_dim": 1280,
+        "hidden_act": "gelu",
+    },
+    "scheduler": {
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "timestep_spacing": "leading",
+        "steps_offset": 1,
+    },
+}
 
 # Without it the compiler asks the network which TPU it is on, complains, leaves logs in /tmp, and
 # runs in one process at a time only, or in none beside a training run.
@@ -97,10 +136,14 @@ LIBTPU_ENVIRONMENT = {
 @dataclass(frozen=True, kw_only=True)
 class Config(trainer.Config):
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
-    program: Literal["train_step", "unet_grad"] = "train_step"  # unet_grad: the bare UNet's part
+    # unet_grad: the bare UNet's part of a step; sdxl: pictures from text
+    program: Literal["train_step", "unet_grad", "sdxl"] = "train_step"
     find_batch: bool = False  # find the largest batch that fits, starting from train_batch_size
+    num_images: int = 1  # of sdxl: pictures at once on each chip
+    num_inference_steps: int = 20  # of sdxl
+    image_size: int = 1024  # of sdxl, pixels of a side
     output: str = ""  # JSON file; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json
-    pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5
+    pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5, or XL
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
 
 
@@ -119,7 +162,11 @@ class Job(NamedTuple):
     step: Callable
     args: tuple
     held: dict[str, Any]  # what a step finds in memory: trees by their names in the report
+    batch_per_chip: int  # pairs or pictures
     num_loops: int = 1  # runs of the loop that all of the step's work is in
+    body: Callable | None = None  # what a loop within the step runs once more each time,
+    body_args: tuple = ()
+    num_bodies: int = 0  # and how many more times
     update: Callable | None = None  # of an average of the weights
     update_args: tuple = ()
     updates_per_step: float = 0.0
@@ -216,20 +263,22 @@ def model_shapes(config):
         unet_config, dtype=dtype, gradient_checkpointing=config.gradient_checkpointing
     )
 
-    def params(module, dtype):
-        shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-
-    text_params = params(text_encoder, dtype)
+    text_params = param_shapes(text_encoder, dtype)
     ids = jax.ShapeDtypeStruct((1, text_encoder.max_position_embeddings), jnp.int32)
     frozen = {
-        "vae": params(vae, dtype),
+        "vae": param_shapes(vae, dtype),
         "text_encoder": text_params,
         "null_text": jax.eval_shape(text_encoder.apply, {"params": text_params}, ids)[0],
         "scheduler": jax.eval_shape(lambda: scheduler_state),
     }
     models = trainer.Models(unet, vae, text_encoder, scheduler)
-    return models, frozen, params(unet, jnp.float32)
+    return models, frozen, param_shapes(unet, jnp.float32)
+
+
+def param_shapes(module, dtype):
+    """Shapes of a module's parameters, kept in dtype."""
+    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
 
 
 def on_all(tree, num_devices):
@@ -276,6 +325,7 @@ def train_step_job(config, devices):
             "frozen models": frozen,
             "batches": [batch] * (1 + trainer.IN_FLIGHT),
         },
+        batch_per_chip=B,
         num_loops=config.gradient_accumulation_steps,
         update=programs.ema_update if num_averages else None,
         update_args=(average, state.params, jax.ShapeDtypeStruct((n,), jnp.float32)),
@@ -312,10 +362,83 @@ def unet_grad_job(config, devices):
         step=jax.pmap(jax.value_and_grad(loss), axis_name="batch", devices=devices),
         args=(params, *inputs),
         held={"parameters": params, "batches": inputs},
+        batch_per_chip=B,
     )
 
 
-JOBS = {"train_step": train_step_job, "unet_grad": unet_grad_job}
+def sdxl_job(config, devices):
+    """sdxl_single.py's program in bfloat16: prompts, noise and guidance to pictures.
+
+    Args:
+        config: Config.
+        devices: to compile for.
+
+    Returns:
+        Job.
+    """
+    n, B, dtype = len(devices), config.num_images, jnp.bfloat16
+    configs, settings = SDXL, {}
+    if source := config.pretrained_model_name_or_path:
+        index, configs = FlaxStableDiffusionXLPipeline.check(source, config.revision)
+        settings = FlaxStableDiffusionXLPipeline._settings(index)
+    modules = {
+        name: MODULES[name].from_config(configs[name], dtype=dtype)
+        for name in ("unet", "vae", "text_encoder", "text_encoder_2")
+    }
+    scheduler, scheduler_state = FlaxEulerDiscreteScheduler.from_config(configs["scheduler"])
+    # Both prompts are given as tokens, so there is nothing to tokenize.
+    pipeline = FlaxStableDiffusionXLPipeline(
+        **modules, **settings, scheduler=scheduler, tokenizer=True, tokenizer_2=True
+    )
+    params = {name: param_shapes(module, dtype) for name, module in modules.items()}
+    params["scheduler"] = jax.eval_shape(lambda: scheduler_state)
+    params = on_all(params, n)
+    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
+    ids = jax.ShapeDtypeStruct((n, B, 2, pipeline.text_encoder.max_position_embeddings), jnp.int32)
+    scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
+
+    def generate(prompt_ids, neg_prompt_ids, params, keys, guidance_scale):
+        return pipeline._generate(
+            prompt_ids,
+            params,
+            keys,
+            config.num_inference_steps,
+            config.image_size,
+            config.image_size,
+            guidance_scale,
+            neg_prompt_ids=neg_prompt_ids,
+        )
+
+    def predict(params, x_t, t, context, text_embeds, time_ids):
+        added = {"text_embeds": text_embeds, "time_ids": time_ids}
+        return modules["unet"].apply({"params": params}, x_t, t, context, added).sample
+
+    # The UNet of one step, both branches of guidance.
+    shape = pipeline.latent_shape(2 * B, config.image_size, config.image_size)
+    unet = modules["unet"]
+    width = unet.projection_class_embeddings_input_dim - 6 * unet.addition_time_embed_dim
+    step_shapes = [
+        (shape, jnp.float32),
+        ((2 * B,), jnp.int32),
+        ((2 * B, ids.shape[-1], unet.cross_attention_dim), dtype),
+        ((2 * B, width), dtype),
+        ((2 * B, 6), jnp.float32),
+    ]
+    step_args = [jax.ShapeDtypeStruct((n, *shape), kind) for shape, kind in step_shapes]
+    pmap = partial(jax.pmap, axis_name="batch", devices=devices)
+    inputs = (ids, ids, params, jax.ShapeDtypeStruct((n, B), keys.dtype), scale)
+    return Job(
+        step=pmap(generate),
+        args=inputs,
+        held={"parameters": params, "batches": (ids, ids, scale)},
+        batch_per_chip=B,
+        body=pmap(predict),
+        body_args=(params["unet"], *step_args),
+        num_bodies=config.num_inference_steps - 1,
+    )
+
+
+JOBS = {"train_step": train_step_job, "unet_grad": unet_grad_job, "sdxl": sdxl_job}
 
 
 def num_bytes(tree):
@@ -388,20 +511,20 @@ def roofline_seconds(chip, flops, bytes_accessed):
     return max(flops / chip.flops, bytes_accessed / chip.bandwidth)
 
 
-def describe(config, tpu, job, step, update):
+def describe(config, tpu, job, step, update, body=None):
     """The report on one compilation.
 
     Args:
         config: Config.
         tpu: Slice.
         job: Job.
-        step, update: what measure returned for its programs; update None: there is none.
+        step, update, body: what measure returned for its programs; None: there is none.
 
     Returns:
         dict, ready for JSON. Memory, FLOPs and bytes accessed are a chip's, and those of a step.
     """
     n, usable = tpu.num_chips, round(tpu.chip.memory * GIB)
-    share = config.train_batch_size // n
+    share = job.batch_per_chip
     defaults = {field.name: field.default for field in fields(config)} | {"output": config.output}
     report = {
         "tpu": config.tpu,
@@ -409,7 +532,6 @@ def describe(config, tpu, job, step, update):
         "hosts": tpu.num_hosts,
         "program": config.program,
         "flags": {k: v for k, v in asdict(config).items() if v != defaults[k]},
-        "train_batch_size": config.train_batch_size,
         "batch_per_chip": share,
         "memory_usable": usable,
         "compile_seconds": step["compile_seconds"],
@@ -422,6 +544,9 @@ def describe(config, tpu, job, step, update):
     # The compiler counts the body of a loop once. All but the optimizer's work is in that loop, so
     # this is right for the FLOPs and somewhat too much for the bytes.
     flops, bytes_accessed = (step[name] * job.num_loops for name in ("flops", "bytes_accessed"))
+    if body:
+        flops += body["flops"] * job.num_bodies
+        bytes_accessed += body["bytes_accessed"] * job.num_bodies
     ema_bytes = update["bytes_accessed"] * job.updates_per_step if update else 0.0
     seconds = roofline_seconds(tpu.chip, flops, bytes_accessed)
     seconds += roofline_seconds(tpu.chip, 0.0, ema_bytes)
@@ -434,7 +559,8 @@ def describe(config, tpu, job, step, update):
         "ema_bytes_accessed": ema_bytes,
         "step_seconds": seconds,
         "images_per_second_per_chip": share / seconds,
-        "images_per_second": config.train_batch_size / seconds,
+        "images_per_second": n * share / seconds,
+        **({"unet": body} if body else {}),
     }
 
 
@@ -442,9 +568,8 @@ def verdict(report):
     """Does it fit? In a line."""
     total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
     answer = "fits" if report["fits"] else "does not fit"
-    return (
-        f"{answer}: {report['batch_per_chip']} pairs per chip need {total:.2f} of {usable:.2f} GiB"
-    )
+    share = report["batch_per_chip"]
+    return f"{answer}: {share} per chip need {total:.2f} of {usable:.2f} GiB"
 
 
 def print_report(report):
@@ -454,7 +579,7 @@ def print_report(report):
         print(f"  {name:<14}{size / GIB:8.3f} GiB")
     print(verdict(report))
     if "smallest_not_fitting" in report:
-        print(f"{report['smallest_not_fitting']} pairs per chip do not fit")
+        print(f"{report['smallest_not_fitting']} per chip do not fit")
     if "flops" in report:
         print(
             f"a step: {report['flops'] / 1e12:.2f} TFLOP, {report['bytes_accessed'] / 1e9:.1f} GB "
@@ -501,25 +626,30 @@ def compile_for(config, tpu, devices):
     Raises:
         ValueError: flags or models that do not go together.
     """
-    trainer.check_config(replace(config, overwrite_output_dir=True), len(devices))  # writes nothing
+    if config.program != "sdxl":  # writes nothing
+        trainer.check_config(replace(config, overwrite_output_dir=True), len(devices))
     job = JOBS[config.program](config, devices)
     step = measure(job.step, job.args)
     update = measure(job.update, job.update_args) if job.update and "needs" not in step else None
-    return describe(config, tpu, job, step, update)
+    body = measure(job.body, job.body_args) if job.body and "needs" not in step else None
+    return describe(config, tpu, job, step, update, body)
 
 
 def find_batch(config, tpu, devices):
     """compile_for with the largest batch that fits, or the smallest if none does."""
-    unit = tpu.num_chips * config.gradient_accumulation_steps  # batches are multiples of it
+    is_sdxl = config.program == "sdxl"
+    flag = "num_images" if is_sdxl else "train_batch_size"
+    # Batches are multiples of it.
+    unit = 1 if is_sdxl else tpu.num_chips * config.gradient_accumulation_steps
     reports = {}
 
     def fits(number):
-        report = compile_for(replace(config, train_batch_size=number * unit), tpu, devices)
+        report = compile_for(replace(config, **{flag: number * unit}), tpu, devices)
         reports[number] = report
         print(f"{verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True)
         return report["fits"]
 
-    good, bad = largest_fitting(fits, max(1, config.train_batch_size // unit))
+    good, bad = largest_fitting(fits, max(1, getattr(config, flag) // unit))
     return reports[good or bad] | {"smallest_not_fitting": reports[bad]["batch_per_chip"]}
 
 

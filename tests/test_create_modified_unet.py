@@ -12,7 +12,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
-from tiny_models import make_tiny_pipeline
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import create_modified_unet
 from modeling_flax_unet import FlaxUNet2DConditionModel
@@ -153,6 +153,7 @@ def test_widen_leaves_its_argument_alone(narrow):
         ({"subfolder": "prior"}, "no config.json in narrow/prior"),
         ({"subfolder": ""}, "no config.json in narrow;"),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
+        ({"source": "xl"}, "has the UNet of an SDXL, which the trainer does not train"),
         ({"variant": "fp16"}, "fp16"),
         ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
         ({"output_dir": ""}, "output_dir is empty; name a folder"),
@@ -166,6 +167,8 @@ def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, mes
     Path("narrow").symlink_to(narrow)
     if flags.get("source") == "wide":
         make_tiny_pipeline("wide", in_channels=8)
+    if flags.get("source") == "xl":
+        make_tiny_xl("xl")
     Path("file").touch()
     files = sorted(Path().rglob("*"))
     capsys.readouterr()

@@ -58,6 +58,36 @@ UNETS = {
         16,
         8,
     ),
+    "sdxl base": (
+        dict(
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=(2, 4, 6),
+            transformer_layers_per_block=(1, 2, 4),
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=20 + 6 * 8,
+        ),
+        2,
+        16,
+        24,
+    ),
+    "sdxl refiner": (
+        dict(
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=(2, 4, 6),
+            transformer_layers_per_block=2,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=20 + 5 * 8,
+        ),
+        1,
+        8,
+        8,
+    ),
 }
 
 
@@ -86,11 +116,16 @@ def unet_pair(config, seed=0):
 
 
 def unet_inputs(module, batch, height, width):
-    return (
+    inputs = (
         torch.randn(batch, module.in_channels, height, width),
         torch.randint(0, 1000, (batch,)),
         torch.randn(batch, 7, module.cross_attention_dim),
     )
+    if module.addition_embed_type is None:
+        return inputs, {}
+    num_ids = (module.projection_class_embeddings_input_dim - 20) // module.addition_time_embed_dim
+    sizes = torch.randint(0, 1024, (batch, num_ids)).float()
+    return inputs, {"added_cond_kwargs": {"text_embeds": torch.randn(batch, 20), "time_ids": sizes}}
 
 
 @pytest.mark.parametrize("name", UNETS)
@@ -100,16 +135,17 @@ def test_unet_equals_pytorch(name, request):
     if name == "instruct-pix2pix":
         request.getfixturevalue("optimized")
     theirs, ours, params = unet_pair(config)
-    inputs = unet_inputs(ours, batch, height, width)
-    expected = theirs(*inputs).sample
-    result = jax.jit(ours.apply)({"params": params}, *map(to_jax, inputs)).sample
+    inputs, added = unet_inputs(ours, batch, height, width)
+    expected = theirs(*inputs, **added).sample
+    inputs, added = jax.tree.map(to_jax, (inputs, added))
+    result = jax.jit(ours.apply)({"params": params}, *inputs, **added).sample
     assert result.dtype == jnp.float32
     assert error(result, expected) < TOLERANCE
 
     if batch == 1:  # enough of those that take as long to compile
         return
     rough = jax.jit(ours.clone(dtype=jnp.bfloat16).apply)
-    result = rough({"params": params}, *map(to_jax, inputs)).sample
+    result = rough({"params": params}, *inputs, **added).sample
     assert result.dtype == jnp.bfloat16
     assert error(result, expected) < BF16_TOLERANCE
 
@@ -117,7 +153,7 @@ def test_unet_equals_pytorch(name, request):
 @torch.no_grad()
 def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
     theirs, ours, params = unet_pair({})
-    x, _, text = unet_inputs(ours, 2, 8, 8)
+    (x, _, text), _ = unet_inputs(ours, 2, 8, 8)
     skips = [torch.randn(2, 32, 8, 8) for _ in range(3)]
     skips += [torch.randn(2, 32, 4, 4)] + [torch.randn(2, 64, 4, 4) for _ in range(2)]
     skips += [torch.randn(2, 64, 2, 2)] + [torch.randn(2, 96, 2, 2) for _ in range(2)]
@@ -138,7 +174,7 @@ def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
 
 def test_unet_gradients_equal_pytorch_and_checkpointing_changes_nothing():
     theirs, ours, params = unet_pair(dict(attention_head_dim=4))
-    x, t, text = unet_inputs(ours, 2, 8, 8)
+    (x, t, text), _ = unet_inputs(ours, 2, 8, 8)
     target = torch.randn(2, 4, 8, 8)
     torch.nn.functional.mse_loss(theirs(x, t, text).sample, target).backward()
     for name, parameter in theirs.named_parameters():
@@ -162,7 +198,7 @@ def test_unet_gradients_equal_pytorch_and_checkpointing_changes_nothing():
 def test_gradient_checkpointing_recomputes():
     """The checkpointed backward pass has the forward's work in it again."""
     _, ours, params = unet_pair({})
-    inputs = [to_jax(x) for x in unet_inputs(ours, 1, 8, 8)]
+    inputs = [to_jax(x) for x in unet_inputs(ours, 1, 8, 8)[0]]
 
     def num_convolutions(module):
         def loss(params):
@@ -180,7 +216,7 @@ def test_gradient_checkpointing_recomputes():
         (dict(dual_cross_attention=True), "dual_cross_attention"),
         (dict(act_fn="mish"), "act_fn"),
         (dict(class_embed_type="timestep"), "class_embed_type"),
-        (dict(addition_embed_type="text_time"), "addition_embed_type"),
+        (dict(addition_embed_type="text"), "addition_embed_type='text' is not supported"),
         (dict(resnet_time_scale_shift="scale_shift"), "resnet_time_scale_shift"),
         (dict(mid_block_type="UNetMidBlock2DSimpleCrossAttn"), "mid_block_type"),
         (dict(down_block_types=("AttnDownBlock2D",) * 3), "AttnDownBlock2D is not supported"),
@@ -198,9 +234,26 @@ def test_unet_refuses_what_it_cannot_do(config, words):
         jax.eval_shape(module.init_weights, jax.random.key(0))
 
 
+def test_unet_refuses_the_conditioning_of_others():
+    config, *size = UNETS["sdxl base"]
+    sdxl = FlaxUNet2DConditionModel(**SD1_BLOCKS | config)
+    inputs, added = jax.tree.map(to_jax, unet_inputs(sdxl, *size))
+    params = jax.eval_shape(sdxl.init_weights, jax.random.key(0))
+    forward = partial(jax.eval_shape, sdxl.apply, {"params": params}, *inputs)
+    with pytest.raises(ValueError, match="this is an SDXL UNet, which needs added_cond_kwargs"):
+        forward()
+    added["added_cond_kwargs"]["time_ids"] = added["added_cond_kwargs"]["time_ids"][:, :5]
+    with pytest.raises(ValueError, match=r"5 time_ids make 60 numbers, .*input_dim=68"):
+        forward(**added)
+    sd = FlaxUNet2DConditionModel(**SD1_BLOCKS)
+    params = jax.eval_shape(sd.init_weights, jax.random.key(0))
+    with pytest.raises(ValueError, match="added_cond_kwargs is SDXL's"):
+        jax.eval_shape(sd.apply, {"params": params}, *inputs, **added)
+
+
 def test_unet_refuses_wrong_inputs():
     _, ours, params = unet_pair({})
-    x, t, text = (to_jax(x) for x in unet_inputs(ours, 2, 8, 8))
+    x, t, text = (to_jax(x) for x in unet_inputs(ours, 2, 8, 8)[0])
     variables = {"params": params}
     with pytest.raises(ValueError, match=r"shape \(2, 8, 8, 4\), this UNet takes \(batch, 4,"):
         ours.apply(variables, jnp.transpose(x, (0, 2, 3, 1)), t, text)
@@ -361,6 +414,21 @@ def test_clip_refuses_what_it_cannot_do():
     ("name", "module"),
     [
         ("sd15_unet", FlaxUNet2DConditionModel(cross_attention_dim=768)),
+        (
+            "sdxl_unet",
+            FlaxUNet2DConditionModel(
+                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                block_out_channels=(320, 640, 1280),
+                attention_head_dim=(5, 10, 20),
+                transformer_layers_per_block=(1, 2, 10),
+                cross_attention_dim=2048,
+                use_linear_projection=True,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=256,
+                projection_class_embeddings_input_dim=2816,
+            ),
+        ),
         (
             "vae",
             FlaxAutoencoderKL(

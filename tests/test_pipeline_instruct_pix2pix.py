@@ -18,8 +18,8 @@ from tiny_models import END, START, make_tiny_pipeline
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     guidance_branches,
-    to_rgb,
 )
+from pipeline_flax_utils import to_rgb
 from scheduling_flax import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
@@ -237,13 +237,13 @@ class CountingPipeline(FlaxStableDiffusionInstructPix2PixPipeline):
 
     traces = ()
 
-    def _generate(self, *args):
-        type(self).traces += (args[-1],)
+    def _generate(self, *, image, branches, guidance_scale, image_guidance_scale, **others):
+        type(self).traces += (branches,)
         # Tracing is what is counted; the program itself need not be a model's.
-        return args[1] * args[7] + args[8]
+        return image * guidance_scale + image_guidance_scale
 
 
-def test_other_scale_values_do_not_recompile(loaded):
+def test_other_scale_values_do_not_recompile(loaded, caplog):
     pipeline, params = loaded
     parts = (pipeline.vae, pipeline.text_encoder, pipeline.tokenizer, pipeline.unet)
     counting = CountingPipeline(*parts, pipeline.scheduler)
@@ -256,8 +256,12 @@ def test_other_scale_values_do_not_recompile(loaded):
     counting(*inputs, guidance_scale=1, image_guidance_scale=1)
     counting(*inputs, guidance_scale=1.0, image_guidance_scale=np.float32(1))
     assert counting.traces[1:] == (("text",),)
+    assert [r.getMessage() for r in caplog.records] == [
+        "compiling again, for branches=('text',) (was ('text', 'image', 'null'))"
+    ]
     counting(*inputs, num_inference_steps=3)
     assert len(counting.traces) == 3
+    assert caplog.records[1].getMessage() == ("compiling again, for num_inference_steps=3 (was 50)")
 
 
 def test_bfloat16_keeps_the_scheduler_in_float32(folder):

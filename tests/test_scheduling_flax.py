@@ -54,30 +54,34 @@ def model(x, t, xp=np):
     return xp.tanh(0.7 * x + 0.3 * phase) + 0.2 * xp.cos(2 * x)
 
 
-def torch_trajectory(name, config, num_steps, monkeypatch, eta=0.0):
+def torch_trajectory(name, config, num_steps, monkeypatch, eta=0.0, first_step=0):
     """(timesteps, samples after each step) of PyTorch's scheduler, its noise taken from NOISE."""
     scheduler = torch_class(name)(**config)
     noise = iter(torch.from_numpy(NOISE))
     module = sys.modules[type(scheduler).__module__]
     monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: next(noise), raising=False)
     scheduler.set_timesteps(num_steps)
-    x = torch.from_numpy(START) * scheduler.init_noise_sigma
+    x = torch.from_numpy(START) * (1 if first_step else scheduler.init_noise_sigma)
+    timesteps = scheduler.timesteps[first_step:]
+    if first_step and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(first_step)
     samples = []
-    for t in scheduler.timesteps:
+    for t in timesteps:
         out = torch.from_numpy(
             np.float32(model(scheduler.scale_model_input(x, t).numpy(), float(t)))
         )
         x = scheduler.step(out, t, x, **({"eta": eta} if eta else {})).prev_sample
         samples.append(x.numpy())
-    return scheduler.timesteps.numpy(), np.array(samples)
+    return timesteps.numpy(), np.array(samples)
 
 
-def flax_trajectory(name, config, num_steps, eta=0.0):
+def flax_trajectory(name, config, num_steps, eta=0.0, first_step=0):
     """The same of ours."""
     scheduler, state = make_scheduler(name, config)
-    state = scheduler.set_timesteps(state, num_steps, SHAPE)
-    timesteps, x = np.asarray(state.timesteps), START * np.asarray(state.init_noise_sigma)
-    x, samples = jnp.asarray(x), []
+    state = scheduler.set_timesteps(state, num_steps, SHAPE, first_step)
+    timesteps = np.asarray(state.timesteps)
+    x = jnp.asarray(START * (1 if first_step else np.asarray(state.init_noise_sigma)))
+    samples = []
     for t, noise in zip(timesteps, NOISE):
         model_input = np.asarray(scheduler.scale_model_input(state, x, t))
         out = np.float32(model(model_input, float(t)))
@@ -111,6 +115,37 @@ def test_whole_trajectories_match_pytorch(name, monkeypatch):
                     torch_trajectory(name, config, num_steps, monkeypatch),
                     f"{prediction_type} {spacing} {num_steps}",
                 )
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "pndm"])
+def test_beginning_in_the_middle_matches_pytorch(name, monkeypatch):
+    """As image-to-image does; multistep methods have nothing to look back on."""
+    for num_steps, first_step in ((5, 4), (12, 5), (30, 7)):
+        config = STABLE_DIFFUSION | BASE[name] | {"steps_offset": 1}
+        assert_same_trajectory(
+            flax_trajectory(name, config, num_steps, first_step=first_step),
+            torch_trajectory(name, config, num_steps, monkeypatch, first_step=first_step),
+            f"{num_steps} from {first_step}",
+        )
+
+
+def test_pndm_begins_anew_in_the_middle(monkeypatch):
+    """PyTorch's loses step there; with noise that never changes it has to be DDIM's path."""
+    config = STABLE_DIFFUSION | {"steps_offset": 1, "skip_prk_steps": True}
+    monkeypatch.setitem(globals(), "model", lambda x, t: np.full_like(x, 0.3))
+    ddim, path = flax_trajectory(
+        "ddim", config | {"clip_sample": False, "set_alpha_to_one": False}, 12, first_step=5
+    )
+    timesteps, samples = flax_trajectory("pndm", config, 12, first_step=5)
+    np.testing.assert_array_equal(timesteps, [ddim[0], ddim[1], *ddim[1:]])
+    np.testing.assert_allclose(samples[[0, *range(2, len(samples))]], path, rtol=1e-4, atol=1e-5)
+
+
+def test_first_step_has_to_be_one_of_them():
+    scheduler, state = make_scheduler("ddim", STABLE_DIFFUSION)
+    for first_step in (-1, 5, 2.0):
+        with pytest.raises(ValueError, match="is no Python int from 0 to 4, the last step"):
+            scheduler.set_timesteps(state, 5, SHAPE, first_step)
 
 
 OPTIONS = [

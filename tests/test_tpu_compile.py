@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from tiny_models import make_tiny_pipeline
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
 import tpu_compile
@@ -188,6 +188,7 @@ def test_report_by_hand(model):
         step=None,
         args=(x, x),
         held={"parameters": x, "ema": [x]},
+        batch_per_chip=4,
         num_loops=2,
         update_args=(x, x),
         updates_per_step=0.5,
@@ -215,6 +216,35 @@ def test_report_by_hand(model):
         "resolution",
         "gradient_accumulation_steps",
     }
+
+
+def test_sdxl_counts_every_step(tmp_path):
+    """The loop's body is in the whole program once, so the other steps' are added."""
+    model = make_tiny_xl(tmp_path / "xl")
+    few, more = (
+        Config(
+            tpu="v5e-4",
+            program="sdxl",
+            pretrained_model_name_or_path=str(model),
+            image_size=64,
+            num_images=2,
+            num_inference_steps=steps,
+        )
+        for steps in (1, 4)
+    )
+    reports = [
+        tpu_compile.compile_for(config, find_slice("v5e-4"), jax.devices())
+        for config in (few, more)
+    ]
+    assert [report["batch_per_chip"] for report in reports] == [2, 2]
+    unet = reports[1]["unet"]
+    extra = reports[1]["flops"] - reports[0]["flops"]
+    assert extra == pytest.approx(3 * unet["flops"], rel=0.05)
+    memory = reports[1]["memory"]
+    files = ("unet", "vae", "text_encoder", "text_encoder_2")
+    size = 2 * sum(elements(tensor_shapes(model / file)) for file in files)
+    assert memory["parameters"] == pytest.approx(size, rel=0.03)  # and the scheduler's state
+    assert reports[1]["images_per_second_per_chip"] == pytest.approx(2 / reports[1]["step_seconds"])
 
 
 def test_measure_counts_what_a_program_does():
@@ -245,11 +275,10 @@ def test_too_large_for_the_chip(libtpu_environment):
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
     result = measure(jax.pmap(lambda x: x + 1, devices=devices), (square,))
     assert 18.6 < result["needs"] / 2**30 < 19
-    report = tpu_compile.describe(
-        Config(tpu="v5e-4", train_batch_size=4), find_slice("v5e-4"), None, result, None
-    )
+    job = tpu_compile.Job(step=None, args=(), held={}, batch_per_chip=1)
+    report = tpu_compile.describe(Config(tpu="v5e-4"), find_slice("v5e-4"), job, result, None)
     assert tpu_compile.verdict(report) == (
-        f"does not fit: 1 pairs per chip need {result['needs'] / 2**30:.2f} of 15.75 GiB"
+        f"does not fit: 1 per chip need {result['needs'] / 2**30:.2f} of 15.75 GiB"
     )
 
 
@@ -285,7 +314,7 @@ def test_command_line(model, tmp_path):
     assert done.stderr == ""
     report = json.loads(output.read_text())
     assert (report["chips"], report["batch_per_chip"]) == (1, 2)
-    assert "\nfits: 2 pairs per chip need " in done.stdout
+    assert "\nfits: 2 per chip need " in done.stdout
     memory = report["memory"]
     assert report["memory_total"] == sum(memory.values()) < report["memory_usable"]
     assert memory["parameters"] == 4 * elements(tensor_shapes(model / "unet"))

@@ -31,7 +31,7 @@ from hub_upload_server import UploadHub
 from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image, ImageOps
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
-from tiny_models import make_tiny_pipeline
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
@@ -1143,6 +1143,11 @@ BAD_FOLDERS = [
     ({}, columns_named("a", "b", "c"), "a.parquet has no column original_image or input_image"),
     ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
     ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
+    (
+        {"unet_model_name_or_path": "xl/unet"},
+        lambda: make_tiny_xl("xl"),
+        "xl/unet is the UNet of an SDXL, which is not trained here",
+    ),
     ({"train_batch_size": 20}, None, "the batch of a process can be 16 at most"),
     ({"output_dir": "file/out"}, None, "file/out"),
 ]

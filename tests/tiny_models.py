@@ -13,7 +13,7 @@ from diffusers import (
     PNDMScheduler,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 MERGES = [("r", "e"), ("re", "d</w>"), ("m", "a"), ("ma", "k"), ("mak", "e</w>"), ("i", "t</w>")]
@@ -137,6 +137,90 @@ def make_tiny_pipeline(
         "scheduler": ["diffusers", scheduler_class.__name__],
         "text_encoder": ["transformers", "CLIPTextModel"],
         "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    return folder
+
+
+def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=True):
+    """Write a random SDXL pipeline, base or refiner, of about 0.5M parameters.
+
+    Args:
+        folder: where to; must not exist.
+        refiner: True leaves the first text encoder out and takes an aesthetic score.
+        scheduler: a key of SCHEDULERS.
+        seed: of the random weights.
+        force_zeros: of model_index.json, force_zeros_for_empty_prompt.
+
+    Returns:
+        folder, a Path.
+    """
+    folder = Path(folder)
+    torch.manual_seed(seed)
+    numbers = [2] if refiner else [1, 2]
+    for number in numbers:
+        suffix = "_2" if number == 2 else ""
+        vocab = write_tokenizer(folder / f"tokenizer{suffix}")
+        if number == 2:  # OpenCLIP pads with "!", which is its token 0
+            file = folder / "tokenizer_2" / "tokenizer_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "!"}))
+        config = CLIPTextConfig(
+            vocab_size=len(vocab),
+            hidden_size=16 * number,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            max_position_embeddings=77,
+            hidden_act="gelu" if number == 2 else "quick_gelu",
+            projection_dim=20,
+            bos_token_id=vocab[START],
+            eos_token_id=vocab[END],
+            pad_token_id=vocab["!"] if number == 2 else vocab[END],
+        )
+        encoder = CLIPTextModelWithProjection if number == 2 else CLIPTextModel
+        encoder(config).save_pretrained(folder / f"text_encoder{suffix}")
+    AutoencoderKL(
+        block_out_channels=[8, 8, 16, 16],
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=64,
+        scaling_factor=0.13025,
+        force_upcast=True,
+    ).save_pretrained(folder / "vae")
+    UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=[16, 32],
+        down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
+        up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
+        layers_per_block=1,
+        transformer_layers_per_block=[1, 2],
+        attention_head_dim=[2, 4],
+        cross_attention_dim=sum(16 * number for number in numbers),
+        use_linear_projection=True,
+        norm_num_groups=8,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=20 + (5 if refiner else 6) * 8,
+    ).save_pretrained(folder / "unet")
+    scheduler_class, options = SCHEDULERS[scheduler]
+    options = {"timestep_spacing": "leading", "steps_offset": 1} | options
+    scheduler_class(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", **options
+    ).save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": f"StableDiffusionXL{'Img2Img' if refiner else ''}Pipeline",
+        "_diffusers_version": "0.30.0",
+        "force_zeros_for_empty_prompt": force_zeros,
+        "requires_aesthetics_score": refiner,
+        "scheduler": ["diffusers", scheduler_class.__name__],
+        "text_encoder": [None, None] if refiner else ["transformers", "CLIPTextModel"],
+        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+        "tokenizer": [None, None] if refiner else ["transformers", "CLIPTokenizer"],
+        "tokenizer_2": ["transformers", "CLIPTokenizer"],
         "unet": ["diffusers", "UNet2DConditionModel"],
         "vae": ["diffusers", "AutoencoderKL"],
     }

@@ -1,0 +1,153 @@
+"""Compiled programs kept on disk, so that the next process neither traces nor compiles.
+
+    store = ExecutableStore("~/.cache/jax_executables")
+    what = {"program": "f of 8 pictures"} | surroundings(devices)
+    in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(result)
+    compiled, reason = store.load(name, what, devices, in_tree, out_tree)
+    if compiled is None:
+        compiled = jax.jit(f).lower(*args).compile()
+        store.save(name, what, compiled)
+
+An executable is code: who can write the file can run anything as its reader. So the folder is made
+for its owner alone, and one that others may write to is refused.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import stat
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+SUFFIX = ".executable"
+# Settings of jax that change no program.
+NO_EFFECT = re.compile("cache|_dir|dump|log|traceback|profil|timeout|transfer|debug_leaked|explain")
+CODE = ("modeling_flax_*.py", "scheduling_flax*.py", "pipeline_flax_*.py")
+
+
+class ExecutableStore:
+    """A folder of executables.
+
+    Args:
+        folder: made if absent, mode 0700.
+
+    Raises:
+        ValueError: it cannot be used: no folder, not readable, another user's, or writable by
+            others.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder).expanduser()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.stat()
+        except OSError as error:
+            raise ValueError(f"{self.folder} cannot be used for executables: {error}") from error
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError(
+                f"{self.folder} is another user's or may be written to by others, and who writes "
+                f"there can run code as you; chmod 700 {self.folder}, or name another folder"
+            )
+        if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
+            raise ValueError(
+                f"{self.folder} cannot be read and written; chmod 700 {self.folder}, or name "
+                "another folder"
+            )
+
+    def load(self, name, what, devices, in_tree, out_tree):
+        """Load an executable.
+
+        Args:
+            name: of the program, a file name without its ending.
+            what: everything it depends on, a flat dict for JSON; see surroundings.
+            devices: that it runs on.
+            in_tree, out_tree: structures of (args, kwargs) and of the result.
+
+        Returns:
+            (jax.stages.Compiled, None), or (None, in a few words why it has to be compiled).
+        """
+        file = self.folder / f"{name}{SUFFIX}"
+        try:
+            with file.open("rb") as f:
+                if os.fstat(f.fileno()).st_uid != os.geteuid():
+                    return None, f"{file} is another user's"
+                header, content = f.readline(), f.read()
+        except FileNotFoundError:
+            return None, "none was kept"
+        except OSError as error:
+            return None, f"{file} cannot be read ({error})"
+        try:
+            header = json.loads(header)
+            before, checksum = header["what"], header["sha256"]
+        except (ValueError, KeyError, TypeError):
+            return None, f"{file} is damaged"
+        now = json.loads(json.dumps(what))
+        if changes := [
+            f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        ]:
+            return None, "; ".join(changes)
+        if hashlib.sha256(content).hexdigest() != checksum:
+            return None, f"{file} is damaged"
+        try:
+            compiled = deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
+            return compiled, None
+        except Exception as error:  # whatever the runtime says: it can be compiled again
+            return None, f"{file} cannot be loaded ({' '.join(str(error).split())[:200]})"
+
+    def save(self, name, what, compiled):
+        """Keep an executable; it appears under its name when it is complete."""
+        content, _, _ = serialize(compiled)
+        header = {"what": what, "sha256": hashlib.sha256(content).hexdigest()}
+        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as f:  # mode 0600
+            try:
+                f.write(json.dumps(header).encode() + b"\n" + content)
+                f.close()
+                os.replace(f.name, self.folder / f"{name}{SUFFIX}")
+            except BaseException:
+                os.unlink(f.name)
+                raise
+
+
+def _short(value):
+    text = str(value)
+    return text if len(text) < 80 else f"{text[:76]}..."
+
+
+def surroundings(devices):
+    """What a compiled program depends on besides what was compiled, a flat dict.
+
+    Versions, devices, settings of XLA and jax, and a checksum of the models' code.
+    """
+    code = hashlib.sha256()
+    for file in sorted(f for pattern in CODE for f in Path(__file__).parent.glob(pattern)):
+        code.update(file.name.encode() + file.read_bytes())
+    client = devices[0].client
+    settings = {k: str(v) for k, v in jax.config.values.items() if not NO_EFFECT.search(k)}
+    return {
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "runtime": f"{client.platform} {client.platform_version}",
+        "device": f"{devices[0].device_kind}{_cpu_features() if client.platform == 'cpu' else ''}",
+        "device numbers": [device.id for device in devices],
+        "code of the models": code.hexdigest()[:16],
+        **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        **settings,
+    }
+
+
+def _cpu_features():
+    """A checksum of what this machine's CPU can do, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f" {platform.machine()}"
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f" {platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"

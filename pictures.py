@@ -1,0 +1,133 @@
+"""What the scripts that write pictures share: prompts, names of files, batches, saving, grids."""
+
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from diffusers.utils import make_image_grid
+from PIL import Image
+
+PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+JPEG_QUALITY = 95
+
+
+def check_picture_file(path):
+    """Refuse a picture file that cannot be written, touching nothing."""
+    if path.suffix.lower() not in PICTURE_FORMATS:
+        raise ValueError(
+            f"{path} ends in {path.suffix or 'no extension'}; name it "
+            f"{' or '.join(PICTURE_FORMATS)}"
+        )
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"{path} cannot be written: no folder can be made or filled in {folder}")
+
+
+def save_picture(picture, path):
+    """Write a picture by its extension; it appears under its name when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as tmp:
+        file = Path(tmp, path.name)
+        picture.save(file, PICTURE_FORMATS[path.suffix.lower()], quality=JPEG_QUALITY)
+        os.replace(file, path)
+
+
+def picture_files(output, num_pictures):
+    """Name a file for each picture.
+
+    Args:
+        output: folder; for one picture also a file, which its extension tells.
+        num_pictures: how many.
+
+    Returns:
+        Paths; in a folder 000.png, 001.png, ...
+
+    Raises:
+        ValueError: output is one file for several pictures, or cannot be written.
+    """
+    is_folder = output.is_dir() or not output.suffix
+    if num_pictures == 1 and not is_folder:
+        files = [output]
+    elif output.suffix.lower() in PICTURE_FORMATS or output.is_file():
+        raise ValueError(
+            f"--output {output} is one file for {num_pictures} pictures; give a folder"
+        )
+    else:
+        files = [output / f"{i:03}.png" for i in range(num_pictures)]
+    for file in files:
+        check_picture_file(file)
+    return files
+
+
+def picture_grid(pictures):
+    """One picture of several of one size, in rows, as square as it gets."""
+    columns = math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    blank = Image.new("RGB", pictures[0].size, "white")
+    return make_image_grid([*pictures, *[blank] * (rows * columns - len(pictures))], rows, columns)
+
+
+def read_prompts(file):
+    """The lines of a text file that are not empty; a ValueError if there are none."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts_file {file} cannot be read: {error}") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts_file {file} holds no prompt; write one a line")
+    return prompts
+
+
+def read_latents(file, shape):
+    """Noise to start from out of a .npy file.
+
+    Args:
+        file: path.
+        shape: that is needed, (pictures, C, h, w); the file may hold more pictures.
+
+    Returns:
+        float32 of that shape.
+
+    Raises:
+        ValueError: it is no such array, or holds fewer.
+    """
+    try:
+        latents = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"--latents {file} cannot be read as a .npy file: {error}") from error
+    if latents.shape[1:] != shape[1:]:
+        raise ValueError(f"--latents {file} has shape {latents.shape}, these pictures need {shape}")
+    if len(latents) < shape[0]:
+        raise ValueError(
+            f"{shape[0]} pictures are more than the {len(latents)} latents of {file}; give fewer "
+            "prompts or more latents"
+        )
+    return latents[: shape[0]].astype(np.float32)
+
+
+def to_batches(arrays, num_devices, batch_size):
+    """Cut arrays of one row per picture into batches for all devices, the last one filled up.
+
+    Args:
+        arrays: {name: (pictures, ...) or None}.
+        num_devices, batch_size: a batch has their product of rows.
+
+    Yields:
+        (range of the batch's pictures, {name: (devices, batch_size, ...) or None}).
+    """
+    num_pictures = next(len(x) for x in arrays.values() if x is not None)
+    per_batch = num_devices * batch_size
+    for start in range(0, num_pictures, per_batch):
+        rows = np.minimum(np.arange(start, start + per_batch), num_pictures - 1)
+        yield (
+            range(start, min(start + per_batch, num_pictures)),
+            {
+                name: None if x is None else x[rows].reshape(num_devices, batch_size, *x.shape[1:])
+                for name, x in arrays.items()
+            },
+        )

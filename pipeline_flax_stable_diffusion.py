@@ -1,0 +1,398 @@
+"""FlaxStableDiffusionPipeline and FlaxStableDiffusionImg2ImgPipeline: pictures from text.
+
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained("MODEL")
+    prompt_ids = pipeline.prepare_inputs("a red panda reading")
+    images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
+
+On several devices, each with its share of the prompts:
+
+    p_params = flax.jax_utils.replicate(params)
+    prompt_ids = flax.training.common_utils.shard(prompt_ids)
+    images = pipeline(prompt_ids, p_params, key, jit=True).images  # (devices, B, H, W, 3)
+
+Any Stable Diffusion 1.x or 2.x folder. Text encoding, denoising and decoding are one compiled
+program; `jax.pmap(pipeline._generate)` makes the same.
+
+Source: Latent Diffusion Models (arXiv 2112.10752); from a picture, SDEdit (arXiv 2108.01073).
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from transformers import CLIPTokenizer
+
+from modeling_flax_clip import FlaxCLIPTextModel
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_vae import FlaxAutoencoderKL
+from pipeline_flax_utils import (
+    FlaxPipeline,
+    FlaxStableDiffusionPipelineOutput,
+    decode,
+    denoise,
+    encode,
+    guidance_branches,
+    guide,
+    keys_per_picture,
+    normal,
+    pair_up,
+    prepare_images,
+    read_parts,
+    resized,
+    run,
+)
+from scheduling_flax import Scheduler
+
+__all__ = [
+    "FlaxStableDiffusionImg2ImgPipeline",
+    "FlaxStableDiffusionPipeline",
+    "FlaxStableDiffusionPipelineOutput",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionPipeline(FlaxPipeline):
+    """Text in, picture out.
+
+    Fields: the modules, and dtype, which from_pretrained gave them (they compute in their own).
+    Scheduler, steps and picture size are compiled in: asking for others compiles again, and logs
+    that; the guidance scale is not, unless it is 1 or 0, where a branch of guidance falls away.
+    """
+
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel
+    tokenizer: CLIPTokenizer
+    unet: FlaxUNet2DConditionModel
+    scheduler: Scheduler
+
+    torch_class_name = "StableDiffusionPipeline"
+    text_axes = 1  # of one picture's prompt_ids
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None):
+        """See FlaxPipeline.check; takes a Stable Diffusion 1.x or 2.x that sees no picture."""
+        path = pretrained_model_name_or_path
+        parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+        index, configs = read_parts(path, parts, revision)
+        class_name = str(index.get("_class_name"))
+        if "XL" in class_name:
+            raise ValueError(
+                f"{path} is a {class_name}; this pipeline runs Stable Diffusion 1.x and 2.x, for "
+                "XL take FlaxStableDiffusionXLPipeline (sdxl_single.py)"
+            )
+        in_channels = configs["unet"].get("in_channels", 4)
+        latent_channels = configs["vae"].get("latent_channels", 4)
+        if in_channels != latent_channels:
+            raise ValueError(
+                f"the UNet of {path} has in_channels={in_channels}, its VAE latent_channels="
+                f"{latent_channels}: it wants a picture as well; edit with an InstructPix2Pix by "
+                "edit_cli.py"
+            )
+        return index, configs
+
+    def prepare_inputs(self, prompt):
+        """Tokenize prompts; see prepare_text_inputs.
+
+        Args:
+            prompt: str or list of str.
+
+        Returns:
+            prompt_ids, int32 (B, 77).
+        """
+        return self.prepare_text_inputs(prompt)
+
+    def __call__(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+    ):
+        """Make a batch of pictures; compiles at the first call of each size, see the class.
+
+        Args:
+            prompt_ids: int32 (B, 77), as from prepare_inputs; with jit all arrays are
+                (devices, B, ...).
+            params: as from from_pretrained, best put on the device once; with jit replicated.
+            prng_seed: one PRNG key, typed or uint32, or one per picture (B,); with jit also one
+                per device. With one key, picture i gets the noise of fold_in(key, i), so it does
+                not depend on how many pictures or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            height, width: of the pictures, multiples of 8; None takes the size that the model was
+                trained at.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per picture;
+                1: no guidance, half of the work.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids; None is the empty text.
+            return_dict: False returns a plain tuple (images, None).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: in [0, 1], how far the contrast that guidance adds is taken back.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
+            (devices, B, H, W, 3), float32 in [0, 1].
+
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        return self._run(
+            jit,
+            output_type,
+            return_dict,
+            guidance_scale,
+            guidance_rescale,
+            arrays=dict(
+                prompt_ids=prompt_ids,
+                params=params,
+                prng_seed=prng_seed,
+                latents=latents,
+                neg_prompt_ids=neg_prompt_ids,
+            ),
+            options=dict(num_inference_steps=num_inference_steps, height=height, width=width),
+        )
+
+    def _run(
+        self, jit, output_type, return_dict, guidance_scale, guidance_rescale, arrays, options
+    ):
+        """What all calls do: choose the branches, run, hand back."""
+        if output_type not in (None, "np", "pil", "latent"):
+            raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
+        options = options | {
+            "branches": guidance_branches(guidance_scale),
+            "return_latents": output_type == "latent",
+        }
+        shared = {"guidance_rescale": guidance_rescale}
+        if np.ndim(guidance_scale):
+            arrays = arrays | {"guidance_scale": guidance_scale}
+        else:
+            shared["guidance_scale"] = guidance_scale
+        return self._output(run(self, jit, arrays, shared, options), output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+    ):
+        """Text to picture as one pure function of arrays, for one device; jit or pmap it.
+
+        Args as in __call__. guidance_scale may be traced, then both branches run, unless
+        `branches` (static) says which; None works it out.
+
+        Returns:
+            images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
+            float32 (B, 4, H / 8, W / 8).
+        """
+        branches = guidance_branches(guidance_scale) if branches is None else branches
+        shape = self.latent_shape(len(prompt_ids), height, width)
+        keys = keys_per_picture(prng_seed, len(prompt_ids))
+        state = self.scheduler.set_timesteps(params["scheduler"], num_inference_steps, shape)
+        if latents is None:
+            latents = normal(keys, 0, shape[1:])
+        elif latents.shape != shape:
+            raise ValueError(f"latents have shape {latents.shape}, need {shape}")
+        # The cast undoes one of all params to bfloat16; the rest of the state is made just above.
+        x_t = latents.astype(jnp.float32) * state.init_noise_sigma.astype(jnp.float32)
+        conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
+        x_0 = self._denoise(
+            params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
+        )
+        return x_0 if return_latents else self._decode(params, x_0)
+
+    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+        """What the UNet is told of each branch, its arguments after the timestep: a list."""
+        if neg_prompt_ids is None:
+            neg_prompt_ids = self.prepare_text_inputs([""] * len(prompt_ids))
+        texts = {"text": prompt_ids, "null": neg_prompt_ids.astype(prompt_ids.dtype)}
+        ids = jnp.concatenate([texts[branch] for branch in branches])
+        states = self.text_encoder.apply({"params": params["text_encoder"]}, ids)
+        return [states.last_hidden_state]  # (branches * B, 77, D)
+
+    def _denoise(
+        self, params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
+    ):
+        """x_0 of x_t, guided."""
+
+        def predict(model_input, t):
+            model_input = jnp.concatenate([model_input] * len(branches))
+            eps_pred = self.unet.apply({"params": params["unet"]}, model_input, t, *conditions)
+            eps_pred = eps_pred.sample.astype(jnp.float32)
+            return guide(eps_pred, branches, guidance_scale, guidance_rescale)
+
+        return denoise(self.scheduler, state, x_t, keys, predict)
+
+    def _decode(self, params, latents):
+        return decode(self._vae, params["vae"], latents)
+
+    @property
+    def _vae(self):
+        """The VAE as it computes."""
+        return self.vae
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
+    """Text and a picture to begin with in, picture out; the parts of FlaxStableDiffusionPipeline.
+
+    Source: SDEdit (arXiv 2108.01073), algorithm 1.
+    """
+
+    torch_class_name = "StableDiffusionImg2ImgPipeline"
+
+    def prepare_inputs(self, prompt, image):
+        """Turn prompts and pictures into arrays; one of either goes with many of the other.
+
+        Args:
+            prompt: str or list of str.
+            image: picture or list of pictures of one size: PIL of any mode, or array (H, W, 3),
+                or arrays (B, H, W, 3); uint8, or float in [0, 1].
+
+        Returns:
+            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1].
+
+        Raises:
+            ValueError: numbers or sizes of the pictures do not fit, or it is no picture.
+        """
+        return pair_up(super().prepare_inputs(prompt), prepare_images(image))
+
+    def get_timestep_start(self, num_inference_steps, strength):
+        """How many of the steps are left out: the picture takes the place of what they would make.
+
+        Args:
+            num_inference_steps: of the whole schedule.
+            strength: share of the steps that are done, in [0, 1].
+
+        Raises:
+            ValueError: strength is out of range, or leaves no step.
+        """
+        if not 0 <= strength <= 1:
+            raise ValueError(f"strength={strength} must be from 0 to 1, the share of the steps")
+        num_done = min(int(num_inference_steps * strength), num_inference_steps)
+        if num_done < 1:
+            raise ValueError(
+                f"strength={strength} of num_inference_steps={num_inference_steps} leaves no step "
+                f"to do; take strength {1 / num_inference_steps:.2g} or more"
+            )
+        return num_inference_steps - num_done
+
+    def _encode(self, params, image, keys, height, width):
+        """Scaled latents of pictures, or those given, float32 (B, 4, h, w)."""
+        if image.ndim == 4 and image.shape[1] == self.vae.config.latent_channels:
+            return image.astype(jnp.float32)
+        return encode(self._vae, params["vae"], resized(image, height, width), keys)
+
+    def __call__(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        strength=0.8,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        noise=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+    ):
+        """Make a batch of pictures from others; arguments as in FlaxStableDiffusionPipeline, and:
+
+        Args:
+            image: pictures, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
+                latents (B, 4, h, w), as from output_type="latent".
+            strength: share of the steps that are done, in (0, 1]; 1 keeps almost nothing of image.
+            height, width: of the result; the pictures are resized to it. None takes their own.
+            noise: standard normal noise that is added at first, like latents.
+        """
+        start = self.get_timestep_start(num_inference_steps, strength)
+        return self._run(
+            jit,
+            output_type,
+            return_dict,
+            guidance_scale,
+            guidance_rescale,
+            arrays=dict(
+                prompt_ids=prompt_ids,
+                image=image,
+                params=params,
+                prng_seed=prng_seed,
+                noise=noise,
+                neg_prompt_ids=neg_prompt_ids,
+            ),
+            options=dict(
+                start_timestep=start,
+                num_inference_steps=num_inference_steps,
+                height=height,
+                width=width,
+            ),
+        )
+
+    def _generate(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        start_timestep=10,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        noise=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+    ):
+        """Picture to picture as one pure function of arrays, for one device; jit or pmap it.
+
+        Args as in __call__; start_timestep, a Python int, is get_timestep_start's.
+
+        Returns:
+            As FlaxStableDiffusionPipeline._generate.
+        """
+        branches = guidance_branches(guidance_scale) if branches is None else branches
+        keys = keys_per_picture(prng_seed, len(prompt_ids))
+        latents = self._encode(params, image, keys, height, width)
+        if len(latents) != len(prompt_ids):
+            raise ValueError(
+                f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
+                "batch; prepare_inputs makes both"
+            )
+        state = self.scheduler.set_timesteps(
+            params["scheduler"], num_inference_steps, latents.shape, start_timestep
+        )
+        if noise is None:
+            noise = normal(keys, 0, latents.shape[1:])
+        elif noise.shape != latents.shape:
+            raise ValueError(f"noise has shape {noise.shape}, need {latents.shape}")
+        x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
+        conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, latents.shape)
+        x_0 = self._denoise(
+            params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
+        )
+        return x_0 if return_latents else self._decode(params, x_0)

@@ -1,0 +1,250 @@
+"""FlaxStableDiffusionXLPipeline and FlaxStableDiffusionXLImg2ImgPipeline: SDXL, base and refiner.
+
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", dtype=jnp.bfloat16)
+    prompt_ids = pipeline.prepare_inputs("a red panda reading")  # (1, 2, 77)
+    images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
+
+Base, then refiner, which goes on from the base's latents:
+
+    latents = pipeline(prompt_ids, params, key, output_type="latent").images
+    refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained("REFINER")
+    images = refiner(refiner.prepare_text_inputs(prompt), latents, params, key, 0.3).images
+
+On several devices as with FlaxStableDiffusionPipeline. Source: SDXL (arXiv 2307.01952).
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from transformers import CLIPTokenizer
+
+from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_vae import FlaxAutoencoderKL
+from pipeline_flax_stable_diffusion import (
+    FlaxStableDiffusionImg2ImgPipeline,
+    FlaxStableDiffusionPipeline,
+)
+from pipeline_flax_utils import TEXT_ENCODERS, read_parts, tokenize
+from scheduling_flax import Scheduler
+
+AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # what the refiner is told of each branch's picture
+
+
+class _XL:
+    """What SDXL's pipelines add to those of Stable Diffusion: two text encoders, sizes, VAE."""
+
+    text_axes = 2  # of one picture's prompt_ids
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None):
+        """See FlaxPipeline.check; takes SDXL, and its refiner to go on from pictures."""
+        path = pretrained_model_name_or_path
+
+        def parts(index):
+            class_name = str(index.get("_class_name"))
+            if "XL" not in class_name:
+                raise ValueError(
+                    f"{path} is a {class_name}, no Stable Diffusion XL; for 1.x and 2.x take "
+                    "FlaxStableDiffusionPipeline (pipeline_flax_stable_diffusion.py)"
+                )
+            absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
+            if absent and not issubclass(cls, FlaxStableDiffusionImg2ImgPipeline):
+                raise ValueError(
+                    f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs a "
+                    "picture; make that with the base model, and refine it with "
+                    "FlaxStableDiffusionXLImg2ImgPipeline"
+                )
+            names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
+            return [name for name in names if name not in absent]
+
+        index, configs = read_parts(path, parts, revision)
+        if configs["unet"].get("addition_embed_type") != "text_time":
+            raise ValueError(
+                f"{path}/unet/config.json has no addition_embed_type='text_time': it is no SDXL"
+            )
+        return index, configs
+
+    @classmethod
+    def _settings(cls, index):
+        return {
+            "force_zeros_for_empty_prompt": bool(index.get("force_zeros_for_empty_prompt", True)),
+            "requires_aesthetics_score": bool(index.get("requires_aesthetics_score", False)),
+        }
+
+    def _index(self):
+        return {
+            "force_zeros_for_empty_prompt": self.force_zeros_for_empty_prompt,
+            "requires_aesthetics_score": self.requires_aesthetics_score,
+        }
+
+    @property
+    def _text_parts(self):
+        """[(name of a text encoder, it, its tokenizer)] of those that are there."""
+        pairs = [(encoder, getattr(self, name)) for name, encoder in TEXT_ENCODERS.items()]
+        return [(name, getattr(self, name), tokenizer) for name, tokenizer in pairs if tokenizer]
+
+    def prepare_text_inputs(self, prompt):
+        """Tokenize prompts for every text encoder, each with its own tokenizer.
+
+        Args:
+            prompt: str or list of str; tokens past the 77th are cut, with a warning.
+
+        Returns:
+            prompt_ids, int32 (B, 2, 77); (B, 1, 77) for a refiner, which has one text encoder.
+        """
+        return np.stack(
+            [
+                tokenize(tokenizer, prompt, encoder.config.max_position_embeddings)
+                for _, encoder, tokenizer in self._text_parts
+            ],
+            axis=1,
+        )
+
+    def get_embeddings(self, prompt_ids, params):
+        """Text states for the UNet.
+
+        Args:
+            prompt_ids: (B, 2, 77), as from prepare_text_inputs.
+            params: the pipeline's.
+
+        Returns:
+            (states of the last layer but one, side by side, (B, 77, D + D_2); the second text
+            encoder's projected end of text, (B, projection_dim)).
+
+        Source: SDXL (arXiv 2307.01952), section 2.1.
+        """
+        if prompt_ids.shape[1] != len(self._text_parts):
+            raise ValueError(
+                f"prompt_ids has shape {prompt_ids.shape}, this pipeline has "
+                f"{len(self._text_parts)} text encoders; make it with this pipeline's "
+                "prepare_text_inputs"
+            )
+        outputs = [
+            encoder.apply({"params": params[name]}, prompt_ids[:, i], output_hidden_states=True)
+            for i, (name, encoder, _) in enumerate(self._text_parts)
+        ]
+        states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
+        return states, outputs[-1].text_embeds
+
+    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+        texts = {"text": prompt_ids}
+        if neg_prompt_ids is not None:
+            texts["null"] = neg_prompt_ids.astype(prompt_ids.dtype)
+        elif not self.force_zeros_for_empty_prompt:
+            texts["null"] = jnp.asarray(self.prepare_text_inputs([""] * len(prompt_ids)))
+        encoded = [branch for branch in branches if branch in texts] or ["text"]
+        states, pooled = self.get_embeddings(
+            jnp.concatenate([texts[branch] for branch in encoded]), params
+        )
+        states, pooled = (
+            dict(zip(encoded, jnp.split(x, len(encoded)))) for x in (states, pooled)
+        )  # per branch (B, 77, D), (B, D)
+        if "null" not in encoded:  # no negative prompt: SDXL was trained with zeros
+            states["null"] = jnp.zeros_like(states["text"])
+            pooled["null"] = jnp.zeros_like(pooled["text"])
+        time_ids = [
+            jnp.tile(self._time_ids(branch, latent_shape), (len(prompt_ids), 1))
+            for branch in branches
+        ]
+        added = {
+            "text_embeds": jnp.concatenate([pooled[branch] for branch in branches]),
+            "time_ids": jnp.concatenate(time_ids),
+        }
+        return [jnp.concatenate([states[branch] for branch in branches]), added]
+
+    def _time_ids(self, branch, latent_shape):
+        """Heights and widths of the original and the result, the crop's corner: (6,), or (5,).
+
+        Source: SDXL (arXiv 2307.01952), section 2.2.
+        """
+        size = [side * self.vae_scale_factor for side in latent_shape[2:]]
+        if self.requires_aesthetics_score:
+            return jnp.array([*size, 0, 0, AESTHETIC_SCORES[branch]], jnp.float32)
+        return jnp.array([*size, 0, 0, *size], jnp.float32)
+
+    @property
+    def _vae(self):
+        """The VAE as it computes: in float32 where its config says so, whatever the rest does."""
+        return self.vae.clone(dtype=jnp.float32) if self.vae.config.force_upcast else self.vae
+
+
+def has(index, part):
+    """Does a model_index.json list this part?"""
+    return index.get(part, [None, None])[0] is not None
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionXLPipeline(_XL, FlaxStableDiffusionPipeline):
+    """Text in, picture out; see FlaxStableDiffusionPipeline for what is compiled in.
+
+    force_zeros_for_empty_prompt: without a negative prompt the text states are zeros, not those of
+    the empty text. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
+    """
+
+    text_encoder: FlaxCLIPTextModel | None
+    text_encoder_2: FlaxCLIPTextModelWithProjection
+    vae: FlaxAutoencoderKL
+    tokenizer: CLIPTokenizer | None
+    tokenizer_2: CLIPTokenizer
+    unet: FlaxUNet2DConditionModel
+    scheduler: Scheduler
+    force_zeros_for_empty_prompt: bool = True
+    requires_aesthetics_score: bool = False
+
+    torch_class_name = "StableDiffusionXLPipeline"
+
+    def __call__(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        guidance_scale=7.5,
+        height=None,
+        width=None,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        output_type="np",
+        jit=False,
+        guidance_rescale=0.0,
+    ):
+        """Make a batch of pictures; arguments as in FlaxStableDiffusionPipeline, but:
+
+        Args:
+            prompt_ids, neg_prompt_ids: int32 (B, 2, 77); neg_prompt_ids=None: no text at all.
+        """
+        return super().__call__(
+            prompt_ids,
+            params,
+            prng_seed,
+            num_inference_steps,
+            height,
+            width,
+            guidance_scale,
+            latents,
+            neg_prompt_ids,
+            return_dict,
+            jit,
+            output_type,
+            guidance_rescale,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionXLImg2ImgPipeline(_XL, FlaxStableDiffusionImg2ImgPipeline):
+    """Text and a picture or latents in, picture out: SDXL's base or its refiner."""
+
+    text_encoder: FlaxCLIPTextModel | None
+    text_encoder_2: FlaxCLIPTextModelWithProjection
+    vae: FlaxAutoencoderKL
+    tokenizer: CLIPTokenizer | None
+    tokenizer_2: CLIPTokenizer
+    unet: FlaxUNet2DConditionModel
+    scheduler: Scheduler
+    force_zeros_for_empty_prompt: bool = True
+    requires_aesthetics_score: bool = False
+
+    torch_class_name = "StableDiffusionXLImg2ImgPipeline"

@@ -1,0 +1,613 @@
+"""What the pipelines share: a folder of parts, tokens, keys, guidance, running on many devices.
+
+A pipeline here is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
+`_generate` of arrays; FlaxPipeline reads and writes its folder, `run` compiles and calls it.
+"""
+
+import importlib.metadata
+import logging
+import math
+import os
+import tempfile
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from PIL import Image
+from transformers import CLIPTokenizer
+
+from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_utils import fetch_file, read_json, warn_once, write_json
+from modeling_flax_vae import FlaxAutoencoderKL
+from scheduling_flax import CONFIG_NAME, scheduler_from_pretrained
+
+logger = logging.getLogger(__name__)
+
+MODULES = {
+    "unet": FlaxUNet2DConditionModel,
+    "vae": FlaxAutoencoderKL,
+    "text_encoder": FlaxCLIPTextModel,
+    "text_encoder_2": FlaxCLIPTextModelWithProjection,
+}
+TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
+
+# Which file shows that a part of a pipeline folder is there.
+PART_FILES = {
+    **dict.fromkeys(MODULES, "config.json"),
+    **dict.fromkeys(TEXT_ENCODERS, "tokenizer_config.json"),
+    "scheduler": CONFIG_NAME,
+}
+
+# Which of a picture's noises is its posterior's; 0, 1, ... are those of denoising.
+POSTERIOR_NOISE = 2**31 - 1
+
+# What the UNet is shown in each branch of guidance of a text-to-image model.
+BRANCHES = ("text", "null")
+
+
+class FlaxStableDiffusionPipelineOutput(NamedTuple):
+    """images, float32 in [0, 1]: (B, H, W, 3), with jit (devices, B, H, W, 3); no safety check.
+
+    With output_type="latent" the scaled latents instead, (B, 4, h, w); with "pil" a flat list.
+    """
+
+    images: jax.Array | list
+    nsfw_content_detected: None = None
+
+
+# --------------------------------------------------------------------- folders
+
+
+def read_parts(path, parts, revision=None):
+    """Read the settings of a pipeline folder, no weights.
+
+    Args:
+        path: folder or Hub id.
+        parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
+        revision: branch, tag or commit on the Hub.
+
+    Returns:
+        (model_index.json's content; {part: the content of its PART_FILES}).
+
+    Raises:
+        ValueError: nothing there, or parts are missing.
+    """
+    index = fetch_file(path, "model_index.json", None, revision)
+    if index is None:
+        found = (
+            ""
+            if os.path.isdir(path)
+            else " (no such folder here, nor on the Hub as far as it can be reached)"
+        )
+        raise ValueError(
+            f"{path} has no model_index.json{found}; give the folder or Hub id of a whole pipeline"
+        )
+    index = read_json(index)
+    parts = parts(index) if callable(parts) else parts
+    files = {part: fetch_file(path, PART_FILES[part], part, revision) for part in parts}
+    if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
+    configs = {part: read_json(file) for part, file in files.items()}
+    if not isinstance(configs["vae"].get("block_out_channels"), list):
+        raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
+    return index, configs
+
+
+def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer"):
+    """Open a CLIP tokenizer of a pipeline folder.
+
+    Args:
+        path: folder or Hub id.
+        text_encoder: module that will read its tokens.
+        revision: branch, tag or commit on the Hub.
+        subfolder: "tokenizer" or "tokenizer_2".
+
+    Raises:
+        ValueError: it is missing, damaged, or another text encoder's.
+    """
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(path, subfolder=subfolder, revision=revision)
+    except Exception as error:  # what the tokenizers library raises has no class of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the {subfolder} of {path} cannot be read: {reason}") from error
+    # Without its files transformers makes a tokenizer of two tokens and says nothing.
+    if not 2 < len(tokenizer) <= text_encoder.config.vocab_size:
+        raise ValueError(
+            f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
+            f"{text_encoder.config.vocab_size}; is {path}/{subfolder} complete and of this model?"
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True, eq=False)  # compiled programs are kept per object: nothing may change in it
+class FlaxPipeline:
+    """A pipeline's parts. A subclass names them as fields, those that are absent None.
+
+    It has `torch_class_name`, the PyTorch class that opens the same folder, and `check`.
+    """
+
+    dtype: DTypeLike = field(default=jnp.float32, kw_only=True)
+    # What `run` has compiled so far, to say when it compiles again.
+    compiled: set = field(default_factory=set, init=False, repr=False)
+
+    torch_class_name = None
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None):
+        """Read a folder's settings, no weights; refuse what is not of this class.
+
+        Returns:
+            (model_index.json's content; {part: the content of its JSON file}).
+
+        Raises:
+            ValueError: nothing there, parts missing, or another kind of pipeline.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        revision=None,
+        variant=None,
+        dtype=jnp.float32,
+        scheduler=None,
+        from_pt=False,
+        safety_checker=None,
+        feature_extractor=None,
+        split_head_dim=False,
+        use_memory_efficient_attention=False,
+    ):
+        """Read a diffusers pipeline.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id; only the files used are downloaded.
+            revision: branch, tag or commit on the Hub.
+            variant: the part in the middle of the weights' names, e.g. "fp16".
+            dtype: what the modules compute in; the parameters keep the dtype they are stored in.
+            scheduler: scheduler object to use in place of the folder's.
+            from_pt: True looks for PyTorch's weight files only.
+            safety_checker, feature_extractor: must be None; pictures are not checked here.
+            split_head_dim, use_memory_efficient_attention: of the published signature; they chose
+                a form of attention, of which there is one here.
+
+        Returns:
+            (pipeline, params); params {"unet", "vae", "text_encoder", ...} of NumPy arrays and
+            {"scheduler"}, the scheduler's state, float32 for any dtype.
+
+        Raises:
+            ValueError: nothing there, another kind of pipeline, or a part that cannot be read.
+        """
+        if safety_checker is not None or feature_extractor is not None:
+            raise ValueError(
+                "safety_checker and feature_extractor must be None: pictures are not checked here"
+            )
+        path = pretrained_model_name_or_path
+        index, configs = cls.check(path, revision)
+        if scheduler is None:
+            scheduler, scheduler_state = scheduler_from_pretrained(path, revision=revision)
+        else:
+            scheduler_state = scheduler.create_state()
+        parts, params = {"scheduler": scheduler}, {"scheduler": scheduler_state}
+        options = dict(revision=revision, variant=variant, dtype=dtype, from_pt=from_pt)
+        for name in MODULES.keys() & configs.keys():
+            parts[name], params[name] = MODULES[name].from_pretrained(
+                path, subfolder=name, **options
+            )
+        for name in TEXT_ENCODERS.keys() & configs.keys():
+            parts[name] = load_tokenizer(path, parts[TEXT_ENCODERS[name]], revision, name)
+        # A refiner has no first text encoder.
+        absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
+        return cls(**parts, **absent, **cls._settings(index), dtype=dtype), params
+
+    @classmethod
+    def _settings(cls, index):
+        """Fields that are no parts, from model_index.json."""
+        return {}
+
+    def save_pretrained(self, save_directory, params):
+        """Write a pipeline folder that PyTorch's class opens.
+
+        A new folder appears under its name when it is complete. In a folder that has content
+        each part is replaced once it is complete, and what is not of a pipeline stays.
+
+        Args:
+            save_directory: folder, made if absent.
+            params: as from from_pretrained, not replicated; "scheduler" may be absent.
+        """
+        folder = Path(save_directory)
+        if folder.is_dir() and any(folder.iterdir()):
+            self._write(folder, params)
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as tmp:
+            new = Path(tmp, folder.name)
+            new.mkdir()
+            self._write(new, params)
+            os.replace(new, folder)
+
+    def _write(self, folder, params):
+        index = {
+            "_class_name": self.torch_class_name,
+            "_diffusers_version": importlib.metadata.version("diffusers"),
+            "feature_extractor": [None, None],
+            "image_encoder": [None, None],
+            "scheduler": ["diffusers", type(self.scheduler).__name__.removeprefix("Flax")],
+            **self._index(),
+        }
+        for name in [f.name for f in fields(self)]:
+            part = getattr(self, name)
+            if name in PART_FILES and part is None:
+                index[name] = [None, None]
+            elif name in MODULES:
+                part.save_pretrained(folder / name, params=params[name])
+                library = "transformers" if name.startswith("text_encoder") else "diffusers"
+                index[name] = [library, part.torch_class_name]
+            elif name in TEXT_ENCODERS:
+                part.save_pretrained(folder / name)
+                # vocab.json and merges.txt, which is what transformers before 5.0 reads.
+                part.backend_tokenizer.model.save(str(folder / name))
+                index[name] = ["transformers", "CLIPTokenizer"]
+        self.scheduler.save_pretrained(folder / "scheduler")
+        write_json(folder / "model_index.json", index)
+
+    def _index(self):
+        """Entries of model_index.json that are no parts."""
+        return {"requires_safety_checker": False, "safety_checker": [None, None]}
+
+    def description(self):
+        """All that a compiled program depends on in a pipeline, but for the code: one str."""
+        lines = [type(self).__name__]
+        for name, part in vars(self).items():
+            if name in MODULES or name == "scheduler":
+                settings = None if part is None else sorted(part.config.items())
+                lines.append(f"{name} {type(part).__name__} {settings} {vars(part).get('dtype')}")
+            elif name in TEXT_ENCODERS:
+                ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
+                lines.append(f"{name} {ids}")
+            elif name != "compiled":
+                lines.append(f"{name} {part}")
+        return "\n".join(lines)
+
+    # ----------------------------------------------------------------- sizes
+
+    @property
+    def vae_scale_factor(self):
+        """Pixels of a latent's side: 8."""
+        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    def latent_shape(self, batch_size, height=None, width=None):
+        """(B, 4, height / 8, width / 8); None takes the size that the model was trained at.
+
+        Raises:
+            ValueError: height or width is not divisible by the VAE's factor.
+        """
+        sample_size = self.unet.config.sample_size
+        sides = sample_size if isinstance(sample_size, tuple) else (sample_size, sample_size)
+        factor = self.vae_scale_factor
+        height, width = (
+            size or side * factor for size, side in zip((height, width), sides, strict=True)
+        )
+        if height % factor or width % factor:
+            near = (max(factor, round(side / factor) * factor) for side in (height, width))
+            raise ValueError(
+                f"size {height}x{width} (height x width) is not divisible by {factor}; try "
+                f"{'x'.join(map(str, near))}"
+            )
+        return batch_size, self.vae.config.latent_channels, height // factor, width // factor
+
+    # ----------------------------------------------------------------- inputs
+
+    def prepare_text_inputs(self, prompt):
+        """Tokenize prompts, for negative prompts and the like.
+
+        Args:
+            prompt: str or list of str; tokens past the text encoder's 77 are cut, with a warning.
+
+        Returns:
+            prompt_ids, int32 (B, 77).
+        """
+        return tokenize(self.tokenizer, prompt, self.text_encoder.config.max_position_embeddings)
+
+    @staticmethod
+    def numpy_to_pil(images):
+        """List of PIL pictures of images (..., H, W, 3) in [0, 1], leading axes flattened."""
+        pixels = np.rint(np.asarray(images, np.float32) * 255).astype(np.uint8)
+        return [Image.fromarray(picture) for picture in pixels.reshape(-1, *pixels.shape[-3:])]
+
+    def _output(self, result, output_type, return_dict):
+        """What a call returns."""
+        output = FlaxStableDiffusionPipelineOutput(
+            self.numpy_to_pil(result) if output_type == "pil" else result
+        )
+        return output if return_dict else tuple(output)
+
+
+def tokenize(tokenizer, prompt, length):
+    """Token ids, int32 (B, length), of a str or list of str; what is too long is cut, and said."""
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not prompts:
+        raise ValueError("prompt is an empty list; give at least one text, which may be empty")
+    rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int32)
+    for row, ids in zip(rows, tokenizer(prompts, verbose=False).input_ids):
+        if len(ids) > length:
+            cut = tokenizer.decode(ids[length - 1 : -1])
+            warn_once(
+                f"prompt is {len(ids)} tokens long, the text encoder takes {length}; "
+                f"cut off: {cut!r}"
+            )
+            ids = [*ids[: length - 1], ids[-1]]  # the end of text is kept
+        row[: len(ids)] = ids
+    return rows
+
+
+def to_rgb(picture):
+    """A PIL picture of any mode as RGB, on white where it is transparent."""
+    if picture.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
+        picture = Image.fromarray((np.asarray(picture) // 257).astype(np.uint8))
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    picture = picture.convert("RGBA")
+    white = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(white, picture).convert("RGB")
+
+
+def prepare_images(image):
+    """Pictures as float32 (B, 3, H, W) in [-1, 1].
+
+    Args:
+        image: picture or list of pictures of one size: PIL of any mode, or array (H, W, 3), or
+            arrays (B, H, W, 3); uint8, or float in [0, 1].
+
+    Raises:
+        ValueError: sizes differ, or it is no picture.
+    """
+    is_batch = isinstance(image, list | tuple) or np.ndim(image) == 4
+    pictures = [_to_array(picture) for picture in (image if is_batch else [image])]
+    if len(sizes := sorted({picture.shape[:2] for picture in pictures})) != 1:
+        found = ", ".join(f"{height}x{width}" for height, width in sizes) or "none"
+        raise ValueError(
+            f"the pictures of a batch must have one size (height x width), found {found}; "
+            "resize or crop them, or call once per size"
+        )
+    return np.stack(pictures).transpose(0, 3, 1, 2)
+
+
+def _to_array(picture):
+    """One picture as float32 (H, W, 3) in [-1, 1]."""
+    array = np.asarray(to_rgb(picture) if isinstance(picture, Image.Image) else picture)
+    if array.ndim != 3 or array.shape[-1] != 3:
+        raise ValueError(f"a picture has shape {array.shape}; as an array it is (H, W, 3)")
+    if array.dtype == np.uint8:
+        array = array.astype(np.float32) / 255
+    if not (array.dtype.kind == "f" and array.min() >= 0 and array.max() <= 1):
+        raise ValueError(
+            f"a picture has {array.dtype} values from {array.min()} to {array.max()}; "
+            "give uint8, or float in [0, 1]"
+        )
+    return array.astype(np.float32) * 2 - 1
+
+
+def pair_up(prompt_ids, image):
+    """Repeat the one of either for the many of the other; a ValueError if they do not fit."""
+    num_prompts, num_images = len(prompt_ids), len(image)
+    if num_prompts != num_images and 1 not in (num_prompts, num_images):
+        raise ValueError(
+            f"{num_prompts} prompts do not fit {num_images} pictures; give as many, or one"
+        )
+    B = max(num_prompts, num_images)
+    return (
+        np.repeat(prompt_ids, B // num_prompts, axis=0),
+        np.repeat(image, B // num_images, axis=0),
+    )
+
+
+# --------------------------------------------------------------------- guidance
+
+
+def is_number(value):
+    """Is it known before the program runs, other than a JAX array?"""
+    return not isinstance(value, jax.Array)
+
+
+def guidance_branches(guidance_scale):
+    """Choose the branches whose weight is not zero; JAX arrays may have any value, so need both.
+
+    Args:
+        guidance_scale: number >= 0, or array.
+
+    Returns:
+        A part of BRANCHES, in its order.
+
+    Raises:
+        ValueError: the scale is negative or not finite.
+    """
+    if not is_number(guidance_scale) or np.ndim(guidance_scale):
+        return BRANCHES
+    if not 0 <= guidance_scale < math.inf:
+        raise ValueError(
+            f"guidance_scale={guidance_scale} must be 0 or more; 1 switches guidance off"
+        )
+    return {0: ("null",), 1: ("text",)}.get(float(guidance_scale), BRANCHES)
+
+
+def guide(eps_pred, branches, guidance_scale, guidance_rescale):
+    """The guided prediction of the branches' predictions.
+
+    Args:
+        eps_pred: float32 (branches * B, C, h, w).
+        branches: BRANCHES or one of them.
+        guidance_scale: scalar or one per picture, (B,).
+        guidance_rescale: phi, scalar in [0, 1]; 0 leaves the result as it is.
+
+    Returns:
+        (B, C, h, w).
+
+    Source: classifier-free guidance (arXiv 2207.12598), equation 6; its rescaling, arXiv
+        2305.08891, equations 15 and 16.
+    """
+    if len(branches) == 1:
+        return eps_pred
+    text, null = jnp.split(eps_pred, 2)
+    scale = jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1, 1, 1)
+    phi = jnp.asarray(guidance_rescale, jnp.float32)
+    guided = null + scale * (text - null)
+    std_text, std_guided = (x.std((1, 2, 3), keepdims=True, ddof=1) for x in (text, guided))
+    return guided * jnp.where(phi > 0, 1 - phi + phi * std_text / std_guided, 1)
+
+
+# --------------------------------------------------------------------- inside the program
+
+
+def as_keys(prng_seed):
+    """PRNG keys as typed ones; old uint32 keys have one axis more."""
+    if np.ndim(prng_seed) == 0 and not isinstance(prng_seed, jax.Array):
+        raise ValueError(f"prng_seed={prng_seed} is no PRNG key; make one: jax.random.key(0)")
+    if jnp.issubdtype(prng_seed.dtype, jax.dtypes.prng_key):
+        return prng_seed
+    return jax.random.wrap_key_data(prng_seed)
+
+
+def keys_per_picture(prng_seed, num_pictures):
+    """The keys given, or fold_in(key, 0), fold_in(key, 1), ... of one; (num_pictures,)."""
+    keys = as_keys(prng_seed)
+    if keys.ndim:
+        return keys
+    return jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(num_pictures))
+
+
+def normal(keys, number, shape):
+    """Standard normal noise, float32 (len(keys), *shape), of each picture's own key.
+
+    number: 0 is what a picture starts from, i + 1 the noise of step i, or POSTERIOR_NOISE.
+    """
+    return jax.vmap(
+        lambda key: jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+    )(keys)
+
+
+def denoise(scheduler, state, x_t, keys, predict):
+    """Sample: x_t (B, C, h, w), float32 between the steps.
+
+    Args:
+        scheduler: Scheduler.
+        state: from set_timesteps.
+        x_t: noisy sample.
+        keys: per picture, for schedulers that draw noise in each step.
+        predict: (model_input, t) -> guided prediction, float32.
+
+    Returns:
+        x_0, like x_t.
+    """
+
+    def body(i, carry):
+        x_t, state = carry
+        t = state.timesteps[i]
+        guided = predict(scheduler.scale_model_input(state, x_t, t), t)
+        noise = normal(keys, i + 1, x_t.shape[1:])
+        return scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False)
+
+    return jax.lax.fori_loop(0, len(state.timesteps), body, (x_t, state))[0]
+
+
+def encode(vae, params, image, keys):
+    """Scaled latents of pictures, drawn from the posterior.
+
+    Args:
+        vae: FlaxAutoencoderKL.
+        params: its.
+        image: (B, 3, H, W) in [-1, 1].
+        keys: per picture.
+
+    Returns:
+        float32 (B, C, h, w).
+    """
+    posterior = vae.apply({"params": params}, image, method=vae.encode).latent_dist
+    noise = normal(keys, POSTERIOR_NOISE, posterior.mean.shape[1:])
+    latents = (posterior.mean + posterior.std * noise) * vae.config.scaling_factor
+    return jnp.transpose(latents, (0, 3, 1, 2))
+
+
+def resized(image, height=None, width=None):
+    """Pictures (B, C, H, W) in [-1, 1] at another size, by Lanczos; None keeps a side."""
+    size = (height or image.shape[2], width or image.shape[3])
+    if size == image.shape[2:]:
+        return image
+    return jax.image.resize(image, (*image.shape[:2], *size), "lanczos3").clip(-1, 1)
+
+
+def decode(vae, params, latents):
+    """Pictures, float32 (B, H, W, 3) in [0, 1], of scaled latents (B, C, h, w)."""
+    latents = latents / vae.config.scaling_factor
+    decoded = vae.apply({"params": params}, latents, method=vae.decode).sample  # (B, 3, H, W)
+    images = jnp.transpose(decoded.astype(jnp.float32), (0, 2, 3, 1))
+    return (images / 2 + 0.5).clip(0, 1)
+
+
+# --------------------------------------------------------------------- running
+
+
+def run(pipeline, jit, arrays, shared, options):
+    """Call pipeline._generate, compiled, on one device or on all.
+
+    Args:
+        pipeline: FlaxPipeline.
+        jit: True: `arrays` have a leading axis of devices and run under pmap.
+        arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
+        shared: {argument: number}, the same on all devices, not compiled in.
+        options: {argument: hashable}, compiled in.
+
+    Returns:
+        What _generate returns; with jit with a leading axis of devices.
+
+    Raises:
+        ValueError: the number of axes of prompt_ids or params does not suit jit.
+    """
+    prompt_ids, params = arrays["prompt_ids"], arrays["params"]
+    text_axes = ", ".join(map(str, prompt_ids.shape[-pipeline.text_axes :]))
+    shape = f"(devices, batch, {text_axes})" if jit else f"(batch, {text_axes})"
+    if prompt_ids.ndim != shape.count(",") + 1:
+        raise ValueError(
+            f"prompt_ids has shape {prompt_ids.shape}, jit={jit} takes {shape}; with jit=True "
+            "shard prompt_ids (and the picture), and replicate params"
+        )
+    kernel = params["unet"]["conv_in"]["kernel"]
+    if kernel.ndim != (5 if jit else 4):
+        raise ValueError(
+            f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
+            "with jit=True replicate them, with jit=False do not"
+        )
+    keys = as_keys(arrays["prng_seed"])
+    if jit and keys.ndim == 0:  # so that pictures do not depend on the number of devices
+        batch = prompt_ids.shape[:2]
+        keys = keys_per_picture(keys, math.prod(batch)).reshape(batch)
+    arrays = arrays | {"prng_seed": keys}
+    _tell_of_compiling(pipeline, jit, arrays, options)
+    shared = {name: np.float32(number) for name, number in shared.items()}
+    generate = _on_devices if jit else _on_one
+    return generate(pipeline, tuple(options.items()), arrays, shared)
+
+
+def _tell_of_compiling(pipeline, jit, arrays, options):
+    """Log what differs from what was compiled before, if something was and this was not."""
+    shapes = {name: x.shape for name, x in arrays.items() if name != "params" and x is not None}
+    asked = frozenset({"jit": jit, **options, **shapes}.items())
+    if pipeline.compiled and asked not in pipeline.compiled:
+        nearest = min(pipeline.compiled, key=lambda other: len(asked - other))
+        before = dict(nearest)
+        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(asked - nearest)]
+        logger.warning("compiling again, for %s", ", ".join(changes))
+    pipeline.compiled.add(asked)
+
+
+def _call(pipeline, options, arrays, shared):
+    return pipeline._generate(**dict(options), **arrays, **shared)
+
+
+_on_one = jax.jit(_call, static_argnums=(0, 1))
+_on_devices = jax.pmap(_call, static_broadcasted_argnums=(0, 1), in_axes=(None, None, 0, None))

@@ -1,0 +1,246 @@
+"""Pictures from text with Stable Diffusion XL on all devices of this machine, compiled by jit.
+
+    python sdxl_single.py --prompt "a red panda reading a map" --output panda/
+    python sdxl_single.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output out/
+    python sdxl_single.py --prompts_file prompts.txt --batch_size 2 --output out/ --grid grid.png
+
+Each device makes its share, --batch_size pictures at once; numbers that do not come out even are
+filled up and the surplus thrown away. Picture i of the list (--num_images of each prompt in a row)
+gets its noise from --seed and i alone, so the same command gives the same pictures on any number of
+devices, up to rounding. The first batch compiles, and --compilation_cache_dir keeps the program.
+
+Its twin sdxl_single_aot.py compiles ahead of time and keeps the executable, which starts sooner;
+`diff sdxl_single.py sdxl_single_aot.py` shows what that takes.
+
+Runs on TPU (v4, v5e and later), GPU (16 GB), and CPU (20 GB, minutes per picture).
+
+Source: SDXL (arXiv 2307.01952).
+"""
+
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import jax_utils
+from tqdm import tqdm
+
+from pictures import (
+    check_picture_file,
+    picture_files,
+    picture_grid,
+    read_latents,
+    read_prompts,
+    save_picture,
+    to_batches,
+)
+from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from scheduling_flax import SCHEDULERS, make_scheduler
+
+DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
+DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to picture, with what, how."""
+
+    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    revision: str | None = None  # branch, tag or commit on the Hub
+    variant: str | None = None  # of the weights' file names, e.g. fp16
+    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)
+    prompts_file: Path | None = None  # one prompt a line, instead of --prompt
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid
+    num_images: int | None = None  # of each prompt; default: 1, of a single prompt 1 per device
+    seed: int = 33
+    num_inference_steps: int = 25
+    guidance_scale: float = 5.0  # weight of the prompt, >= 0; 1: no guidance, half of the work
+    guidance_rescale: float = 0.0  # 0 to 1: how far the contrast of guidance is taken back
+    height: int | None = None  # pixels; default: what the model was trained at (1024)
+    width: int | None = None
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    latents: Path | None = None  # .npy with noise to start from, (pictures, 4, height/8, width/8)
+    batch_size: int = 1  # pictures per device at once
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    output: Path = Path("sdxl")  # folder; of a single picture also a file (.png, .jpg)
+    grid: Path | None = None  # all pictures in one
+    compilation_cache_dir: str = "~/.cache/jax"  # programs for the next start; "" keeps none
+
+
+# 1. Load
+
+
+def load_pipeline(config, dtype):
+    """The pipeline and its parameters, with the scheduler that was asked for."""
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(
+        config.pretrained_model_name_or_path,
+        revision=config.revision,
+        variant=config.variant,
+        dtype=dtype,
+    )
+    if config.scheduler:
+        scheduler, params["scheduler"] = make_scheduler(config.scheduler, pipeline.scheduler.config)
+        pipeline = replace(pipeline, scheduler=scheduler)
+    pipeline.scheduler.set_timesteps(params["scheduler"], config.num_inference_steps)  # may refuse
+    return pipeline, params
+
+
+# 2. Cast
+
+
+def cast(params, dtype):
+    """All weights in dtype; the scheduler's state stays float32, bfloat16 would ruin it."""
+    scheduler_state = params.pop("scheduler")
+    params = jax.tree.map(lambda x: np.asarray(x, dtype), params)
+    return params | {"scheduler": scheduler_state}
+
+
+# 3. Defaults: what to picture
+
+
+def list_prompts(config, num_devices):
+    """Each picture's prompt."""
+    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
+    if not prompts:
+        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
+    num_images = config.num_images or (num_devices if len(prompts) == 1 else 1)
+    return [prompt for prompt in prompts for _ in range(num_images)]
+
+
+# 4. Tokenize
+
+
+def tokenize_prompts(pipeline, prompts, negative_prompt):
+    """(prompt_ids, neg_prompt_ids), int32 (pictures, 2, 77)."""
+    prompt_ids = pipeline.prepare_inputs(prompts)
+    neg_prompt_ids = pipeline.prepare_inputs([negative_prompt] * len(prompts))
+    return prompt_ids, neg_prompt_ids
+
+
+# 5. Replicate
+
+
+def replicate_all(params, devices, seed, num_pictures):
+    """(parameters on every device; a key for each picture, which depends on its number alone)."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(num_pictures))
+    return jax_utils.replicate(params, devices), keys
+
+
+# 6. Generate
+
+
+def generate(pipeline, p_params, batch, config):
+    """Pictures of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
+    images = pipeline(
+        batch["prompt_ids"],
+        p_params,
+        batch["prng_seed"],
+        num_inference_steps=config.num_inference_steps,
+        guidance_scale=config.guidance_scale,
+        guidance_rescale=config.guidance_rescale,
+        height=config.height,
+        width=config.width,
+        latents=batch["latents"],
+        neg_prompt_ids=batch["neg_prompt_ids"],
+        jit=True,
+    ).images  # (devices, batch_size, H, W, 3)
+    images = np.asarray(images)
+    return images.reshape(-1, *images.shape[2:])
+
+
+def check_config(config):
+    """Raise a ValueError for flags that cannot be right."""
+    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if not 0 <= config.guidance_scale < math.inf:
+        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more; 1 is none")
+    if not 0 <= config.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"--seed {config.seed} must be from 0 to {2**32 - 1}")
+    if config.scheduler not in (None, *SCHEDULERS):
+        raise ValueError(
+            f"--scheduler {config.scheduler} is unknown; choose from {', '.join(SCHEDULERS)}"
+        )
+    if config.grid:
+        check_picture_file(config.grid)
+
+
+def run(config):
+    """Check everything that can be checked, load the model, make the pictures, write them."""
+    check_config(config)
+    if config.compilation_cache_dir and jax.config.jax_compilation_cache_dir is None:
+        cache = Path(config.compilation_cache_dir).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+    devices = jax.local_devices()
+    prompts = list_prompts(config, len(devices))
+    outputs = picture_files(config.output, len(prompts))
+    devices = devices[: math.ceil(len(prompts) / config.batch_size)]
+    default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(config.dtype or default_dtype)
+
+    pipeline, params = load_pipeline(config, dtype)
+    shape = pipeline.latent_shape(len(prompts), config.height, config.width)
+    latents = read_latents(config.latents, shape) if config.latents else None
+    params = cast(params, dtype)
+    prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
+    p_params, keys = replicate_all(params, devices, config.seed, len(prompts))
+    arrays = {
+        "prompt_ids": prompt_ids,
+        "neg_prompt_ids": neg_prompt_ids,
+        "prng_seed": keys,
+        "latents": latents,
+    }
+
+    # 7. The first batch compiles; 8. from then on it is fast.
+    pictures = []
+    with tqdm(total=len(prompts), desc="compiling", unit="picture") as bar:
+        for indices, batch in to_batches(arrays, len(devices), config.batch_size):
+            started = time.perf_counter()
+            images = generate(pipeline, p_params, batch, config)[: len(indices)]
+            bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
+            if not np.isfinite(images).all():
+                raise ValueError(
+                    f"picture {indices[0]} and others came out as NaN; try --dtype float32, and if "
+                    "that does not help, the model is broken"
+                )
+            for i, picture in zip(indices, pipeline.numpy_to_pil(images)):
+                save_picture(picture, outputs[i])
+                pictures.append(picture)
+            bar.set_description("picturing")
+            bar.update(len(indices))
+    if config.grid:
+        save_picture(picture_grid(pictures), config.grid)
+    for path in outputs[:10]:
+        print(path)
+    if len(outputs) > 10:
+        print(f"... {len(outputs)} pictures")
+
+
+def main(args=None):
+    """Command line."""
+    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        print("interrupted; the pictures finished so far are in place", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            if "RESOURCE_EXHAUSTED" not in message:
+                raise
+            message = "out of device memory; lower --batch_size or the size, or use bfloat16"
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Pictures from text with Stable Diffusion XL on all devices, compiled ahead of time and kept.
+
+    python sdxl_single_aot.py --prompt "a red panda reading a map" --output panda/
+    python sdxl_single_aot.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output o/
+    python sdxl_single_aot.py --prompts_file prompts.txt --batch_size 2 --output o/ --grid grid.png
+
+Makes the pictures of sdxl_single.py, its twin, which explains how they are shared out: the same
+flags, the same pictures. Here `jax.pmap(pipeline._generate).lower(...).compile()` compiles before
+the first picture, for one number of steps and one size, and the executable is kept in
+--executable_dir: the next start loads it and neither traces nor compiles. One that another jax,
+another device, other code or other settings made is compiled again, and it is said why.
+
+An executable is code. --executable_dir is made for its owner alone (mode 0700); one that others may
+write to is refused. Never take executables from others.
+
+Runs on TPU (v4, v5e and later), GPU (16 GB), and CPU (20 GB, minutes per picture).
+
+Source: SDXL (arXiv 2307.01952); jax's documentation, "Ahead-of-time lowering and compilation".
+"""
+
+import hashlib
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import jax_utils
+from tqdm import tqdm
+
+from executables import ExecutableStore, surroundings
+from pictures import (
+    check_picture_file,
+    picture_files,
+    picture_grid,
+    read_latents,
+    read_prompts,
+    save_picture,
+    to_batches,
+)
+from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from pipeline_flax_utils import guidance_branches
+from scheduling_flax import SCHEDULERS, make_scheduler
+
+DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
+DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to picture, with what, how."""
+
+    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    revision: str | None = None  # branch, tag or commit on the Hub
+    variant: str | None = None  # of the weights' file names, e.g. fp16
+    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)
+    prompts_file: Path | None = None  # one prompt a line, instead of --prompt
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid
+    num_images: int | None = None  # of each prompt; default: 1, of a single prompt 1 per device
+    seed: int = 33
+    num_inference_steps: int = 25
+    guidance_scale: float = 5.0  # weight of the prompt, >= 0; 1: no guidance, half of the work
+    guidance_rescale: float = 0.0  # 0 to 1: how far the contrast of guidance is taken back
+    height: int | None = None  # pixels; default: what the model was trained at (1024)
+    width: int | None = None
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    latents: Path | None = None  # .npy with noise to start from, (pictures, 4, height/8, width/8)
+    batch_size: int = 1  # pictures per device at once
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    output: Path = Path("sdxl")  # folder; of a single picture also a file (.png, .jpg)
+    grid: Path | None = None  # all pictures in one
+    executable_dir: str = "~/.cache/sdxl_single_aot"  # yours alone; "" keeps none
+
+
+# 1. Load
+
+
+def load_pipeline(config, dtype):
+    """The pipeline and its parameters, with the scheduler that was asked for."""
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(
+        config.pretrained_model_name_or_path,
+        revision=config.revision,
+        variant=config.variant,
+        dtype=dtype,
+    )
+    if config.scheduler:
+        scheduler, params["scheduler"] = make_scheduler(config.scheduler, pipeline.scheduler.config)
+        pipeline = replace(pipeline, scheduler=scheduler)
+    pipeline.scheduler.set_timesteps(params["scheduler"], config.num_inference_steps)  # may refuse
+    return pipeline, params
+
+
+# 2. Cast
+
+
+def cast(params, dtype):
+    """All weights in dtype; the scheduler's state stays float32, bfloat16 would ruin it."""
+    scheduler_state = params.pop("scheduler")
+    params = jax.tree.map(lambda x: np.asarray(x, dtype), params)
+    return params | {"scheduler": scheduler_state}
+
+
+# 3. Defaults: what to picture
+
+
+def list_prompts(config, num_devices):
+    """Each picture's prompt."""
+    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
+    if not prompts:
+        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
+    num_images = config.num_images or (num_devices if len(prompts) == 1 else 1)
+    return [prompt for prompt in prompts for _ in range(num_images)]
+
+
+# 4. Tokenize
+
+
+def tokenize_prompts(pipeline, prompts, negative_prompt):
+    """(prompt_ids, neg_prompt_ids), int32 (pictures, 2, 77)."""
+    prompt_ids = pipeline.prepare_inputs(prompts)
+    neg_prompt_ids = pipeline.prepare_inputs([negative_prompt] * len(prompts))
+    return prompt_ids, neg_prompt_ids
+
+
+# 5. Replicate
+
+
+def replicate_all(params, devices, seed, num_pictures):
+    """(parameters on every device; a key for each picture, which depends on its number alone)."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(num_pictures))
+    return jax_utils.replicate(params, devices), keys
+
+
+# 6. Generate
+
+
+def generate(p_generate, p_params, batch, config):
+    """Pictures of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
+    images = p_generate(*arguments(p_params, batch, config))  # (devices, batch_size, H, W, 3)
+    images = np.asarray(images)
+    return images.reshape(-1, *images.shape[2:])
+
+
+def arguments(p_params, batch, config):
+    """What the compiled program takes: the arguments of _generate that are not compiled in."""
+    num_devices = len(batch["prompt_ids"])
+    return (
+        batch["prompt_ids"],
+        p_params,
+        batch["prng_seed"],
+        np.full((num_devices, 1), config.guidance_scale, np.float32),
+        batch["latents"],
+        batch["neg_prompt_ids"],
+        np.full((num_devices, 1), config.guidance_rescale, np.float32),
+    )
+
+
+# 7. Compile
+
+
+def aot_compile(pipeline, store, devices, p_params, batch, config):
+    """The program for batches of this shape, loaded if it was kept, or compiled and kept.
+
+    Returns:
+        (compiled program, "loaded", or "compiled" and why).
+    """
+    prompt_ids, p_params, keys, scale, latents, neg_prompt_ids, rescale = arguments(
+        p_params, batch, config
+    )
+    branches = guidance_branches(config.guidance_scale)
+    p_generate = jax.pmap(
+        pipeline._generate, static_broadcasted_argnums=(3, 4, 5, 9, 11), devices=devices
+    )
+    args = (
+        prompt_ids,
+        p_params,
+        keys,
+        config.num_inference_steps,
+        config.height,
+        config.width,
+        scale,
+        latents,
+        neg_prompt_ids,
+        False,  # return_latents
+        rescale,
+        branches,
+    )
+    if store is None:
+        return p_generate.lower(*args).compile(), "compiled"
+    dynamic = arguments(p_params, batch, config)
+    what = {
+        "pipeline": hashlib.sha256(pipeline.description().encode()).hexdigest()[:16],
+        "steps": config.num_inference_steps,
+        "size": [config.height, config.width],
+        "branches": branches,
+        "arguments": str(jax.tree.map(jax.typeof, dynamic)),
+    }
+    name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    what |= surroundings(devices)
+    in_tree, out_tree = jax.tree.structure((dynamic, {})), jax.tree.structure(0)
+    compiled, reason = store.load(name, what, devices, in_tree, out_tree)
+    if compiled is not None:
+        return compiled, "loaded"
+    compiled = p_generate.lower(*args).compile()
+    store.save(name, what, compiled)
+    return compiled, f"compiled ({reason})"
+
+
+def check_config(config):
+    """Raise a ValueError for flags that cannot be right."""
+    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if not 0 <= config.guidance_scale < math.inf:
+        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more; 1 is none")
+    if not 0 <= config.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"--seed {config.seed} must be from 0 to {2**32 - 1}")
+    if config.scheduler not in (None, *SCHEDULERS):
+        raise ValueError(
+            f"--scheduler {config.scheduler} is unknown; choose from {', '.join(SCHEDULERS)}"
+        )
+    if config.grid:
+        check_picture_file(config.grid)
+
+
+def run(config):
+    """Check everything that can be checked, load the model, make the pictures, write them."""
+    check_config(config)
+    store = ExecutableStore(config.executable_dir) if config.executable_dir else None
+    devices = jax.local_devices()
+    prompts = list_prompts(config, len(devices))
+    outputs = picture_files(config.output, len(prompts))
+    devices = devices[: math.ceil(len(prompts) / config.batch_size)]
+    default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(config.dtype or default_dtype)
+
+    pipeline, params = load_pipeline(config, dtype)
+    shape = pipeline.latent_shape(len(prompts), config.height, config.width)
+    latents = read_latents(config.latents, shape) if config.latents else None
+    params = cast(params, dtype)
+    prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
+    p_params, keys = replicate_all(params, devices, config.seed, len(prompts))
+    arrays = {
+        "prompt_ids": prompt_ids,
+        "neg_prompt_ids": neg_prompt_ids,
+        "prng_seed": keys,
+        "latents": latents,
+    }
+
+    # 8. Compiled before the first picture; every batch is fast.
+    started = time.perf_counter()
+    _, batch = next(to_batches(arrays, len(devices), config.batch_size))
+    p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)
+    print(f"{how} in {time.perf_counter() - started:.2f} s", file=sys.stderr)
+
+    pictures = []
+    with tqdm(total=len(prompts), desc="picturing", unit="picture") as bar:
+        for indices, batch in to_batches(arrays, len(devices), config.batch_size):
+            started = time.perf_counter()
+            images = generate(p_generate, p_params, batch, config)[: len(indices)]
+            bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
+            if not np.isfinite(images).all():
+                raise ValueError(
+                    f"picture {indices[0]} and others came out as NaN; try --dtype float32, and if "
+                    "that does not help, the model is broken"
+                )
+            for i, picture in zip(indices, pipeline.numpy_to_pil(images)):
+                save_picture(picture, outputs[i])
+                pictures.append(picture)
+            bar.update(len(indices))
+    if config.grid:
+        save_picture(picture_grid(pictures), config.grid)
+    for path in outputs[:10]:
+        print(path)
+    if len(outputs) > 10:
+        print(f"... {len(outputs)} pictures")
+
+
+def main(args=None):
+    """Command line."""
+    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        print("interrupted; the pictures finished so far are in place", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            if "RESOURCE_EXHAUSTED" not in message:
+                raise
+            message = "out of device memory; lower --batch_size or the size, or use bfloat16"
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

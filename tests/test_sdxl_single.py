@@ -1,0 +1,243 @@
+"""sdxl_single.py and its twin sdxl_single_aot.py, on a tiny SDXL and by their command lines."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import sdxl_single
+import sdxl_single_aot
+from executables import ExecutableStore
+
+PROMPTS = ("make it", "make it red", "it")
+OPTIONS = ["--num_inference_steps", "3", "--num_images", "2", "--prompt", *PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_xl(tmp_path_factory.mktemp("tiny") / "xl")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("executables") / "store"
+
+
+def flags_of(model, output):
+    return ["--pretrained_model_name_or_path", str(model), "--output", str(output)]
+
+
+def run(script, model, output, *options, num_devices=4):
+    """A start by the command line; its stderr."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={num_devices}")
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *flags_of(model, output), *options],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(output / "000.png") in done.stdout
+    return done.stderr
+
+
+def pictures(folder):
+    return [np.asarray(Image.open(file)) for file in sorted(folder.glob("0*.png"))]
+
+
+@pytest.fixture(scope="module")
+def made(model, tmp_path_factory):
+    """Six pictures by sdxl_single.py on four devices: padded and trimmed."""
+    folder = tmp_path_factory.mktemp("made")
+    run("sdxl_single.py", model, folder, *OPTIONS, "--grid", folder / "grid.png")
+    return folder
+
+
+def test_pictures_and_grid(made):
+    found = pictures(made)
+    assert [x.shape for x in found] == [(64, 64, 3)] * 6
+    assert len({x.tobytes() for x in found}) == 6
+    grid = np.asarray(Image.open(made / "grid.png"))
+    assert grid.shape == (2 * 64, 3 * 64, 3)
+    np.testing.assert_array_equal(grid[64:, :64], found[3])
+
+
+def assert_alike(found, expected):
+    """Up to rounding, which depends on how many threads a device has."""
+    assert len(found) == len(expected)
+    difference = np.abs(np.int16(found) - np.int16(expected))
+    assert difference.max() <= 1 and difference.mean() < 0.01
+
+
+def test_same_pictures_on_any_number_of_devices(model, made, tmp_path, monkeypatch, store):
+    expected = pictures(made)
+    devices = jax.local_devices()
+    for num_devices in (1, 2):
+        monkeypatch.setattr(jax, "local_devices", lambda n=num_devices: devices[:n])
+        output = tmp_path / str(num_devices)
+        flags = [*flags_of(model, output), *OPTIONS, "--compilation_cache_dir", ""]
+        sdxl_single.main(flags)
+        assert_alike(pictures(output), expected)
+    run("sdxl_single.py", model, tmp_path / "8", *OPTIONS, num_devices=8)
+    assert_alike(pictures(tmp_path / "8"), expected)
+
+
+def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_path):
+    kept = ["--executable_dir", store]
+    errors = run("sdxl_single_aot.py", model, tmp_path / "first", *OPTIONS, *kept)
+    assert "compiled (none was kept) in" in errors
+    assert store.stat().st_mode & 0o777 == 0o700
+    errors = run("sdxl_single_aot.py", model, tmp_path / "second", *OPTIONS, *kept)
+    assert "loaded in" in errors
+    for folder in ("first", "second"):
+        np.testing.assert_array_equal(pictures(tmp_path / folder), pictures(made))
+
+
+def damage(file):
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def other(**changes):
+    """As if something else had made it."""
+
+    def spoil(file):
+        header, content = file.read_bytes().split(b"\n", 1)
+        header = json.loads(header)
+        header["what"] |= changes
+        file.write_bytes(json.dumps(header).encode() + b"\n" + content)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (damage, "is damaged"),
+        (cut_off, "is damaged"),
+        (other(jax="0.9.0"), f"jax was 0.9.0 and is {jax.__version__}"),
+        (other(device="TPU v5e"), "device was TPU v5e and is cpu"),
+        (other(jax_default_matmul_precision="high"), "precision was high and is None"),
+    ],
+)
+def test_what_is_stale_or_damaged_is_compiled_again(
+    model, store, tmp_path, monkeypatch, capsys, spoil, reason
+):
+    """It says why, and the next start loads again."""
+    folder = tmp_path / "store"
+    flags = [*flags_of(model, tmp_path / "out"), "--executable_dir", str(folder)]
+    flags += ["--num_inference_steps", "1", "--prompt", "it", "--num_images", "1"]
+    small = store.with_name("small")
+    if small.exists():
+        shutil.copytree(small, folder)
+    else:
+        sdxl_single_aot.main(flags)
+        shutil.copytree(folder, small)
+    (file,) = folder.iterdir()
+    spoil(file)
+    sdxl_single_aot.main(flags)
+    assert reason in capsys.readouterr().err
+    sdxl_single_aot.main(flags)
+    assert "loaded in" in capsys.readouterr().err
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
+    folder = tmp_path / "store"
+    folder.mkdir(mode=0o700)
+    ExecutableStore(folder)
+    folder.chmod(0o770)
+    with pytest.raises(ValueError, match=r"may be written to by others, .*; chmod 700"):
+        ExecutableStore(folder)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="cannot be used for executables"):
+        ExecutableStore(file / "store")
+
+
+def test_more_of_one_program(model, tmp_path, capsys):
+    """Latents from a file, one prompt for all devices, several pictures per device, no guidance."""
+    noise = np.random.default_rng(0).standard_normal((9, 4, 8, 8), np.float32)
+    np.save(tmp_path / "noise.npy", noise)
+    (tmp_path / "prompts.txt").write_text("it\n\nred\n")
+    flags = ["--num_inference_steps", "1", "--latents", str(tmp_path / "noise.npy")]
+    sdxl_single.main([*flags_of(model, tmp_path / "a"), *flags, "--prompt", "it"])
+    assert len(pictures(tmp_path / "a")) == len(jax.devices())
+    flags += ["--batch_size", "2", "--prompts_file", str(tmp_path / "prompts.txt")]
+    flags += ["--num_images", "4", "--guidance_scale", "1"]
+    sdxl_single.main([*flags_of(model, tmp_path / "b"), *flags])
+    sdxl_single_aot.main([*flags_of(model, tmp_path / "c"), *flags, "--executable_dir", ""])
+    assert len(pictures(tmp_path / "b")) == 8
+    np.testing.assert_array_equal(pictures(tmp_path / "b"), pictures(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("script", [sdxl_single, sdxl_single_aot], ids=["jit", "aot"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--height 100", "size 100x64 (height x width) is not divisible by 8; try 96x64"),
+        ("--prompt", "--prompt is empty; give one or more texts"),
+        ("--prompts_file EMPTY", "holds no prompt; write one a line"),
+        ("--prompts_file nowhere", "--prompts_file nowhere cannot be read"),
+        ("--latents NOISE --num_images 3", "3 pictures are more than the 2 latents of"),
+        ("--latents EMPTY", "cannot be read as a .npy file"),
+        ("--latents NOISE --width 32", "has shape (2, 4, 8, 8), these pictures need (4, 4, 8, 4)"),
+        ("--num_inference_steps 0", "--num_inference_steps 0 must be at least 1"),
+        ("--num_inference_steps 2000", "num_inference_steps=2000 is no Python int from 1 to 1000"),
+        ("--guidance_scale -1", "--guidance_scale -1.0 must be 0 or more"),
+        ("--guidance_rescale 2", "--guidance_rescale 2.0 must be from 0 to 1"),
+        ("--scheduler magic", "--scheduler magic is unknown; choose from ddpm"),
+        ("--seed -1", "--seed -1 must be from 0"),
+        ("--output a.png --num_images 2", "--output a.png is one file for 2 pictures"),
+        ("--output a.gif --num_images 1", "a.gif ends in .gif; name it .png"),
+        ("--pretrained_model_name_or_path SD", "is a StableDiffusionPipeline, no Stable Diffusion"),
+        ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs a picture"),
+        ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
+    ],
+)
+def test_bad_input_is_one_line(model, tmp_path, capsys, script, flags, message):
+    np.save(tmp_path / "noise.npy", np.zeros((2, 4, 8, 8), np.float32))
+    (tmp_path / "empty").write_text("\n")
+    if "SD" in flags:
+        make_tiny_pipeline(tmp_path / "SD", in_channels=4)
+    if "REFINER" in flags:
+        make_tiny_xl(tmp_path / "REFINER", refiner=True)
+    for name in ("SD", "REFINER"):
+        flags = flags.replace(name, str(tmp_path / name))
+    flags = flags.replace("NOISE", str(tmp_path / "noise.npy"))
+    flags = flags.replace("EMPTY", str(tmp_path / "empty"))
+    with pytest.raises(SystemExit) as ended:
+        script.main([*flags_of(model, tmp_path / "out"), *flags.split()])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"), [(0o777, "may be written to by others"), (None, "cannot be used")]
+)
+def test_bad_executable_dir(model, tmp_path, capsys, mode, message):
+    folder = tmp_path / "store"
+    if mode is None:
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(mode)
+    with pytest.raises(SystemExit) as ended:
+        flags = flags_of(model, tmp_path / "out")
+        sdxl_single_aot.main([*flags, "--executable_dir", str(folder)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
