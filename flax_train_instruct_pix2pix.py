@@ -595,6 +595,18 @@ def check_config(config: Config, num_devices: int):
             f"output_dir={config.output_dir} holds a model already; name another folder, or "
             "replace it with --overwrite_output_dir"
         )
+    own = [name for name in ("README.md", "config.json") if (output_dir / name).exists()]
+    if own and not (output_dir / "metrics.jsonl").exists() and not config.overwrite_output_dir:
+        raise ValueError(
+            f"output_dir={config.output_dir} holds {' and '.join(own)} of no training run, which "
+            "would be lost; name another folder, or --overwrite_output_dir"
+        )
+    parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise ValueError(
+            f"output_dir={config.output_dir} cannot be written: {parent} is no folder or not yours "
+            "to write to; name another"
+        )
 
 
 def profile_window(text):
@@ -782,6 +794,11 @@ def train(config: Config):
     if config.ema == "power":
         eighth = max_train_steps // 8 // plan.every * plan.every
         snapshot_steps = config.ema_snapshot_steps or max(plan.every, eighth)
+        if snapshot_steps > max_train_steps:
+            raise ValueError(
+                f"ema_snapshot_steps={snapshot_steps} is more than the run's {max_train_steps} "
+                "steps; take an eighth of them or less"
+            )
     tx = optimizer_of(config, schedule)
     models, pipeline, frozen, params = load_models(config, dtype)
     shapes = jax.eval_shape(lambda: params)
@@ -850,10 +867,10 @@ def train(config: Config):
     log = checkpoints = None
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-        log = MetricsLog(
+        log = MetricsLog(  # the first file of a run, by which its folder is known
             output_dir, asdict(config), config.report_to, config.tracker_project_name, done
         )
+        (output_dir / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
         checkpoints = Checkpoints(output_dir / "checkpoints", config.checkpoints_total_limit, done)
         if not done:  # of an earlier run
             shutil.rmtree(output_dir / "ema_snapshots", ignore_errors=True)
@@ -1130,13 +1147,17 @@ def check_finite(numbers, first_step):
 def main():
     """Read the flags, train; the user's mistakes end in one line and exit code 2."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells all it does, and twice
+    for name in ("absl", "asyncio"):  # orbax tells all it does, and twice
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     try:
         train(config)
         return
     except KeyboardInterrupt:
-        code, message = 130, "interrupted; the same command goes on from the last checkpoint"
+        code, message = (
+            130,
+            "interrupted; the same command goes on from the last checkpoint, if any",
+        )
     except FloatingPointError as error:
         code, message = 1, f"error: {error}"
     except (ValueError, OSError) as error:

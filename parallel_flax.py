@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 WAIT_SECONDS = 3600  # for the others to compile, or for process 0 to save and upload
 GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
 _numbers = itertools.count()
+COLLECTIVE_SECONDS = 600  # for the others to come to the same operation of CPUs
 HEARTBEAT_SECONDS = 60  # a process that is silent for so long counts as dead and ends the run
 
 
@@ -49,6 +50,19 @@ def my_slice(tree, num_slices):
     return jax.tree.map(cut, tree)
 
 
+def after_all(tree):
+    """The same tree, once all replicas are here, which only matters for processes with CPUs.
+
+    Gloo's reduce-scatter waits half a minute for the others, in which one that is still compiling
+    does not come; its all-reduce waits as long as it is told to, COLLECTIVE_SECONDS.
+    """
+    if jax.default_backend() != "cpu" or jax.process_count() == 1:
+        return tree
+    n = jax.lax.psum(1, "batch")
+    one = jax.lax.psum(jax.lax.axis_index("batch"), "batch") - (n * (n - 1) // 2 - 1)
+    return jax.tree.map(lambda x: x * one.astype(x.dtype), tree)
+
+
 def mean_slice(grads, num_slices):
     """This replica's slice of the mean of all replicas' gradients: a reduce-scatter."""
 
@@ -58,7 +72,7 @@ def mean_slice(grads, num_slices):
             return jax.lax.pmean(g, "batch")
         return jax.lax.psum_scatter(g, "batch", scatter_dimension=axis, tiled=True) / num_slices
 
-    return jax.tree.map(reduce, grads)
+    return jax.tree.map(reduce, after_all(grads))
 
 
 def whole(slices, like, num_slices):
@@ -136,6 +150,10 @@ def start_distributed(coordinator_address=None, num_processes=None, process_id=N
                 "coordinator_address, num_processes and process_id"
             )
         return
+    # On CPUs; half a minute otherwise, and a busy machine may take longer to compile a step.
+    timeout = "--xla_cpu_collective_timeout_seconds"
+    if timeout not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} {timeout}={COLLECTIVE_SECONDS}"
     jax.distributed.initialize(*arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     # Connects the devices while the processes are together: later one may compile for longer than
     # the others would wait for it.

@@ -91,7 +91,7 @@ def kept_lines(path, last_step):
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if row["step"] <= last_step:
+        if isinstance(row, dict) and row.get("step", last_step + 1) <= last_step:
             kept.append(f"{line}\n")
     return kept
 

@@ -41,7 +41,9 @@ def test_rows_are_on_disk_at_once(tmp_path):
     assert "wandb_run_id" not in os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 4', '{"step": 4, "loss": 0.4}', "\0\0\0"])
+@pytest.mark.parametrize(
+    "torn", ["", '{"step": 4', '{"step": 4, "loss": 0.4}', "\0\0\0", '{"mine": 1}\n3']
+)
 def test_resume_drops_what_is_repeated(tmp_path, torn):
     log = MetricsLog(tmp_path, {})
     for step in range(1, 4):

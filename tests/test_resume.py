@@ -210,15 +210,18 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start_all(model, data, out, cache, num_processes, num_devices, seeds=None, **options):
-    """The same command, but for the seeds, in several processes that share num_devices."""
+def start_all(
+    model, data, out, cache, num_processes, num_devices, seeds=None, codes=None, **options
+):
+    """The same command, but for seeds and code, in several processes that share num_devices."""
     address = f"localhost:{free_port()}"
     starts = []
     for k in range(num_processes):
         who = dict(coordinator_address=address, num_processes=num_processes, process_id=k)
         seed = {"seed": seeds[k]} if seeds else {}
         config = config_of(model, data, out, **RUN | options | who | seed)
-        starts.append(Start(config, cache, num_devices // num_processes))
+        code = codes[k] if codes else None
+        starts.append(Start(config, cache, num_devices // num_processes, code))
     return starts
 
 
@@ -262,6 +265,29 @@ def test_a_process_dies_and_the_others_end(model, data, cache, one_process, tmp_
     starts[victim].process.communicate()
     run(config_of(model, data, out, **RUN), cache, 4)
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
+
+
+LATE = """
+import time
+import flax_train_instruct_pix2pix as trainer
+make_programs = trainer.make_programs
+def make_slow_programs(*args):
+    programs = make_programs(*args)
+    pauses = [45]
+    def train_step(*args):
+        time.sleep(pauses.pop() if pauses else 0)
+        return programs.train_step(*args)
+    return programs._replace(train_step=train_step)
+trainer.make_programs = make_slow_programs
+trainer.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_for_long_is_waited_for(model, data, cache, one_process, tmp_path):
+    for start in start_all(model, data, tmp_path, cache, 2, 4, codes=[None, LATE]):
+        start.end()
+    np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
 
 
 def test_sigterm_to_one_process_stops_all(model, data, cache, one_process, tmp_path):

@@ -1017,6 +1017,8 @@ BAD_FLAGS = [
     ),
     ({"validation_steps": 0}, "validation_steps=0 must be at least 1"),
     ({"profile_steps": "3"}, "profile_steps=3 must be FIRST:LAST"),
+    ({"output_dir": "own"}, "output_dir=own holds README.md of no training run"),
+    ({"output_dir": "file/out"}, "output_dir=file/out cannot be written: "),
     ({"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3}, "=3 must be a multiple of ema"),
     ({"profile_steps": "5:3"}, "profile_steps=5:3 must be FIRST:LAST"),
     ({"hub_model_id": "me/model"}, "hub_model_id=me/model goes with --push_to_hub"),
@@ -1068,6 +1070,8 @@ def test_bad_flags_are_refused_before_anything_is_read(
     Path("file").touch()
     Path("finished").mkdir()
     Path("finished/model_index.json").touch()
+    Path("own").mkdir()
+    Path("own/README.md").touch()
     config = config_of("nowhere", "nowhere", "out", **flags)
     assert message in run_badly(config, monkeypatch, capsys)
 
@@ -1149,7 +1153,11 @@ BAD_FOLDERS = [
         "xl/unet is the UNet of an SDXL, which is not trained here",
     ),
     ({"train_batch_size": 20}, None, "the batch of a process can be 16 at most"),
-    ({"output_dir": "file/out"}, None, "file/out"),
+    (
+        {"ema": "power", "ema_snapshot_steps": 100},
+        None,
+        "ema_snapshot_steps=100 is more than the run's 5 steps",
+    ),
 ]
 
 
