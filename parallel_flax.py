@@ -27,8 +27,8 @@ from jax.experimental import multihost_utils
 WAIT_SECONDS = 3600  # for the others to compile, or for process 0 to save and upload
 GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
 _numbers = itertools.count()
-COLLECTIVE_SECONDS = 600  # for the others to come to the same operation of CPUs
-HEARTBEAT_SECONDS = 60  # a process that is silent for so long counts as dead and ends the run
+COLLECTIVE_SECONDS = 90  # for the others to come to an operation of CPUs; less than the next
+HEARTBEAT_SECONDS = 100  # a process that is silent for so long counts as dead and ends the run
 
 
 def split_axis(shape, num_slices):

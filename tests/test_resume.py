@@ -251,8 +251,12 @@ def test_processes_do_what_one_does(model, data, cache, one_process, tmp_path, n
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_process_dies_and_the_others_end(model, data, cache, one_process, tmp_path, victim):
+def test_a_process_dies_and_the_others_end(
+    model, data, cache, one_process, tmp_path, monkeypatch, victim
+):
     """Then another number of processes goes on."""
+    sooner = f"{os.environ['XLA_FLAGS']} --xla_cpu_collective_timeout_seconds=40"
+    monkeypatch.setenv("XLA_FLAGS", sooner)
     out = tmp_path / "out"
     starts = start_all(model, data, out, cache, 2, 4)
     starts[0].wait_until(starts[0].logged(5))
