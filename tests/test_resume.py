@@ -250,7 +250,8 @@ def test_processes_do_what_one_does(model, data, cache, one_process, tmp_path, n
     np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_dies_and_the_others_end(
     model, data, cache, one_process, tmp_path, monkeypatch, victim
 ):
