@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from diffusers.utils import make_image_grid
 from PIL import Image
 
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -65,6 +64,8 @@ def picture_files(output, num_pictures):
 
 def picture_grid(pictures):
     """One picture of several of one size, in rows, as square as it gets."""
+    from diffusers.utils import make_image_grid  # seconds to import
+
     columns = math.ceil(math.sqrt(len(pictures)))
     rows = math.ceil(len(pictures) / columns)
     blank = Image.new("RGB", pictures[0].size, "white")

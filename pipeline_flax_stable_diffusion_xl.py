@@ -20,20 +20,25 @@ import numpy as np
 from transformers import CLIPTokenizer
 
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionPipeline,
 )
 from pipeline_flax_utils import TEXT_ENCODERS, read_parts, tokenize
-from scheduling_flax import Scheduler
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # what the refiner is told of each branch's picture
 
 
+@dataclass(frozen=True, eq=False)
 class _XL:
     """What SDXL's pipelines add to those of Stable Diffusion: two text encoders, sizes, VAE."""
+
+    text_encoder: FlaxCLIPTextModel | None  # a refiner has neither it
+    tokenizer: CLIPTokenizer | None  # nor this
+    text_encoder_2: FlaxCLIPTextModelWithProjection
+    tokenizer_2: CLIPTokenizer
+    force_zeros_for_empty_prompt: bool = True
+    requires_aesthetics_score: bool = False
 
     text_axes = 2  # of one picture's prompt_ids
 
@@ -183,16 +188,6 @@ class FlaxStableDiffusionXLPipeline(_XL, FlaxStableDiffusionPipeline):
     the empty text. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
     """
 
-    text_encoder: FlaxCLIPTextModel | None
-    text_encoder_2: FlaxCLIPTextModelWithProjection
-    vae: FlaxAutoencoderKL
-    tokenizer: CLIPTokenizer | None
-    tokenizer_2: CLIPTokenizer
-    unet: FlaxUNet2DConditionModel
-    scheduler: Scheduler
-    force_zeros_for_empty_prompt: bool = True
-    requires_aesthetics_score: bool = False
-
     torch_class_name = "StableDiffusionXLPipeline"
 
     def __call__(
@@ -236,15 +231,5 @@ class FlaxStableDiffusionXLPipeline(_XL, FlaxStableDiffusionPipeline):
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionXLImg2ImgPipeline(_XL, FlaxStableDiffusionImg2ImgPipeline):
     """Text and a picture or latents in, picture out: SDXL's base or its refiner."""
-
-    text_encoder: FlaxCLIPTextModel | None
-    text_encoder_2: FlaxCLIPTextModelWithProjection
-    vae: FlaxAutoencoderKL
-    tokenizer: CLIPTokenizer | None
-    tokenizer_2: CLIPTokenizer
-    unet: FlaxUNet2DConditionModel
-    scheduler: Scheduler
-    force_zeros_for_empty_prompt: bool = True
-    requires_aesthetics_score: bool = False
 
     torch_class_name = "StableDiffusionXLImg2ImgPipeline"

@@ -410,11 +410,6 @@ def pair_up(prompt_ids, image):
 # --------------------------------------------------------------------- guidance
 
 
-def is_number(value):
-    """Is it known before the program runs, other than a JAX array?"""
-    return not isinstance(value, jax.Array)
-
-
 def guidance_branches(guidance_scale):
     """Choose the branches whose weight is not zero; JAX arrays may have any value, so need both.
 
@@ -427,7 +422,7 @@ def guidance_branches(guidance_scale):
     Raises:
         ValueError: the scale is negative or not finite.
     """
-    if not is_number(guidance_scale) or np.ndim(guidance_scale):
+    if isinstance(guidance_scale, jax.Array) or np.ndim(guidance_scale):
         return BRANCHES
     if not 0 <= guidance_scale < math.inf:
         raise ValueError(

@@ -41,6 +41,7 @@ from pictures import (
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from pipeline_flax_utils import keys_per_picture
 from scheduling_flax import SCHEDULERS, make_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
@@ -128,7 +129,7 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 
 def replicate_all(params, devices, seed, num_pictures):
     """(parameters on every device; a key for each picture, which depends on its number alone)."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(num_pictures))
+    keys = keys_per_picture(jax.random.key(seed), num_pictures)
     return jax_utils.replicate(params, devices), keys
 
 

@@ -45,7 +45,7 @@ from pictures import (
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from pipeline_flax_utils import guidance_branches
+from pipeline_flax_utils import guidance_branches, keys_per_picture
 from scheduling_flax import SCHEDULERS, make_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
@@ -133,7 +133,7 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 
 def replicate_all(params, devices, seed, num_pictures):
     """(parameters on every device; a key for each picture, which depends on its number alone)."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(num_pictures))
+    keys = keys_per_picture(jax.random.key(seed), num_pictures)
     return jax_utils.replicate(params, devices), keys
 
 
@@ -170,9 +170,8 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     Returns:
         (compiled program, "loaded", or "compiled" and why).
     """
-    prompt_ids, p_params, keys, scale, latents, neg_prompt_ids, rescale = arguments(
-        p_params, batch, config
-    )
+    dynamic = arguments(p_params, batch, config)
+    prompt_ids, p_params, keys, scale, latents, neg_prompt_ids, rescale = dynamic
     branches = guidance_branches(config.guidance_scale)
     p_generate = jax.pmap(
         pipeline._generate, static_broadcasted_argnums=(3, 4, 5, 9, 11), devices=devices
@@ -193,7 +192,6 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     )
     if store is None:
         return p_generate.lower(*args).compile(), "compiled"
-    dynamic = arguments(p_params, batch, config)
     what = {
         "pipeline": hashlib.sha256(pipeline.description().encode()).hexdigest()[:16],
         "steps": config.num_inference_steps,

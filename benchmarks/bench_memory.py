@@ -21,14 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import tyro
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tpu_compile  # noqa: E402
-from benchmarks.full_size import GIB, describe_machine, write_json  # noqa: E402
+from benchmarks.full_size import GIB, command_line, describe_machine, write_json  # noqa: E402
 
 NUM_DEVICES = 4
 VARIANTS = {
@@ -102,6 +101,8 @@ def run(config):
             f"batch_per_device={config.batch_per_device} cannot be cut into four micro-batches; "
             "give a multiple of 4"
         )
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     if config.tpu:
         devices = tpu_compile.slice_devices(tpu_compile.find_slice(config.tpu))
     else:
@@ -115,17 +116,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    command_line(Config, __doc__, run, args)
 
 
 if __name__ == "__main__":

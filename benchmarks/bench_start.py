@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,6 +40,7 @@ from benchmarks.full_size import (  # noqa: E402
     TOKENIZER,
     UNET,
     VAE,
+    command_line,
     describe_machine,
     write_json,
 )
@@ -196,15 +196,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    command_line(Config, __doc__, run, args)
 
 
 if __name__ == "__main__":

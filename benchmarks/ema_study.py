@@ -54,7 +54,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -62,7 +61,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import flax_train_instruct_pix2pix as trainer  # noqa: E402
-from benchmarks.full_size import describe_machine, write_json  # noqa: E402
+from benchmarks.full_size import command_line, describe_machine, write_json  # noqa: E402
 from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
 from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
@@ -622,15 +621,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    command_line(Config, __doc__, run, args)
 
 
 if __name__ == "__main__":

@@ -260,9 +260,9 @@ def run(config):
     print(f"\n{format_table(figures)}\n\nwrote {config.output}")
 
 
-def main(args=None):
-    """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
+def command_line(config_class, description, run, args=None):
+    """What every benchmark's main does: read the flags, run; mistakes end in one line."""
+    config = tyro.cli(config_class, description=description, args=args, use_underscores=True)
     try:
         run(config)
     except KeyboardInterrupt:
@@ -271,6 +271,11 @@ def main(args=None):
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Config, __doc__, run, args)
 
 
 if __name__ == "__main__":
