@@ -303,7 +303,7 @@ flock -w "${LOCK_WAIT:-60}" 9 >/dev/null & wait $! || fail "another script.sh is
 scan
 if [ "$(count_of done)" -lt "$count" ]; then
     mkdir -p "$unfinished"
-    touch "$log" && chmod 600 "$log" # it has signed links
+    (umask 077 && touch "$log") # it has signed links
     drain
 fi
 tally
