@@ -1,7 +1,7 @@
 """Compiled programs kept on disk, so that the next process neither traces nor compiles.
 
     store = ExecutableStore("~/.cache/jax_executables")
-    what = {"program": "f of 8 pictures"} | surroundings(devices)
+    what = {"program": "f of 8 pictures"} | surroundings(devices, [__file__])
     in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(result)
     compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is None:
@@ -9,7 +9,7 @@
         store.save(name, what, compiled)
 
 An executable is code: who can write the file can run anything as its reader. So the folder is made
-for its owner alone, and one that others may write to is refused.
+for its owner alone, one that others may write to is refused, and so is a file in it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import platform
 import re
 import stat
 import tempfile
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import jax
@@ -39,21 +39,28 @@ class ExecutableStore:
 
     Raises:
         ValueError: it cannot be used: no folder, not readable, another user's, or writable by
-            others.
+            others, or in a folder where anybody may put another one in its place.
     """
 
     def __init__(self, folder):
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(folder).expanduser().resolve()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
         except OSError as error:
             raise ValueError(f"{self.folder} cannot be used for executables: {error}") from error
-        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if not is_private(status):
             raise ValueError(
                 f"{self.folder} is another user's or may be written to by others, and who writes "
                 f"there can run code as you; chmod 700 {self.folder}, or name another folder"
             )
+        for parent in self.folder.parents:
+            mode = parent.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise ValueError(
+                    f"{parent} may be written to by others, who could put another folder in the "
+                    f"place of {self.folder} and run code as you; name another folder"
+                )
         if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
             raise ValueError(
                 f"{self.folder} cannot be read and written; chmod 700 {self.folder}, or name "
@@ -74,9 +81,9 @@ class ExecutableStore:
         """
         file = self.folder / f"{name}{SUFFIX}"
         try:
-            with file.open("rb") as f:
-                if os.fstat(f.fileno()).st_uid != os.geteuid():
-                    return None, f"{file} is another user's"
+            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
+                if not is_private(os.fstat(f.fileno())):
+                    return None, f"{file} is another user's or may be written to by others"
                 header, content = f.readline(), f.read()
         except FileNotFoundError:
             return None, "none was kept"
@@ -84,7 +91,7 @@ class ExecutableStore:
             return None, f"{file} cannot be read ({error})"
         try:
             header = json.loads(header)
-            before, checksum = header["what"], header["sha256"]
+            before, checksum = dict(header["what"]), header["sha256"]
         except (ValueError, KeyError, TypeError):
             return None, f"{file} is damaged"
         now = json.loads(json.dumps(what))
@@ -116,31 +123,49 @@ class ExecutableStore:
                 raise
 
 
+def is_private(status):
+    """Is a file or folder, of which this is os.stat's result, this user's alone to write to?"""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _short(value):
     text = str(value)
     return text if len(text) < 80 else f"{text[:76]}..."
 
 
-def surroundings(devices):
+def surroundings(devices, files):
     """What a compiled program depends on besides what was compiled, a flat dict.
 
-    Versions, devices, settings of XLA and jax, and a checksum of the models' code.
+    Versions, devices, settings of XLA and jax, and a checksum of the code.
+
+    Args:
+        devices: that it runs on.
+        files: the code that calls the models; that of the models is always in it.
     """
+    models = sorted(f for pattern in CODE for f in Path(__file__).parent.glob(pattern))
     code = hashlib.sha256()
-    for file in sorted(f for pattern in CODE for f in Path(__file__).parent.glob(pattern)):
+    for file in map(Path, [*models, *files]):
         code.update(file.name.encode() + file.read_bytes())
     client = devices[0].client
     settings = {k: str(v) for k, v in jax.config.values.items() if not NO_EFFECT.search(k)}
     return {
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
+        "flax": version("flax"),
+        "libraries": _library_versions() if client.platform != "cpu" else "",
         "runtime": f"{client.platform} {client.platform_version}",
         "device": f"{devices[0].device_kind}{_cpu_features() if client.platform == 'cpu' else ''}",
         "device numbers": [device.id for device in devices],
-        "code of the models": code.hexdigest()[:16],
+        "code": code.hexdigest()[:16],
         **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
         **settings,
     }
+
+
+def _library_versions():
+    """Versions of what is installed of an accelerator's libraries, such as cuDNN."""
+    found = {(package.name or "", package.version) for package in distributions()}
+    return ", ".join(f"{n} {v}" for n, v in sorted(found) if n.startswith(("nvidia", "libtpu")))
 
 
 def _cpu_features():

@@ -43,7 +43,7 @@ def picture_files(output, num_pictures):
         num_pictures: how many.
 
     Returns:
-        Paths; in a folder 000.png, 001.png, ...
+        Paths; in a folder 000.png, 001.png, ..., on from the last one that is there.
 
     Raises:
         ValueError: output is one file for several pictures, or cannot be written.
@@ -56,7 +56,9 @@ def picture_files(output, num_pictures):
             f"--output {output} is one file for {num_pictures} pictures; give a folder"
         )
     else:
-        files = [output / f"{i:03}.png" for i in range(num_pictures)]
+        numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
+        first = max(numbers, default=-1) + 1
+        files = [output / f"{first + i:03}.png" for i in range(num_pictures)]
     for file in files:
         check_picture_file(file)
     return files

@@ -33,12 +33,14 @@ from pipeline_flax_utils import (
     encode,
     guidance_branches,
     guide,
+    keys_of_sequel,
     keys_per_picture,
     normal,
     pair_up,
     prepare_images,
     read_parts,
     resized,
+    rows_per_picture,
     run,
 )
 from scheduling_flax import Scheduler
@@ -50,13 +52,27 @@ __all__ = [
 ]
 
 
+def check_channels(path, configs):
+    """Refuse a UNet that takes more than the noisy latents; arguments as in FlaxPipeline.check."""
+    in_channels = configs["unet"].get("in_channels", 4)
+    latent_channels = configs["vae"].get("latent_channels", 4)
+    if in_channels != latent_channels:
+        raise ValueError(
+            f"the UNet of {path} has in_channels={in_channels}, its VAE latent_channels="
+            f"{latent_channels}: it wants a picture as well; edit with an InstructPix2Pix by "
+            "edit_cli.py; inpainting models are not supported"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionPipeline(FlaxPipeline):
     """Text in, picture out.
 
     Fields: the modules, and dtype, which from_pretrained gave them (they compute in their own).
-    Scheduler, steps and picture size are compiled in: asking for others compiles again, and logs
-    that; the guidance scale is not, unless it is 1 or 0, where a branch of guidance falls away.
+    Scheduler (dataclasses.replace takes another), steps and picture size are compiled in: asking
+    for others compiles again, and logs that; the guidance scale is not, unless it is 1 or less,
+    where a branch of guidance falls away. Whatever params["scheduler"] was cast to, the scheduler
+    computes in float32.
     """
 
     vae: FlaxAutoencoderKL
@@ -80,14 +96,7 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
                 f"{path} is a {class_name}; this pipeline runs Stable Diffusion 1.x and 2.x, for "
                 "XL take FlaxStableDiffusionXLPipeline (sdxl_single.py)"
             )
-        in_channels = configs["unet"].get("in_channels", 4)
-        latent_channels = configs["vae"].get("latent_channels", 4)
-        if in_channels != latent_channels:
-            raise ValueError(
-                f"the UNet of {path} has in_channels={in_channels}, its VAE latent_channels="
-                f"{latent_channels}: it wants a picture as well; edit with an InstructPix2Pix by "
-                "edit_cli.py"
-            )
+        check_channels(path, configs)
         return index, configs
 
     def prepare_inputs(self, prompt):
@@ -130,10 +139,11 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
             height, width: of the pictures, multiples of 8; None takes the size that the model was
                 trained at.
             guidance_scale: weight of the prompt, >= 0, a number, or an array of one per picture;
-                1: no guidance, half of the work.
+                a number up to 1: no guidance, half of the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
-            neg_prompt_ids: what to avoid, like prompt_ids; None is the empty text.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text.
             return_dict: False returns a plain tuple (images, None).
             jit: True runs on several devices, False on one; compiled either way.
             output_type: "np", "pil" or "latent".
@@ -206,13 +216,12 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
         branches = guidance_branches(guidance_scale) if branches is None else branches
         shape = self.latent_shape(len(prompt_ids), height, width)
         keys = keys_per_picture(prng_seed, len(prompt_ids))
-        state = self.scheduler.set_timesteps(params["scheduler"], num_inference_steps, shape)
+        state = self._schedule(num_inference_steps, shape)
         if latents is None:
             latents = normal(keys, 0, shape[1:])
         elif latents.shape != shape:
             raise ValueError(f"latents have shape {latents.shape}, need {shape}")
-        # The cast undoes one of all params to bfloat16; the rest of the state is made just above.
-        x_t = latents.astype(jnp.float32) * state.init_noise_sigma.astype(jnp.float32)
+        x_t = latents.astype(jnp.float32) * state.init_noise_sigma
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
         x_0 = self._denoise(
             params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
@@ -222,7 +231,8 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
     def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         """What the UNet is told of each branch, its arguments after the timestep: a list."""
         if neg_prompt_ids is None:
-            neg_prompt_ids = self.prepare_text_inputs([""] * len(prompt_ids))
+            neg_prompt_ids = self.prepare_text_inputs("")
+        neg_prompt_ids = rows_per_picture(neg_prompt_ids, len(prompt_ids))
         texts = {"text": prompt_ids, "null": neg_prompt_ids.astype(prompt_ids.dtype)}
         ids = jnp.concatenate([texts[branch] for branch in branches])
         states = self.text_encoder.apply({"params": params["text_encoder"]}, ids)
@@ -253,6 +263,11 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
     """Text and a picture to begin with in, picture out; the parts of FlaxStableDiffusionPipeline.
+
+    A picture's own noise is not that which FlaxStableDiffusionPipeline draws for the same key, so
+    one key can make a picture and go on from it. With PNDM, the scheduler of Stable Diffusion 1.x,
+    and strength below 1 it differs from PyTorch, whose steps are then one timestep late (38 dB
+    apart at strength 0.7); with other schedulers, or at strength 1, it does not.
 
     Source: SDEdit (arXiv 2108.01073), algorithm 1.
     """
@@ -297,9 +312,10 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
 
     def _encode(self, params, image, keys, height, width):
         """Scaled latents of pictures, or those given, float32 (B, 4, h, w)."""
-        if image.ndim == 4 and image.shape[1] == self.vae.config.latent_channels:
+        size = self.picture_size(height, width, image.shape)
+        if self._is_latents(image.shape):
             return image.astype(jnp.float32)
-        return encode(self._vae, params["vae"], resized(image, height, width), keys)
+        return encode(self._vae, params["vae"], resized(image, size), keys)
 
     def __call__(
         self,
@@ -325,7 +341,8 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
             image: pictures, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
                 latents (B, 4, h, w), as from output_type="latent".
             strength: share of the steps that are done, in (0, 1]; 1 keeps almost nothing of image.
-            height, width: of the result; the pictures are resized to it. None takes their own.
+            height, width: of the result; the pictures are resized to it. None takes their own; the
+                size of latents stays.
             noise: standard normal noise that is added at first, like latents.
         """
         start = self.get_timestep_start(num_inference_steps, strength)
@@ -376,16 +393,14 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
             As FlaxStableDiffusionPipeline._generate.
         """
         branches = guidance_branches(guidance_scale) if branches is None else branches
-        keys = keys_per_picture(prng_seed, len(prompt_ids))
-        latents = self._encode(params, image, keys, height, width)
-        if len(latents) != len(prompt_ids):
+        if image.ndim != 4 or len(image) != len(prompt_ids):
             raise ValueError(
                 f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
                 "batch; prepare_inputs makes both"
             )
-        state = self.scheduler.set_timesteps(
-            params["scheduler"], num_inference_steps, latents.shape, start_timestep
-        )
+        keys = keys_of_sequel(keys_per_picture(prng_seed, len(prompt_ids)))
+        latents = self._encode(params, image, keys, height, width)
+        state = self._schedule(num_inference_steps, latents.shape, start_timestep)
         if noise is None:
             noise = normal(keys, 0, latents.shape[1:])
         elif noise.shape != latents.shape:

@@ -35,6 +35,7 @@ from pipeline_flax_utils import (
     prepare_images,
     read_parts,
     resized,
+    rows_per_picture,
     run,
 )
 from scheduling_flax import Scheduler
@@ -172,7 +173,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
             height, width: of the result, multiples of the VAE's factor (8); the pictures are
                 resized to it. None takes the pictures' own.
             latents: standard normal noise to start from, (B, 4, H / 8, W / 8); None draws it.
-            neg_prompt_ids: what to avoid, int32 (B, 77); None is the empty text.
+            neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None is the empty text.
             return_dict: False returns a plain tuple (images, None).
             jit: True runs on several devices, False on one; compiled either way.
 
@@ -243,12 +244,16 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
 
         # 1. The picture and the texts, each encoded once.
         posterior = self.vae.apply(
-            {"params": params["vae"]}, resized(image, height, width), method=self.vae.encode
+            {"params": params["vae"]},
+            resized(image, self.picture_size(height, width, image.shape)),
+            method=self.vae.encode,
         ).latent_dist
         # The posterior's mode, unscaled, as in training: section 3.2 of the paper.
         image_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
-        null_ids = self.prepare_text_inputs("") if neg_prompt_ids is None else neg_prompt_ids
-        text_ids = jnp.concatenate([prompt_ids, null_ids.astype(prompt_ids.dtype)])
+        null_ids = self.prepare_text_inputs("")
+        if neg_prompt_ids is not None:
+            null_ids = rows_per_picture(neg_prompt_ids, B).astype(prompt_ids.dtype)
+        text_ids = jnp.concatenate([prompt_ids, null_ids])
         states = self.text_encoder.apply({"params": params["text_encoder"]}, text_ids)
         text, null_text = states.last_hidden_state[:B], states.last_hidden_state[B:]
         null_text = jnp.broadcast_to(null_text, text.shape)  # (B, 77, D)
@@ -266,15 +271,12 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
 
         # 3. Noise, each picture from its own key.
         keys = keys_per_picture(prng_seed, B)
-        state = self.scheduler.set_timesteps(
-            params["scheduler"], num_inference_steps, image_latents.shape
-        )
+        state = self._schedule(num_inference_steps, image_latents.shape)
         if latents is None:
             latents = normal(keys, 0, image_latents.shape[1:])
         elif latents.shape != image_latents.shape:
             raise ValueError(f"latents have shape {latents.shape}, need {image_latents.shape}")
-        # The cast undoes one of all params to bfloat16; the rest of the state is made just above.
-        x_t = latents.astype(jnp.float32) * state.init_noise_sigma.astype(jnp.float32)
+        x_t = latents.astype(jnp.float32) * state.init_noise_sigma
 
         # 4. Denoise.
         def predict(scaled, t):

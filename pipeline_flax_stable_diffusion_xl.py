@@ -10,7 +10,10 @@ Base, then refiner, which goes on from the base's latents:
     refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained("REFINER")
     images = refiner(refiner.prepare_text_inputs(prompt), latents, params, key, 0.3).images
 
-On several devices as with FlaxStableDiffusionPipeline. Source: SDXL (arXiv 2307.01952).
+On several devices as with FlaxStableDiffusionPipeline. The UNet is told that the original has the
+result's size and was not cropped, and the refiner aesthetic scores of 6 and, of the null text, 2.5,
+as PyTorch's pipelines do by default; that they can be given other sizes, and a share of the steps
+(denoising_end, denoising_start), is not here. Source: SDXL (arXiv 2307.01952).
 """
 
 from dataclasses import dataclass
@@ -23,8 +26,9 @@ from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjectio
 from pipeline_flax_stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionPipeline,
+    check_channels,
 )
-from pipeline_flax_utils import TEXT_ENCODERS, read_parts, tokenize
+from pipeline_flax_utils import TEXT_ENCODERS, read_parts, rows_per_picture, tokenize
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # what the refiner is told of each branch's picture
 
@@ -69,6 +73,7 @@ class _XL:
             raise ValueError(
                 f"{path}/unet/config.json has no addition_embed_type='text_time': it is no SDXL"
             )
+        check_channels(path, configs)
         return index, configs
 
     @classmethod
@@ -138,7 +143,9 @@ class _XL:
         if neg_prompt_ids is not None:
             texts["null"] = neg_prompt_ids.astype(prompt_ids.dtype)
         elif not self.force_zeros_for_empty_prompt:
-            texts["null"] = jnp.asarray(self.prepare_text_inputs([""] * len(prompt_ids)))
+            texts["null"] = self.prepare_text_inputs("")
+        if "null" in texts:
+            texts["null"] = rows_per_picture(texts["null"], len(prompt_ids))
         encoded = [branch for branch in branches if branch in texts] or ["text"]
         states, pooled = self.get_embeddings(
             jnp.concatenate([texts[branch] for branch in encoded]), params

@@ -45,6 +45,8 @@ PART_FILES = {
 
 # Which of a picture's noises is its posterior's; 0, 1, ... are those of denoising.
 POSTERIOR_NOISE = 2**31 - 1
+# Which of a picture's keys a pipeline that goes on from a picture takes for its own noises.
+SEQUEL = 2**31 - 2
 
 # What the UNet is shown in each branch of guidance of a text-to-image model.
 BRANCHES = ("text", "null")
@@ -132,8 +134,8 @@ class FlaxPipeline:
     """
 
     dtype: DTypeLike = field(default=jnp.float32, kw_only=True)
-    # What `run` has compiled so far, to say when it compiles again.
-    compiled: set = field(default_factory=set, init=False, repr=False)
+    # What `run` has compiled so far, to say when it compiles again; dataclasses.replace keeps it.
+    compiled: set = field(default_factory=set, kw_only=True, repr=False)
 
     torch_class_name = None
 
@@ -188,22 +190,47 @@ class FlaxPipeline:
                 "safety_checker and feature_extractor must be None: pictures are not checked here"
             )
         path = pretrained_model_name_or_path
+        pipeline = cls.open(path, revision, dtype, scheduler)
+        return pipeline, pipeline.load_params(path, revision, variant, from_pt)
+
+    @classmethod
+    def open(cls, pretrained_model_name_or_path, revision=None, dtype=jnp.float32, scheduler=None):
+        """The pipeline of from_pretrained without its weights, which take the time and the memory.
+
+        Args:
+            pretrained_model_name_or_path, revision, dtype, scheduler: as for from_pretrained.
+
+        Raises:
+            ValueError: nothing there, another kind of pipeline, or settings that cannot be right.
+        """
+        path = pretrained_model_name_or_path
         index, configs = cls.check(path, revision)
         if scheduler is None:
-            scheduler, scheduler_state = scheduler_from_pretrained(path, revision=revision)
-        else:
-            scheduler_state = scheduler.create_state()
-        parts, params = {"scheduler": scheduler}, {"scheduler": scheduler_state}
-        options = dict(revision=revision, variant=variant, dtype=dtype, from_pt=from_pt)
+            scheduler, _ = scheduler_from_pretrained(path, revision=revision)
+        parts = {"scheduler": scheduler}
         for name in MODULES.keys() & configs.keys():
-            parts[name], params[name] = MODULES[name].from_pretrained(
-                path, subfolder=name, **options
-            )
+            parts[name] = MODULES[name].from_config(configs[name], dtype=dtype)
         for name in TEXT_ENCODERS.keys() & configs.keys():
             parts[name] = load_tokenizer(path, parts[TEXT_ENCODERS[name]], revision, name)
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
-        return cls(**parts, **absent, **cls._settings(index), dtype=dtype), params
+        return cls(**parts, **absent, **cls._settings(index), dtype=dtype)
+
+    def load_params(
+        self, pretrained_model_name_or_path, revision=None, variant=None, from_pt=False
+    ):
+        """The parameters of from_pretrained, for a pipeline of the same folder from `open`."""
+        params = {"scheduler": self.scheduler.create_state()}
+        for name, module in vars(self).items():
+            if name in MODULES and module is not None:
+                _, params[name] = type(module).from_pretrained(
+                    pretrained_model_name_or_path,
+                    subfolder=name,
+                    revision=revision,
+                    variant=variant,
+                    from_pt=from_pt,
+                )
+        return params
 
     @classmethod
     def _settings(cls, index):
@@ -281,27 +308,59 @@ class FlaxPipeline:
         """Pixels of a latent's side: 8."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
-    def latent_shape(self, batch_size, height=None, width=None):
-        """(B, 4, height / 8, width / 8); None takes the size that the model was trained at.
+    def picture_size(self, height=None, width=None, image_shape=None):
+        """Height and width of the result, in pixels.
+
+        Args:
+            height, width: as asked for; None takes those of the picture to begin with, or, without
+                one, the size that the model was trained at.
+            image_shape: (..., 3, H, W) of the picture, or (..., 4, h, w) of its latents, whose size
+                is the result's.
 
         Raises:
-            ValueError: height or width is not divisible by the VAE's factor.
+            ValueError: height or width is not divisible by the VAE's factor, or not the latents'.
         """
-        sample_size = self.unet.config.sample_size
-        sides = sample_size if isinstance(sample_size, tuple) else (sample_size, sample_size)
         factor = self.vae_scale_factor
-        height, width = (
-            size or side * factor for size, side in zip((height, width), sides, strict=True)
-        )
-        if height % factor or width % factor:
+        if image_shape is None:
+            side = self.unet.config.sample_size
+            height_0, width_0 = (
+                x * factor for x in (side if isinstance(side, tuple) else (side, side))
+            )
+        else:
+            height_0, width_0 = image_shape[-2:]
+            if self._is_latents(image_shape):
+                height_0, width_0 = height_0 * factor, width_0 * factor
+                if (height or height_0, width or width_0) != (height_0, width_0):
+                    raise ValueError(
+                        f"size {height}x{width} (height x width) is not that of these latents, "
+                        f"{height_0}x{width_0}; leave height and width out"
+                    )
+        height, width = height or height_0, width or width_0
+        if not height or not width or height % factor or width % factor:
             near = (max(factor, round(side / factor) * factor) for side in (height, width))
             raise ValueError(
                 f"size {height}x{width} (height x width) is not divisible by {factor}; try "
                 f"{'x'.join(map(str, near))}"
             )
+        return height, width
+
+    def _is_latents(self, image_shape):
+        return image_shape[-3] == self.vae.config.latent_channels
+
+    def latent_shape(self, batch_size, height=None, width=None):
+        """(B, 4, height / 8, width / 8), see picture_size."""
+        height, width = self.picture_size(height, width)
+        factor = self.vae_scale_factor
         return batch_size, self.vae.config.latent_channels, height // factor, width // factor
 
     # ----------------------------------------------------------------- inputs
+
+    def _schedule(self, num_inference_steps, shape, first_step=0):
+        """The scheduler's state for a run, in float32 whatever the parameters were cast to."""
+        with jax.ensure_compile_time_eval():
+            constants = jax.tree.map(np.asarray, self.scheduler.create_state())
+        state = jax.tree.map(jnp.asarray, constants)
+        return self.scheduler.set_timesteps(state, num_inference_steps, shape, first_step)
 
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts, for negative prompts and the like.
@@ -326,6 +385,22 @@ class FlaxPipeline:
             self.numpy_to_pil(result) if output_type == "pil" else result
         )
         return output if return_dict else tuple(output)
+
+
+def replace_leaves(function, params):
+    """Replace every array of parameters by function of it, in place and one after the other.
+
+    So no more than one is held in both forms.
+
+    Args:
+        function: array -> array.
+        params: nested dict.
+    """
+    for name, value in params.items():
+        if isinstance(value, dict):
+            replace_leaves(function, value)
+        else:
+            params[name] = jax.tree.map(function, value)
 
 
 def tokenize(tokenizer, prompt, length):
@@ -411,10 +486,11 @@ def pair_up(prompt_ids, image):
 
 
 def guidance_branches(guidance_scale):
-    """Choose the branches whose weight is not zero; JAX arrays may have any value, so need both.
+    """Choose the branches that are computed: PyTorch's pipelines guide above a scale of 1.
 
     Args:
-        guidance_scale: number >= 0, or array.
+        guidance_scale: number >= 0, or array, which may have any value and so needs both; the
+            scales of 0 to 1 in it go from the null text to the text.
 
     Returns:
         A part of BRANCHES, in its order.
@@ -426,9 +502,9 @@ def guidance_branches(guidance_scale):
         return BRANCHES
     if not 0 <= guidance_scale < math.inf:
         raise ValueError(
-            f"guidance_scale={guidance_scale} must be 0 or more; 1 switches guidance off"
+            f"guidance_scale={guidance_scale} must be 0 or more; up to 1 there is no guidance"
         )
-    return {0: ("null",), 1: ("text",)}.get(float(guidance_scale), BRANCHES)
+    return BRANCHES if guidance_scale > 1 else ("text",)
 
 
 def guide(eps_pred, branches, guidance_scale, guidance_rescale):
@@ -472,8 +548,28 @@ def keys_per_picture(prng_seed, num_pictures):
     """The keys given, or fold_in(key, 0), fold_in(key, 1), ... of one; (num_pictures,)."""
     keys = as_keys(prng_seed)
     if keys.ndim:
+        if keys.shape != (num_pictures,):
+            raise ValueError(
+                f"prng_seed has {keys.shape} keys for {num_pictures} pictures; give one key, or "
+                "one per picture"
+            )
         return keys
     return jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(num_pictures))
+
+
+def keys_of_sequel(keys):
+    """Keys of the same pictures for what goes on from them: noise used twice would show."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, SEQUEL)
+
+
+def rows_per_picture(ids, num_pictures):
+    """Token ids of negative prompts, one for each picture, or one for all of them."""
+    if len(ids) not in (1, num_pictures):
+        raise ValueError(
+            f"neg_prompt_ids has shape {ids.shape} for {num_pictures} pictures; give one row, or "
+            "one per picture"
+        )
+    return jnp.broadcast_to(ids, (num_pictures, *ids.shape[1:]))
 
 
 def normal(keys, number, shape):
@@ -528,9 +624,8 @@ def encode(vae, params, image, keys):
     return jnp.transpose(latents, (0, 3, 1, 2))
 
 
-def resized(image, height=None, width=None):
-    """Pictures (B, C, H, W) in [-1, 1] at another size, by Lanczos; None keeps a side."""
-    size = (height or image.shape[2], width or image.shape[3])
+def resized(image, size):
+    """Pictures (B, C, H, W) in [-1, 1] at another size (height, width), by Lanczos."""
     if size == image.shape[2:]:
         return image
     return jax.image.resize(image, (*image.shape[:2], *size), "lanczos3").clip(-1, 1)
@@ -582,22 +677,43 @@ def run(pipeline, jit, arrays, shared, options):
         batch = prompt_ids.shape[:2]
         keys = keys_per_picture(keys, math.prod(batch)).reshape(batch)
     arrays = arrays | {"prng_seed": keys}
-    _tell_of_compiling(pipeline, jit, arrays, options)
+    image = arrays.get("image")
+    options = options | dict(
+        zip(
+            ("height", "width"),
+            pipeline.picture_size(
+                options["height"], options["width"], None if image is None else image.shape
+            ),
+        )
+    )
     shared = {name: np.float32(number) for name, number in shared.items()}
-    generate = _on_devices if jit else _on_one
-    return generate(pipeline, tuple(options.items()), arrays, shared)
-
-
-def _tell_of_compiling(pipeline, jit, arrays, options):
-    """Log what differs from what was compiled before, if something was and this was not."""
-    shapes = {name: x.shape for name, x in arrays.items() if name != "params" and x is not None}
-    asked = frozenset({"jit": jit, **options, **shapes}.items())
-    if pipeline.compiled and asked not in pipeline.compiled:
-        nearest = min(pipeline.compiled, key=lambda other: len(asked - other))
+    program = _program_of(pipeline, jit, arrays, options)
+    if pipeline.compiled and program not in pipeline.compiled:
+        nearest = min(pipeline.compiled, key=lambda other: len(program - other))
         before = dict(nearest)
-        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(asked - nearest)]
+        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
         logger.warning("compiling again, for %s", ", ".join(changes))
-    pipeline.compiled.add(asked)
+    generate = _on_devices if jit else _on_one
+    result = generate(pipeline, tuple(options.items()), arrays, shared)
+    pipeline.compiled.add(program)
+    return result
+
+
+def _program_of(pipeline, jit, arrays, options):
+    """What makes a call's program another one than that of other calls: a frozenset of pairs."""
+    scheduler = pipeline.scheduler
+    types = {
+        name: f"{x.dtype}{list(x.shape)}"
+        for name, x in arrays.items()
+        if name != "params" and x is not None
+    }
+    weights = {name: tree for name, tree in arrays["params"].items() if name in MODULES}
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
+    settings = {
+        "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
+        "params": "/".join(sorted(dtypes)),
+    }
+    return frozenset({"jit": jit, **options, **types, **settings}.items())
 
 
 def _call(pipeline, options, arrays, shared):

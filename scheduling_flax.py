@@ -466,11 +466,16 @@ def make_scheduler(name, config):
 def scheduler_from_pretrained(pretrained_model_name_or_path, subfolder="scheduler", revision=None):
     """Build (scheduler, state) of the class that scheduler_config.json names; see load_config."""
     config = load_config(pretrained_model_name_or_path, subfolder, revision)
+    return scheduler_from_config(config, pretrained_model_name_or_path)
+
+
+def scheduler_from_config(config, source):
+    """Build (scheduler, state) of a scheduler_config.json's content; source is named in errors."""
     by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in SCHEDULERS.values()}
     name = str(config.get("_class_name")).removeprefix("Flax")
     if name not in by_class_name:
         raise ValueError(
-            f"{CONFIG_NAME} of {pretrained_model_name_or_path} names _class_name={name}, which is "
-            f"not supported; supported are {', '.join(by_class_name)}"
+            f"{CONFIG_NAME} of {source} names _class_name={name}, which is not supported; "
+            f"supported are {', '.join(by_class_name)}"
         )
     return by_class_name[name].from_config(config)

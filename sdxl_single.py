@@ -12,7 +12,8 @@ devices, up to rounding. The first batch compiles, and --compilation_cache_dir k
 Its twin sdxl_single_aot.py compiles ahead of time and keeps the executable, which starts sooner;
 `diff sdxl_single.py sdxl_single_aot.py` shows what that takes.
 
-Runs on TPU (v4, v5e and later), GPU (16 GB), and CPU (20 GB, minutes per picture).
+For TPU (v4, v5e and later), GPU and CPU (minutes per picture). SDXL's weights take 7 GB in bfloat16
+and 14 GB in float32, which is the default on a CPU.
 
 Source: SDXL (arXiv 2307.01952).
 """
@@ -41,7 +42,7 @@ from pictures import (
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from pipeline_flax_utils import keys_per_picture
+from pipeline_flax_utils import keys_per_picture, replace_leaves
 from scheduling_flax import SCHEDULERS, make_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
@@ -57,17 +58,17 @@ class Config:
     variant: str | None = None  # of the weights' file names, e.g. fp16
     prompt: tuple[str, ...] = (DEFAULT_PROMPT,)
     prompts_file: Path | None = None  # one prompt a line, instead of --prompt
-    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid
-    num_images: int | None = None  # of each prompt; default: 1, of a single prompt 1 per device
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "" is none
+    num_images: int | None = None  # of each prompt; default: 1, of a single prompt one batch
     seed: int = 33
     num_inference_steps: int = 25
-    guidance_scale: float = 5.0  # weight of the prompt, >= 0; 1: no guidance, half of the work
+    guidance_scale: float = 5.0  # weight of the prompt; up to 1: no guidance, half of the work
     guidance_rescale: float = 0.0  # 0 to 1: how far the contrast of guidance is taken back
     height: int | None = None  # pixels; default: what the model was trained at (1024)
     width: int | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     latents: Path | None = None  # .npy with noise to start from, (pictures, 4, height/8, width/8)
-    batch_size: int = 1  # pictures per device at once
+    batch_size: int = 1  # pictures per device at once, at most
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # folder; of a single picture also a file (.png, .jpg)
     grid: Path | None = None  # all pictures in one
@@ -77,19 +78,24 @@ class Config:
 # 1. Load
 
 
-def load_pipeline(config, dtype):
-    """The pipeline and its parameters, with the scheduler that was asked for."""
-    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(
-        config.pretrained_model_name_or_path,
-        revision=config.revision,
-        variant=config.variant,
-        dtype=dtype,
+def open_pipeline(config, dtype):
+    """The pipeline, without its weights yet, with the scheduler that was asked for."""
+    pipeline = FlaxStableDiffusionXLPipeline.open(
+        config.pretrained_model_name_or_path, revision=config.revision, dtype=dtype
     )
     if config.scheduler:
-        scheduler, params["scheduler"] = make_scheduler(config.scheduler, pipeline.scheduler.config)
+        scheduler, _ = make_scheduler(config.scheduler, pipeline.scheduler.config)
         pipeline = replace(pipeline, scheduler=scheduler)
-    pipeline.scheduler.set_timesteps(params["scheduler"], config.num_inference_steps)  # may refuse
-    return pipeline, params
+    state = pipeline.scheduler.create_state()
+    pipeline.scheduler.set_timesteps(state, config.num_inference_steps)  # refuses what is too many
+    return pipeline
+
+
+def load(pipeline, config):
+    """The parameters, as they are stored."""
+    return pipeline.load_params(
+        config.pretrained_model_name_or_path, revision=config.revision, variant=config.variant
+    )
 
 
 # 2. Cast
@@ -98,7 +104,7 @@ def load_pipeline(config, dtype):
 def cast(params, dtype):
     """All weights in dtype; the scheduler's state stays float32, bfloat16 would ruin it."""
     scheduler_state = params.pop("scheduler")
-    params = jax.tree.map(lambda x: np.asarray(x, dtype), params)
+    replace_leaves(lambda x: np.asarray(x, dtype), params)
     return params | {"scheduler": scheduler_state}
 
 
@@ -110,7 +116,8 @@ def list_prompts(config, num_devices):
     prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
-    num_images = config.num_images or (num_devices if len(prompts) == 1 else 1)
+    all_devices = num_devices * config.batch_size
+    num_images = config.num_images or (all_devices if len(prompts) == 1 else 1)
     return [prompt for prompt in prompts for _ in range(num_images)]
 
 
@@ -118,10 +125,11 @@ def list_prompts(config, num_devices):
 
 
 def tokenize_prompts(pipeline, prompts, negative_prompt):
-    """(prompt_ids, neg_prompt_ids), int32 (pictures, 2, 77)."""
+    """(prompt_ids, neg_prompt_ids or None), int32 (pictures, 2, 77)."""
     prompt_ids = pipeline.prepare_inputs(prompts)
-    neg_prompt_ids = pipeline.prepare_inputs([negative_prompt] * len(prompts))
-    return prompt_ids, neg_prompt_ids
+    if not negative_prompt:  # zeros, which SDXL was trained with, and not the empty text
+        return prompt_ids, None
+    return prompt_ids, pipeline.prepare_inputs([negative_prompt] * len(prompts))
 
 
 # 5. Replicate
@@ -129,8 +137,8 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 
 def replicate_all(params, devices, seed, num_pictures):
     """(parameters on every device; a key for each picture, which depends on its number alone)."""
-    keys = keys_per_picture(jax.random.key(seed), num_pictures)
-    return jax_utils.replicate(params, devices), keys
+    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
+    return params, keys_per_picture(jax.random.key(seed), num_pictures)
 
 
 # 6. Generate
@@ -161,7 +169,7 @@ def check_config(config):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     if not 0 <= config.guidance_scale < math.inf:
-        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more; 1 is none")
+        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
     if not 0 <= config.guidance_rescale <= 1:
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     if not 0 <= config.seed < 2**32:
@@ -183,14 +191,15 @@ def run(config):
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices))
     outputs = picture_files(config.output, len(prompts))
-    devices = devices[: math.ceil(len(prompts) / config.batch_size)]
+    batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
+    devices = devices[: math.ceil(len(prompts) / batch_size)]
     default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(config.dtype or default_dtype)
 
-    pipeline, params = load_pipeline(config, dtype)
+    pipeline = open_pipeline(config, dtype)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
-    params = cast(params, dtype)
+    params = cast(load(pipeline, config), dtype)
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
     p_params, keys = replicate_all(params, devices, config.seed, len(prompts))
     arrays = {
@@ -203,7 +212,7 @@ def run(config):
     # 7. The first batch compiles; 8. from then on it is fast.
     pictures = []
     with tqdm(total=len(prompts), desc="compiling", unit="picture") as bar:
-        for indices, batch in to_batches(arrays, len(devices), config.batch_size):
+        for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
             images = generate(pipeline, p_params, batch, config)[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
@@ -214,7 +223,8 @@ def run(config):
                 )
             for i, picture in zip(indices, pipeline.numpy_to_pil(images)):
                 save_picture(picture, outputs[i])
-                pictures.append(picture)
+                if config.grid:
+                    pictures.append(picture)
             bar.set_description("picturing")
             bar.update(len(indices))
     if config.grid:

@@ -13,7 +13,8 @@ another device, other code or other settings made is compiled again, and it is s
 An executable is code. --executable_dir is made for its owner alone (mode 0700); one that others may
 write to is refused. Never take executables from others.
 
-Runs on TPU (v4, v5e and later), GPU (16 GB), and CPU (20 GB, minutes per picture).
+For TPU (v4, v5e and later), GPU and CPU (minutes per picture). SDXL's weights take 7 GB in bfloat16
+and 14 GB in float32, which is the default on a CPU.
 
 Source: SDXL (arXiv 2307.01952); jax's documentation, "Ahead-of-time lowering and compilation".
 """
@@ -45,7 +46,7 @@ from pictures import (
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from pipeline_flax_utils import guidance_branches, keys_per_picture
+from pipeline_flax_utils import guidance_branches, keys_per_picture, replace_leaves
 from scheduling_flax import SCHEDULERS, make_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
@@ -61,17 +62,17 @@ class Config:
     variant: str | None = None  # of the weights' file names, e.g. fp16
     prompt: tuple[str, ...] = (DEFAULT_PROMPT,)
     prompts_file: Path | None = None  # one prompt a line, instead of --prompt
-    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid
-    num_images: int | None = None  # of each prompt; default: 1, of a single prompt 1 per device
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "" is none
+    num_images: int | None = None  # of each prompt; default: 1, of a single prompt one batch
     seed: int = 33
     num_inference_steps: int = 25
-    guidance_scale: float = 5.0  # weight of the prompt, >= 0; 1: no guidance, half of the work
+    guidance_scale: float = 5.0  # weight of the prompt; up to 1: no guidance, half of the work
     guidance_rescale: float = 0.0  # 0 to 1: how far the contrast of guidance is taken back
     height: int | None = None  # pixels; default: what the model was trained at (1024)
     width: int | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     latents: Path | None = None  # .npy with noise to start from, (pictures, 4, height/8, width/8)
-    batch_size: int = 1  # pictures per device at once
+    batch_size: int = 1  # pictures per device at once, at most
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # folder; of a single picture also a file (.png, .jpg)
     grid: Path | None = None  # all pictures in one
@@ -81,19 +82,24 @@ class Config:
 # 1. Load
 
 
-def load_pipeline(config, dtype):
-    """The pipeline and its parameters, with the scheduler that was asked for."""
-    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(
-        config.pretrained_model_name_or_path,
-        revision=config.revision,
-        variant=config.variant,
-        dtype=dtype,
+def open_pipeline(config, dtype):
+    """The pipeline, without its weights yet, with the scheduler that was asked for."""
+    pipeline = FlaxStableDiffusionXLPipeline.open(
+        config.pretrained_model_name_or_path, revision=config.revision, dtype=dtype
     )
     if config.scheduler:
-        scheduler, params["scheduler"] = make_scheduler(config.scheduler, pipeline.scheduler.config)
+        scheduler, _ = make_scheduler(config.scheduler, pipeline.scheduler.config)
         pipeline = replace(pipeline, scheduler=scheduler)
-    pipeline.scheduler.set_timesteps(params["scheduler"], config.num_inference_steps)  # may refuse
-    return pipeline, params
+    state = pipeline.scheduler.create_state()
+    pipeline.scheduler.set_timesteps(state, config.num_inference_steps)  # refuses what is too many
+    return pipeline
+
+
+def load(pipeline, config):
+    """The parameters, as they are stored."""
+    return pipeline.load_params(
+        config.pretrained_model_name_or_path, revision=config.revision, variant=config.variant
+    )
 
 
 # 2. Cast
@@ -102,7 +108,7 @@ def load_pipeline(config, dtype):
 def cast(params, dtype):
     """All weights in dtype; the scheduler's state stays float32, bfloat16 would ruin it."""
     scheduler_state = params.pop("scheduler")
-    params = jax.tree.map(lambda x: np.asarray(x, dtype), params)
+    replace_leaves(lambda x: np.asarray(x, dtype), params)
     return params | {"scheduler": scheduler_state}
 
 
@@ -114,7 +120,8 @@ def list_prompts(config, num_devices):
     prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
-    num_images = config.num_images or (num_devices if len(prompts) == 1 else 1)
+    all_devices = num_devices * config.batch_size
+    num_images = config.num_images or (all_devices if len(prompts) == 1 else 1)
     return [prompt for prompt in prompts for _ in range(num_images)]
 
 
@@ -122,10 +129,11 @@ def list_prompts(config, num_devices):
 
 
 def tokenize_prompts(pipeline, prompts, negative_prompt):
-    """(prompt_ids, neg_prompt_ids), int32 (pictures, 2, 77)."""
+    """(prompt_ids, neg_prompt_ids or None), int32 (pictures, 2, 77)."""
     prompt_ids = pipeline.prepare_inputs(prompts)
-    neg_prompt_ids = pipeline.prepare_inputs([negative_prompt] * len(prompts))
-    return prompt_ids, neg_prompt_ids
+    if not negative_prompt:  # zeros, which SDXL was trained with, and not the empty text
+        return prompt_ids, None
+    return prompt_ids, pipeline.prepare_inputs([negative_prompt] * len(prompts))
 
 
 # 5. Replicate
@@ -133,8 +141,8 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 
 def replicate_all(params, devices, seed, num_pictures):
     """(parameters on every device; a key for each picture, which depends on its number alone)."""
-    keys = keys_per_picture(jax.random.key(seed), num_pictures)
-    return jax_utils.replicate(params, devices), keys
+    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
+    return params, keys_per_picture(jax.random.key(seed), num_pictures)
 
 
 # 6. Generate
@@ -168,8 +176,9 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     """The program for batches of this shape, loaded if it was kept, or compiled and kept.
 
     Returns:
-        (compiled program, "loaded", or "compiled" and why).
+        (compiled program, "loaded in N s", or "compiled", why and in how many).
     """
+    started = time.perf_counter()
     dynamic = arguments(p_params, batch, config)
     prompt_ids, p_params, keys, scale, latents, neg_prompt_ids, rescale = dynamic
     branches = guidance_branches(config.guidance_scale)
@@ -191,7 +200,8 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
         branches,
     )
     if store is None:
-        return p_generate.lower(*args).compile(), "compiled"
+        compiled = p_generate.lower(*args).compile()
+        return compiled, f"compiled in {time.perf_counter() - started:.2f} s"
     what = {
         "pipeline": hashlib.sha256(pipeline.description().encode()).hexdigest()[:16],
         "steps": config.num_inference_steps,
@@ -200,14 +210,18 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
         "arguments": str(jax.tree.map(jax.typeof, dynamic)),
     }
     name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    what |= surroundings(devices)
+    what |= surroundings(devices, [__file__])
     in_tree, out_tree = jax.tree.structure((dynamic, {})), jax.tree.structure(0)
     compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is not None:
-        return compiled, "loaded"
+        return compiled, f"loaded in {time.perf_counter() - started:.2f} s"
     compiled = p_generate.lower(*args).compile()
-    store.save(name, what, compiled)
-    return compiled, f"compiled ({reason})"
+    how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
+    try:
+        store.save(name, what, compiled)
+    except Exception as error:  # a full disk, or a runtime that cannot: the pictures can be made
+        how += f"; not kept: {' '.join(str(error).split())}"
+    return compiled, how
 
 
 def check_config(config):
@@ -216,7 +230,7 @@ def check_config(config):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     if not 0 <= config.guidance_scale < math.inf:
-        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more; 1 is none")
+        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
     if not 0 <= config.guidance_rescale <= 1:
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     if not 0 <= config.seed < 2**32:
@@ -236,14 +250,15 @@ def run(config):
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices))
     outputs = picture_files(config.output, len(prompts))
-    devices = devices[: math.ceil(len(prompts) / config.batch_size)]
+    batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
+    devices = devices[: math.ceil(len(prompts) / batch_size)]
     default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(config.dtype or default_dtype)
 
-    pipeline, params = load_pipeline(config, dtype)
+    pipeline = open_pipeline(config, dtype)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
-    params = cast(params, dtype)
+    params = cast(load(pipeline, config), dtype)
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
     p_params, keys = replicate_all(params, devices, config.seed, len(prompts))
     arrays = {
@@ -254,14 +269,13 @@ def run(config):
     }
 
     # 8. Compiled before the first picture; every batch is fast.
-    started = time.perf_counter()
-    _, batch = next(to_batches(arrays, len(devices), config.batch_size))
+    _, batch = next(to_batches(arrays, len(devices), batch_size))
     p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)
-    print(f"{how} in {time.perf_counter() - started:.2f} s", file=sys.stderr)
+    print(how, file=sys.stderr)
 
     pictures = []
     with tqdm(total=len(prompts), desc="picturing", unit="picture") as bar:
-        for indices, batch in to_batches(arrays, len(devices), config.batch_size):
+        for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
             images = generate(p_generate, p_params, batch, config)[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
@@ -272,7 +286,8 @@ def run(config):
                 )
             for i, picture in zip(indices, pipeline.numpy_to_pil(images)):
                 save_picture(picture, outputs[i])
-                pictures.append(picture)
+                if config.grid:
+                    pictures.append(picture)
             bar.update(len(indices))
     if config.grid:
         save_picture(picture_grid(pictures), config.grid)

@@ -50,7 +50,7 @@ from modeling_flax_utils import fetch_file, read_json, write_json
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import MODULES
-from scheduling_flax import FlaxDDPMScheduler, FlaxEulerDiscreteScheduler
+from scheduling_flax import FlaxDDPMScheduler, scheduler_from_config
 
 GIB = 2**30
 
@@ -114,6 +114,7 @@ SDXL = {
         "hidden_act": "gelu",
     },
     "scheduler": {
+        "_class_name": "EulerDiscreteScheduler",
         "beta_start": 0.00085,
         "beta_end": 0.012,
         "beta_schedule": "scaled_linear",
@@ -142,9 +143,16 @@ class Config(trainer.Config):
     num_images: int = 1  # of sdxl: pictures at once on each chip
     num_inference_steps: int = 20  # of sdxl
     image_size: int = 1024  # of sdxl, pixels of a side
-    output: str = ""  # JSON file; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json
+    output: str = ""  # JSON file; "" is benchmarks/results/tpu_compile_TPU_PROGRAM[_IMAGES].json
     pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5, or XL
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
+
+
+SDXL_FLAGS = {"num_images", "num_inference_steps", "image_size"}
+COMMON_FLAGS = {
+    *("tpu", "program", "find_batch", "output"),
+    *("pretrained_model_name_or_path", "revision"),
+}
 
 
 class Slice(NamedTuple):
@@ -385,7 +393,7 @@ def sdxl_job(config, devices):
         name: MODULES[name].from_config(configs[name], dtype=dtype)
         for name in ("unet", "vae", "text_encoder", "text_encoder_2")
     }
-    scheduler, scheduler_state = FlaxEulerDiscreteScheduler.from_config(configs["scheduler"])
+    scheduler, scheduler_state = scheduler_from_config(configs["scheduler"], source)
     # Both prompts are given as tokens, so there is nothing to tokenize.
     pipeline = FlaxStableDiffusionXLPipeline(
         **modules, **settings, scheduler=scheduler, tokenizer=True, tokenizer_2=True
@@ -626,12 +634,29 @@ def compile_for(config, tpu, devices):
     Raises:
         ValueError: flags or models that do not go together.
     """
-    if config.program != "sdxl":  # writes nothing
+    changed = {
+        field.name for field in fields(config) if getattr(config, field.name) != field.default
+    }
+    if config.program == "sdxl":
+        wrong = changed - COMMON_FLAGS - SDXL_FLAGS
+        for name in sorted(SDXL_FLAGS):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    else:
+        wrong = changed & SDXL_FLAGS
+        # It writes nothing.
         trainer.check_config(replace(config, overwrite_output_dir=True), len(devices))
+    if wrong:
+        raise ValueError(
+            f"--{', --'.join(sorted(wrong))} has no meaning for --program {config.program}; leave "
+            "it out"
+        )
     job = JOBS[config.program](config, devices)
     step = measure(job.step, job.args)
     update = measure(job.update, job.update_args) if job.update and "needs" not in step else None
     body = measure(job.body, job.body_args) if job.body and "needs" not in step else None
+    if body and "needs" in body:
+        step = body
     return describe(config, tpu, job, step, update, body)
 
 
@@ -664,7 +689,8 @@ def run(config):
     )
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
-    name = f"tpu_compile_{config.tpu}_{config.program}.json"
+    program = f"sdxl_{config.num_images}" if config.program == "sdxl" else config.program
+    name = f"tpu_compile_{config.tpu}_{program}.json"
     output = Path(config.output or Path(__file__).parent / "benchmarks" / "results" / name)
     trainer.save_whole(output, partial(write_json, content=report))
     print(f"wrote {output}")

@@ -122,6 +122,7 @@ def start(script, folder, *options):
     command = [sys.executable, script, "--pretrained_model_name_or_path", str(folder / "model")]
     command += ["--prompt", "a photograph", "--num_images", "1", "--num_inference_steps", "1"]
     environment = os.environ | {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     started = time.perf_counter()
     done = subprocess.run(
         [*command, "--output", str(output), *options],

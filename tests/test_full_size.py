@@ -1,6 +1,6 @@
 """benchmarks/full_size.py with tiny models; and, slow, PyTorch parity at full size.
 
-pytest -m slow -s tests/test_full_size.py       # minutes, 12 GB of memory, 7 of disk
+pytest -m slow -s tests/test_full_size.py       # minutes, 20 GB of memory, 11 of disk
 """
 
 import json
@@ -9,6 +9,8 @@ import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from flax.traverse_util import flatten_dict
 from benchmarks import full_size
 from benchmarks.full_size import TEXT_ENCODER, UNET, VAE, run_command
 from modeling_flax_unet import FlaxUNet2DConditionModel
+from tpu_compile import SDXL
 
 
 def test_shapes_are_stable_diffusions():
@@ -106,4 +109,62 @@ def test_widening_and_pytorch_parity(tmp_path):
     seconds = time.perf_counter() - started
     error = np.abs(result.sample - expected).max() / np.abs(expected).max()
     print(f"ours against PyTorch: {error:.1e} of the largest output, in {seconds:.0f} s")
+    assert error < 2e-4
+
+
+def in_new_process(function, *args):
+    """(result, seconds, peak GiB) of function, which returns (result, seconds)."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        result, seconds = process.submit(function, *args).result()
+        peak = process.submit(resource.getrusage, resource.RUSAGE_SELF).result().ru_maxrss / 2**20
+    return result, seconds, peak
+
+
+def timed(forward):
+    """(result, seconds) of the second call: the first compiles, and brings the weights in."""
+    forward()
+    started = time.perf_counter()
+    return forward(), time.perf_counter() - started
+
+
+def sdxl_inputs():
+    """(latents of 1024 pixels, timestep, text, pooled text, time ids), float32 and int32."""
+    rng = np.random.default_rng(0)
+    shapes = (1, 4, 128, 128), (1, 77, 2048), (1, 1280)
+    latents, text, pooled = (np.float32(rng.standard_normal(shape)) for shape in shapes)
+    time_ids = np.float32([[1024, 1024, 0, 0, 1024, 1024]])
+    return latents, np.int32([801]), text, {"text_embeds": pooled, "time_ids": time_ids}
+
+
+def sdxl_of_pytorch(folder):
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(**SDXL["unet"]).eval()
+    unet.save_pretrained(folder)
+    latents, t, text, added = jax.tree.map(torch.from_numpy, sdxl_inputs())
+    with torch.inference_mode():
+        return timed(lambda: unet(latents, t, text, added_cond_kwargs=added).sample.numpy())
+
+
+def sdxl_of_ours(folder):
+    jax.config.update("jax_platforms", "cpu")
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(folder)
+    leaves, structure = jax.tree.flatten(params)
+    del params
+    for i, leaf in enumerate(leaves):  # never twice
+        leaves[i] = jax.device_put(leaf)
+    params = jax.tree.unflatten(structure, leaves)
+    apply, inputs = jax.jit(unet.apply), sdxl_inputs()
+    return timed(lambda: np.asarray(apply({"params": params}, *inputs).sample))
+
+
+@pytest.mark.slow
+def test_sdxl_unet(tmp_path, monkeypatch):
+    """One forward pass at 1024 pixels, float32."""
+    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        monkeypatch.delenv(name, raising=False)
+    expected, their_seconds, their_peak = in_new_process(sdxl_of_pytorch, tmp_path / "unet")
+    result, seconds, peak = in_new_process(sdxl_of_ours, tmp_path / "unet")
+    error = np.abs(result - expected).max() / np.abs(expected).max()
+    print(f"\nPyTorch: {their_seconds:.0f} s, peak {their_peak:.1f} GiB")
+    print(f"ours: {seconds:.0f} s, peak {peak:.1f} GiB; {error:.1e} of the largest output apart")
     assert error < 2e-4

@@ -436,8 +436,11 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
         ({"num_inference_steps": 0}, "num_inference_steps=0"),
         ({"prng_seed": 0}, "prng_seed=0 is no PRNG key"),
         ({"latents": np.zeros((1, 4, 2, 2), np.float32)}, r"\(1, 4, 2, 2\), need \(1, 4, 4, 4\)"),
-        ({"image": np.zeros((1, 3, 18, 16), np.float32)}, "18x16 is not divisible by 4"),
-        ({"height": 30}, "30x16 is not divisible by 4"),
+        (
+            {"image": np.zeros((1, 3, 18, 16), np.float32)},
+            "18x16 .* is not divisible by 4",
+        ),
+        ({"height": 30}, "30x16 .* is not divisible by 4"),
         ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "same batch"),
         ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "uint8"),
         ({"jit": True}, "shard prompt_ids"),

@@ -1,5 +1,6 @@
 """Text-to-image and image-to-image against the PyTorch pipelines of the same weights."""
 
+import logging
 from dataclasses import replace
 
 import jax
@@ -14,6 +15,7 @@ from diffusers import (
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
+from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from pipeline_flax_stable_diffusion import (
@@ -47,7 +49,7 @@ def folders(tmp_path_factory):
     options = dict(in_channels=4, vae_channels=(8, 8, 16, 16))
     sd = make_tiny_pipeline(root / "sd", **options)
     xl = make_tiny_xl(root / "xl")
-    refiner = make_tiny_xl(root / "refiner", refiner=True)
+    refiner = make_tiny_xl(root / "refiner", refiner=True, force_zeros=False)
     for folder in (sd, xl, refiner):
         vae = AutoencoderKL.from_pretrained(folder / "vae")
         with torch.no_grad():
@@ -71,6 +73,7 @@ def cases():
             slow = [] if scheduler == "euler" else [pytest.mark.slow]
             yield pytest.param(kind, scheduler, "negative", marks=slow)
         if kind in ("sd", "xl"):
+            yield kind, "pndm", "plain"  # PyTorch's image-to-image is a timestep late with it
             yield kind, "euler", "off"
         if kind in ("sd", "xl", "xl image"):  # PyTorch's image-to-image of SD has none
             yield kind, "euler", "rescaled"
@@ -90,7 +93,9 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((2, 4, 8, 6), np.float32)
     picture = rng.random((2, 64, 48, 3), np.float32)
-    options = dict(num_inference_steps=6, guidance_scale=1.0 if guidance == "off" else 5.0)
+    options = dict(num_inference_steps=6, guidance_scale=5.0)
+    if guidance == "off":  # as the distilled models' cards have it
+        options["guidance_scale"] = 0.0 if kind == "xl" else 1.0
     negative = guidance == "negative"
     if guidance == "rescaled":
         options["guidance_rescale"] = 0.7
@@ -125,6 +130,128 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
     assert images.shape == (2, 64, 48, 3) and images.dtype == jnp.float32
     assert psnr(images, expected) > 60
     assert np.std(expected) > 0.01
+
+
+@pytest.fixture(scope="module")
+def xl(folders):
+    return FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"])
+
+
+def test_bfloat16(folders, xl):
+    """Weights and computation in bfloat16, the VAE in float32 and the scheduler always."""
+    pipeline, params = xl
+    key = jax.random.key(0)
+    options = dict(num_inference_steps=3, guidance_scale=2.0)
+    expected = pipeline(pipeline.prepare_inputs(PROMPTS), params, key, **options).images
+    assert pipeline._vae.config.force_upcast
+    half, params = FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"], dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)  # the scheduler's as well
+    assert half.vae.dtype == half.unet.dtype == jnp.bfloat16
+    assert half._vae.dtype == jnp.float32
+    images = half(half.prepare_inputs(PROMPTS), params, key, **options).images
+    assert images.dtype == jnp.float32 and psnr(images, expected) > 30
+    program = jax.make_jaxpr(half._decode)(params, jnp.zeros((1, 4, 8, 8)))
+    convolutions = [e for e in program.jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
+    assert {e.outvars[0].aval.dtype for e in convolutions} <= {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("kind", ["sd", "sd image"])
+def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
+    pipeline, params = KINDS[kind][1].from_pretrained(folders[kind])
+    pipeline = replace_scheduler(pipeline, params, "ddim")
+    inputs = [pipeline.prepare_text_inputs(PROMPTS)]
+    if kind == "sd image":
+        inputs = pipeline.prepare_inputs(PROMPTS, np.full((64, 48, 3), 99, np.uint8))
+    cast = params | {
+        "scheduler": jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["scheduler"])
+    }
+    expected, found = (
+        pipeline(*inputs, tree, jax.random.key(0), num_inference_steps=5).images
+        for tree in (params, cast)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_base_then_refiner(folders, xl):
+    """Latents go from one to the other; on several devices the same; sizes that differ do not."""
+    base, params = xl
+    key = jax.random.key(0)
+    latents = base(
+        base.prepare_inputs(PROMPTS), params, key, 3, output_type="latent", height=64, width=48
+    ).images
+    assert latents.shape == (2, 4, 8, 6)
+    refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained(folders["xl refiner"])
+    prompt_ids = refiner.prepare_text_inputs(PROMPTS)
+    expected = refiner(prompt_ids, latents, params, key, 0.5, 4).images
+    assert expected.shape == (2, 64, 48, 3)
+    with pytest.raises(ValueError, match="size 64x64 .* is not that of these latents, 64x48"):
+        refiner(prompt_ids, latents, params, key, 0.5, 4, height=64, width=64)
+
+    devices = jax.devices()[:2]
+    p_params, (p_ids, p_latents) = (
+        replicate(params, devices),
+        (prompt_ids[:, None], latents[:, None]),
+    )
+    images = refiner(p_ids, p_latents, p_params, key, 0.5, 4, jit=True).images
+    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
+    generate = jax.pmap(refiner._generate, static_broadcasted_argnums=(4, 5), devices=devices)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2))[:, None]
+    images = generate(p_ids, p_latents, p_params, keys, 2, 4)
+    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
+
+
+def test_what_compiles_again_is_told(folders, caplog):
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    inputs = pipeline.prepare_inputs("it"), params, jax.random.key(0)
+
+    def told(pipeline, *inputs, **options):
+        caplog.clear()
+        pipeline(*inputs, num_inference_steps=1, **options)
+        return " ".join(record.message for record in caplog.records)
+
+    with caplog.at_level(logging.WARNING, "pipeline_flax_utils"):
+        with pytest.raises(ValueError, match="divisible by 8"):
+            told(pipeline, *inputs, height=20)
+        assert told(pipeline, *inputs) == ""
+        assert told(pipeline, *inputs, height=128, width=128) == ""  # what None means
+        assert "height=64 (was 128)" in told(pipeline, *inputs, height=64)
+        other = replace_scheduler(pipeline, dict(params), "euler")
+        assert "scheduler=FlaxEulerDiscreteScheduler" in told(other, *inputs)
+        half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+        assert "params=bfloat16 (was float32)" in told(pipeline, inputs[0], half, inputs[2])
+
+
+def test_negative_prompts_and_keys_that_do_not_fit(folders):
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    prompt_ids, key = pipeline.prepare_inputs(PROMPTS), jax.random.key(0)
+    options = dict(num_inference_steps=1, height=64, width=48)
+    one, two, three = (pipeline.prepare_inputs([NEGATIVE] * n) for n in (1, 2, 3))
+    for negative in (one, two):
+        pipeline(prompt_ids, params, key, neg_prompt_ids=negative, **options)
+    with pytest.raises(ValueError, match=r"neg_prompt_ids has shape \(3, 77\) for 2 pictures"):
+        pipeline(prompt_ids, params, key, neg_prompt_ids=three, **options)
+    with pytest.raises(ValueError, match=r"prng_seed has \(3,\) keys for 2 pictures"):
+        pipeline(prompt_ids, params, jax.random.split(key, 3), **options)
+
+
+@torch.no_grad()
+def test_pndm_from_a_picture(folders):
+    """PyTorch's steps at strength 1."""
+    theirs = StableDiffusionImg2ImgPipeline.from_pretrained(
+        folders["sd"], safety_checker=None, low_cpu_mem_usage=False
+    )
+    theirs.scheduler = SCHEDULERS["pndm"][0].from_config(theirs.scheduler.config)
+    pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folders["sd"])
+    pipeline = replace_scheduler(pipeline, params, "pndm")
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((2, 4, 8, 6), np.float32)
+    picture = rng.random((2, 64, 48, 3), np.float32)
+    image = torch.from_numpy(picture).permute(0, 3, 1, 2)
+    options = dict(num_inference_steps=6, strength=1.0, guidance_scale=5.0)
+    expected = call_with_noise(theirs, noise, prompt=PROMPTS, image=image, **options)
+    inputs = pipeline.prepare_inputs(PROMPTS, picture)
+    images = pipeline(*inputs, params, jax.random.key(0), noise=noise, **options).images
+    assert psnr(images, expected) > 60
 
 
 def replace_scheduler(pipeline, params, name):

@@ -13,9 +13,11 @@ from conftest import ROOT
 from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+import executables
 import sdxl_single
 import sdxl_single_aot
-from executables import ExecutableStore
+from executables import ExecutableStore, surroundings
+from modeling_flax_utils import FlaxModelMixin
 
 PROMPTS = ("make it", "make it red", "it")
 OPTIONS = ["--num_inference_steps", "3", "--num_images", "2", "--prompt", *PROMPTS]
@@ -166,6 +168,80 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be used for executables"):
         ExecutableStore(file / "store")
 
+    folder.chmod(0o700)
+    (tmp_path / "link").symlink_to(folder)
+    assert ExecutableStore(tmp_path / "link").folder == folder
+    tmp_path.chmod(0o777)
+    with pytest.raises(ValueError, match="who could put another folder in the place of"):
+        ExecutableStore(folder)
+    tmp_path.chmod(0o1777)  # as /tmp is
+    ExecutableStore(folder)
+
+
+def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
+    store = ExecutableStore(tmp_path / "store")
+    args = (np.ones(3, np.float32),)
+    store.save("add", {"a": 1}, jax.jit(lambda x: x + 1).lower(*args).compile())
+    trees = jax.tree.structure((args, {})), jax.tree.structure(0)
+
+    def load():
+        return store.load("add", {"a": 1}, jax.devices()[:1], *trees)
+
+    compiled, reason = load()
+    assert reason is None
+    np.testing.assert_array_equal(compiled(*args), args[0] + 1)
+    file = store.folder / "add.executable"
+    file.chmod(0o666)
+    assert load() == (None, f"{file} is another user's or may be written to by others")
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert "cannot be read" in load()[1]
+    file.unlink()
+    file.write_bytes(b'{"what": 1, "sha256": ""}\n')
+    assert load() == (None, f"{file} is damaged")
+
+
+def test_what_an_executable_depends_on(tmp_path, monkeypatch):
+    """Each of these makes another one."""
+    caller = tmp_path / "caller.py"
+    caller.write_text("1")
+    seen = []
+
+    def look():
+        now = surroundings(jax.devices(), [caller])
+        assert now not in seen
+        seen.append(now)
+
+    look()
+    caller.write_text("2")
+    look()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    look()
+    monkeypatch.setattr(executables, "CODE", executables.CODE[:1])
+    look()
+    monkeypatch.setattr(executables, "version", lambda name: "0" if name == "flax" else "1")
+    look()
+    with jax.default_matmul_precision("highest"):
+        look()
+    assert surroundings(jax.devices()[:2], [caller]) not in seen
+
+
+def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch):
+    """The pictures are made."""
+
+    def full(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(ExecutableStore, "save", full)
+    flags = [*flags_of(model, tmp_path / "out"), "--executable_dir", str(tmp_path / "store")]
+    flags += ["--num_inference_steps", "1", "--num_images", "2", "--batch_size", "2"]
+    sdxl_single_aot.main([*flags, "--negative_prompt", "", "--dtype", "bfloat16"])
+    assert "; not kept: No space left on device" in capsys.readouterr().err
+    assert len(pictures(tmp_path / "out")) == 2
+    flags = [*flags_of(model, tmp_path / "out"), "--num_inference_steps", "1", "--num_images", "1"]
+    sdxl_single.main([*flags, "--compilation_cache_dir", "", "--prompt", "it"])
+    assert len(pictures(tmp_path / "out")) == 3  # nothing overwritten
+
 
 def test_more_of_one_program(model, tmp_path, capsys):
     """Latents from a file, one prompt for all devices, several pictures per device, no guidance."""
@@ -207,9 +283,15 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
     ],
 )
-def test_bad_input_is_one_line(model, tmp_path, capsys, script, flags, message):
+def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, flags, message):
+    """And before gigabytes are read."""
     np.save(tmp_path / "noise.npy", np.zeros((2, 4, 8, 8), np.float32))
     (tmp_path / "empty").write_text("\n")
+
+    def read_weights(*arguments, **options):
+        raise AssertionError("too late: the weights are being read")
+
+    monkeypatch.setattr(FlaxModelMixin, "from_pretrained", read_weights)
     if "SD" in flags:
         make_tiny_pipeline(tmp_path / "SD", in_channels=4)
     if "REFINER" in flags:

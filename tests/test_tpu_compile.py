@@ -247,6 +247,20 @@ def test_sdxl_counts_every_step(tmp_path):
     assert reports[1]["images_per_second_per_chip"] == pytest.approx(2 / reports[1]["step_seconds"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(program="sdxl", num_images=0), "num_images=0 must be at least 1"),
+        (dict(program="sdxl", mixed_precision="bf16"), "--mixed_precision has no meaning for"),
+        (dict(num_images=2, image_size=64), "--image_size, --num_images has no meaning for"),
+    ],
+)
+def test_flags_of_another_program_are_refused(flags, message):
+    config = Config(tpu="v5e-4", **flags)
+    with pytest.raises(ValueError, match=message):
+        tpu_compile.compile_for(config, find_slice("v5e-4"), jax.devices())
+
+
 def test_measure_counts_what_a_program_does():
     def multiply(total, x, unused):
         return total + x @ x
