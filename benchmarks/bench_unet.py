@@ -1,0 +1,330 @@
+"""The UNet, ours against PyTorch diffusers' with the same weights, in turn in one run.
+
+    python benchmarks/bench_unet.py
+
+Forward (as an edit does) and forward with the gradient of all parameters (as training does) of
+Stable Diffusion 1.5's 8-channel UNet at 256 and 512 pixels and of SDXL's at 1024. On a CPU in
+float32; on a GPU in bfloat16, the gradient with float32 parameters (PyTorch: autocast). PyTorch
+runs eager, eager with channels_last, and with torch.compile where a C++ compiler is. All contenders
+are measured once in each round, so that what else the machine does slows down all of them.
+
+The share of the peak is FLOPs (PyTorch's count) over what the machine's fastest large matmul, of
+ours or PyTorch's and measured in the same run, would do in that time. Tiny, in a minute:
+
+    python benchmarks/bench_unet.py --cases tiny --rounds 2 --output unet.json
+
+Adds to benchmarks/results/unet.json, a row for each case, pass and device, and prints a table. A
+case needs four times its weights' memory (SD1.5 14 GB, SDXL 42 GB; forward alone half of that).
+"""
+
+import gc
+import json
+import os
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers import UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.full_size import command_line, describe_machine, write_json  # noqa: E402
+from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
+from tpu_compile import SDXL  # noqa: E402
+
+SD15 = {"in_channels": 8, "cross_attention_dim": 768, "sample_size": 64}
+TINY = SD15 | {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+}
+TEXT_LENGTH = 77
+
+
+class Case(NamedTuple):
+    """A UNet's config and the side of its latents."""
+
+    config: dict
+    side: int
+
+
+CASES = {
+    "sd15_256": Case(SD15, 32),
+    "sd15_512": Case(SD15, 64),
+    "sdxl_1024": Case(SDXL["unet"], 128),
+    "tiny": Case(TINY, 16),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    cases: tuple[Literal["sd15_256", "sd15_512", "sdxl_1024", "tiny"], ...] = (
+        "sd15_256",
+        "sd15_512",
+    )
+    passes: tuple[Literal["forward", "gradient"], ...] = ("forward", "gradient")
+    batch_size: int = 2  # samples
+    rounds: int = 7  # each contender is measured once in each
+    seconds: float = 3.0  # of a measurement, at least; one pass at least
+    torch_compile: bool | None = None  # default: where a C++ compiler is
+    output: str = "benchmarks/results/unet.json"
+
+
+def make_inputs(case, batch_size):
+    """NumPy arrays: sample, timesteps, text states, and SDXL's added conditions or None."""
+    rng = np.random.default_rng(0)
+    config = case.config
+
+    def normal(*shape):
+        return rng.standard_normal((batch_size, *shape), np.float32)
+
+    sample = normal(config.get("in_channels", 4), case.side, case.side)
+    timesteps = np.linspace(1, 999, batch_size).astype(np.int32)
+    text = normal(TEXT_LENGTH, config["cross_attention_dim"])
+    added = None
+    if "addition_time_embed_dim" in config:
+        pixels = 8.0 * case.side
+        ids = np.tile(np.float32([pixels, pixels, 0, 0, pixels, pixels]), (batch_size, 1))
+        width = (
+            config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        )
+        added = {"text_embeds": normal(width), "time_ids": ids}
+    return sample, timesteps, text, added
+
+
+def count_flops(case, inputs, with_gradient):
+    """FLOPs of a pass by PyTorch's counter, of shapes alone."""
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**case.config)
+    args = jax.tree.map(lambda x: torch.empty(x.shape, device="meta"), inputs)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.set_grad_enabled(with_gradient):
+        loss = unet(*args[:3], added_cond_kwargs=args[3]).sample.square().mean()
+        if with_gradient:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+def torch_contenders(unet, inputs, with_gradient, half, compiled):
+    """PyTorch's ways, {name: () -> None, which runs a pass to its end}.
+
+    Args:
+        unet: UNet2DConditionModel on its device, in the dtype of its parameters.
+        inputs: tensors on the same device.
+        with_gradient: the pass.
+        half: compute in bfloat16.
+        compiled: have torch.compile as well.
+    """
+    device = inputs[0].device.type
+    synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    memory = {
+        "eager": torch.contiguous_format,
+        "channels_last": torch.channels_last,
+        "compiled": torch.channels_last,
+    }
+    programs = {"compiled": torch.compile(unet)} if compiled else {}
+
+    def forward(name):
+        sample = inputs[0].contiguous(memory_format=memory[name])
+        with torch.autocast(device, torch.bfloat16, enabled=half and with_gradient):
+            program = programs.get(name, unet)
+            return program(sample, *inputs[1:3], added_cond_kwargs=inputs[3]).sample
+
+    def run(name):
+        if with_gradient:
+            forward(name).float().square().mean().backward()
+            for parameter in unet.parameters():
+                parameter.grad = None
+        else:
+            with torch.inference_mode():
+                forward(name)
+        synchronize()
+
+    def prepare(name):
+        unet.to(memory_format=memory[name])
+
+    names = [name for name in memory if name != "compiled" or compiled]
+    return {f"torch {name}": (partial(prepare, name), partial(run, name)) for name in names}
+
+
+def our_contender(folder, inputs, with_gradient, half):
+    """Ours, (prepare, run) as of torch_contenders."""
+    dtype = jnp.bfloat16 if half else jnp.float32
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, dtype=dtype)
+    if half and not with_gradient:
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+    params, inputs = jax.device_put((params, inputs))
+
+    def predict(params, sample, timesteps, text, added):
+        return unet.apply({"params": params}, sample, timesteps, text, added).sample
+
+    def loss(params, *inputs):
+        return jnp.square(predict(params, *inputs).astype(jnp.float32)).mean()
+
+    step = jax.jit(jax.value_and_grad(loss) if with_gradient else predict)
+    return (lambda: None), lambda: jax.block_until_ready(step(params, *inputs))
+
+
+def measure(run, seconds):
+    """Seconds of a pass: the mean over as many as fill the time given."""
+    started = time.perf_counter()
+    count = 0
+    while count == 0 or time.perf_counter() - started < seconds:
+        run()
+        count += 1
+    return (time.perf_counter() - started) / count
+
+
+def matmul_peak(half, device):
+    """FLOPs per second of the fastest large matmul, of jax's and PyTorch's."""
+    n = 2048 if device == "cpu" else 8192
+    x = np.random.default_rng(0).standard_normal((n, n), np.float32)
+    ours = jnp.asarray(x, jnp.bfloat16 if half else jnp.float32)
+    theirs = torch.from_numpy(x).to(device, torch.bfloat16 if half else torch.float32)
+    multiply = jax.jit(jnp.matmul)
+
+    def run_theirs():
+        theirs @ theirs
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    best = 0.0
+    for run in (lambda: jax.block_until_ready(multiply(ours, ours)), run_theirs):
+        run()
+        for _ in range(3):
+            best = max(best, 2 * n**3 / measure(run, 0.5))
+    return best
+
+
+def bench(case, with_gradient, config, device):
+    """All contenders on one case and pass.
+
+    Returns:
+        {"batch_size", "dtype", "flops", "peak_flops_per_second", "seconds": {contender: [of a
+        pass, in each round]}, "first_seconds": {contender: of the first pass, with compiling}}.
+    """
+    half = device == "cuda"
+    inputs = make_inputs(case, config.batch_size)
+    dtype = torch.bfloat16 if half and not with_gradient else torch.float32
+    compiled = config.torch_compile
+    if compiled is None:
+        compiled = shutil.which("g++") is not None or shutil.which("clang++") is not None
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        unet = UNet2DConditionModel(**case.config)
+        unet.save_pretrained(folder)
+        ours = our_contender(folder, inputs, with_gradient, half)
+    unet = unet.to(device, dtype)
+    arguments = jax.tree.map(lambda x: torch.from_numpy(x).to(device), inputs)
+    arguments = [arguments[0].to(dtype), arguments[1], arguments[2].to(dtype), arguments[3]]
+    contenders = {"ours": ours}
+    contenders |= torch_contenders(unet, arguments, with_gradient, half, compiled)
+
+    first, seconds = {}, {name: [] for name in contenders}
+    names = list(contenders)
+    with tqdm(total=(config.rounds + 1) * len(names), unit="measurement") as bar:
+        for name, (prepare, run) in contenders.items():
+            prepare()
+            first[name] = measure(run, 0)
+            bar.update()
+        for number in range(config.rounds):
+            shift = number % len(names)  # none always comes after the same other
+            for name in names[shift:] + names[:shift]:
+                prepare, run = contenders[name]
+                prepare()
+                run()  # brings its weights back to the caches
+                seconds[name].append(measure(run, config.seconds))
+                bar.update()
+    return {
+        "batch_size": config.batch_size,
+        "dtype": "bfloat16" if half else "float32",
+        "flops": count_flops(case, inputs, with_gradient),
+        "peak_flops_per_second": matmul_peak(half, device),
+        "seconds": seconds,
+        "first_seconds": first,
+    }
+
+
+def summarize(row):
+    """Medians: samples/s, share of the peak, and how many times as fast ours is, per contender."""
+    summary = {}
+    for name, seconds in row["seconds"].items():
+        ratios = [theirs / ours for theirs, ours in zip(seconds, row["seconds"]["ours"])]
+        middle = statistics.median(seconds)
+        summary[name] = {
+            "samples_per_second": row["batch_size"] / middle,
+            "peak_share": row["flops"] / middle / row["peak_flops_per_second"],
+            "ours_times_as_fast": statistics.median(ratios),
+            "ours_times_as_fast_range": [min(ratios), max(ratios)],
+        }
+    return summary
+
+
+def format_table(results):
+    """The figures as Markdown."""
+    lines = [
+        "| device | UNet | pass | batch | | samples/s | of the peak | ours is times as fast |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results.values():
+        for name, figures in row["summary"].items():
+            low, high = figures["ours_times_as_fast_range"]
+            ratio = f"{figures['ours_times_as_fast']:.2f} ({low:.2f}-{high:.2f})"
+            lines.append(
+                f"| {row['device']} | {row['case']} | {row['pass']} | {row['batch_size']} | {name} "
+                f"| {figures['samples_per_second']:.3g} | {figures['peak_share']:.0%} | "
+                f"{'1' if name == 'ours' else ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def run(config):
+    """Measure, write, print."""
+    for name in ("batch_size", "rounds"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
+        raise ValueError("jax sees a GPU and torch does not; install a torch with CUDA")
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    output = Path(config.output)
+    results = json.loads(output.read_text()) if output.is_file() else {}
+    kind = jax.devices()[0].device_kind
+    origin = {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "machine": describe_machine(("jax", "jaxlib", "flax", "torch", "diffusers", "numpy")),
+    }
+    for name in config.cases:
+        for which in config.passes:
+            row = bench(CASES[name], which == "gradient", config, device)
+            row |= origin | {"device": kind, "case": name, "pass": which}
+            row["summary"] = summarize(row)
+            results[f"{kind} {name} {which} {config.batch_size}"] = row
+            write_json(results, output)
+            gc.collect()
+    print(f"\n{format_table(results)}\n\nwrote {output}")
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Config, __doc__, run, args)
+
+
+if __name__ == "__main__":
+    main()
