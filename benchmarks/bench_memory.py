@@ -4,15 +4,15 @@
 
 Compiles the trainer's step of Stable Diffusion 1.5 at 256 pixels for four forced CPU devices with
 eight pairs each and the average of the weights on, and reads off what each device holds; nothing is
-run. A CPU's temporaries are not a TPU's, but what the flags change in them is much the same; with
---tpu v5e-16 it compiles for that slice (`pip install "jax[tpu]"`), some 20 minutes a row. In a
-minute, with the demo's model:
+run. Temporaries are a CPU's: its compiler undoes gradient checkpointing and computes bfloat16 in
+float32, a TPU's does neither. With --tpu v5e-16 it compiles for that slice (`pip install
+"jax[tpu]"`), some 20 minutes a row. In a minute, with the demo's model:
 
     python benchmarks/bench_memory.py --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --output memory.json
 
-Writes benchmarks/results/memory.json and prints a table. Needs a CPU and 8 GB of memory; half an
-hour on two cores.
+Writes benchmarks/results/memory.json and prints a table. Needs a CPU and 8 GB of memory; a quarter of
+an hour on two cores.
 """
 
 import shlex
