@@ -15,7 +15,8 @@ Pictures from text with SDXL, two on each chip, as sdxl_single.py makes them in 
     python tpu_compile.py --tpu v5e-4 --program sdxl --num_images 2
 
 Needs a CPU and the TPU's compiler, `pip install "jax[tpu]"`; Stable Diffusion 1.5 takes about 20
-minutes on two cores and 13 GB of memory (27 GB at 32 pairs per chip). Prints a table and writes it as JSON.
+minutes on two cores and 13 GB of memory (27 GB at 32 pairs per chip). Prints a table and writes it
+as JSON.
 
 The memory is what the compiler lays out, at the time of the run that needs most: with the averages,
 if there will be any. (Validation pictures are not in it.) The time of a step is a lower bound, a

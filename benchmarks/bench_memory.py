@@ -11,8 +11,8 @@ float32, a TPU's does neither. With --tpu v5e-16 it compiles for that slice (`pi
     python benchmarks/bench_memory.py --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --output memory.json
 
-Writes benchmarks/results/memory.json and prints a table. Needs a CPU and 8 GB of memory; a quarter of
-an hour on two cores.
+Writes benchmarks/results/memory.json and prints a table. Needs a CPU and 8 GB of memory; a quarter
+of an hour on two cores.
 """
 
 import shlex
