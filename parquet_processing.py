@@ -595,8 +595,8 @@ class ParquetImagePairs(IterableDataset):
         num_threads: that decode; 0 takes as many as there are cores.
         prefetch_batches: decoded ahead of the consumer.
         shuffle_buffer: encoded pairs to draw from, over all processes.
-        max_bad_fraction: in [0, 1], the share of pairs that may be replaced (judged once 1000
-            pairs, or an epoch, were given).
+        max_bad_fraction: in [0, 1], the share of pairs that may be replaced (judged as if 1000
+            pairs, or an epoch of all processes, had been given at least).
 
     Raises:
         ValueError: a bad argument, a bad folder (see `list_row_groups`, `compare_folders`) or
@@ -951,7 +951,8 @@ class ParquetImagePairs(IterableDataset):
 
     def _check_bad_fraction(self) -> None:
         """Stop where more pairs than allowed had to be replaced."""
-        judged = max(self.num_seen, min(MIN_ROWS_TO_JUDGE, len(self) * self.batch_size))
+        epoch = len(self) * self._identity["global_batch_size"]
+        judged = max(self.num_seen, min(MIN_ROWS_TO_JUDGE, epoch))
         if self.num_bad > self.max_bad_fraction * judged:
             self._stop(f"{self.num_bad} of the first {self.num_seen} pairs")
 

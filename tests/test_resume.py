@@ -244,8 +244,11 @@ def test_processes_do_what_one_does(model, data, cache, one_process, tmp_path, n
     picture = tmp_path / "picture.png"
     Image.new("RGB", (16, 16), "red").save(picture)
     edits = dict(validation_image=(str(picture),), validation_prompt=("x",), validation_steps=10)
-    for start in start_all(model, data, tmp_path, cache, num_processes, 4, **edits):
-        start.end()
+    # Of so few rows the broken one may come to one process in every epoch.
+    edits |= dict(max_bad_fraction=0.5)
+    starts = start_all(model, data, tmp_path, cache, num_processes, 4, **edits)
+    ends = [start.process.communicate(timeout=400)[1][-2000:] for start in starts]
+    assert not any(start.process.returncode for start in starts), "\n".join(ends)
     assert len(list((tmp_path / "validation").iterdir())) == 2
     np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
 
