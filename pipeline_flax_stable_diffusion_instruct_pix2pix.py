@@ -250,8 +250,9 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
         ).latent_dist
         # The posterior's mode, unscaled, as in training: section 3.2 of the paper.
         image_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
-        null_ids = self.prepare_text_inputs("")
-        if neg_prompt_ids is not None:
+        if neg_prompt_ids is None:
+            null_ids = self.prepare_text_inputs("")
+        else:
             null_ids = rows_per_picture(neg_prompt_ids, B).astype(prompt_ids.dtype)
         text_ids = jnp.concatenate([prompt_ids, null_ids])
         states = self.text_encoder.apply({"params": params["text_encoder"]}, text_ids)

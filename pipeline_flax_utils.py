@@ -678,14 +678,10 @@ def run(pipeline, jit, arrays, shared, options):
         keys = keys_per_picture(keys, math.prod(batch)).reshape(batch)
     arrays = arrays | {"prng_seed": keys}
     image = arrays.get("image")
-    options = options | dict(
-        zip(
-            ("height", "width"),
-            pipeline.picture_size(
-                options["height"], options["width"], None if image is None else image.shape
-            ),
-        )
+    height, width = pipeline.picture_size(
+        options["height"], options["width"], None if image is None else image.shape
     )
+    options = options | {"height": height, "width": width}
     shared = {name: np.float32(number) for name, number in shared.items()}
     program = _program_of(pipeline, jit, arrays, options)
     if pipeline.compiled and program not in pipeline.compiled:

@@ -690,7 +690,7 @@ def run(config):
     )
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
-    program = f"sdxl_{config.num_images}" if config.program == "sdxl" else config.program
+    program = config.program + (f"_{report['batch_per_chip']}" if config.program == "sdxl" else "")
     name = f"tpu_compile_{config.tpu}_{program}.json"
     output = Path(config.output or Path(__file__).parent / "benchmarks" / "results" / name)
     trainer.save_whole(output, partial(write_json, content=report))

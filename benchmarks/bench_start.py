@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.full_size import (  # noqa: E402
     END_OF_TEXT,
     TEXT_ENCODER,
+    TINY_UNET,
     TOKENIZER,
     UNET,
     VAE,
@@ -80,13 +81,7 @@ def make_model(folder, size):
         projection_class_embeddings_input_dim=384 + 6 * 256,
     )
     if size == "tiny":
-        unet = unet.clone(
-            sample_size=8,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-        )
+        unet = unet.clone(sample_size=8, **TINY_UNET)
     modules = {
         "unet": unet,
         "vae": VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1),

@@ -44,17 +44,16 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.full_size import command_line, describe_machine, write_json  # noqa: E402
+from benchmarks.full_size import (  # noqa: E402
+    TINY_UNET,
+    command_line,
+    describe_machine,
+    write_json,
+)
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from tpu_compile import SDXL  # noqa: E402
 
 SD15 = {"in_channels": 8, "cross_attention_dim": 768, "sample_size": 64}
-TINY = SD15 | {
-    "block_out_channels": (32, 64),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "layers_per_block": 1,
-}
 TEXT_LENGTH = 77
 
 
@@ -69,7 +68,7 @@ CASES = {
     "sd15_256": Case(SD15, 32),
     "sd15_512": Case(SD15, 64),
     "sdxl_1024": Case(SDXL["unet"], 128),
-    "tiny": Case(TINY, 16),
+    "tiny": Case(SD15 | TINY_UNET, 16),
 }
 
 
@@ -123,7 +122,7 @@ def count_flops(case, inputs, with_gradient):
 
 
 def torch_contenders(unet, inputs, with_gradient, half, compiled):
-    """PyTorch's ways, {name: () -> None, which runs a pass to its end}.
+    """PyTorch's ways, {name: (prepare, run)}: run does a pass to its end, after prepare.
 
     Args:
         unet: UNet2DConditionModel on its device, in the dtype of its parameters.

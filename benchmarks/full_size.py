@@ -47,6 +47,12 @@ GIB = 2**30
 TOKENIZER = ROOT / "demo" / "base_model" / "tokenizer"
 END_OF_TEXT = 633  # in TOKENIZER, whose ids are all below
 UNET = FlaxUNet2DConditionModel(sample_size=64, cross_attention_dim=768)
+TINY_UNET = {  # what differs in a UNet of 64 pixels, to try a benchmark
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+}
 VAE = FlaxAutoencoderKL(
     down_block_types=("DownEncoderBlock2D",) * 4,
     up_block_types=("UpDecoderBlock2D",) * 4,
@@ -101,12 +107,7 @@ def make_inputs(folder, quick):
     jax.config.update("jax_platforms", "cpu")
     unet, vae, text_encoder = UNET, VAE, TEXT_ENCODER
     if quick:
-        unet = UNET.clone(
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-        )
+        unet = UNET.clone(**TINY_UNET)
         vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
         text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
     for i, (name, module) in enumerate(
