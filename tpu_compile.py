@@ -701,6 +701,7 @@ def main():
     """Read the flags, compile; the user's mistakes end in one line and exit code 2."""
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     jax.config.update("jax_platforms", "cpu")  # leave this machine's accelerators be
+    jax.config.update("jax_enable_compilation_cache", False)  # no chip here to read programs back
     try:
         run(config)
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ os.environ["WANDB_MODE"] = "offline"
 import jax
 import pytest
 import torch
+from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,3 +33,12 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_compilation_cache_left_on():
+    """What a script's main() sets for its process ends with the file that called it."""
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()

@@ -249,11 +249,12 @@ def test_more_of_one_program(model, tmp_path, capsys):
     np.save(tmp_path / "noise.npy", noise)
     (tmp_path / "prompts.txt").write_text("it\n\nred\n")
     flags = ["--num_inference_steps", "1", "--latents", str(tmp_path / "noise.npy")]
-    sdxl_single.main([*flags_of(model, tmp_path / "a"), *flags, "--prompt", "it"])
+    cache = ["--compilation_cache_dir", ""]
+    sdxl_single.main([*flags_of(model, tmp_path / "a"), *flags, *cache, "--prompt", "it"])
     assert len(pictures(tmp_path / "a")) == len(jax.devices())
     flags += ["--batch_size", "2", "--prompts_file", str(tmp_path / "prompts.txt")]
     flags += ["--num_images", "4", "--guidance_scale", "1"]
-    sdxl_single.main([*flags_of(model, tmp_path / "b"), *flags])
+    sdxl_single.main([*flags_of(model, tmp_path / "b"), *flags, *cache])
     sdxl_single_aot.main([*flags_of(model, tmp_path / "c"), *flags, "--executable_dir", ""])
     assert len(pictures(tmp_path / "b")) == 8
     np.testing.assert_array_equal(pictures(tmp_path / "b"), pictures(tmp_path / "c"))

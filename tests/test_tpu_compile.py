@@ -49,9 +49,9 @@ def flags(model, **more):
     return Config(**{**paths, "tpu": "v5e-4", "resolution": 16, "train_batch_size": 8, **more})
 
 
-def run(*args):
+def run(*args, **more):
     """Run the command line as users do."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | more
     command = [sys.executable, "tpu_compile.py", *map(str, args)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -323,6 +323,8 @@ def test_command_line(model, tmp_path):
         *("--tpu", "v5e-1", "--program", "unet_grad", "--resolution", 8, "--train_batch_size", 2),
         *("--pretrained_model_name_or_path", model, "--mixed_precision", "bf16"),
         *("--output", output),
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
