@@ -5,7 +5,8 @@
     in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(result)
     compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is None:
-        compiled = jax.jit(f).lower(*args).compile()
+        with no_compilation_cache():
+            compiled = jax.jit(f).lower(*args).compile()
         store.save(name, what, compiled)
 
 An executable is code: who can write the file can run anything as its reader. So the folder is made
@@ -19,10 +20,12 @@ import platform
 import re
 import stat
 import tempfile
+from contextlib import contextmanager
 from importlib.metadata import distributions, version
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 SUFFIX = ".executable"
@@ -121,6 +124,22 @@ class ExecutableStore:
             except BaseException:
                 os.unlink(f.name)
                 raise
+
+
+@contextmanager
+def no_compilation_cache():
+    """Compile anew, whatever jax's persistent cache has.
+
+    A CPU's executable that was read from there and is kept again can be loaded but not run.
+    """
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks only once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def is_private(status):

@@ -35,7 +35,7 @@ import tyro
 from flax import jax_utils
 from tqdm import tqdm
 
-from executables import ExecutableStore, surroundings
+from executables import ExecutableStore, no_compilation_cache, surroundings
 from pictures import (
     check_picture_file,
     picture_files,
@@ -215,7 +215,8 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is not None:
         return compiled, f"loaded in {time.perf_counter() - started:.2f} s"
-    compiled = p_generate.lower(*args).compile()
+    with no_compilation_cache():
+        compiled = p_generate.lower(*args).compile()
     how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
     try:
         store.save(name, what, compiled)

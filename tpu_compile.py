@@ -45,6 +45,7 @@ import tyro
 from jax.experimental.topologies import get_topology_desc
 
 import flax_train_instruct_pix2pix as trainer
+from executables import no_compilation_cache
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import fetch_file, read_json, write_json
@@ -470,7 +471,8 @@ def measure(program, args):
     """
     started = time.perf_counter()
     try:
-        compiled = program.lower(*args).compile()
+        with no_compilation_cache():  # which no chip is here to read from
+            compiled = program.lower(*args).compile()
     except jax.errors.JaxRuntimeError as error:
         size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))  # the first is what it would need
         if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
@@ -701,7 +703,6 @@ def main():
     """Read the flags, compile; the user's mistakes end in one line and exit code 2."""
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     jax.config.update("jax_platforms", "cpu")  # leave this machine's accelerators be
-    jax.config.update("jax_enable_compilation_cache", False)  # no chip here to read programs back
     try:
         run(config)
     except KeyboardInterrupt:

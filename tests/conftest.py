@@ -40,5 +40,4 @@ def no_compilation_cache_left_on():
     """What a script's main() sets for its process ends with the file that called it."""
     yield
     jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()

@@ -201,6 +201,32 @@ def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
     assert load() == (None, f"{file} is damaged")
 
 
+def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
+    """A program that jax read from its own cache could be loaded again, but not run."""
+    program = """if True:
+        import sys
+        import jax
+        import numpy as np
+        from executables import ExecutableStore, no_compilation_cache
+        store, args = ExecutableStore(sys.argv[1]), (np.arange(1000.0, dtype=np.float32),)
+        trees = jax.tree.structure((args, {})), jax.tree.structure(0)
+        compiled, _ = store.load("sort", {}, jax.devices()[:1], *trees)
+        if compiled is None:
+            with no_compilation_cache():
+                compiled = jax.jit(lambda x: x[(x % 7).astype(int)].cumsum()).lower(*args).compile()
+            store.save("sort", {}, compiled)
+        jax.block_until_ready(compiled(*args))
+        assert jax.config.jax_enable_compilation_cache
+        jax.block_until_ready(jax.jit(lambda x: x[(x % 7).astype(int)].cumsum())(*args))
+    """
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for folder in ("first", "second", "second"):
+        subprocess.run([sys.executable, "-c", program, tmp_path / folder], check=True)
+    assert any((tmp_path / "cache").iterdir())
+
+
 def test_what_an_executable_depends_on(tmp_path, monkeypatch):
     """Each of these makes another one."""
     caller = tmp_path / "caller.py"
