@@ -49,9 +49,9 @@ def flags(model, **more):
     return Config(**{**paths, "tpu": "v5e-4", "resolution": 16, "train_batch_size": 8, **more})
 
 
-def run(*args, **more):
+def run(*args):
     """Run the command line as users do."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | more
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "tpu_compile.py", *map(str, args)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -284,6 +284,20 @@ def test_padding_is_that_of_tiles(libtpu_environment):
 
 
 @needs_libtpu
+def test_nothing_is_kept_in_the_cache(libtpu_environment, tmp_path):
+    """It could not be read back, which jax would warn of."""
+    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        measure(jax.pmap(lambda x: x - 2, devices=devices), (jax.ShapeDtypeStruct((4,), "int32"),))
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
+        jax.config.update("jax_compilation_cache_dir", None)
+    assert not any(tmp_path.iterdir())
+
+
+@needs_libtpu
 def test_too_large_for_the_chip(libtpu_environment):
     devices = tpu_compile.slice_devices(find_slice("v5e-4"))
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
@@ -323,8 +337,6 @@ def test_command_line(model, tmp_path):
         *("--tpu", "v5e-1", "--program", "unet_grad", "--resolution", 8, "--train_batch_size", 2),
         *("--pretrained_model_name_or_path", model, "--mixed_precision", "bf16"),
         *("--output", output),
-        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
