@@ -6,6 +6,7 @@ are those of the published Flax checkpoints.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -37,25 +38,128 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
     return out.reshape(*out.shape[:2], -1)
 
 
-def _standardize(x, axes, epsilon):
-    """Zero mean and unit variance over axes, in float32, two passes."""
-    x = x.astype(jnp.float32)
-    x = x - x.mean(axes, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(axes, keepdims=True) + epsilon)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype):
+    """Group normalisation over the last axis, and SiLU if activate; keeps x alone for the gradient.
+
+    Channels stay the innermost axis throughout: sums are taken per channel and combined per group.
+
+    Args:
+        x: (B, ..., C), C divisible by num_groups.
+        scale, bias: (C,).
+        num_groups, epsilon: of the normalisation.
+        activate: True: SiLU of the result.
+        dtype: of the result; everything before it is float32.
+
+    Returns:
+        (B, ..., C).
+
+    Source: arXiv 1803.08494; variances are combined as by Chan, Golub and LeVeque (1979).
+    """
+    return _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype)[0]
 
 
-def _scale_and_shift(module, x):
-    scale = module.param("scale", nn.initializers.ones, (x.shape[-1],)).astype(jnp.float32)
-    bias = module.param("bias", nn.initializers.zeros, (x.shape[-1],)).astype(jnp.float32)
-    return (x * scale + bias).astype(module.dtype)
+def _per_group(x, num_groups):
+    """Means (B, C) of channels -> of their groups, for each channel, (B, 1, C)."""
+    B, C = x.shape
+    means = x.reshape(B, num_groups, -1).mean(-1)
+    return jnp.repeat(means, C // num_groups, axis=1)[:, None]
+
+
+def _normalized(x, scale, bias, mean, rstd):
+    """(x, (B, N, C), standardised, then scaled and shifted), float32."""
+    standard = (x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32) - mean) * rstd
+    return standard, standard * scale.astype(jnp.float32) + bias.astype(jnp.float32)
+
+
+def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype):
+    flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
+    # In one pass, relative to some value of the channel, so that nothing cancels.
+    shift = flat[:, :1]
+    mean = (flat - shift).mean(1)
+    variance = jnp.square(flat - shift).mean(1) - jnp.square(mean)  # (B, C) of each channel
+    mean = mean + shift[:, 0]
+    group_mean = _per_group(mean, num_groups)
+    variance = _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
+    rstd = jax.lax.rsqrt(jnp.maximum(variance, 0) + epsilon)
+    _, out = _normalized(x, scale, bias, group_mean, rstd)
+    out = nn.silu(out) if activate else out
+    return out.astype(dtype).reshape(x.shape), (x, scale, bias, group_mean, rstd)
+
+
+def _group_norm_backward(num_groups, epsilon, activate, dtype, kept, g):
+    x, scale, bias, mean, rstd = kept
+    standard, out = _normalized(x, scale, bias, mean, rstd)
+    g = g.reshape(standard.shape).astype(jnp.float32)
+    if activate:
+        sigmoid = jax.nn.sigmoid(out)
+        g = g * sigmoid * (1 + out * (1 - sigmoid))
+    sums, weighted_sums = g.sum(1), (g * standard).sum(1)  # (B, C)
+    scale32, num_values = scale.astype(jnp.float32), standard.shape[1]
+    g_mean = _per_group(sums * scale32 / num_values, num_groups)
+    g_slope = _per_group(weighted_sums * scale32 / num_values, num_groups)
+    g_x = (g * scale32 - g_mean - standard * g_slope) * rstd
+    return (
+        g_x.astype(x.dtype).reshape(x.shape),
+        weighted_sums.sum(0).astype(scale.dtype),
+        sums.sum(0).astype(bias.dtype),
+    )
+
+
+group_norm.defvjp(_group_norm_forward, _group_norm_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def layer_norm(x, scale, bias, epsilon, dtype):
+    """Layer normalisation over the last axis; keeps x alone for the gradient.
+
+    Args:
+        x: (..., C).
+        scale, bias: (C,).
+        epsilon: of the normalisation.
+        dtype: of the result; everything before it is float32.
+
+    Source: arXiv 1607.06450.
+    """
+    return _layer_norm_forward(x, scale, bias, epsilon, dtype)[0]
+
+
+def _layer_norm_forward(x, scale, bias, epsilon, dtype):
+    centred = x.astype(jnp.float32)
+    mean = centred.mean(-1, keepdims=True)
+    centred = centred - mean
+    rstd = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)
+    out = centred * rstd * scale.astype(jnp.float32) + bias.astype(jnp.float32)
+    return out.astype(dtype), (x, scale, bias, mean, rstd)
+
+
+def _layer_norm_backward(epsilon, dtype, kept, g):
+    x, scale, bias, mean, rstd = kept
+    standard = (x.astype(jnp.float32) - mean) * rstd
+    g = g.astype(jnp.float32)
+    g_standard = g * scale.astype(jnp.float32)
+    slope = (g_standard * standard).mean(-1, keepdims=True)
+    g_x = (g_standard - g_standard.mean(-1, keepdims=True) - standard * slope) * rstd
+    axes = tuple(range(x.ndim - 1))
+    g_scale, g_bias = (g * standard).sum(axes), g.sum(axes)
+    return g_x.astype(x.dtype), g_scale.astype(scale.dtype), g_bias.astype(bias.dtype)
+
+
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+def _scale_and_bias(module, num_channels):
+    scale = module.param("scale", nn.initializers.ones, (num_channels,))
+    return scale, module.param("bias", nn.initializers.zeros, (num_channels,))
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation over the last axis of (B, ..., C). Source: arXiv 1803.08494."""
+    """Group normalisation over the last axis of (B, ..., C), and SiLU if activate; group_norm."""
 
     num_groups: int = 32
     epsilon: float = 1e-5
     dtype: DTypeLike = jnp.float32
+    activate: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -64,20 +168,20 @@ class GroupNorm(nn.Module):
                 f"norm_num_groups={self.num_groups} does not divide {x.shape[-1]} channels; "
                 "block_out_channels have to be multiples of it"
             )
-        grouped = x.reshape(x.shape[0], -1, self.num_groups, x.shape[-1] // self.num_groups)
-        grouped = _standardize(grouped, (1, 3), self.epsilon)
-        return _scale_and_shift(self, grouped.reshape(x.shape))
+        scale, bias = _scale_and_bias(self, x.shape[-1])
+        options = self.num_groups, self.epsilon, self.activate, self.dtype
+        return group_norm(x, scale, bias, *options)
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last axis. Source: arXiv 1607.06450."""
+    """Layer normalisation over the last axis; layer_norm."""
 
     epsilon: float = 1e-5
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x):
-        return _scale_and_shift(self, _standardize(x, -1, self.epsilon))
+        return layer_norm(x, *_scale_and_bias(self, x.shape[-1]), self.epsilon, self.dtype)
 
 
 class ResnetBlock2D(nn.Module):
@@ -91,13 +195,13 @@ class ResnetBlock2D(nn.Module):
     @nn.compact
     def __call__(self, x, time_emb=None):
         """x (B, H, W, C), time_emb (B, D) or None -> (B, H, W, out_channels)."""
-        norm = dict(num_groups=self.num_groups, epsilon=self.epsilon, dtype=self.dtype)
-        h = nn.silu(GroupNorm(**norm, name="norm1")(x))
+        norm = partial(GroupNorm, self.num_groups, self.epsilon, self.dtype, activate=True)
+        h = norm(name="norm1")(x)
         h = nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv1")(h)
         if time_emb is not None:
             dense = nn.Dense(self.out_channels, dtype=self.dtype, name="time_emb_proj")
             h = h + dense(nn.silu(time_emb))[:, None, None, :]
-        h = nn.silu(GroupNorm(**norm, name="norm2")(h))
+        h = norm(name="norm2")(h)
         h = nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv2")(h)
         if x.shape[-1] != self.out_channels:
             x = nn.Conv(self.out_channels, (1, 1), dtype=self.dtype, name="conv_shortcut")(x)

@@ -374,7 +374,9 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             )(x, taken, time_emb, context, size=skips[-1].shape[1:3] if skips else None)
 
         # 5. out
-        x = GroupNorm(self.norm_num_groups, self.norm_eps, self.dtype, name="conv_norm_out")(x)
-        x = nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv_out")(nn.silu(x))
+        norm = GroupNorm(
+            self.norm_num_groups, self.norm_eps, self.dtype, True, name="conv_norm_out"
+        )
+        x = nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv_out")(norm(x))
         x = jnp.transpose(x, (0, 3, 1, 2))  # (B, out_channels, H, W)
         return FlaxUNet2DConditionOutput(x) if return_dict else (x,)

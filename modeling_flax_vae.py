@@ -154,7 +154,7 @@ class Encoder(nn.Module):
                 name=f"down_blocks_{i}",
             )(x)
         x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
-        x = nn.silu(GroupNorm(self.num_groups, 1e-6, self.dtype, name="conv_norm_out")(x))
+        x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
         return nn.Conv(2 * self.latent_channels, (3, 3), dtype=self.dtype, name="conv_out")(x)
 
 
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
                 upsample=i < last,
                 name=f"up_blocks_{i}",
             )(x)
-        x = nn.silu(GroupNorm(self.num_groups, 1e-6, self.dtype, name="conv_norm_out")(x))
+        x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
         return nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv_out")(x)
 
 
