@@ -33,9 +33,65 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
     query, key, value = (
         x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads) for x in (query, key, value)
     )  # (B, T or S, num_heads, C / num_heads)
-    with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes bfloat16 implicitly
-        out = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal)
+
+    def xla(query, key, value):
+        with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes bfloat16 implicitly
+            return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal)
+
+    if mask is None and not is_causal and fits_splash(query.shape, key.shape):
+        out = jax.lax.platform_dependent(query, key, value, tpu=splash, default=xla)
+    else:
+        out = xla(query, key, value)
     return out.reshape(*out.shape[:2], -1)
+
+
+# Shortest sequences for which keeping the logits off the memory pays on a TPU.
+SPLASH_LENGTH = 1024
+
+
+def fits_splash(query_shape, key_shape):
+    """Can TPU's kernel take these, (B, T, N, H) and (B, S, N, H), and is it worth while?"""
+    lengths, head_dim = (query_shape[1], key_shape[1]), query_shape[-1]
+    return min(lengths) >= SPLASH_LENGTH and not any(n % 128 for n in lengths) and head_dim <= 128
+
+
+def splash(query, key, value, interpret=False):
+    """Attention by TPU's kernel, whose logits never reach the memory.
+
+    Args:
+        query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_splash.
+        interpret: run the kernel on any platform, slowly.
+
+    Returns:
+        (B, T, N, H) in query's dtype.
+
+    Source: FlashAttention (arXiv 2205.14135).
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    T, S, num_heads = query.shape[1], key.shape[1], query.shape[2]
+    q, k = (max(n for n in (128, 256, 512) if length % n == 0) for length in (T, S))
+    sizes = kernels.BlockSizes(
+        **dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q),
+        **dict.fromkeys(("block_kv", "block_kv_compute", "block_kv_dkv"), k),
+        **dict.fromkeys(("block_kv_dkv_compute", "block_kv_dq"), k),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        kernel = kernels.make_splash_mha(
+            masks.MultiHeadMask([masks.FullMask((T, S))] * num_heads),
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=sizes,
+            interpret=interpret,
+        )
+        query = query * query.shape[-1] ** -0.5
+        query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+        return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -260,6 +316,23 @@ class Attention(nn.Module):
         return nn.Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
 
 
+@jax.custom_vjp
+def gated_gelu(x):
+    """The first half of the last axis times GELU (erf) of the second; keeps x for the gradient."""
+    hidden, gate = jnp.split(x, 2, -1)
+    return hidden * nn.gelu(gate, approximate=False)
+
+
+def _gated_gelu_backward(x, g):
+    hidden, gate, g = (y.astype(jnp.float32) for y in (*jnp.split(x, 2, -1), g))
+    share = 0.5 * (1 + jax.lax.erf(gate * 2**-0.5))  # GELU is gate * share
+    slope = share + gate * jnp.exp(-0.5 * jnp.square(gate)) * (2 * np.pi) ** -0.5
+    return (jnp.concatenate((g * gate * share, g * hidden * slope), -1).astype(x.dtype),)
+
+
+gated_gelu.defvjp(lambda x: (gated_gelu(x), x), _gated_gelu_backward)
+
+
 class GEGLU(nn.Module):
     """Half of a projection gates the other half through GELU (erf). Source: arXiv 2002.05202."""
 
@@ -268,10 +341,7 @@ class GEGLU(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        hidden, gate = jnp.split(
-            nn.Dense(2 * self.dim_out, dtype=self.dtype, name="proj")(x), 2, -1
-        )
-        return hidden * nn.gelu(gate, approximate=False)
+        return gated_gelu(nn.Dense(2 * self.dim_out, dtype=self.dtype, name="proj")(x))
 
 
 class FeedForward(nn.Module):
