@@ -34,15 +34,31 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
         x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads) for x in (query, key, value)
     )  # (B, T or S, num_heads, C / num_heads)
 
-    def xla(query, key, value):
-        with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes bfloat16 implicitly
-            return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal)
-
-    if mask is None and not is_causal and fits_splash(query.shape, key.shape):
-        out = jax.lax.platform_dependent(query, key, value, tpu=splash, default=xla)
-    else:
-        out = xla(query, key, value)
+    kernels = {}
+    if mask is None and not is_causal:
+        if fits_splash(query.shape, key.shape):
+            kernels["tpu"] = splash
+        if fits_cudnn(query.shape, key.shape, query.dtype, jax.devices()[0]):
+            kernels["cuda"] = partial(_attention, implementation="cudnn")
+    xla = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
+    out = jax.lax.platform_dependent(query, key, value, default=xla, **kernels)
     return out.reshape(*out.shape[:2], -1)
+
+
+def _attention(query, key, value, **options):
+    with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes bfloat16 implicitly
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+
+def fits_cudnn(query_shape, key_shape, dtype, device):
+    """Can NVIDIA's kernel take these, (B, T, N, H) and (B, S, N, H), on this device?"""
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return False
+    generation = float(device.compute_capability)  # 8: Ampere, 9: Hopper
+    head_dim, largest = query_shape[-1], 256 if generation >= 9 else 128
+    even = query_shape[1] % 2 == key_shape[1] % 2 == 0  # jax refuses gradients of others
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return half and even and generation >= 8 and head_dim <= largest and head_dim % 8 == 0
 
 
 # Shortest sequences for which keeping the logits off the memory pays on a TPU.
@@ -52,7 +68,8 @@ SPLASH_LENGTH = 1024
 def fits_splash(query_shape, key_shape):
     """Can TPU's kernel take these, (B, T, N, H) and (B, S, N, H), and is it worth while?"""
     lengths, head_dim = (query_shape[1], key_shape[1]), query_shape[-1]
-    return min(lengths) >= SPLASH_LENGTH and not any(n % 128 for n in lengths) and head_dim <= 128
+    long = min(lengths) >= SPLASH_LENGTH and not any(n % 128 for n in lengths)
+    return long and (head_dim <= 128 or (head_dim <= 512 and head_dim % 128 == 0))
 
 
 def splash(query, key, value, interpret=False):
@@ -74,12 +91,17 @@ def splash(query, key, value, interpret=False):
         splash_attention_mask as masks,
     )
 
-    T, S, num_heads = query.shape[1], key.shape[1], query.shape[2]
-    q, k = (max(n for n in (128, 256, 512) if length % n == 0) for length in (T, S))
+    (_, T, num_heads, head_dim), S = query.shape, key.shape[1]
+
+    def block(length, limit):
+        return max(n for n in (128, 256, 512) if length % n == 0 and n <= limit)
+
+    back = 512 if head_dim <= 128 else 256  # more does not fit a v4's VMEM
     sizes = kernels.BlockSizes(
-        **dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q),
-        **dict.fromkeys(("block_kv", "block_kv_compute", "block_kv_dkv"), k),
-        **dict.fromkeys(("block_kv_dkv_compute", "block_kv_dq"), k),
+        block_q=block(T, 512),
+        **dict.fromkeys(("block_kv", "block_kv_compute"), block(S, 512)),
+        **dict.fromkeys(("block_q_dkv", "block_q_dq"), block(T, back)),
+        **dict.fromkeys(("block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"), block(S, back)),
     )
     with jax.numpy_dtype_promotion("standard"):
         kernel = kernels.make_splash_mha(

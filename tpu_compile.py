@@ -20,8 +20,9 @@ as JSON.
 
 The memory is what the compiler lays out, at the time of the run that needs most: with the averages,
 if there will be any. (Validation pictures are not in it.) The time of a step is a lower bound, a
-roofline: all FLOPs at the chip's peak or all bytes at its memory's, whichever takes longer;
-communication between chips is not in it, nor is waiting for data.
+roofline: all FLOPs at the chip's peak, or all that moves to and from its memory at the memory's
+rate, whichever takes longer; communication between chips is not in it, nor is waiting for data. The
+compiler's own count of bytes, which has those that never leave the chip too, is given beside.
 
 Paper: Roofline (Williams, Waterman, Patterson 2009).
 """
@@ -46,6 +47,7 @@ from jax.experimental.topologies import get_topology_desc
 
 import flax_train_instruct_pix2pix as trainer
 from executables import no_compilation_cache
+from hlo_traffic import hbm_bytes
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import fetch_file, read_json, write_json
@@ -465,9 +467,9 @@ def measure(program, args):
 
     Returns:
         dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
-        no argument's place) and "code", bytes; "flops" and "bytes_accessed", with the body of a
-        loop counted once; "compile_seconds". If the memory is too small, only "needs", bytes, and
-        "compile_seconds".
+        no argument's place) and "code", bytes; "flops", "bytes_accessed" (the compiler's count) and
+        "hbm_bytes" (hlo_traffic.py's), with the body of a loop counted once; "compile_seconds". If
+        the memory is too small, only "needs", bytes, and "compile_seconds".
     """
     started = time.perf_counter()
     try:
@@ -489,6 +491,7 @@ def measure(program, args):
         "code": memory.generated_code_size_in_bytes,
         "flops": cost["flops"],
         "bytes_accessed": cost["bytes accessed"],
+        "hbm_bytes": hbm_bytes(compiled.as_text()),
         "compile_seconds": time.perf_counter() - started,
     }
 
@@ -517,9 +520,9 @@ def memory_parts(job, step, update):
     }
 
 
-def roofline_seconds(chip, flops, bytes_accessed):
+def roofline_seconds(chip, flops, num_bytes):
     """The least time that this work can take on a Chip. Source: Roofline, section 3."""
-    return max(flops / chip.flops, bytes_accessed / chip.bandwidth)
+    return max(flops / chip.flops, num_bytes / chip.bandwidth)
 
 
 def describe(config, tpu, job, step, update, body=None):
@@ -552,22 +555,23 @@ def describe(config, tpu, job, step, update, body=None):
         return report | {"fits": False, "memory_total": round(step["needs"])}
     memory = memory_parts(job, step, update)
     total = sum(memory.values())
-    # The compiler counts the body of a loop once. All but the optimizer's work is in that loop, so
-    # this is right for the FLOPs and somewhat too much for the bytes.
-    flops, bytes_accessed = (step[name] * job.num_loops for name in ("flops", "bytes_accessed"))
+    # The body of a loop is counted once. All but the optimizer's work is in that loop, so this is
+    # right for the FLOPs and somewhat too much for the bytes.
+    work = {name: step[name] * job.num_loops for name in ("flops", "bytes_accessed", "hbm_bytes")}
     if body:
-        flops += body["flops"] * job.num_bodies
-        bytes_accessed += body["bytes_accessed"] * job.num_bodies
-    ema_bytes = update["bytes_accessed"] * job.updates_per_step if update else 0.0
-    seconds = roofline_seconds(tpu.chip, flops, bytes_accessed)
-    seconds += roofline_seconds(tpu.chip, 0.0, ema_bytes)
+        work = {name: value + body[name] * job.num_bodies for name, value in work.items()}
+    averages = {
+        f"ema_{name}": update[name] * job.updates_per_step if update else 0.0
+        for name in ("bytes_accessed", "hbm_bytes")
+    }
+    seconds = roofline_seconds(tpu.chip, work["flops"], work["hbm_bytes"])
+    seconds += roofline_seconds(tpu.chip, 0.0, averages["ema_hbm_bytes"])
     return report | {
         "fits": total <= usable,
         "memory": memory,
         "memory_total": total,
-        "flops": flops,
-        "bytes_accessed": bytes_accessed,
-        "ema_bytes_accessed": ema_bytes,
+        **work,
+        **averages,
         "step_seconds": seconds,
         "images_per_second_per_chip": share / seconds,
         "images_per_second": n * share / seconds,
@@ -593,8 +597,9 @@ def print_report(report):
         print(f"{report['smallest_not_fitting']} per chip do not fit")
     if "flops" in report:
         print(
-            f"a step: {report['flops'] / 1e12:.2f} TFLOP, {report['bytes_accessed'] / 1e9:.1f} GB "
-            f"accessed and {report['ema_bytes_accessed'] / 1e9:.2f} GB for averages of the weights"
+            f"a step: {report['flops'] / 1e12:.2f} TFLOP; {report['hbm_bytes'] / 1e9:.1f} GB to "
+            f"and from the memory, and {report['ema_hbm_bytes'] / 1e9:.2f} GB for averages of the "
+            f"weights; {report['bytes_accessed'] / 1e9:.1f} GB accessed, on the chip as well"
         )
         print(
             f"at least {report['step_seconds'] * 1e3:.1f} ms, so at most "

@@ -11,7 +11,7 @@ pixels); `--size tiny` takes a minute:
     python benchmarks/bench_start.py --size tiny --output start.json
 
 Adds to benchmarks/results/start.json, a row for each size, and prints a table. Needs a CPU and 16
-GB of memory; half an hour on two cores that do nothing else.
+GB of memory; three minutes on two cores that do nothing else.
 """
 
 import json
@@ -88,6 +88,11 @@ def make_model(folder, size):
         "text_encoder": text_encoder,
         "text_encoder_2": FlaxCLIPTextModelWithProjection(**options),
     }
+    write_pipeline(folder, modules)
+
+
+def write_pipeline(folder, modules):
+    """Write a folder of SDXL's kind with random weights; modules: {name: module}."""
     index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
     for i, (name, module) in enumerate(modules.items()):
         params = jax.jit(module.init_weights)(jax.random.key(i))

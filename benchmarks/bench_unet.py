@@ -18,20 +18,12 @@ case needs four times its weights' memory (SD1.5 14 GB, SDXL 42 GB; forward alon
 """
 
 import gc
-import json
-import os
-import shlex
-import shutil
-import statistics
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +36,16 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.full_size import (  # noqa: E402
-    TINY_UNET,
-    command_line,
-    describe_machine,
-    write_json,
+from benchmarks.full_size import TINY_UNET, command_line  # noqa: E402
+from benchmarks.side_by_side import (  # noqa: E402
+    add_row,
+    can_compile,
+    find_device,
+    format_table,
+    in_turn,
+    matmul_peak,
+    measure,
+    synchronize,
 )
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from tpu_compile import SDXL  # noqa: E402
@@ -132,7 +129,6 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
         compiled: have torch.compile as well.
     """
     device = inputs[0].device.type
-    synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     memory = {
         "eager": torch.contiguous_format,
         "channels_last": torch.channels_last,
@@ -154,7 +150,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
         else:
             with torch.inference_mode():
                 forward(name)
-        synchronize()
+        synchronize(device)
 
     def prepare(name):
         unet.to(memory_format=memory[name])
@@ -181,50 +177,12 @@ def our_contender(folder, inputs, with_gradient, half):
     return (lambda: None), lambda: jax.block_until_ready(step(params, *inputs))
 
 
-def measure(run, seconds):
-    """Seconds of a pass: the mean over as many as fill the time given."""
-    started = time.perf_counter()
-    count = 0
-    while count == 0 or time.perf_counter() - started < seconds:
-        run()
-        count += 1
-    return (time.perf_counter() - started) / count
-
-
-def matmul_peak(half, device):
-    """FLOPs per second of the fastest large matmul, of jax's and PyTorch's."""
-    n = 2048 if device == "cpu" else 8192
-    x = np.random.default_rng(0).standard_normal((n, n), np.float32)
-    ours = jnp.asarray(x, jnp.bfloat16 if half else jnp.float32)
-    theirs = torch.from_numpy(x).to(device, torch.bfloat16 if half else torch.float32)
-    multiply = jax.jit(jnp.matmul)
-
-    def run_theirs():
-        theirs @ theirs
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    best = 0.0
-    for run in (lambda: jax.block_until_ready(multiply(ours, ours)), run_theirs):
-        run()
-        for _ in range(3):
-            best = max(best, 2 * n**3 / measure(run, 0.5))
-    return best
-
-
-def bench(case, with_gradient, config, device):
-    """All contenders on one case and pass.
-
-    Returns:
-        {"batch_size", "dtype", "flops", "peak_flops_per_second", "seconds": {contender: [of a
-        pass, in each round]}, "first_seconds": {contender: of the first pass, with compiling}}.
-    """
-    half = device == "cuda"
+def bench(name, with_gradient, config, device):
+    """All contenders on one case and pass; a row of results as in side_by_side.py."""
+    case, half = CASES[name], device == "cuda"
     inputs = make_inputs(case, config.batch_size)
     dtype = torch.bfloat16 if half and not with_gradient else torch.float32
-    compiled = config.torch_compile
-    if compiled is None:
-        compiled = shutil.which("g++") is not None or shutil.which("clang++") is not None
+    compiled = can_compile() if config.torch_compile is None else config.torch_compile
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         unet = UNet2DConditionModel(**case.config)
@@ -237,21 +195,20 @@ def bench(case, with_gradient, config, device):
     contenders |= torch_contenders(unet, arguments, with_gradient, half, compiled)
 
     first, seconds = {}, {name: [] for name in contenders}
-    names = list(contenders)
-    with tqdm(total=(config.rounds + 1) * len(names), unit="measurement") as bar:
-        for name, (prepare, run) in contenders.items():
+    with tqdm(total=(config.rounds + 1) * len(contenders), unit="measurement") as bar:
+        for contender, (prepare, run) in contenders.items():
             prepare()
-            first[name] = measure(run, 0)
+            first[contender] = [measure(run, 0)]
             bar.update()
-        for number in range(config.rounds):
-            shift = number % len(names)  # none always comes after the same other
-            for name in names[shift:] + names[:shift]:
-                prepare, run = contenders[name]
-                prepare()
-                run()  # brings its weights back to the caches
-                seconds[name].append(measure(run, config.seconds))
-                bar.update()
+        for _, contender in in_turn(list(contenders), config.rounds):
+            prepare, run = contenders[contender]
+            prepare()
+            run()  # brings its weights back to the caches
+            seconds[contender].append(measure(run, config.seconds))
+            bar.update()
     return {
+        "case": name,
+        "work": "gradient" if with_gradient else "forward",
         "batch_size": config.batch_size,
         "dtype": "bfloat16" if half else "float32",
         "flops": count_flops(case, inputs, with_gradient),
@@ -261,63 +218,18 @@ def bench(case, with_gradient, config, device):
     }
 
 
-def summarize(row):
-    """Medians: samples/s, share of the peak, and how many times as fast ours is, per contender."""
-    summary = {}
-    for name, seconds in row["seconds"].items():
-        ratios = [theirs / ours for theirs, ours in zip(seconds, row["seconds"]["ours"])]
-        middle = statistics.median(seconds)
-        summary[name] = {
-            "samples_per_second": row["batch_size"] / middle,
-            "peak_share": row["flops"] / middle / row["peak_flops_per_second"],
-            "ours_times_as_fast": statistics.median(ratios),
-            "ours_times_as_fast_range": [min(ratios), max(ratios)],
-        }
-    return summary
-
-
-def format_table(results):
-    """The figures as Markdown."""
-    lines = [
-        "| device | UNet | pass | batch | | samples/s | of the peak | ours is times as fast |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in results.values():
-        for name, figures in row["summary"].items():
-            low, high = figures["ours_times_as_fast_range"]
-            ratio = f"{figures['ours_times_as_fast']:.2f} ({low:.2f}-{high:.2f})"
-            lines.append(
-                f"| {row['device']} | {row['case']} | {row['pass']} | {row['batch_size']} | {name} "
-                f"| {figures['samples_per_second']:.3g} | {figures['peak_share']:.0%} | "
-                f"{'1' if name == 'ours' else ratio} |"
-            )
-    return "\n".join(lines)
-
-
 def run(config):
     """Measure, write, print."""
     for name in ("batch_size", "rounds"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
-    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
-        raise ValueError("jax sees a GPU and torch does not; install a torch with CUDA")
-    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    output = Path(config.output)
-    results = json.loads(output.read_text()) if output.is_file() else {}
-    kind = jax.devices()[0].device_kind
-    origin = {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "machine": describe_machine(("jax", "jaxlib", "flax", "torch", "diffusers", "numpy")),
-    }
+    device = find_device()
     for name in config.cases:
         for which in config.passes:
-            row = bench(CASES[name], which == "gradient", config, device)
-            row |= origin | {"device": kind, "case": name, "pass": which}
-            row["summary"] = summarize(row)
-            results[f"{kind} {name} {which} {config.batch_size}"] = row
-            write_json(results, output)
+            row = bench(name, which == "gradient", config, device)
+            results = add_row(row, config.output)
             gc.collect()
-    print(f"\n{format_table(results)}\n\nwrote {output}")
+    print(f"\n{format_table(results)}\n\nwrote {config.output}")
 
 
 def main(args=None):

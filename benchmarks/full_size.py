@@ -99,30 +99,40 @@ class Config:
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_inputs(folder, quick):
-    """Write a pipeline (base), data for the trainer (data) and a picture to edit (picture.png).
+def make_pipeline(folder, quick, in_channels=4):
+    """Write a pipeline's folder with random weights, of Stable Diffusion 1.5's shapes or tiny.
 
     To be called in a process of its own, so that its memory is returned.
+
+    Args:
+        folder: to be made.
+        quick: tiny models.
+        in_channels: of the UNet; 8 for InstructPix2Pix.
     """
     jax.config.update("jax_platforms", "cpu")
-    unet, vae, text_encoder = UNET, VAE, TEXT_ENCODER
+    unet, vae, text_encoder = UNET.clone(in_channels=in_channels), VAE, TEXT_ENCODER
     if quick:
-        unet = UNET.clone(**TINY_UNET)
+        unet = unet.clone(**TINY_UNET)
         vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
         text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
     for i, (name, module) in enumerate(
         {"unet": unet, "vae": vae, "text_encoder": text_encoder}.items()
     ):
         params = jax.jit(module.init_weights)(jax.random.key(i))
-        module.save_pretrained(folder / "base" / name, params=params)
+        module.save_pretrained(folder / name, params=params)
         del params
-    shutil.copytree(TOKENIZER, folder / "base" / "tokenizer")
-    (folder / "base" / "scheduler").mkdir()
+    shutil.copytree(TOKENIZER, folder / "tokenizer")
+    (folder / "scheduler").mkdir()
     for file, content in (
         ("scheduler/scheduler_config.json", SCHEDULER),
         ("model_index.json", MODEL_INDEX),
     ):
-        (folder / "base" / file).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def make_inputs(folder, quick):
+    """Write a pipeline (base), data for the trainer (data) and a picture to edit (picture.png)."""
+    make_pipeline(folder / "base", quick)
     make_shards(folder / "data", num_shards=1, rows_per_shard=8, seed=0)
     load_photographs()[0].save(folder / "picture.png")
 

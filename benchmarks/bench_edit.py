@@ -1,0 +1,151 @@
+"""Edited pictures, ours against PyTorch diffusers' pipeline, in turn in one run.
+
+    python benchmarks/bench_edit.py
+
+Edits pictures with Stable Diffusion 1.5's shapes and random weights, 20 steps with both guidance
+scales: FlaxStableDiffusionInstructPix2PixPipeline, and PyTorch's pipeline with the same scheduler,
+on a GPU in bfloat16 and also with UNet and VAE through torch.compile, on a CPU in float32. Each
+measurement is a process of its own: from its start to the first edit ("first", with loading and
+compiling), then edits for --seconds. --batch_sizes 1 16 measures both.
+
+The share of the peak counts the UNet's FLOPs alone. Tiny, in a minute:
+
+    python benchmarks/bench_edit.py --size tiny --resolution 64 --rounds 1 --output edit.json
+
+Adds to benchmarks/results/edit.json, a row for each device, size and batch, and prints a table.
+Needs 12 GB of memory; a quarter of an hour on two cores that do nothing else.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers import StableDiffusionInstructPix2PixPipeline
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_unet import SD15, TEXT_LENGTH, TINY_UNET, Case, count_flops  # noqa: E402
+from benchmarks.full_size import command_line, make_pipeline  # noqa: E402
+from benchmarks.side_by_side import (  # noqa: E402
+    add_row,
+    contenders_on,
+    find_device,
+    format_table,
+    in_new_process,
+    matmul_peak,
+    time_in_turn,
+)
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (  # noqa: E402
+    BRANCHES,
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+
+PROMPT = "invert the colors"
+SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
+
+
+@dataclass(frozen=True)
+class Config:
+    size: Literal["sd15", "tiny"] = "sd15"
+    resolution: int = 256  # pixels
+    batch_sizes: tuple[int, ...] = (1,)  # pictures at once
+    num_inference_steps: int = 20
+    rounds: int = 2  # each contender is measured once in each
+    seconds: float = 30.0  # of a measurement, at least; one batch at least
+    output: str = "benchmarks/results/edit.json"
+
+
+def make_pictures(config, batch_size):
+    """Random pictures, PIL."""
+    shape = (batch_size, config.resolution, config.resolution, 3)
+    return [Image.fromarray(x) for x in np.random.default_rng(0).integers(0, 256, shape, np.uint8)]
+
+
+def our_edit(folder, config, batch_size, device):
+    """Ours, from pictures to pictures."""
+    dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, dtype=dtype
+    )
+    state = params.pop("scheduler")
+    params = jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), params))
+    params["scheduler"] = state
+    pictures = make_pictures(config, batch_size)
+
+    def run():
+        ids, images = pipeline.prepare_inputs([PROMPT] * batch_size, pictures)
+        key = jax.random.key(0)
+        out = pipeline(ids, images, params, key, config.num_inference_steps, **SCALES)
+        pipeline.numpy_to_pil(np.asarray(out.images))
+
+    return run
+
+
+def torch_edit(folder, config, batch_size, device, compiled):
+    """PyTorch's."""
+    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, torch_dtype=torch.bfloat16 if device == "cuda" else torch.float32
+    ).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    if compiled:
+        pipeline.unet = torch.compile(pipeline.unet.to(memory_format=torch.channels_last))
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode)
+    pictures = make_pictures(config, batch_size)
+
+    def run():
+        steps = config.num_inference_steps
+        pipeline([PROMPT] * batch_size, pictures, num_inference_steps=steps, **SCALES)
+
+    return run
+
+
+def bench(folder, config, batch_size, device):
+    """A row of results, as in side_by_side.py."""
+    contenders = contenders_on(device, our_edit, torch_edit)
+    args = (folder, config, batch_size, device)
+    figures = time_in_turn(contenders, args, config.rounds, config.seconds)
+    case = Case(SD15 | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
+    shapes = (8, case.side, case.side), (), (TEXT_LENGTH, SD15["cross_attention_dim"])
+    inputs = [np.zeros((len(BRANCHES) * batch_size, *shape), np.float32) for shape in shapes]
+    return {
+        "case": f"{config.size}_{config.resolution}",
+        "work": f"edit, {config.num_inference_steps} steps",
+        "batch_size": batch_size,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "flops": config.num_inference_steps * count_flops(case, (*inputs, None), False),
+        "peak_flops_per_second": matmul_peak(device == "cuda", device),
+        **figures,
+    }
+
+
+def run(config):
+    """Measure, write, print."""
+    for name in ("num_inference_steps", "rounds"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.resolution < 64 or config.resolution % 64:
+        raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
+    device = find_device()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        in_new_process(make_pipeline, folder, config.size == "tiny", 8)
+        for batch_size in config.batch_sizes:
+            results = add_row(bench(folder, config, batch_size, device), config.output)
+    print(f"\n{format_table(results)}\n\nwrote {config.output}")
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Config, __doc__, run, args)
+
+
+if __name__ == "__main__":
+    main()

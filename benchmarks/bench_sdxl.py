@@ -1,0 +1,178 @@
+"""SDXL pictures, ours against PyTorch diffusers' pipeline, in turn in one run.
+
+    python benchmarks/bench_sdxl.py --image_size 1024 --num_inference_steps 30 --batch_sizes 1 8
+
+Makes pictures with SDXL's shapes and random weights, with guidance: FlaxStableDiffusionXLPipeline,
+and PyTorch's pipeline with the same scheduler, on a GPU in bfloat16 and also with UNet and VAE
+through torch.compile, on a CPU in float32. Each measurement is a process of its own: from its start
+to the first picture ("first", with loading and compiling), then pictures for --seconds. The
+defaults are for a CPU: 256 pixels and 4 steps; the command above is for a GPU.
+
+The share of the peak counts the UNet's FLOPs alone. Tiny, in a minute:
+
+    python benchmarks/bench_sdxl.py --size tiny --image_size 64 --rounds 1 --output sdxl.json
+
+Adds to benchmarks/results/sdxl.json, a row for each device, size and batch, and prints a table.
+Needs 22 GB of memory and 14 GB of disk; a quarter of an hour on two cores that do nothing else.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_start import write_pipeline  # noqa: E402
+from benchmarks.bench_unet import CASES, Case, count_flops, make_inputs  # noqa: E402
+from benchmarks.full_size import END_OF_TEXT, TINY_UNET, VAE, command_line  # noqa: E402
+from benchmarks.side_by_side import (  # noqa: E402
+    add_row,
+    contenders_on,
+    find_device,
+    format_table,
+    in_new_process,
+    matmul_peak,
+    time_in_turn,
+)
+from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
+from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
+from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline  # noqa: E402
+from tpu_compile import SDXL  # noqa: E402
+
+PROMPT = "invert the colors"
+GUIDANCE_SCALE = 5.0
+TINY = TINY_UNET | {"transformer_layers_per_block": 1, "attention_head_dim": 8}
+
+
+@dataclass(frozen=True)
+class Config:
+    size: Literal["sdxl", "tiny"] = "sdxl"
+    image_size: int = 256  # pixels of a side
+    batch_sizes: tuple[int, ...] = (1,)  # pictures at once
+    num_inference_steps: int = 4
+    rounds: int = 2  # each contender is measured once in each
+    seconds: float = 30.0  # of a measurement, at least; one batch at least
+    output: str = "benchmarks/results/sdxl.json"
+
+
+def make_model(folder, size):
+    """Write the pipeline's folder; in a process of its own, so that its memory is returned."""
+    jax.config.update("jax_platforms", "cpu")
+    ids = {"bos_token_id": END_OF_TEXT - 1, "eos_token_id": END_OF_TEXT}
+    ids |= {"pad_token_id": END_OF_TEXT}
+    configs = {name: dict(SDXL[name]) for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
+    if size == "tiny":
+        configs["unet"] |= TINY
+        configs["vae"] |= {"block_out_channels": (32,) * 4, "layers_per_block": 1}
+        for name in ("text_encoder", "text_encoder_2"):
+            configs[name] |= {"vocab_size": END_OF_TEXT + 1, "num_hidden_layers": 2}
+    write_pipeline(
+        folder,
+        {
+            "text_encoder": FlaxCLIPTextModel(**configs["text_encoder"], **ids),
+            "text_encoder_2": FlaxCLIPTextModelWithProjection(**configs["text_encoder_2"], **ids),
+            "vae": VAE.clone(**configs["vae"]),
+            "unet": FlaxUNet2DConditionModel(**configs["unet"]),
+        },
+    )
+
+
+def our_pictures(folder, config, batch_size, device):
+    """Ours, from prompts to pictures."""
+    dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype)
+    state = params.pop("scheduler")
+    leaves, structure = jax.tree.flatten(params)
+    del params
+    for i, leaf in enumerate(leaves):  # never twice
+        leaves[i] = jax.device_put(np.asarray(leaf, dtype))
+    params = jax.tree.unflatten(structure, leaves) | {"scheduler": state}
+
+    def run():
+        out = pipeline(
+            pipeline.prepare_text_inputs([PROMPT] * batch_size),
+            params,
+            jax.random.key(0),
+            config.num_inference_steps,
+            GUIDANCE_SCALE,
+            config.image_size,
+            config.image_size,
+        )
+        pipeline.numpy_to_pil(np.asarray(out.images))
+
+    return run
+
+
+def torch_pictures(folder, config, batch_size, device, compiled):
+    """PyTorch's."""
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        folder, torch_dtype=torch.bfloat16 if device == "cuda" else torch.float32
+    ).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    if compiled:
+        pipeline.unet = torch.compile(pipeline.unet.to(memory_format=torch.channels_last))
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode)
+
+    def run():
+        pipeline(
+            [PROMPT] * batch_size,
+            height=config.image_size,
+            width=config.image_size,
+            num_inference_steps=config.num_inference_steps,
+            guidance_scale=GUIDANCE_SCALE,
+        )
+
+    return run
+
+
+def bench(folder, config, batch_size, device):
+    """A row of results, as in side_by_side.py."""
+    contenders = contenders_on(device, our_pictures, torch_pictures)
+    args = (folder, config, batch_size, device)
+    figures = time_in_turn(contenders, args, config.rounds, config.seconds)
+    unet = CASES["sdxl_1024"].config | (TINY if config.size == "tiny" else {})
+    case = Case(unet, config.image_size // 8)
+    flops = count_flops(case, make_inputs(case, 2 * batch_size), False)
+    return {
+        "case": f"{config.size}_{config.image_size}",
+        "work": f"pictures, {config.num_inference_steps} steps",
+        "batch_size": batch_size,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "flops": config.num_inference_steps * flops,
+        "peak_flops_per_second": matmul_peak(device == "cuda", device),
+        **figures,
+    }
+
+
+def run(config):
+    """Measure, write, print."""
+    for name in ("num_inference_steps", "rounds"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.image_size < 64 or config.image_size % 64:
+        raise ValueError(f"image_size={config.image_size} must be a multiple of 64")
+    device = find_device()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        in_new_process(make_model, folder, config.size)
+        for batch_size in config.batch_sizes:
+            results = add_row(bench(folder, config, batch_size, device), config.output)
+    print(f"\n{format_table(results)}\n\nwrote {config.output}")
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Config, __doc__, run, args)
+
+
+if __name__ == "__main__":
+    main()

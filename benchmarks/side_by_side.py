@@ -1,0 +1,194 @@
+"""What the benchmarks against PyTorch share: contenders measured in turn, and what is made of it.
+
+A row of results is a dict: "device", "case", "work", "batch_size", "dtype", "flops" of a pass (its
+UNet's), "peak_flops_per_second", "seconds" {contender: [of a pass, in each round]},
+"first_seconds" {contender: [until the first result]}; add_rows adds "summary".
+"""
+
+import json
+import multiprocessing
+import os
+import shlex
+import shutil
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.full_size import describe_machine, write_json
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
+
+
+def find_device():
+    """Where both run: "cuda" or "cpu", as PyTorch calls it.
+
+    Raises:
+        ValueError: not both see a GPU, or there are several.
+    """
+    if jax.default_backend() != "gpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError("jax sees a GPU and torch does not; install a torch with CUDA")
+    if jax.device_count() > 1:
+        raise ValueError(f"{jax.device_count()} GPUs; set CUDA_VISIBLE_DEVICES=0")
+    return "cuda"
+
+
+def can_compile():
+    """Is there the C++ compiler that torch.compile wants?"""
+    return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+def synchronize(device):
+    """Wait for what PyTorch has under way."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(run, seconds):
+    """Seconds of a pass: the mean over as many as fill the time given, at least one."""
+    started = time.perf_counter()
+    count = 0
+    while count == 0 or time.perf_counter() - started < seconds:
+        run()
+        count += 1
+    return (time.perf_counter() - started) / count
+
+
+def in_turn(names, rounds):
+    """(round, name) of every measurement; none always comes after the same other."""
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            yield number, name
+
+
+def in_new_process(function, *args):
+    """function's result, in a process of its own, whose memory is returned."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(function, *args).result()
+
+
+def contenders_on(device, ours, theirs):
+    """{name: its function}: ours, and theirs(..., compiled=) in the ways worth while there."""
+    contenders = {"ours": ours, "torch eager": partial(theirs, compiled=False)}
+    if device == "cuda":
+        contenders["torch compiled"] = partial(theirs, compiled=True)
+    return contenders
+
+
+def time_contender(make_run, args, seconds, started):
+    """Seconds from started (time.time()) to the first pass's end, and of a pass after that."""
+    run = make_run(*args)
+    run()
+    first = time.time() - started
+    return first, measure(run, seconds)
+
+
+def time_in_turn(contenders, args, rounds, seconds):
+    """Time contenders, every measurement in a process of its own.
+
+    Args:
+        contenders: {name: make_run}; make_run(*args) -> run, which does a pass to its end.
+        args: for all of them.
+        rounds: how often each is measured.
+        seconds: of a measurement, see measure.
+
+    Returns:
+        {"first_seconds": {name: [from the process's start to the first pass's end]},
+        "seconds": {name: [of a pass]}}.
+    """
+    figures = {kind: {name: [] for name in contenders} for kind in ("first_seconds", "seconds")}
+    for _, name in tqdm(list(in_turn(list(contenders), rounds)), unit="measurement"):
+        started = time.time()
+        took = in_new_process(time_contender, contenders[name], args, seconds, started)
+        for kind, value in zip(figures, took):
+            figures[kind][name].append(value)
+    return figures
+
+
+def matmul_peak(half, device):
+    """FLOPs per second of the fastest large matmul, of jax's and PyTorch's."""
+    n = 2048 if device == "cpu" else 8192
+    x = np.random.default_rng(0).standard_normal((n, n), np.float32)
+    ours = jnp.asarray(x, jnp.bfloat16 if half else jnp.float32)
+    theirs = torch.from_numpy(x).to(device, torch.bfloat16 if half else torch.float32)
+    multiply = jax.jit(jnp.matmul)
+
+    def run_theirs():
+        theirs @ theirs
+        synchronize(device)
+
+    best = 0.0
+    for run in (lambda: jax.block_until_ready(multiply(ours, ours)), run_theirs):
+        run()
+        for _ in range(3):
+            best = max(best, 2 * n**3 / measure(run, 0.5))
+    return best
+
+
+def summarize(row):
+    """Medians: samples/s, share of the peak, and how many times as fast ours is, per contender."""
+    summary = {}
+    for name, seconds in row["seconds"].items():
+        ratios = [theirs / ours for theirs, ours in zip(seconds, row["seconds"]["ours"])]
+        middle = statistics.median(seconds)
+        summary[name] = {
+            "samples_per_second": row["batch_size"] / middle,
+            "peak_share": row["flops"] / middle / row["peak_flops_per_second"],
+            "first_seconds": statistics.median(row["first_seconds"][name]),
+            "ours_times_as_fast": statistics.median(ratios),
+            "ours_times_as_fast_range": [min(ratios), max(ratios)],
+        }
+    return summary
+
+
+def format_table(results):
+    """Rows as Markdown."""
+    lines = [
+        "| device | what | batch | | s | samples/s | of the peak | first, s | ours times as fast |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results.values():
+        for name, figures in row["summary"].items():
+            low, high = figures["ours_times_as_fast_range"]
+            ratio = f"{figures['ours_times_as_fast']:.2f} ({low:.2f}-{high:.2f})"
+            rate = figures["samples_per_second"]
+            lines.append(
+                f"| {row['device']} | {row['case']} {row['work']} | {row['batch_size']} | {name} "
+                f"| {row['batch_size'] / rate:.3g} | {rate:.3g} | {figures['peak_share']:.0%} | "
+                f"{figures['first_seconds']:.1f} | {'1' if name == 'ours' else ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def add_row(row, output):
+    """Write a row into a JSON file, beside those of other devices, cases and batches.
+
+    Returns:
+        all rows of the file.
+    """
+    kind = jax.devices()[0].device_kind
+    origin = {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "machine": describe_machine(PACKAGES),
+        "device": kind,
+    }
+    output = Path(output)
+    results = json.loads(output.read_text()) if output.is_file() else {}
+    key = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
+    results[key] = row | origin | {"summary": summarize(row)}
+    write_json(results, output)
+    return results

@@ -1,0 +1,86 @@
+"""How many bytes a compiled TPU program moves to and from the chip's memory (HBM).
+
+    hbm_bytes(compiled.as_text())
+
+The compiler's own "bytes accessed" counts every operand and result wherever it is, so also what
+stays in the chip's VMEM, and a value fetched ahead three times: read, written to VMEM, read there.
+The program's text says where each value lives: a layout with S(1) is VMEM, one without S is HBM.
+"""
+
+import math
+import re
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\](\{{[^}}]*\}})?")
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
+NAME = re.compile(r"%([\w.\-]+)")
+COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+# Those that a step of the program goes through; a fusion's are inside it.
+CALLED = re.compile(r"(?:body|condition|true_computation|false_computation)=%([\w.\-]+)")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# They move nothing themselves.
+NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
+NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
+
+
+def array_bytes(dtype, shape):
+    """Of an array: "bf16", "8,1024" -> 16384."""
+    return BYTES[dtype] * math.prod(int(size) for size in shape.split(",") if size)
+
+
+def in_hbm(kind):
+    """[bytes] of the arrays in a type's text; 0 of one that is elsewhere."""
+    return [
+        0 if "S(" in layout else array_bytes(dtype, shape)
+        for dtype, shape, layout in SHAPE.findall(kind)
+    ]
+
+
+def hbm_bytes(text):
+    """Bytes read from and written to the chip's memory, by one run of a program.
+
+    Operands and results are counted whole, once each, so where an operation reads a part of one it
+    is too much, and where a kernel reads one again too little. A loop's body counts once, of a
+    condition's branches all.
+
+    Args:
+        text: compiled.as_text() of a program compiled for a TPU.
+
+    Returns:
+        int.
+    """
+    computations, current, entry = {}, None, None
+    for line in text.splitlines():
+        if found := COMPUTATION.match(line):
+            current = computations.setdefault(found[2], [])
+            entry = found[2] if found[1] else entry
+        elif current is not None and (found := INSTRUCTION.match(line)):
+            current.append(found.groups())
+
+    total, waiting, seen = 0, [entry], set()
+    while waiting:
+        computation = waiting.pop()
+        if computation in seen:
+            continue
+        seen.add(computation)
+        sizes = {}  # in HBM, of each value
+        for name, kind, operation, rest in computations[computation]:
+            sizes[name] = sum(in_hbm(kind))
+            waiting += CALLED.findall(rest)
+            for branches in BRANCHES.findall(rest):
+                waiting += NAME.findall(branches)
+            if operation == "call":
+                waiting += re.findall(r"to_apply=%([\w.\-]+)", rest)
+            if operation in NO_TRAFFIC or operation.endswith("-done"):
+                continue
+            read = sum(sizes.get(operand, 0) for operand in NAME.findall(rest.split(")")[0]))
+            written = sizes[name]
+            if operation in ("copy-start", "slice-start"):
+                # Its type is (target, source, flag), or ((source), target, flag).
+                dtype, shape, layout = SHAPE.findall(kind)[operation == "slice-start"]
+                size = array_bytes(dtype, shape)
+                written = 0 if "S(" in layout else size
+                read = size if read else 0
+            total += read + written
+    return total

@@ -1,0 +1,67 @@
+"""benchmarks/bench_train.py, bench_edit.py and bench_sdxl.py, tiny, by their command lines."""
+
+import json
+
+import pytest
+
+from benchmarks import bench_edit, bench_sdxl, bench_train
+from benchmarks.side_by_side import in_turn, summarize
+
+
+def test_summary_by_hand():
+    """A ratio is taken within its round."""
+    row = {
+        "batch_size": 4,
+        "flops": 100.0,
+        "peak_flops_per_second": 1000.0,
+        "seconds": {"ours": [1.0, 2.0, 4.0], "torch eager": [3.0, 4.0, 4.0]},
+        "first_seconds": {"ours": [9.0], "torch eager": [7.0]},
+    }
+    summary = summarize(row)
+    assert summary["ours"] == {
+        "samples_per_second": 2.0,
+        "peak_share": 0.05,
+        "first_seconds": 9.0,
+        "ours_times_as_fast": 1.0,
+        "ours_times_as_fast_range": [1.0, 1.0],
+    }
+    assert summary["torch eager"]["ours_times_as_fast"] == 2.0
+    assert summary["torch eager"]["ours_times_as_fast_range"] == [1.0, 3.0]
+    turns = [name for _, name in in_turn(["a", "b", "c"], 2)]
+    assert turns == ["a", "b", "c", "b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (bench_train, ["--resolution", "64"]),
+        (bench_edit, ["--resolution", "64", "--num_inference_steps", "2"]),
+        (bench_sdxl, ["--image_size", "64", "--num_inference_steps", "2"]),
+    ],
+    ids=["train", "edit", "sdxl"],
+)
+def test_command_line(script, flags, tmp_path, capsys):
+    output = tmp_path / "figures.json"
+    flags = ["--size", "tiny", "--rounds", "1", "--seconds", "0", *flags]
+    script.main([*flags, "--output", str(output)])
+    (row,) = json.loads(output.read_text()).values()
+    assert row["summary"].keys() == {"ours", "torch eager"}
+    for figures in row["summary"].values():
+        assert 0 < figures["peak_share"] < 1
+        assert figures["first_seconds"] > row["batch_size"] / figures["samples_per_second"]
+    assert "| ours times as fast |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (bench_train, "--resolution 100", "resolution=100 must be a multiple of 64"),
+        (bench_edit, "--rounds 0", "rounds=0 must be at least 1"),
+        (bench_sdxl, "--image_size 8", "image_size=8 must be a multiple of 64"),
+    ],
+)
+def test_flags_that_do_not_work(script, flags, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(flags.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

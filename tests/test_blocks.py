@@ -1,0 +1,208 @@
+"""Norms, gate and attention of modeling_flax_blocks.py against PyTorch, values and gradients."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from modeling_flax_blocks import (
+    attention,
+    fits_cudnn,
+    fits_splash,
+    gated_gelu,
+    group_norm,
+    layer_norm,
+    splash,
+)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def value_and_gradients(function, args):
+    """A function's value, and the gradients of its mean product with some numbers, NumPy arrays."""
+    out, pull = jax.vjp(function, *map(jnp.asarray, args))
+    weights = normal(*out.shape, seed=1)
+    return [np.asarray(x) for x in (out, *pull(jnp.asarray(weights, out.dtype)))]
+
+
+def torch_value_and_gradients(function, args):
+    """The same by PyTorch in float64."""
+    args = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in args]
+    out = function(*args)
+    out.backward(torch.from_numpy(normal(*out.shape, seed=1)).double())
+    return [x.detach().numpy() for x in (out, *(arg.grad for arg in args))]
+
+
+def assert_close(found, expected, tolerance):
+    """Within tolerance of the largest, each."""
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("activate", [False, True])
+@pytest.mark.parametrize("offset", [0, 100])  # a mean 100 times the deviation: nothing cancels
+@pytest.mark.parametrize(("shape", "num_groups"), [((2, 5, 7, 24), 8), ((3, 6, 12), 12)])
+def test_group_norm(shape, num_groups, offset, activate):
+    channels = shape[-1]
+    args = normal(*shape) + offset, normal(channels, seed=2), normal(channels, seed=3)
+
+    def theirs(x, scale, bias):
+        out = F.group_norm(x.movedim(-1, 1), num_groups, scale, bias, 1e-5).movedim(1, -1)
+        return F.silu(out) if activate else out
+
+    def ours(x, scale, bias):
+        return group_norm(x, scale, bias, num_groups, 1e-5, activate, jnp.float32)
+
+    expected = torch_value_and_gradients(theirs, args)
+    assert_close(value_and_gradients(ours, args), expected, 1e-6 if offset == 0 else 3e-5)
+
+
+@pytest.mark.parametrize("offset", [0, 100])
+def test_layer_norm(offset):
+    args = normal(2, 9, 20) + offset, normal(20, seed=2), normal(20, seed=3)
+    expected = torch_value_and_gradients(lambda x, *w: F.layer_norm(x, (20,), *w, eps=1e-5), args)
+    found = value_and_gradients(lambda x, *w: layer_norm(x, *w, 1e-5, jnp.float32), args)
+    assert_close(found, expected, 1e-6 if offset == 0 else 3e-5)
+
+
+def test_gated_gelu():
+    args = (3 * normal(2, 9, 20),)
+
+    def theirs(x):
+        hidden, gate = x.chunk(2, -1)
+        return hidden * F.gelu(gate)
+
+    assert_close(
+        value_and_gradients(gated_gelu, args), torch_value_and_gradients(theirs, args), 1e-6
+    )
+
+
+def test_bfloat16_goes_in_and_comes_out():
+    """Its numbers are those of float32, rounded once; the gradient has each argument's dtype."""
+    x, scale, bias = jnp.asarray(normal(2, 8, 64), jnp.bfloat16), jnp.ones(64), jnp.zeros(64)
+    norms = {
+        "group": lambda x, dtype: group_norm(x, scale, bias, 8, 1e-5, True, dtype),
+        "layer": lambda x, dtype: layer_norm(x, scale, bias, 1e-5, dtype),
+    }
+    for norm in norms.values():
+        out, pull = jax.vjp(partial(norm, dtype=jnp.bfloat16), x)
+        assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
+        exact = norm(x.astype(jnp.float32), jnp.float32)
+        np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+    out, pull = jax.vjp(gated_gelu, x)
+    assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
+
+
+def test_norms_keep_their_input_alone():
+    """What a backward pass holds, besides a few numbers per channel or position."""
+    x, scale, bias = jnp.ones((2, 64, 32), jnp.bfloat16), jnp.ones(32), jnp.zeros(32)
+    for function in (
+        lambda x: group_norm(x, scale, bias, 8, 1e-5, True, jnp.bfloat16),
+        lambda x: layer_norm(x, scale, bias, 1e-5, jnp.bfloat16),
+        gated_gelu,
+    ):
+        _, pull = jax.vjp(function, x)
+        large = [y for y in jax.tree.leaves(pull) if y.size >= x.size]
+        assert [(y.shape, y.dtype) for y in large] == [(x.shape, x.dtype)]
+
+
+@pytest.mark.parametrize("lengths", [(256, 256), (128, 384)])
+@pytest.mark.parametrize("head_dim", [40, 64, 512])
+def test_splash_is_attention(lengths, head_dim):
+    """TPU's kernel, interpreted, on its blocks' smallest sizes."""
+    T, S = lengths
+    shapes = (1, T, 2, head_dim), (1, S, 2, head_dim), (1, S, 2, head_dim)
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+    def theirs(*args):
+        return F.scaled_dot_product_attention(*(x.swapaxes(1, 2) for x in args)).swapaxes(1, 2)
+
+    found = value_and_gradients(partial(splash, interpret=True), args)
+    assert_close(found, torch_value_and_gradients(theirs, args), 1e-5)
+
+
+def lowered(platform, length, key_length=None, dtype=jnp.bfloat16, **options):
+    """A gradient of attention as it is for a platform, text."""
+    query = jax.ShapeDtypeStruct((2, length, 320), dtype)
+    key = jax.ShapeDtypeStruct((2, key_length or length, 320), dtype)
+
+    def loss(*args):
+        return attention(*args, num_heads=8, **options).astype(jnp.float32).sum()
+
+    with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes in the backward pass
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, key)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_kernel_of_each_platform(monkeypatch):
+    assert "tpu_custom_call" in lowered("tpu", 1024)
+    assert "tpu_custom_call" not in lowered("tpu", 1024, 77)  # text
+    assert "tpu_custom_call" not in lowered("tpu", 1024, is_causal=True)
+    assert "custom_call" not in lowered("cpu", 1024)
+
+    # As on a GPU: jax asks there for cuDNN's version, and whether the chip is young enough.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    def hopper(query_shape, key_shape, dtype, device):
+        return fits_cudnn(query_shape, key_shape, dtype, gpu("9.0"))
+
+    monkeypatch.setattr("modeling_flax_blocks.fits_cudnn", hopper)
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    text = lowered("cuda", 1024)
+    assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
+    assert "cudnn" not in lowered("cuda", 1024, 77)  # text
+    assert "cudnn" not in lowered("cuda", 1024, dtype=jnp.float32)
+    assert "cudnn" not in lowered("cuda", 1024, is_causal=True)
+    assert "cudnn" not in lowered("tpu", 1024)
+
+
+def gpu(capability, platform="gpu", version="cuda 12090"):
+    """A device as jax describes it."""
+    client = SimpleNamespace(platform_version=version)
+    return SimpleNamespace(platform=platform, client=client, compute_capability=capability)
+
+
+def test_which_fit():
+    assert fits_splash((1, 1024, 8, 40), (1, 1024, 8, 40))
+    assert fits_splash((1, 4096, 8, 128), (1, 1024, 8, 128))
+    assert not fits_splash((1, 512, 8, 40), (1, 1024, 8, 40))
+    assert not fits_splash((1, 1024, 8, 40), (1, 77, 8, 40))
+    assert not fits_splash((1, 1100, 8, 40), (1, 1100, 8, 40))
+    assert fits_splash((1, 1024, 1, 512), (1, 1024, 1, 512))  # the VAE's
+    assert not fits_splash((1, 1024, 1, 200), (1, 1024, 1, 200))
+
+    shape, half = (1, 64, 8, 40), jnp.dtype(jnp.bfloat16)
+    large = (1, 64, 8, 160)
+    assert fits_cudnn(shape, shape, half, gpu("8.0"))
+    assert not fits_cudnn(shape, shape, half, gpu("7.5"))
+    assert fits_cudnn(large, large, half, gpu("9.0"))
+    assert not fits_cudnn(large, large, half, gpu("8.0"))
+    assert not fits_cudnn((1, 64, 8, 36), (1, 64, 8, 36), half, gpu("9.0"))
+    assert not fits_cudnn((1, 64, 1, 512), (1, 64, 1, 512), half, gpu("9.0"))
+    assert not fits_cudnn(shape, (1, 77, 8, 40), half, gpu("9.0"))
+    assert not fits_cudnn(shape, shape, jnp.dtype(jnp.float32), gpu("9.0"))
+    assert not fits_cudnn(shape, shape, half, gpu("9.0", version="rocm 6"))
+    assert not fits_cudnn(shape, shape, half, jax.devices()[0])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_is_pytorchs(is_causal):
+    shapes = (2, 24, 32), (2, 24, 32), (2, 24, 32)
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+    def theirs(*args):
+        heads = [x.unflatten(-1, (4, 8)).swapaxes(1, 2) for x in args]
+        out = F.scaled_dot_product_attention(*heads, is_causal=is_causal, scale=1 / math.sqrt(8))
+        return out.swapaxes(1, 2).flatten(2)
+
+    found = value_and_gradients(partial(attention, num_heads=4, is_causal=is_causal), args)
+    assert_close(found, torch_value_and_gradients(theirs, args), 1e-5)
