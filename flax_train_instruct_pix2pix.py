@@ -40,7 +40,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -55,6 +55,8 @@ from jax.experimental.multihost_utils import process_allgather
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
+import cache_latents
+from cache_latents import encode_pictures
 from checkpoints_flax import Checkpoints, find_checkpoint, tree_checksum
 from ema_flax import SIGMA_RELS, ema_plan, ema_start, ema_update
 from modeling_flax_clip import FlaxCLIPTextModel
@@ -79,7 +81,7 @@ from parallel_flax import (
     wait_for_all,
     whole,
 )
-from parquet_processing import ParquetImagePairs
+from parquet_processing import KNOWN_COLUMNS, ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -97,18 +99,19 @@ READ_AT_ONCE = 32  # arrays of a checkpoint that the host holds while it is read
 MAY_CHANGE = frozenset(
     """
     pretrained_model_name_or_path unet_model_name_or_path revision variant train_data_dir
-    dataloader_num_workers max_bad_fraction gradient_checkpointing gradient_accumulation_steps
-    shard_optimizer output_dir overwrite_output_dir save_raw_unet logging_steps report_to
-    tracker_project_name checkpointing_steps checkpoints_total_limit resume_from_checkpoint
-    validation_image validation_prompt validation_steps profile_steps push_to_hub hub_model_id
-    compilation_cache_dir coordinator_address num_processes process_id num_train_epochs
+    cache_latents dataloader_num_workers max_bad_fraction gradient_checkpointing
+    gradient_accumulation_steps shard_optimizer output_dir overwrite_output_dir save_raw_unet
+    logging_steps report_to tracker_project_name checkpointing_steps checkpoints_total_limit
+    resume_from_checkpoint validation_image validation_prompt validation_steps profile_steps
+    push_to_hub hub_model_id compilation_cache_dir coordinator_address num_processes process_id
+    num_train_epochs
     """.split()  # noqa: SIM905
 )
 # Of them, those that may also differ from one process to another.
 PER_PROCESS = frozenset(
     """
-    pretrained_model_name_or_path unet_model_name_or_path train_data_dir dataloader_num_workers
-    output_dir compilation_cache_dir coordinator_address process_id
+    pretrained_model_name_or_path unet_model_name_or_path train_data_dir cache_latents
+    dataloader_num_workers output_dir compilation_cache_dir coordinator_address process_id
     """.split()  # noqa: SIM905
 )
 
@@ -133,6 +136,7 @@ class Config:
     shuffle_buffer: int = 4096  # encoded pairs to draw from, over all hosts; see the README
     max_bad_fraction: float = 0.1  # share of pairs that cannot be decoded at which a run stops
     dataloader_num_workers: int = 0  # decoding threads; 0 takes one per core
+    cache_latents: str = ""  # folder for the VAE's latents of all pairs; "" encodes in every step
     # training
     train_batch_size: int = 16  # pairs per step over all devices of all hosts
     gradient_accumulation_steps: int = 1  # micro-batches that a step's pairs are split into
@@ -284,20 +288,19 @@ def encode(batch, frozen, models):
     """Latents and text states of one micro-batch.
 
     Args:
-        batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3); input_ids (B, T).
-        frozen, models: as for train_step.
+        batch, frozen, models: as for train_step.
 
     Returns:
         mean and std of the edited pictures' posterior, (B, h, w, C) float32; mode of the
         originals', (B, h, w, C); text states (B, T, D).
     """
-    pictures = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
-    pictures = jnp.transpose(pictures.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
-    posterior = models.vae.apply(
-        {"params": frozen["vae"]}, pictures, method=models.vae.encode
-    ).latent_dist  # (2B, h, w, C)
-    B = len(pictures) // 2
     text = models.text_encoder.apply({"params": frozen["text_encoder"]}, batch["input_ids"])[0]
+    if "edited_latents" in batch:  # of cache_latents.py
+        mean, std = jnp.split(batch["edited_latents"].astype(jnp.float32), 2, axis=-1)
+        return mean, std, batch["original_latents"].astype(jnp.float32), text
+    pictures = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
+    posterior = encode_pictures(models.vae, frozen["vae"], pictures)  # (2B, h, w, C)
+    B = len(pictures) // 2
     return posterior.mean[:B], posterior.std[:B], posterior.mode()[B:], text
 
 
@@ -324,7 +327,8 @@ def train_step(
         state: TrainState.
         frozen: {"vae", "text_encoder"} parameters, "null_text" states of the empty prompt
             (1, T, D), "scheduler" state.
-        batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3); input_ids (B, T).
+        batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3), or instead the
+            latents of cache_latents.py, original_latents and edited_latents; input_ids (B, T).
         base_rng: PRNG key, the same on every device and at every step.
         models: Models.
         tx: optax optimizer that works on each number by itself, as Adam does.
@@ -561,6 +565,11 @@ def check_config(config: Config, num_devices: int):
     if config.hub_model_id is not None and not config.push_to_hub:
         raise ValueError(f"hub_model_id={config.hub_model_id} goes with --push_to_hub")
     profile_window(config.profile_steps)
+    if config.cache_latents and config.random_crop:
+        raise ValueError(
+            "cache_latents keeps latents of the middle of each picture; add --no_random_crop (of "
+            "square pictures it changes nothing)"
+        )
     if config.num_train_epochs is None:
         make_plans(config, config.max_train_steps)
     if config.snr_gamma is not None and not 0 < config.snr_gamma < float("inf"):
@@ -748,6 +757,19 @@ def read_state(checkpoints, step, shapes, num_slices):
     return TrainState(put(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
 
 
+def columns_of(config: Config):
+    """The flags that name columns of the data."""
+    return {name: getattr(config, name) for name in KNOWN_COLUMNS}
+
+
+def fill_cache(config: Config):
+    """Compute the latents that are not in --cache_latents yet, on this process's devices."""
+    shared = {field.name for field in fields(cache_latents.Config)}
+    flags = {name: value for name, value in asdict(config).items() if name in shared}
+    flags["output_dir"] = config.cache_latents
+    cache_latents.fill(cache_latents.Config(**flags))
+
+
 def train(config: Config):
     """The run: load, go on or begin, loop, save. All results are in config.output_dir."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
@@ -760,17 +782,17 @@ def train(config: Config):
         # Saving has many small programs, which a preemption leaves no time to compile.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+    if config.cache_latents:
+        fill_cache(config)
     dataset = ParquetImagePairs(  # first: its faults show before gigabytes are loaded
-        config.train_data_dir,
+        config.cache_latents or config.train_data_dir,
         batch_size=config.train_batch_size // num_processes,
         resolution=config.resolution,
         seed=config.seed,
         random_crop=config.random_crop,
         random_flip=config.random_flip,
         resample=config.image_interpolation_mode,
-        original_image_column=config.original_image_column,
-        edited_image_column=config.edited_image_column,
-        edit_prompt_column=config.edit_prompt_column,
+        **({} if config.cache_latents else columns_of(config)),
         max_rows=config.max_train_samples,
         process_index=jax.process_index(),
         process_count=num_processes,
@@ -801,6 +823,11 @@ def train(config: Config):
             )
     tx = optimizer_of(config, schedule)
     models, pipeline, frozen, params = load_models(config, dtype)
+    if dataset.latents and dataset.latents["vae"] != cache_latents.name_of(frozen["vae"]):
+        raise ValueError(
+            f"{dataset.train_data_dir} holds latents of another VAE than "
+            f"{config.pretrained_model_name_or_path} has; make others in another folder"
+        )
     shapes = jax.eval_shape(lambda: params)
     num_params = sum(x.size for x in jax.tree.leaves(params))
     num_slices = num_devices if config.shard_optimizer else 1
@@ -825,7 +852,11 @@ def train(config: Config):
 
     # In the compute dtype on the devices; what is saved at the end keeps its precision.
     cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
-    p_frozen = put(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
+    on_devices = frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")}
+    if dataset.latents and not config.validation_image:
+        del on_devices["vae"]
+    p_frozen = put(on_devices)
+    del on_devices
     base_rng = put(np.asarray(jax.random.PRNGKey(config.seed)))
     p_train_step = programs.train_step
     if num_processes == 1:  # jax 0.10 cannot do so for several

@@ -37,15 +37,15 @@ def in_hbm(kind):
     ]
 
 
-def hbm_bytes(text):
+def hbm_bytes(text, trips=1):
     """Bytes read from and written to the chip's memory, by one run of a program.
 
     Operands and results are counted whole, once each, so where an operation reads a part of one it
-    is too much, and where a kernel reads one again too little. A loop's body counts once, of a
-    condition's branches all.
+    is too much, and where a kernel reads one again too little. Of a condition's branches all count.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
+        trips: how often the body of each loop is run; one within another as often as that.
 
     Returns:
         int.
@@ -58,20 +58,21 @@ def hbm_bytes(text):
         elif current is not None and (found := INSTRUCTION.match(line)):
             current.append(found.groups())
 
-    total, waiting, seen = 0, [entry], set()
+    total, waiting, seen = 0, [(entry, 1)], set()
     while waiting:
-        computation = waiting.pop()
+        computation, count = waiting.pop()
         if computation in seen:
             continue
         seen.add(computation)
         sizes = {}  # in HBM, of each value
         for name, kind, operation, rest in computations[computation]:
             sizes[name] = sum(in_hbm(kind))
-            waiting += CALLED.findall(rest)
+            called = CALLED.findall(rest)
             for branches in BRANCHES.findall(rest):
-                waiting += NAME.findall(branches)
+                called += NAME.findall(branches)
             if operation == "call":
-                waiting += re.findall(r"to_apply=%([\w.\-]+)", rest)
+                called += re.findall(r"to_apply=%([\w.\-]+)", rest)
+            waiting += [(other, trips if operation == "while" else count) for other in called]
             if operation in NO_TRAFFIC or operation.endswith("-done"):
                 continue
             read = sum(sizes.get(operand, 0) for operand in NAME.findall(rest.split(")")[0]))
@@ -82,5 +83,5 @@ def hbm_bytes(text):
                 size = array_bytes(dtype, shape)
                 written = 0 if "S(" in layout else size
                 read = size if read else 0
-            total += read + written
+            total += count * (read + written)
     return total

@@ -20,6 +20,7 @@ Needs a CPU only. A pair of 512x512 JPEGs takes about 3 ms of one core to decode
 
 import hashlib
 import io
+import json
 import logging
 import math
 import os
@@ -54,6 +55,7 @@ RESAMPLING = {
     "lanczos": Image.Resampling.LANCZOS,
     "bicubic": Image.Resampling.BICUBIC,
 }
+LATENTS = b"latents"  # in the metadata of a shard of cache_latents.py: what they were made with
 UNFINISHED = ".unfinished"  # in a folder that script.sh has not completed yet
 ORIENTATION = ExifTags.Base.Orientation
 READ_ROWS = 32  # of a column at a time
@@ -165,6 +167,12 @@ def list_row_groups(
     if not groups:
         raise ValueError(f"the {len(paths)} shards in {folder} have 0 rows; nothing to train on")
     return groups
+
+
+def latents_of(metadata: pq.FileMetaData) -> dict | None:
+    """What cache_latents.py made a shard's latents with; None of a shard of pictures."""
+    kept = (metadata.metadata or {}).get(LATENTS)
+    return None if kept is None else json.loads(kept)
 
 
 def find_columns(
@@ -431,6 +439,28 @@ def decode_pair(
             pixels[:] = square
 
 
+def copy_latents(
+    pair: Pair, out: tuple[np.ndarray, np.ndarray], columns: tuple[str, str, str], flip: bool
+) -> None:
+    """Copy a pair of cache_latents.py into out, of the pictures or of their mirror images.
+
+    Args:
+        pair: as it is stored.
+        out: float16, modes (h, w, C) and means and deviations (h, w, 2 C); written to.
+        columns: names to put in the error.
+        flip: mirrored.
+
+    Raises:
+        ValueError: it could not be encoded, or the shard is damaged.
+    """
+    if pair.prompt is None:
+        raise ValueError(f"{columns[2]}: null")
+    for data, latents, column in zip(pair[:2], out, columns[:2]):
+        if data is None or len(data) != 2 * latents.nbytes:
+            raise ValueError(f"{column}: no latents in the shard")
+        latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
+
+
 def epoch_order(
     group_rows: list[int],
     *,
@@ -547,6 +577,38 @@ def compare_folders(
     return folders
 
 
+def check_latents(
+    group: RowGroup, first: dict | None, resolution: int, resample: str, random_crop: bool
+) -> None:
+    """Raise a ValueError if a row group's latents, or pictures, do not go with the arguments.
+
+    Args:
+        group: of any shard.
+        first: latents_of the first shard.
+        resolution, resample, random_crop: of ParquetImagePairs.
+    """
+    kept = latents_of(group.metadata)
+    for name in ("vae", "shape"):
+        if (kept or {}).get(name) != (first or {}).get(name):
+            raise ValueError(
+                f"{group.path.name} and others of {group.path.parent} do not go together: latents "
+                "and pictures, or latents of two VAEs or sizes; keep them in folders of their own"
+            )
+    if kept is None:
+        return
+    if random_crop:
+        raise ValueError(
+            "random_crop=True does not go with latents, which are of the middle of each picture; "
+            "switch it off (for square pictures it changes nothing)"
+        )
+    for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
+        if kept[name] != value:
+            raise ValueError(
+                f"{group.path.parent} holds latents of {name}={kept[name]}, not {value}; give "
+                "that, or make others in another folder"
+            )
+
+
 class ParquetImagePairs(IterableDataset):
     """Batches of picture pairs and instructions from a folder of parquet shards.
 
@@ -556,6 +618,10 @@ class ParquetImagePairs(IterableDataset):
 
         original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3)
         edit_prompt: B strings
+
+    or, from a folder of cache_latents.py, instead of the pictures
+
+        original_latents, edited_latents: float16 (B, h, w, C), (B, h, w, 2 C)
 
     At most once: an epoch has `num_parts` parts, each process takes as many of them as the others,
     and a batch is equal slices of them, one after the other. If all processes have the same
@@ -583,7 +649,8 @@ class ParquetImagePairs(IterableDataset):
         batch_size: pairs per batch of this process.
         resolution: side R of the pictures, pixels.
         seed: at least 0.
-        random_crop: cut the square out anywhere along the longer side; else from the middle.
+        random_crop: cut the square out anywhere along the longer side; else from the middle, as
+            latents are.
         random_flip: mirror half of the pairs.
         resample: "dct", "lanczos" or "bicubic", see `decode_pair`.
         original_image_column, edited_image_column, edit_prompt_column: "" finds the known names.
@@ -694,12 +761,23 @@ class ParquetImagePairs(IterableDataset):
                 f"{process_count}), {where} has {rows}; {way_out}"
             )
 
+        self.latents = latents_of(self.groups[0].metadata)
+        for group in self.groups:
+            check_latents(group, self.latents, resolution, resample, random_crop)
         self.num_rows = sum(self.folder_rows)  # of all processes
         self.num_seen = 0  # pairs given so far by this object
         self.num_bad = 0  # of them, places that another pair had to take
         self.bad_rows: dict[tuple[str, int], str] = {}  # (shard, row) -> reason
         self._spare: list[np.ndarray] = []  # buffers of row groups, to use again
         self._stand_ins: dict[int, Pair] = {}  # for row groups without a good pair
+        pixels = ((resolution, resolution, 3), np.uint8)
+        self._arrays = {"original_pixel_values": pixels, "edited_pixel_values": pixels}
+        if self.latents:
+            h, w, C = self.latents["shape"]
+            self._arrays = {
+                "original_latents": ((h, w, C), np.float16),
+                "edited_latents": ((h, w, 2 * C), np.float16),
+            }
         self.train_data_dir = train_data_dir
         self.batch_size = batch_size
         self.resolution = resolution
@@ -727,6 +805,7 @@ class ParquetImagePairs(IterableDataset):
             "resample": resample,
             "max_rows": max_rows,
             "columns": sorted({", ".join(group.columns) for group in self.groups}),
+            "latents": self.latents and self.latents["vae"],
             "data": hashlib.sha256(str(sorted(folders)).encode()).hexdigest()[:16],
         }
 
@@ -783,12 +862,11 @@ class ParquetImagePairs(IterableDataset):
 
         def start_batch() -> tuple[dict, list, list[Future]]:
             rows = next(encoded)
-            shape = (self.batch_size, self.resolution, self.resolution, 3)
             batch = {
-                "original_pixel_values": np.empty(shape, np.uint8),
-                "edited_pixel_values": np.empty(shape, np.uint8),
-                "edit_prompt": [],
+                name: np.empty((self.batch_size, *shape), dtype)
+                for name, (shape, dtype) in self._arrays.items()
             }
+            batch["edit_prompt"] = []
             futures = [
                 decoders.submit(self._decode_row, batch, place, row, cells, draws[row])
                 for place, (row, cells) in enumerate(rows)
@@ -879,14 +957,13 @@ class ParquetImagePairs(IterableDataset):
 
     def _decode_pair(self, batch: dict, place: int, g: int, pair: Pair, draw: np.ndarray) -> str:
         """The same for a pair that was read from row group g."""
-        decode_pair(
-            pair,
-            (batch["original_pixel_values"][place], batch["edited_pixel_values"][place]),
-            columns=self.groups[g].columns,
-            resample=self.resample,
-            crop=draw[0] if self.random_crop else 0.5,
-            flip=self.random_flip and bool(draw[1] < 0.5),
-        )
+        out = tuple(batch[name][place] for name in self._arrays)
+        columns, flip = self.groups[g].columns, self.random_flip and bool(draw[1] < 0.5)
+        if self.latents:
+            copy_latents(pair, out, columns, flip)
+        else:
+            crop = draw[0] if self.random_crop else 0.5
+            decode_pair(pair, out, columns, self.resample, crop, flip)
         return pair.prompt
 
     def _replace(
@@ -1099,6 +1176,8 @@ def inspect(config: Config) -> None:
         config.edited_image_column,
         config.edit_prompt_column,
     )
+    if latents_of(groups[0].metadata):
+        raise ValueError(f"{config.train_data_dir} holds latents; only pictures can be looked at")
     print(describe(groups), flush=True)
 
     num_rows, kinds, bad, shown = 0, (Counter(), Counter()), [], []

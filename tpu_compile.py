@@ -141,8 +141,8 @@ LIBTPU_ENVIRONMENT = {
 @dataclass(frozen=True, kw_only=True)
 class Config(trainer.Config):
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
-    # unet_grad: the bare UNet's part of a step; sdxl: pictures from text
-    program: Literal["train_step", "unet_grad", "sdxl"] = "train_step"
+    # unet_grad: the bare UNet's part of a step; sdxl: pictures from text; sdxl_unet: its UNet, once
+    program: Literal["train_step", "unet_grad", "sdxl", "sdxl_unet"] = "train_step"
     find_batch: bool = False  # find the largest batch that fits, starting from train_batch_size
     num_images: int = 1  # of sdxl: pictures at once on each chip
     num_inference_steps: int = 20  # of sdxl
@@ -175,10 +175,9 @@ class Job(NamedTuple):
     args: tuple
     held: dict[str, Any]  # what a step finds in memory: trees by their names in the report
     batch_per_chip: int  # pairs or pictures
-    num_loops: int = 1  # runs of the loop that all of the step's work is in
-    body: Callable | None = None  # what a loop within the step runs once more each time,
+    trips: int = 1  # of the loop in the step
+    body: Callable | None = None  # what is in that loop; None: all of the step's work
     body_args: tuple = ()
-    num_bodies: int = 0  # and how many more times
     update: Callable | None = None  # of an average of the weights
     update_args: tuple = ()
     updates_per_step: float = 0.0
@@ -316,13 +315,16 @@ def train_step_job(config, devices):
     programs = trainer.make_programs(config, models, tx, params, num_slices, devices)
 
     B, R = config.train_batch_size // n, config.resolution
-    pictures = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
     T = models.text_encoder.max_position_embeddings
-    batch = {
-        "original_pixel_values": pictures,
-        "edited_pixel_values": pictures,
-        "input_ids": jax.ShapeDtypeStruct((n, B, T), jnp.int32),
-    }
+    batch = {"input_ids": jax.ShapeDtypeStruct((n, B, T), jnp.int32)}
+    if config.cache_latents:
+        del frozen["vae"]
+        C, side = models.vae.latent_channels, R // 2 ** (len(models.vae.block_out_channels) - 1)
+        for name, channels in (("original_latents", C), ("edited_latents", 2 * C)):
+            batch[name] = jax.ShapeDtypeStruct((n, B, side, side, channels), jnp.float16)
+    else:
+        pictures = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
+        batch |= {"original_pixel_values": pictures, "edited_pixel_values": pictures}
     params, frozen = on_all((params, frozen), n)
     state = jax.eval_shape(programs.init, params)
     average = jax.eval_shape(programs.ema_start, params)
@@ -338,7 +340,7 @@ def train_step_job(config, devices):
             "batches": [batch] * (1 + trainer.IN_FLIGHT),
         },
         batch_per_chip=B,
-        num_loops=config.gradient_accumulation_steps,
+        trips=config.gradient_accumulation_steps,
         update=programs.ema_update if num_averages else None,
         update_args=(average, state.params, jax.ShapeDtypeStruct((n,), jnp.float32)),
         updates_per_step=num_averages / plan.every,
@@ -446,11 +448,23 @@ def sdxl_job(config, devices):
         batch_per_chip=B,
         body=pmap(predict),
         body_args=(params["unet"], *step_args),
-        num_bodies=config.num_inference_steps - 1,
+        trips=config.num_inference_steps,
     )
 
 
-JOBS = {"train_step": train_step_job, "unet_grad": unet_grad_job, "sdxl": sdxl_job}
+def sdxl_unet_job(config, devices):
+    """The UNet of one of sdxl_job's steps alone, for comparison with other UNets."""
+    job = sdxl_job(config, devices)
+    held = {"parameters": job.body_args[0], "batches": job.body_args[1:]}
+    return Job(job.body, job.body_args, held, job.batch_per_chip)
+
+
+JOBS = {
+    "train_step": train_step_job,
+    "unet_grad": unet_grad_job,
+    "sdxl": sdxl_job,
+    "sdxl_unet": sdxl_unet_job,
+}
 
 
 def num_bytes(tree):
@@ -458,18 +472,19 @@ def num_bytes(tree):
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def measure(program, args):
+def measure(program, args, trips=1):
     """Compile a program and read off what it costs each chip.
 
     Args:
         program: what pmap returned.
         args: its arguments, of ShapeDtypeStructs.
+        trips: how often its loops' bodies are run.
 
     Returns:
         dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
-        no argument's place) and "code", bytes; "flops", "bytes_accessed" (the compiler's count) and
-        "hbm_bytes" (hlo_traffic.py's), with the body of a loop counted once; "compile_seconds". If
-        the memory is too small, only "needs", bytes, and "compile_seconds".
+        no argument's place) and "code", bytes; "hbm_bytes", to and from the memory; what the
+        compiler counts as "bytes_accessed", with a loop's body once; "compile_seconds". If the
+        memory is too small, only "needs", bytes, and "compile_seconds".
     """
     started = time.perf_counter()
     try:
@@ -489,11 +504,27 @@ def measure(program, args):
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
-        "flops": cost["flops"],
         "bytes_accessed": cost["bytes accessed"],
-        "hbm_bytes": hbm_bytes(compiled.as_text()),
+        "hbm_bytes": hbm_bytes(compiled.as_text(), trips),
         "compile_seconds": time.perf_counter() - started,
     }
+
+
+def count_flops(config, share):
+    """FLOPs of a chip's step, counted as lowered for a CPU.
+
+    The compiler's own count for a TPU leaves out what its kernels (attention) compute.
+
+    Args:
+        config: Config.
+        share: of the batch, pairs or pictures of a chip.
+    """
+    jobs = JOBS[config.program]
+    job = jobs(replace(config, train_batch_size=share), jax.devices("cpu")[:1])
+    flops = job.step.lower(*job.args).cost_analysis()["flops"]
+    if job.body is None:
+        return flops * job.trips
+    return flops + (job.trips - 1) * job.body.lower(*job.body_args).cost_analysis()["flops"]
 
 
 def memory_parts(job, step, update):
@@ -525,17 +556,18 @@ def roofline_seconds(chip, flops, num_bytes):
     return max(flops / chip.flops, num_bytes / chip.bandwidth)
 
 
-def describe(config, tpu, job, step, update, body=None):
+def describe(config, tpu, job, step, update, flops):
     """The report on one compilation.
 
     Args:
         config: Config.
         tpu: Slice.
         job: Job.
-        step, update, body: what measure returned for its programs; None: there is none.
+        step, update: what measure returned for its programs; update None: there is none.
+        flops: of a chip's step.
 
     Returns:
-        dict, ready for JSON. Memory, FLOPs and bytes accessed are a chip's, and those of a step.
+        dict, ready for JSON. Memory, FLOPs and bytes are a chip's, and those of a step.
     """
     n, usable = tpu.num_chips, round(tpu.chip.memory * GIB)
     share = job.batch_per_chip
@@ -555,27 +587,22 @@ def describe(config, tpu, job, step, update, body=None):
         return report | {"fits": False, "memory_total": round(step["needs"])}
     memory = memory_parts(job, step, update)
     total = sum(memory.values())
-    # The body of a loop is counted once. All but the optimizer's work is in that loop, so this is
-    # right for the FLOPs and somewhat too much for the bytes.
-    work = {name: step[name] * job.num_loops for name in ("flops", "bytes_accessed", "hbm_bytes")}
-    if body:
-        work = {name: value + body[name] * job.num_bodies for name, value in work.items()}
     averages = {
         f"ema_{name}": update[name] * job.updates_per_step if update else 0.0
         for name in ("bytes_accessed", "hbm_bytes")
     }
-    seconds = roofline_seconds(tpu.chip, work["flops"], work["hbm_bytes"])
+    seconds = roofline_seconds(tpu.chip, flops, step["hbm_bytes"])
     seconds += roofline_seconds(tpu.chip, 0.0, averages["ema_hbm_bytes"])
     return report | {
         "fits": total <= usable,
         "memory": memory,
         "memory_total": total,
-        **work,
+        "flops": flops,
+        **{name: step[name] for name in ("hbm_bytes", "bytes_accessed")},
         **averages,
         "step_seconds": seconds,
         "images_per_second_per_chip": share / seconds,
         "images_per_second": n * share / seconds,
-        **({"unet": body} if body else {}),
     }
 
 
@@ -599,7 +626,7 @@ def print_report(report):
         print(
             f"a step: {report['flops'] / 1e12:.2f} TFLOP; {report['hbm_bytes'] / 1e9:.1f} GB to "
             f"and from the memory, and {report['ema_hbm_bytes'] / 1e9:.2f} GB for averages of the "
-            f"weights; {report['bytes_accessed'] / 1e9:.1f} GB accessed, on the chip as well"
+            "weights"
         )
         print(
             f"at least {report['step_seconds'] * 1e3:.1f} ms, so at most "
@@ -645,7 +672,7 @@ def compile_for(config, tpu, devices):
     changed = {
         field.name for field in fields(config) if getattr(config, field.name) != field.default
     }
-    if config.program == "sdxl":
+    if config.program.startswith("sdxl"):
         wrong = changed - COMMON_FLAGS - SDXL_FLAGS
         for name in sorted(SDXL_FLAGS):
             if getattr(config, name) < 1:
@@ -660,17 +687,16 @@ def compile_for(config, tpu, devices):
             "it out"
         )
     job = JOBS[config.program](config, devices)
-    step = measure(job.step, job.args)
-    update = measure(job.update, job.update_args) if job.update and "needs" not in step else None
-    body = measure(job.body, job.body_args) if job.body and "needs" not in step else None
-    if body and "needs" in body:
-        step = body
-    return describe(config, tpu, job, step, update, body)
+    step = measure(job.step, job.args, job.trips)
+    if "needs" in step:
+        return describe(config, tpu, job, step, None, None)
+    update = measure(job.update, job.update_args) if job.update else None
+    return describe(config, tpu, job, step, update, count_flops(config, job.batch_per_chip))
 
 
 def find_batch(config, tpu, devices):
     """compile_for with the largest batch that fits, or the smallest if none does."""
-    is_sdxl = config.program == "sdxl"
+    is_sdxl = config.program.startswith("sdxl")
     flag = "num_images" if is_sdxl else "train_batch_size"
     # Batches are multiples of it.
     unit = 1 if is_sdxl else tpu.num_chips * config.gradient_accumulation_steps
@@ -697,9 +723,12 @@ def run(config):
     )
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
-    program = config.program + (f"_{report['batch_per_chip']}" if config.program == "sdxl" else "")
-    name = f"tpu_compile_{config.tpu}_{program}.json"
-    output = Path(config.output or Path(__file__).parent / "benchmarks" / "results" / name)
+    name = f"tpu_compile_{config.tpu}_{config.program}"
+    if config.program.startswith("sdxl"):
+        name += f"_{report['batch_per_chip']}"
+    output = Path(
+        config.output or Path(__file__).parent / "benchmarks" / "results" / f"{name}.json"
+    )
     trainer.save_whole(output, partial(write_json, content=report))
     print(f"wrote {output}")
 
