@@ -4,11 +4,12 @@
 
 One step of InstructPix2Pix's training with Stable Diffusion 1.5's shapes and random weights, all of
 it: encode both pictures and the text, conditioning dropout, the UNet's loss and gradient, clipping,
-AdamW, the average of the weights. Ours is what flax_train_instruct_pix2pix.py runs; PyTorch's is
-written as its users run it: fused AdamW, diffusers' EMAModel, on a GPU bfloat16 autocast with the
-frozen models in bfloat16, TF32, and also with torch.compile. On a CPU all is float32. Data are on
-the device. Both hold weights, gradient, moments and average, 17 GB in float32, so each measurement
-is a process of its own, which also tells the time from its start to the end of the first step.
+AdamW, the average of the weights. Ours is what flax_train_instruct_pix2pix.py runs, also with
+--cache_latents; PyTorch's is written as its users run it: fused AdamW, diffusers' EMAModel, on a
+GPU bfloat16 autocast with the frozen models in bfloat16, TF32, and also with torch.compile. On a
+CPU all is float32. Data are on the device. Both hold weights, gradient, moments and average, 17 GB
+in float32, so each measurement is a process of its own, which also tells the time from its start to
+the end of the first step.
 
 The share of the peak counts the UNet's FLOPs alone. Tiny, in a minute:
 
@@ -65,9 +66,14 @@ class Config:
     output: str = "benchmarks/results/train.json"
 
 
-def make_batch(config):
-    """Pairs of random pictures, uint8 (B, R, R, 3), and ids of their instructions, (B, 77)."""
+def make_batch(config, latents=False):
+    """Pairs of random pictures, uint8 (B, R, R, 3), or of their latents, and ids (B, 77)."""
     rng = np.random.default_rng(0)
+    if latents:
+        shape = (config.batch_size, config.resolution // 8, config.resolution // 8)
+        edited = rng.uniform(0.1, 1, (*shape, 8)).astype(np.float16)
+        ids = rng.integers(0, END_OF_TEXT, (config.batch_size, TEXT_LENGTH), np.int32)
+        return {"original_latents": edited[..., :4], "edited_latents": edited, "input_ids": ids}
     pictures = (config.batch_size, config.resolution, config.resolution, 3)
     return {
         "original_pixel_values": rng.integers(0, 256, pictures, np.uint8),
@@ -76,8 +82,8 @@ def make_batch(config):
     }
 
 
-def our_step(folder, config, device):
-    """The trainer's step, to be called again and again."""
+def our_step(folder, config, device, latents=False):
+    """The trainer's step, to be called again and again; latents: with --cache_latents."""
     flags = trainer.Config(
         pretrained_model_name_or_path=str(folder),
         unet_model_name_or_path=str(folder / "unet"),
@@ -92,7 +98,9 @@ def our_step(folder, config, device):
     programs = trainer.make_programs(flags, models, tx, jax.eval_shape(lambda p: p, params), 1)
     cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
     frozen = put(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
-    batch, rng = put(make_batch(config)), put(np.asarray(jax.random.PRNGKey(0)))
+    if latents:
+        del frozen["vae"]
+    batch, rng = put(make_batch(config, latents)), put(np.asarray(jax.random.PRNGKey(0)))
     held = {"state": programs.init(put(params))}
     del params
     trainer.release_memory()
@@ -176,6 +184,7 @@ def run(config):
     device = find_device()
     case = Case(SD15 | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
     contenders = contenders_on(device, our_step, torch_step)
+    contenders["ours, latents cached"] = partial(our_step, latents=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         in_new_process(make_pipeline, folder, config.size == "tiny", 8)

@@ -1,0 +1,231 @@
+"""cache_latents.py: latents against PyTorch's, training on them, and what does not go together."""
+# ruff: noqa: F401, F811 (fixtures of test_train.py)
+
+import json
+import shutil
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from test_train import (
+    SIZE,
+    config_of,
+    data,
+    model,
+    read_metrics,
+    run_main,
+    settings,
+    write_shard,
+)
+from tiny_models import make_tiny_pipeline
+
+import cache_latents
+import parquet_processing
+from cache_latents import Config, fill
+from parquet_processing import ParquetImagePairs, list_row_groups, pair_at, read_row_group
+
+
+def config_for(model, data, output_dir, **options):
+    options = {"resolution": 16, "batch_size": 1, **options}
+    names = ("pretrained_model_name_or_path", "train_data_dir", "output_dir")
+    return Config(**dict(zip(names, map(str, (model, data, output_dir)))), **options)
+
+
+@pytest.fixture(scope="module")
+def kept(model, data, tmp_path_factory):
+    """Latents of the data."""
+    folder = tmp_path_factory.mktemp("latents") / "kept"
+    fill(config_for(model, data, folder))
+    return folder
+
+
+def test_latents_are_pytorchs(model, data, kept):
+    """Of every picture and its mirror image, in the rows of the source."""
+    vae = AutoencoderKL.from_pretrained(model / "vae")
+    for source in list_row_groups(str(data)):
+        group = next(g for g in list_row_groups(str(kept)) if g.path.name == source.path.name)
+        assert group.num_rows == source.num_rows
+        originals, edits = read_row_group(source), read_row_group(group)
+        for row in range(group.num_rows):
+            pair, ours = pair_at(originals, row), pair_at(edits, row)
+            if (source.path.name, row) == ("a.parquet", 3):
+                assert ours.original is ours.edited is None
+                continue
+            assert ours.prompt == pair.prompt
+            pixels = np.empty((2, 16, 16, 3), np.uint8)
+            parquet_processing.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
+            both = np.stack((pixels, pixels[:, :, ::-1]), 1).reshape(4, 16, 16, 3)
+            pictures = torch.from_numpy(both.copy()).permute(0, 3, 1, 2) / 127.5 - 1
+            with torch.no_grad():
+                posterior = vae.encode(pictures).latent_dist
+            mean, std = (
+                x.permute(0, 2, 3, 1).unflatten(0, (2, 2)).numpy()
+                for x in (posterior.mean, posterior.std)
+            )
+            found = np.frombuffer(ours.original, np.float16).reshape(mean[0].shape)
+            np.testing.assert_allclose(found, mean[0], rtol=2e-3, atol=1e-3)
+            found = np.frombuffer(ours.edited, np.float16).reshape(2, *mean.shape[2:4], -1)
+            expected = np.concatenate((mean[1], std[1]), -1)
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
+
+
+def test_batches_are_flipped_as_pictures_are(data, kept):
+    """Same rows, same order, same mirror images, same stand-in for the broken pair."""
+    options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
+    pictures, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
+    unflipped = ParquetImagePairs(str(kept), **options, random_flip=False)
+    for _ in range(2):  # epochs
+        for ours, theirs, plain in zip(latents, pictures, unflipped, strict=True):
+            assert ours["edit_prompt"] == theirs["edit_prompt"] == plain["edit_prompt"]
+            assert ours["original_latents"].dtype == np.float16
+            assert ours["edited_latents"].shape[-1] == 2 * ours["original_latents"].shape[-1]
+            same = (ours["edited_latents"] == plain["edited_latents"]).all((1, 2, 3))
+            assert 0 < same.sum() < len(same)
+    assert pictures.num_bad == latents.num_bad > 0
+
+
+def test_training_is_the_same(model, data, tmp_path, monkeypatch):
+    """With the latents made by the trainer itself, found by its next run, and without."""
+    losses, folder = [], tmp_path / "latents"
+    for name, cached in (("plain", ""), ("first", str(folder)), ("second", str(folder))):
+        config = config_of(
+            model, data, tmp_path / name, random_crop=False, cache_latents=cached, ema="none"
+        )
+        run_main(config, monkeypatch)
+        losses.append([line["loss"] for line in read_metrics(tmp_path / name)])
+        if name == "first":
+            files = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert files.keys() == {"a.parquet", "b.parquet"}
+    assert files == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+    assert losses[2] == losses[1]
+    # The folder itself can be trained on as well.
+    config = config_of(model, folder, tmp_path / "third", random_crop=False, ema="none")
+    run_main(config, monkeypatch)
+    assert [line["loss"] for line in read_metrics(tmp_path / "third")] == losses[1]
+
+
+def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
+    folder, write = tmp_path / "latents", cache_latents.write_shard
+
+    def write_until_b(path, *args):
+        if path.name == "b.parquet":
+            raise KeyboardInterrupt
+        write(path, *args)
+
+    monkeypatch.setattr(cache_latents, "write_shard", write_until_b)
+    flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
+    flags += ["--output_dir", str(folder), "--resolution", "16"]
+    with pytest.raises(SystemExit) as ended:
+        cache_latents.main(flags)
+    assert ended.value.code == 130
+    assert [file.name for file in folder.iterdir()] == ["a.parquet"]
+    before = (folder / "a.parquet").stat().st_mtime_ns
+    monkeypatch.undo()
+    cache_latents.main(flags)
+    assert sorted(file.name for file in folder.iterdir()) == ["a.parquet", "b.parquet"]
+    assert (folder / "a.parquet").stat().st_mtime_ns == before
+
+
+def test_a_full_disk_leaves_nothing(model, data, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        fill(config_for(model, data, tmp_path / "latents"))
+    assert not any((tmp_path / "latents").iterdir())
+
+
+def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
+    fill(config_for(model, data, tmp_path / "latents", max_train_samples=5))
+    assert [file.name for file in (tmp_path / "latents").iterdir()] == ["a.parquet"]
+    fill(config_for(model, data, tmp_path / "latents"))
+    assert len(list((tmp_path / "latents").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(resolution=32), "was made otherwise (resolution was 16 and is 32; shape was"),
+        (dict(image_interpolation_mode="bicubic"), "(image_interpolation_mode was dct and is"),
+        (dict(pretrained_model_name_or_path="OTHER"), "was made otherwise (vae was"),
+        (dict(train_data_dir="GROWN"), "was made otherwise (source_bytes was"),
+        (dict(train_data_dir="FEWER"), "b.parquet is of no shard in"),
+        (dict(train_data_dir="KEPT", output_dir="NEW"), "holds latents already; train on it"),
+        (dict(output_dir="DATA"), "is the folder of the data; name another"),
+        (dict(output_dir="COPY"), "a.parquet holds no latents; name a folder of its own"),
+        (dict(resolution=15, output_dir="NEW"), "resolution=15 must be a multiple of 2"),
+        (dict(train_data_dir="NONE"), "is not a folder; give the one with the shards"),
+        (dict(batch_size=0), "batch_size=0 must be at least 1"),
+    ],
+)
+def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options, message):
+    places = {"DATA": data, "KEPT": kept, "NEW": tmp_path / "new", "NONE": tmp_path / "none"}
+    for name in ("GROWN", "FEWER", "COPY"):
+        places[name] = tmp_path / name
+        shutil.copytree(data, places[name])
+    write_shard(places["GROWN"] / "a.parquet", 9, seed=7)
+    (places["FEWER"] / "b.parquet").unlink()
+    if "OTHER" in options.values():
+        places["OTHER"] = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
+    before = {file: file.read_bytes() for file in (*data.iterdir(), *kept.iterdir())}
+    named = dict(
+        pretrained_model_name_or_path=model, train_data_dir=data, output_dir=kept, resolution=16
+    )
+    named |= {name: places.get(value, value) for name, value in options.items()}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cache_latents.main([f"--{name}={value}" for name, value in named.items()])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert before == {file: file.read_bytes() for file in before}
+
+
+def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys):
+    other = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
+    mixed = tmp_path / "mixed"
+    shutil.copytree(kept, mixed)
+    shutil.copy(data / "b.parquet", mixed)
+    run = partial(config_of, out=tmp_path / "out", random_crop=False)
+    for config, message in (
+        (run(model, data, cache_latents="x", random_crop=True), "add --no_random_crop"),
+        (run(model, kept, random_crop=True), "random_crop=True does not go with latents"),
+        (run(model, kept, resolution=32), "holds latents of resolution=16, not 32"),
+        (run(other, kept), "holds latents of another VAE than"),
+        (run(model, mixed), "do not go together: latents and pictures"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run_main(config, monkeypatch)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+    with pytest.raises(SystemExit):
+        parquet_processing.main(["--train_data_dir", str(kept)])
+    assert "holds latents; only pictures can be looked at" in capsys.readouterr().err
+
+
+def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
+    """Cut, or with a cell that is too short."""
+    cut = tmp_path / "cut"
+    shutil.copytree(kept, cut)
+    (cut / "a.parquet").write_bytes((kept / "a.parquet").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read .* remove it"):
+        fill(config_for(model, data, cut))
+    short = tmp_path / "short"
+    short.mkdir()
+    table = pq.read_table(kept / "b.parquet")
+    cells = [table["edited_image"][0].as_py()[:-2], *table["edited_image"].to_pylist()[1:]]
+    table = table.set_column(1, "edited_image", pa.array(cells, pa.binary()))
+    pq.write_table(table, short / "b.parquet")
+    dataset = ParquetImagePairs(
+        str(short), batch_size=7, resolution=16, random_crop=False, max_bad_fraction=1
+    )
+    assert len(list(dataset)) == 1
+    assert list(dataset.bad_rows.values()) == ["edited_image: no latents in the shard"]
+    assert json.loads(table.schema.metadata[b"latents"])["rows"] == 7
