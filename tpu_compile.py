@@ -624,9 +624,8 @@ def print_report(report):
         print(f"{report['smallest_not_fitting']} per chip do not fit")
     if "flops" in report:
         print(
-            f"a step: {report['flops'] / 1e12:.2f} TFLOP; {report['hbm_bytes'] / 1e9:.1f} GB to "
-            f"and from the memory, and {report['ema_hbm_bytes'] / 1e9:.2f} GB for averages of the "
-            "weights"
+            f"{report['flops'] / 1e12:.2f} TFLOP, {report['hbm_bytes'] / 1e9:.1f} GB to and from "
+            f"the memory, {report['ema_hbm_bytes'] / 1e9:.2f} GB for averages of the weights"
         )
         print(
             f"at least {report['step_seconds'] * 1e3:.1f} ms, so at most "

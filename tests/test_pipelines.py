@@ -18,6 +18,8 @@ from diffusers import (
 from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
+import pipeline_flax_utils
+from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionPipeline,
@@ -26,6 +28,7 @@ from pipeline_flax_stable_diffusion_xl import (
     FlaxStableDiffusionXLImg2ImgPipeline,
     FlaxStableDiffusionXLPipeline,
 )
+from pipeline_flax_utils import decode
 from scheduling_flax import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
@@ -198,6 +201,18 @@ def test_base_then_refiner(folders, xl):
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2))[:, None]
     images = generate(p_ids, p_latents, p_params, keys, 2, 4)
     np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pixels", "at_once"), [(1, 1), (4 * 16 * 16, 3), (10**6, 6)])
+def test_many_pictures_are_decoded_in_parts(folders, monkeypatch, pixels, at_once):
+    """As many at once as divide their number, and no more pixels than that."""
+    vae, params = FlaxAutoencoderKL.from_pretrained(folders["sd"], subfolder="vae")
+    latents = np.random.default_rng(0).standard_normal((6, 4, 2, 2), np.float32)
+    whole = decode(vae, params, jnp.asarray(latents))
+    monkeypatch.setattr(pipeline_flax_utils, "DECODED_PIXELS", pixels)
+    jaxpr = str(jax.make_jaxpr(lambda x: decode(vae, params, x))(latents))
+    assert f"f32[{at_once},16,16,3]" in jaxpr
+    np.testing.assert_allclose(decode(vae, params, latents), whole, atol=1e-5)
 
 
 def test_what_compiles_again_is_told(folders, caplog):
