@@ -126,6 +126,31 @@ class ExecutableStore:
                 raise
 
 
+def use_compilation_cache(folder):
+    """Have jax keep its programs in a folder, unless it was told another already.
+
+    Args:
+        folder: made if absent; "" is none.
+
+    Returns:
+        True if this folder is used now.
+
+    Raises:
+        ValueError: it cannot be made or written to.
+    """
+    if not folder or jax.config.jax_compilation_cache_dir is not None:
+        return False
+    folder = Path(folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--compilation_cache_dir {folder} cannot be made: {error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--compilation_cache_dir {folder} cannot be written to; name another")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return True
+
+
 @contextmanager
 def no_compilation_cache():
     """Compile anew, whatever jax's persistent cache has.

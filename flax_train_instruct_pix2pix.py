@@ -59,6 +59,7 @@ import cache_latents
 from cache_latents import encode_pictures
 from checkpoints_flax import Checkpoints, find_checkpoint, tree_checksum
 from ema_flax import SIGMA_RELS, ema_plan, ema_start, ema_update
+from executables import use_compilation_cache
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -776,9 +777,7 @@ def train(config: Config):
     num_devices, num_processes = jax.device_count(), jax.process_count()
     is_main = jax.process_index() == 0
     check_config(config, num_devices)
-    if config.compilation_cache_dir and jax.config.jax_compilation_cache_dir is None:
-        cache = Path(config.compilation_cache_dir).expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+    if use_compilation_cache(config.compilation_cache_dir):
         # Saving has many small programs, which a preemption leaves no time to compile.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32

@@ -35,30 +35,34 @@ def save_picture(picture, path):
         os.replace(file, path)
 
 
-def picture_files(output, num_pictures):
+def picture_files(output, num_pictures, grid=None):
     """Name a file for each picture.
 
     Args:
         output: folder; for one picture also a file, which its extension tells.
         num_pictures: how many.
+        grid: another file that will be written, or None.
 
     Returns:
         Paths; in a folder 000.png, 001.png, ..., on from the last one that is there.
 
     Raises:
-        ValueError: output is one file for several pictures, or cannot be written.
+        ValueError: output is one file for several pictures, or cannot be written, or is grid too.
     """
-    is_folder = output.is_dir() or not output.suffix
+    is_folder = output.is_dir() or not (output.suffix or output.is_file())
     if num_pictures == 1 and not is_folder:
         files = [output]
     elif output.suffix.lower() in PICTURE_FORMATS or output.is_file():
         raise ValueError(
-            f"--output {output} is one file for {num_pictures} pictures; give a folder"
+            f"--output {output} is one file for {num_pictures} pictures; give a folder, or "
+            "--num_images 1 for one picture of a prompt and not one on each device"
         )
     else:
         numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
         first = max(numbers, default=-1) + 1
         files = [output / f"{first + i:03}.png" for i in range(num_pictures)]
+    if grid and grid.resolve() in [file.resolve() for file in files]:
+        raise ValueError(f"--grid {grid} is a picture of --output too; give it another name")
     for file in files:
         check_picture_file(file)
     return files
@@ -78,7 +82,9 @@ def read_prompts(file):
     """The lines of a text file that are not empty; a ValueError if there are none."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts_file {file} is no UTF-8 text; save it as that") from error
+    except OSError as error:
         raise ValueError(f"--prompts_file {file} cannot be read: {error}") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
@@ -102,7 +108,10 @@ def read_latents(file, shape):
     try:
         latents = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"--latents {file} cannot be read as a .npy file: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is none, or cut short"
+        raise ValueError(f"--latents {file} cannot be read as a .npy file: {reason}") from error
+    if not isinstance(latents, np.ndarray) or latents.dtype.kind not in "fiu":
+        raise ValueError(f"--latents {file} holds no array of real numbers; numpy.save writes one")
     if latents.shape[1:] != shape[1:]:
         raise ValueError(f"--latents {file} has shape {latents.shape}, these pictures need {shape}")
     if len(latents) < shape[0]:
@@ -110,7 +119,10 @@ def read_latents(file, shape):
             f"{shape[0]} pictures are more than the {len(latents)} latents of {file}; give fewer "
             "prompts or more latents"
         )
-    return latents[: shape[0]].astype(np.float32)
+    latents = latents[: shape[0]].astype(np.float32)
+    if not np.isfinite(latents).all():
+        raise ValueError(f"--latents {file} holds numbers that are not finite")
+    return latents
 
 
 def to_batches(arrays, num_devices, batch_size):

@@ -280,15 +280,18 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
         Args:
             prompt: str or list of str.
             image: picture or list of pictures of one size: PIL of any mode, or array (H, W, 3),
-                or arrays (B, H, W, 3); uint8, or float in [0, 1].
+                or arrays (B, H, W, 3); uint8, or float in [0, 1]; or what output_type="latent"
+                gave, (B, 4, h, w).
 
         Returns:
-            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1].
+            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1], or the latents.
 
         Raises:
             ValueError: numbers or sizes of the pictures do not fit, or it is no picture.
         """
-        return pair_up(super().prepare_inputs(prompt), prepare_images(image))
+        if getattr(image, "ndim", 0) != 4 or not self._is_latents(image.shape):
+            image = prepare_images(image)
+        return pair_up(super().prepare_inputs(prompt), image)
 
     def get_timestep_start(self, num_inference_steps, strength):
         """How many of the steps are left out: the picture takes the place of what they would make.

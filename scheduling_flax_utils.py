@@ -293,12 +293,13 @@ class Scheduler:
         """
         if not isinstance(num_inference_steps, int) or not 1 <= num_inference_steps <= len(self):
             raise ValueError(
-                f"num_inference_steps={num_inference_steps} is no Python int from 1 to {len(self)}"
+                f"num_inference_steps={num_inference_steps} must be a whole number from 1 to "
+                f"{len(self)}"
             )
         if not isinstance(first_step, int) or not 0 <= first_step < num_inference_steps:
             raise ValueError(
-                f"first_step={first_step} is no Python int from 0 to {num_inference_steps - 1}, "
-                "the last step"
+                f"first_step={first_step} must be a whole number from 0 to "
+                f"{num_inference_steps - 1}, the last step"
             )
         plan = self._plan(num_inference_steps, first_step)
         first, final = plan["timesteps"].max(), plan["timesteps"].min()

@@ -32,6 +32,7 @@ import tyro
 from flax import jax_utils
 from tqdm import tqdm
 
+from executables import use_compilation_cache
 from pictures import (
     check_picture_file,
     picture_files,
@@ -113,6 +114,8 @@ def cast(params, dtype):
 
 def list_prompts(config, num_devices):
     """Each picture's prompt."""
+    if config.prompts_file and config.prompt != Config.prompt:
+        raise ValueError("--prompt and --prompts_file both say what to picture; give one of them")
     prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
@@ -185,12 +188,10 @@ def check_config(config):
 def run(config):
     """Check everything that can be checked, load the model, make the pictures, write them."""
     check_config(config)
-    if config.compilation_cache_dir and jax.config.jax_compilation_cache_dir is None:
-        cache = Path(config.compilation_cache_dir).expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+    use_compilation_cache(config.compilation_cache_dir)
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices))
-    outputs = picture_files(config.output, len(prompts))
+    outputs = picture_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
@@ -218,7 +219,7 @@ def run(config):
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
             if not np.isfinite(images).all():
                 raise ValueError(
-                    f"picture {indices[0]} and others came out as NaN; try --dtype float32, and if "
+                    f"pictures from {indices[0]} on came out as NaN; try --dtype float32, and if "
                     "that does not help, the model is broken"
                 )
             for i, picture in zip(indices, pipeline.numpy_to_pil(images)):

@@ -117,6 +117,8 @@ def cast(params, dtype):
 
 def list_prompts(config, num_devices):
     """Each picture's prompt."""
+    if config.prompts_file and config.prompt != Config.prompt:
+        raise ValueError("--prompt and --prompts_file both say what to picture; give one of them")
     prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
@@ -215,6 +217,7 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is not None:
         return compiled, f"loaded in {time.perf_counter() - started:.2f} s"
+    print(f"compiling ({reason}), which may take minutes", file=sys.stderr)
     with no_compilation_cache():
         compiled = p_generate.lower(*args).compile()
     how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
@@ -250,7 +253,7 @@ def run(config):
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices))
-    outputs = picture_files(config.output, len(prompts))
+    outputs = picture_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
@@ -282,7 +285,7 @@ def run(config):
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
             if not np.isfinite(images).all():
                 raise ValueError(
-                    f"picture {indices[0]} and others came out as NaN; try --dtype float32, and if "
+                    f"pictures from {indices[0]} on came out as NaN; try --dtype float32, and if "
                     "that does not help, the model is broken"
                 )
             for i, picture in zip(indices, pipeline.numpy_to_pil(images)):

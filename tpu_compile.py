@@ -28,6 +28,7 @@ Paper: Roofline (Williams, Waterman, Patterson 2009).
 """
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -147,7 +148,8 @@ class Config(trainer.Config):
     num_images: int = 1  # of sdxl: pictures at once on each chip
     num_inference_steps: int = 20  # of sdxl
     image_size: int = 1024  # of sdxl, pixels of a side
-    output: str = ""  # JSON file; "" is benchmarks/results/tpu_compile_TPU_PROGRAM[_IMAGES].json
+    # JSON file; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json, unless that is of other flags
+    output: str = ""
     pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5, or XL
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
 
@@ -571,13 +573,12 @@ def describe(config, tpu, job, step, update, flops):
     """
     n, usable = tpu.num_chips, round(tpu.chip.memory * GIB)
     share = job.batch_per_chip
-    defaults = {field.name: field.default for field in fields(config)} | {"output": config.output}
     report = {
         "tpu": config.tpu,
         "chips": n,
         "hosts": tpu.num_hosts,
         "program": config.program,
-        "flags": {k: v for k, v in asdict(config).items() if v != defaults[k]},
+        "flags": changed_flags(config),
         "batch_per_chip": share,
         "memory_usable": usable,
         "compile_seconds": step["compile_seconds"],
@@ -623,9 +624,10 @@ def print_report(report):
     if "smallest_not_fitting" in report:
         print(f"{report['smallest_not_fitting']} per chip do not fit")
     if "flops" in report:
+        ema = report["ema_hbm_bytes"] / 1e9
         print(
             f"{report['flops'] / 1e12:.2f} TFLOP, {report['hbm_bytes'] / 1e9:.1f} GB to and from "
-            f"the memory, {report['ema_hbm_bytes'] / 1e9:.2f} GB for averages of the weights"
+            f"the memory{f', {ema:.2f} GB for averages of the weights' if ema else ''}"
         )
         print(
             f"at least {report['step_seconds'] * 1e3:.1f} ms, so at most "
@@ -711,9 +713,36 @@ def find_batch(config, tpu, devices):
     return reports[good or bad] | {"smallest_not_fitting": reports[bad]["batch_per_chip"]}
 
 
+def changed_flags(config):
+    """The flags that are not the defaults, ready for JSON; not where the report goes."""
+    defaults = {field.name: field.default for field in fields(config)} | {"output": config.output}
+    return {k: v for k, v in asdict(config).items() if v != defaults[k]}
+
+
+def report_file(config):
+    """Where the report goes.
+
+    Raises:
+        ValueError: the report there is of other flags, and --output does not name it.
+    """
+    if config.output:
+        return Path(config.output)
+    name = f"tpu_compile_{config.tpu}_{config.program}"
+    if config.find_batch:
+        name += "_largest"
+    elif config.program.startswith("sdxl"):
+        name += f"_{config.num_images}"
+    file = Path(__file__).parent / "benchmarks" / "results" / f"{name}.json"
+    flags = changed_flags(config)
+    if file.is_file() and (kept := read_json(file).get("flags")) != json.loads(json.dumps(flags)):
+        raise ValueError(f"{file} is of other flags ({kept}); say with --output where to write")
+    return file
+
+
 def run(config):
     """Check, compile, print, write."""
     tpu = find_slice(config.tpu)
+    output = report_file(config)
     devices = slice_devices(tpu)
     print(
         f"compiling {config.program} for {config.tpu}, {tpu.num_chips} chip(s) in "
@@ -722,12 +751,6 @@ def run(config):
     )
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
-    name = f"tpu_compile_{config.tpu}_{config.program}"
-    if config.program.startswith("sdxl"):
-        name += f"_{report['batch_per_chip']}"
-    output = Path(
-        config.output or Path(__file__).parent / "benchmarks" / "results" / f"{name}.json"
-    )
     trainer.save_whole(output, partial(write_json, content=report))
     print(f"wrote {output}")
 

@@ -184,8 +184,9 @@ def test_base_then_refiner(folders, xl):
     ).images
     assert latents.shape == (2, 4, 8, 6)
     refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained(folders["xl refiner"])
-    prompt_ids = refiner.prepare_text_inputs(PROMPTS)
-    expected = refiner(prompt_ids, latents, params, key, 0.5, 4).images
+    prompt_ids, image = refiner.prepare_inputs(PROMPTS, latents)
+    np.testing.assert_array_equal(image, latents)
+    expected = refiner(prompt_ids, image, params, key, 0.5, 4).images
     assert expected.shape == (2, 64, 48, 3)
     with pytest.raises(ValueError, match=r"size 64x64 .* is not that of these latents, 64x48"):
         refiner(prompt_ids, latents, params, key, 0.5, 4, height=64, width=64)

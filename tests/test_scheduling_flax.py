@@ -144,7 +144,7 @@ def test_pndm_begins_anew_in_the_middle(monkeypatch):
 def test_first_step_has_to_be_one_of_them():
     scheduler, state = make_scheduler("ddim", STABLE_DIFFUSION)
     for first_step in (-1, 5, 2.0):
-        with pytest.raises(ValueError, match="is no Python int from 0 to 4, the last step"):
+        with pytest.raises(ValueError, match="must be a whole number from 0 to 4, the last step"):
             scheduler.set_timesteps(state, 5, SHAPE, first_step)
 
 

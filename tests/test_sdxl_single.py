@@ -297,8 +297,14 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--latents NOISE --num_images 3", "3 pictures are more than the 2 latents of"),
         ("--latents EMPTY", "cannot be read as a .npy file"),
         ("--latents NOISE --width 32", "has shape (2, 4, 8, 8), these pictures need (4, 4, 8, 4)"),
+        ("--latents EMPTY.npz", "holds no array of real numbers; numpy.save writes one"),
+        ("--latents BROKEN --num_images 1", "holds numbers that are not finite"),
+        ("--prompts_file LATIN", "is no UTF-8 text; save it as that"),
+        ("--prompts_file EMPTY --prompt it", "both say what to picture; give one of them"),
+        ("--num_images 1 --output a.png --grid a.png", "--grid a.png is a picture of --output too"),
+        ("--num_images 1 --output EMPTY", "ends in no extension; name it .png"),
         ("--num_inference_steps 0", "--num_inference_steps 0 must be at least 1"),
-        ("--num_inference_steps 2000", "num_inference_steps=2000 is no Python int from 1 to 1000"),
+        ("--num_inference_steps 2000", "num_inference_steps=2000 must be a whole number from 1 to"),
         ("--guidance_scale -1", "--guidance_scale -1.0 must be 0 or more"),
         ("--guidance_rescale 2", "--guidance_rescale 2.0 must be from 0 to 1"),
         ("--scheduler magic", "--scheduler magic is unknown; choose from ddpm"),
@@ -313,6 +319,9 @@ def test_more_of_one_program(model, tmp_path, capsys):
 def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, flags, message):
     """And before gigabytes are read."""
     np.save(tmp_path / "noise.npy", np.zeros((2, 4, 8, 8), np.float32))
+    np.save(tmp_path / "broken.npy", np.full((1, 4, 8, 8), np.nan, np.float32))
+    np.savez(tmp_path / "empty.npz", noise=np.zeros(3))
+    (tmp_path / "latin").write_bytes("caf\u00e9".encode("latin-1"))
     (tmp_path / "empty").write_text("\n")
 
     def read_weights(*arguments, **options):
@@ -326,13 +335,26 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
     for name in ("SD", "REFINER"):
         flags = flags.replace(name, str(tmp_path / name))
     flags = flags.replace("NOISE", str(tmp_path / "noise.npy"))
-    flags = flags.replace("EMPTY", str(tmp_path / "empty"))
+    flags = flags.replace("BROKEN", str(tmp_path / "broken.npy"))
+    for name in ("EMPTY", "LATIN"):
+        flags = flags.replace(name, str(tmp_path / name.lower()))
     with pytest.raises(SystemExit) as ended:
         script.main([*flags_of(model, tmp_path / "out"), *flags.split()])
     assert ended.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_bad_compilation_cache_dir(model, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    jax.config.update("jax_compilation_cache_dir", None)  # an earlier start's
+    flags = flags_of(model, tmp_path / "out")
+    with pytest.raises(SystemExit) as ended:
+        sdxl_single.main([*flags, "--compilation_cache_dir", str(tmp_path / "file")])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: --compilation_cache_dir {tmp_path / 'file'} cannot be made")
 
 
 @pytest.mark.parametrize(

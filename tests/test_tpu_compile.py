@@ -376,6 +376,20 @@ def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
     assert 3 * size <= result["hbm_bytes"] <= 4 * size < result["bytes_accessed"] / 8
 
 
+def test_a_report_of_other_flags_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(tpu_compile, "__file__", str(tmp_path / "tpu_compile.py"))
+    config = Config(tpu="v5e-4", program="sdxl", num_images=2)
+    file = tpu_compile.report_file(config)
+    assert file == tmp_path / "benchmarks" / "results" / "tpu_compile_v5e-4_sdxl_2.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"flags": tpu_compile.changed_flags(config)}))
+    assert tpu_compile.report_file(config) == file
+    smaller = replace(config, image_size=64)
+    with pytest.raises(ValueError, match=r"is of other flags .* say with --output where to write"):
+        tpu_compile.report_file(smaller)
+    assert str(tpu_compile.report_file(replace(smaller, output="small.json"))) == "small.json"
+
+
 @needs_libtpu
 def test_too_large_for_the_chip(libtpu_environment):
     devices = tpu_compile.slice_devices(find_slice("v5e-4"))
