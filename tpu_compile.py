@@ -148,7 +148,7 @@ class Config(trainer.Config):
     num_images: int = 1  # of sdxl: pictures at once on each chip
     num_inference_steps: int = 20  # of sdxl
     image_size: int = 1024  # of sdxl, pixels of a side
-    # JSON file; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json, unless that is of other flags
+    # JSON; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json, unless that is of other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5, or XL
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
