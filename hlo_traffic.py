@@ -9,6 +9,7 @@ The program's text says where each value lives: a layout with S(1) is VMEM, one 
 
 import math
 import re
+from functools import cache
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
@@ -17,7 +18,8 @@ INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 NAME = re.compile(r"%([\w.\-]+)")
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 # Those that a step of the program goes through; a fusion's are inside it.
-CALLED = re.compile(r"(?:body|condition|true_computation|false_computation)=%([\w.\-]+)")
+CALLED = re.compile(r"(?:body|true_computation|false_computation)=%([\w.\-]+)")
+CONDITION = re.compile(r"condition=%([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # They move nothing themselves.
 NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
@@ -37,19 +39,8 @@ def in_hbm(kind):
     ]
 
 
-def hbm_bytes(text, trips=1):
-    """Bytes read from and written to the chip's memory, by one run of a program.
-
-    Operands and results are counted whole, once each, so where an operation reads a part of one it
-    is too much, and where a kernel reads one again too little. Of a condition's branches all count.
-
-    Args:
-        text: compiled.as_text() of a program compiled for a TPU.
-        trips: how often the body of each loop is run; one within another as often as that.
-
-    Returns:
-        int.
-    """
+def parse(text):
+    """({computation: [(name, type, operation, the rest of the line)]}, the entry's name)."""
     computations, current, entry = {}, None, None
     for line in text.splitlines():
         if found := COMPUTATION.match(line):
@@ -57,22 +48,51 @@ def hbm_bytes(text, trips=1):
             entry = found[2] if found[1] else entry
         elif current is not None and (found := INSTRUCTION.match(line)):
             current.append(found.groups())
+    return computations, entry
 
-    total, waiting, seen = 0, [(entry, 1)], set()
-    while waiting:
-        computation, count = waiting.pop()
-        if computation in seen:
-            continue
-        seen.add(computation)
-        sizes = {}  # in HBM, of each value
+
+def num_trips(condition):
+    """How often a loop is run whose condition is "counter < constant", from 0; 1 of any other."""
+    constants = {
+        name: int(rest.split(")")[0])
+        for name, kind, operation, rest in condition
+        if operation == "constant" and kind.startswith(("s32[]", "u32[]"))
+    }
+    _, _, operation, rest = condition[-1]
+    limit = NAME.findall(rest.split(")")[0])[-1:]
+    if operation == "compare" and "direction=LT" in rest and limit and limit[0] in constants:
+        return constants[limit[0]]
+    return 1
+
+
+def hbm_bytes(text):
+    """Bytes read from and written to the chip's memory, by one run of a program.
+
+    Operands and results are counted whole, once each, so where an operation reads a part of one it
+    is too much, and where a kernel reads one again too little. Of a condition's branches all count.
+
+    Args:
+        text: compiled.as_text() of a program compiled for a TPU.
+
+    Returns:
+        int.
+    """
+    computations, entry = parse(text)
+
+    @cache
+    def moved_by(computation):
+        total, sizes = 0, {}  # in HBM, of each value
         for name, kind, operation, rest in computations[computation]:
             sizes[name] = sum(in_hbm(kind))
+            trips = 1
+            if operation == "while":
+                trips = num_trips(computations[CONDITION.search(rest)[1]])
             called = CALLED.findall(rest)
             for branches in BRANCHES.findall(rest):
                 called += NAME.findall(branches)
             if operation == "call":
                 called += re.findall(r"to_apply=%([\w.\-]+)", rest)
-            waiting += [(other, trips if operation == "while" else count) for other in called]
+            total += trips * sum(map(moved_by, called))
             if operation in NO_TRAFFIC or operation.endswith("-done"):
                 continue
             read = sum(sizes.get(operand, 0) for operand in NAME.findall(rest.split(")")[0]))
@@ -83,5 +103,9 @@ def hbm_bytes(text, trips=1):
                 size = array_bytes(dtype, shape)
                 written = 0 if "S(" in layout else size
                 read = size if read else 0
-            total += count * (read + written)
-    return total
+            elif operation.endswith("-start"):
+                written = max(0, written - read)  # its type has the operands as well
+            total += read + written
+        return total
+
+    return moved_by(entry)

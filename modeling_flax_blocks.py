@@ -120,7 +120,7 @@ def splash(query, key, value, interpret=False):
 def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype):
     """Group normalisation over the last axis, and SiLU if activate; keeps x alone for the gradient.
 
-    Channels stay the innermost axis throughout: sums are taken per channel and combined per group.
+    Channels stay the innermost axis throughout: means are taken per channel, then over each group.
 
     Args:
         x: (B, ..., C), C divisible by num_groups.
@@ -132,7 +132,7 @@ def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype):
     Returns:
         (B, ..., C).
 
-    Source: arXiv 1803.08494; variances are combined as by Chan, Golub and LeVeque (1979).
+    Source: arXiv 1803.08494.
     """
     return _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype)[0]
 
@@ -152,14 +152,9 @@ def _normalized(x, scale, bias, mean, rstd):
 
 def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype):
     flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
-    # In one pass, relative to some value of the channel, so that nothing cancels.
-    shift = flat[:, :1]
-    mean = (flat - shift).mean(1)
-    variance = jnp.square(flat - shift).mean(1) - jnp.square(mean)  # (B, C) of each channel
-    mean = mean + shift[:, 0]
-    group_mean = _per_group(mean, num_groups)
-    variance = _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
-    rstd = jax.lax.rsqrt(jnp.maximum(variance, 0) + epsilon)
+    group_mean = _per_group(flat.mean(1), num_groups)
+    variance = _per_group(jnp.square(flat - group_mean).mean(1), num_groups)
+    rstd = jax.lax.rsqrt(variance + epsilon)
     _, out = _normalized(x, scale, bias, group_mean, rstd)
     out = nn.silu(out) if activate else out
     return out.astype(dtype).reshape(x.shape), (x, scale, bias, group_mean, rstd)

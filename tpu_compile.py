@@ -145,9 +145,9 @@ class Config(trainer.Config):
     # unet_grad: the bare UNet's part of a step; sdxl: pictures from text; sdxl_unet: its UNet, once
     program: Literal["train_step", "unet_grad", "sdxl", "sdxl_unet"] = "train_step"
     find_batch: bool = False  # find the largest batch that fits, starting from train_batch_size
-    num_images: int = 1  # of sdxl: pictures at once on each chip
+    num_images: int = 1  # of sdxl and sdxl_unet: pictures at once on each chip
     num_inference_steps: int = 20  # of sdxl
-    image_size: int = 1024  # of sdxl, pixels of a side
+    image_size: int = 1024  # of sdxl and sdxl_unet, pixels of a side
     # JSON; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json, unless that is of other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5, or XL
@@ -458,7 +458,7 @@ def sdxl_unet_job(config, devices):
     """The UNet of one of sdxl_job's steps alone, for comparison with other UNets."""
     job = sdxl_job(config, devices)
     held = {"parameters": job.body_args[0], "batches": job.body_args[1:]}
-    return Job(job.body, job.body_args, held, job.batch_per_chip)
+    return job._replace(step=job.body, args=job.body_args, held=held, trips=1)
 
 
 JOBS = {
@@ -474,13 +474,12 @@ def num_bytes(tree):
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def measure(program, args, trips=1):
+def measure(program, args):
     """Compile a program and read off what it costs each chip.
 
     Args:
         program: what pmap returned.
         args: its arguments, of ShapeDtypeStructs.
-        trips: how often its loops' bodies are run.
 
     Returns:
         dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
@@ -507,7 +506,7 @@ def measure(program, args, trips=1):
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
         "bytes_accessed": cost["bytes accessed"],
-        "hbm_bytes": hbm_bytes(compiled.as_text(), trips),
+        "hbm_bytes": hbm_bytes(compiled.as_text()),
         "compile_seconds": time.perf_counter() - started,
     }
 
@@ -521,12 +520,13 @@ def count_flops(config, share):
         config: Config.
         share: of the batch, pairs or pictures of a chip.
     """
-    jobs = JOBS[config.program]
-    job = jobs(replace(config, train_batch_size=share), jax.devices("cpu")[:1])
-    flops = job.step.lower(*job.args).cost_analysis()["flops"]
+    one_picture = replace(config, train_batch_size=share, num_images=1)
+    job = JOBS[config.program](one_picture, jax.devices("cpu")[:1])
+    flops = job.step.lower(*job.args).cost_analysis()["flops"]  # a loop's body counts once
     if job.body is None:
         return flops * job.trips
-    return flops + (job.trips - 1) * job.body.lower(*job.body_args).cost_analysis()["flops"]
+    flops += (job.trips - 1) * job.body.lower(*job.body_args).cost_analysis()["flops"]
+    return flops * share  # of one picture, as many are decoded in a loop
 
 
 def memory_parts(job, step, update):
@@ -553,9 +553,9 @@ def memory_parts(job, step, update):
     }
 
 
-def roofline_seconds(chip, flops, num_bytes):
+def roofline_seconds(chip, flops, moved):
     """The least time that this work can take on a Chip. Source: Roofline, section 3."""
-    return max(flops / chip.flops, num_bytes / chip.bandwidth)
+    return max(flops / chip.flops, moved / chip.bandwidth)
 
 
 def describe(config, tpu, job, step, update, flops):
@@ -656,6 +656,29 @@ def largest_fitting(fits, start):
     return good, bad
 
 
+def check_flags(config, num_devices):
+    """Raise a ValueError for flags that do not go together, before anything is compiled."""
+    changed = {
+        field.name for field in fields(config) if getattr(config, field.name) != field.default
+    }
+    if config.program.startswith("sdxl"):
+        wrong = changed - COMMON_FLAGS - SDXL_FLAGS
+        if config.program == "sdxl_unet":
+            wrong |= changed & {"num_inference_steps"}
+        for name in sorted(SDXL_FLAGS):
+            if getattr(config, name) < 1:
+                raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    else:
+        wrong = changed & SDXL_FLAGS
+        # It writes nothing.
+        trainer.check_config(replace(config, overwrite_output_dir=True), num_devices)
+    if wrong:
+        raise ValueError(
+            f"--{', --'.join(sorted(wrong))} has no meaning for --program {config.program}; leave "
+            "it out"
+        )
+
+
 def compile_for(config, tpu, devices):
     """Compile what the flags ask for.
 
@@ -670,25 +693,9 @@ def compile_for(config, tpu, devices):
     Raises:
         ValueError: flags or models that do not go together.
     """
-    changed = {
-        field.name for field in fields(config) if getattr(config, field.name) != field.default
-    }
-    if config.program.startswith("sdxl"):
-        wrong = changed - COMMON_FLAGS - SDXL_FLAGS
-        for name in sorted(SDXL_FLAGS):
-            if getattr(config, name) < 1:
-                raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
-    else:
-        wrong = changed & SDXL_FLAGS
-        # It writes nothing.
-        trainer.check_config(replace(config, overwrite_output_dir=True), len(devices))
-    if wrong:
-        raise ValueError(
-            f"--{', --'.join(sorted(wrong))} has no meaning for --program {config.program}; leave "
-            "it out"
-        )
+    check_flags(config, len(devices))
     job = JOBS[config.program](config, devices)
-    step = measure(job.step, job.args, job.trips)
+    step = measure(job.step, job.args)
     if "needs" in step:
         return describe(config, tpu, job, step, None, None)
     update = measure(job.update, job.update_args) if job.update else None
@@ -742,8 +749,9 @@ def report_file(config):
 def run(config):
     """Check, compile, print, write."""
     tpu = find_slice(config.tpu)
-    output = report_file(config)
     devices = slice_devices(tpu)
+    check_flags(config, len(devices))
+    output = report_file(config)
     print(
         f"compiling {config.program} for {config.tpu}, {tpu.num_chips} chip(s) in "
         f"{tpu.num_hosts} host(s); a full-size model takes some 20 minutes",

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
+import pipeline_flax_utils
 import tpu_compile
 from hlo_traffic import hbm_bytes
 from parallel_flax import put, put_shares
@@ -242,7 +243,9 @@ def test_sdxl_counts_every_step(tmp_path):
     ]
     assert [report["batch_per_chip"] for report in reports] == [2, 2]
     unet = tpu_compile.compile_for(
-        replace(more, program="sdxl_unet"), find_slice("v5e-4"), jax.devices()
+        replace(more, program="sdxl_unet", num_inference_steps=20),
+        find_slice("v5e-4"),
+        jax.devices(),
     )
     extra = reports[1]["flops"] - reports[0]["flops"]
     assert extra == pytest.approx(3 * unet["flops"], rel=0.05)
@@ -256,9 +259,29 @@ def test_sdxl_counts_every_step(tmp_path):
     assert reports[1]["images_per_second_per_chip"] == pytest.approx(2 / reports[1]["step_seconds"])
 
 
+def test_sdxl_counts_every_picture(tmp_path, monkeypatch):
+    """Also where they are decoded one after the other, in a loop."""
+    monkeypatch.setattr(pipeline_flax_utils, "DECODED_PIXELS", 1)
+    model = make_tiny_xl(tmp_path / "xl")
+    config = Config(
+        tpu="v5e-4",
+        program="sdxl",
+        pretrained_model_name_or_path=str(model),
+        image_size=64,
+        num_inference_steps=1,
+    )
+    one, four = (
+        tpu_compile.compile_for(replace(config, num_images=n), find_slice("v5e-4"), jax.devices())
+        for n in (1, 4)
+    )
+    assert four["flops"] == pytest.approx(4 * one["flops"])
+    assert 2 < four["hbm_bytes"] / one["hbm_bytes"] < 4.5  # weights are read once
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (dict(program="sdxl_unet", num_inference_steps=3), "--num_inference_steps has no meaning"),
         (dict(program="sdxl", num_images=0), "num_images=0 must be at least 1"),
         (dict(program="sdxl", mixed_precision="bf16"), "--mixed_precision has no meaning for"),
         (dict(num_images=2, image_size=64), "--image_size, --num_images has no meaning for"),
@@ -306,7 +329,7 @@ def test_nothing_is_kept_in_the_cache(libtpu_environment, tmp_path):
 
 
 def test_traffic_by_hand():
-    """A fusion, copies to and from VMEM, a loop's body once, what is in VMEM not at all."""
+    """A fusion, copies to VMEM, a loop's body as often as it is run; nothing of what is in VMEM."""
     text = """HloModule jit_f, is_scheduled=true
 
 %fused (p: f32[256]) -> f32[256] {
@@ -324,7 +347,9 @@ def test_traffic_by_hand():
 
 %more (state.1: (s32[], f32[256])) -> pred[] {
   %state.1 = (s32[]{:T(128)S(6)}, f32[256]{0:T(256)}) parameter(0)
-  ROOT %less = pred[]{:T(512)S(6)} constant(false)
+  %limit = s32[]{:T(128)S(6)} constant(5)
+  %count = s32[]{:T(128)S(6)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)S(6)} compare(%count, %limit), direction=LT
 }
 
 ENTRY %main (a: f32[256]) -> f32[256] {
@@ -341,8 +366,9 @@ ENTRY %main (a: f32[256]) -> f32[256] {
 }
 """
     # Read to copy, read to slice, written by the fusion; in the loop twice read and once written.
-    assert hbm_bytes(text) == 1024 + 256 + 1024 + 3 * 1024
-    assert hbm_bytes(text, trips=5) == 1024 + 256 + 1024 + 5 * 3 * 1024
+    assert hbm_bytes(text) == 1024 + 256 + 1024 + 5 * 3 * 1024
+    endless = text.replace("direction=LT", "direction=NE")
+    assert hbm_bytes(endless) == 1024 + 256 + 1024 + 3 * 1024
 
 
 def test_flops_count_all_micro_batches(model):
