@@ -14,19 +14,22 @@ With the demo's model and data, two minutes on a CPU:
 
 Every shard becomes one of the same name, with the same rows: `original_image` holds the mode of the
 picture's posterior, `edited_image` its mean and standard deviation, each of the picture as it is
-and mirrored, float16; `edit_prompt` is copied, and a picture that cannot be decoded becomes null,
-which training replaces as it would have. A pair takes 49 kB at 256 pixels. What is there already is
-not made again, and what another VAE, size or dataset left there is refused. The square is cut from
-the middle. Latents are sampled from the posterior anew at every step, as without the cache.
+and mirrored, float16; `edit_prompt` is copied. Pairs that cannot be decoded are named and have
+nulls, and training replaces them as it would have. A pair takes 49 kB at 256 pixels. What is there
+already is not made again, and what another VAE, size, precision or dataset left there is refused.
+The square is cut from the middle. Latents are sampled from the posterior anew at every step, as
+without the cache.
 
-Needs what the VAE needs: a GPU, a TPU, or a CPU with patience (5 s a pair on one core). On several
-hosts run it on each, with its own shards and its own folder.
+Needs what the VAE needs: a GPU, a TPU, or a CPU with patience (5 s a pair on one core). Hosts with
+shards of their own have a folder of their own each; hosts that share both share the work.
 """
 
 import json
+import logging
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +49,7 @@ from checkpoints_flax import tree_checksum
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_processing import (
     LATENTS,
+    MIN_ROWS_TO_JUDGE,
     RowGroup,
     decode_pair,
     first_rows_of,
@@ -56,7 +60,11 @@ from parquet_processing import (
     read_row_group,
 )
 
+logger = logging.getLogger(__name__)
+
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
+PIXELS_AT_ONCE = 8 * 256 * 256  # of the pairs that a device encodes at once
+SOURCE_BYTES_READ = 1 << 16  # of the end of a shard, where its footer is
 
 
 @dataclass(frozen=True)
@@ -73,12 +81,13 @@ class Config:
     resolution: int = 256  # side of the square pictures, pixels
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # dct: while decoding
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
-    batch_size: int = 8  # pairs at once on each device of this host
+    batch_size: int | None = None  # pairs at once on each device; None: 8 at 256 pixels
+    max_bad_fraction: float = 0.1  # share of pairs that cannot be decoded at which it stops
     dataloader_num_workers: int = 0  # decoding threads; 0 takes one per core
 
 
 def encode_pictures(vae, params, pictures):
-    """The VAE's posterior of pictures, uint8 (B, R, R, 3): mean and std, (B, h, w, C)."""
+    """The VAE's posterior, of mean and std (B, h, w, C), of pictures, uint8 (B, R, R, 3)."""
     pictures = jnp.transpose(pictures.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
     return vae.apply({"params": params}, pictures, method=vae.encode).latent_dist
 
@@ -104,8 +113,8 @@ def encode_pairs(vae, params, originals, edits):
     return mean[:B], jnp.concatenate((mean[B:], std[B:]), -1)
 
 
-def name_of(params):
-    """What tells a VAE's float32 parameters from those of others."""
+def vae_checksum(params):
+    """What tells a VAE's float32 parameters from those of others, hexadecimal."""
     return f"{tree_checksum(params):08x}"
 
 
@@ -127,13 +136,26 @@ def check_kept(path: Path, what: dict) -> None:
         raise ValueError(f"{path} was made otherwise ({'; '.join(changes)}); name another folder")
 
 
+def describe_source(path: Path, groups: list[RowGroup]) -> dict:
+    """What tells a shard of pictures from others: its size, end, rows and columns."""
+    with path.open("rb") as file:
+        file.seek(-min(SOURCE_BYTES_READ, path.stat().st_size), os.SEEK_END)
+        end = zlib.crc32(file.read())
+    return {
+        "source_bytes": path.stat().st_size,
+        "source_end": f"{end:08x}",
+        "rows": groups[0].metadata.num_rows,
+        "columns": list(groups[0].columns),
+    }
+
+
 def shards_of(groups: list[RowGroup]) -> Iterator[tuple[Path, list[RowGroup]]]:
-    """Row groups by shard."""
+    """Row groups, which are in the order of shards, by shard."""
     for path, of_shard in groupby(groups, key=lambda group: group.path):
         yield path, list(of_shard)
 
 
-def write_shard(path, groups, encode, what, config, bar):
+def write_shard(path, groups, encode, what, config, bar, bad):
     """Encode a shard, row group by row group; it appears under its name when it is complete.
 
     Args:
@@ -143,27 +165,45 @@ def write_shard(path, groups, encode, what, config, bar):
         what: to be kept in the file.
         config: Config.
         bar: tqdm that counts pairs.
+        bad: list to which pairs that cannot be decoded are added.
+
+    Raises:
+        ValueError: there are more of those than config.max_bad_fraction allows.
     """
     kinds = pa.binary(), pa.binary(), pa.string()
     schema = pa.schema(zip(COLUMNS, kinds), {LATENTS: json.dumps(what)})
-    R, batch_size = config.resolution, config.batch_size * jax.local_device_count()
+    R = config.resolution
+    batch_size = config.batch_size or max(1, PIXELS_AT_ONCE // R**2)
+    batch_size *= jax.local_device_count()
 
-    def decode(cells, position, out):
-        """The instruction and whether the pair is whole; its pixels go to out."""
+    def decode(group, cells, position, out):
+        """The instruction, and why the pair is broken, or None; its pixels go to out."""
+        prompt = None
         try:
             pair = pair_at(cells, position)
-            decode_pair(pair, out, groups[0].columns, config.image_interpolation_mode, 0.5, False)
-        except ValueError:
-            return None, False
-        return pair.prompt, True
+            prompt = pair.prompt
+            decode_pair(pair, out, group.columns, config.image_interpolation_mode, 0.5, False)
+        except ValueError as error:
+            return prompt, f"{path.name} row {group.first_row + position}: {error}"
+        return prompt, None
 
-    def finish(encoded, rows):
+    def finish(encoded, decoded):
         """Cells of a batch that was encoded meanwhile."""
         originals, edits = (np.asarray(x) for x in encoded)
-        bar.update(len(rows))
+        bar.update(len(decoded))
+        for _, reason in decoded:
+            if reason:
+                logger.warning("%s; it gets no latents", reason)
+                bad.append(reason)
+        if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_TO_JUDGE):
+            raise ValueError(
+                f"{len(bad)} of the first {bar.n} pairs of {config.train_data_dir} cannot be "
+                f"decoded, more than max_bad_fraction={config.max_bad_fraction} allows; for one "
+                f"{bad[-1]}"
+            )
         return [
-            (original.tobytes(), edited.tobytes(), prompt) if good else (None, None, prompt)
-            for original, edited, (prompt, good) in zip(originals, edits, rows)
+            (None, None, prompt) if reason else (original.tobytes(), edited.tobytes(), prompt)
+            for original, edited, (prompt, reason) in zip(originals, edits, decoded)
         ]
 
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
@@ -177,7 +217,7 @@ def write_shard(path, groups, encode, what, config, bar):
                     positions = range(start, min(start + batch_size, group.num_rows))
                     pixels = np.zeros((2, batch_size, R, R, 3), np.uint8)
                     decoded = [
-                        threads.submit(decode, cells, position, (pixels[0, i], pixels[1, i]))
+                        threads.submit(decode, group, cells, position, tuple(pixels[:, i]))
                         for i, position in enumerate(positions)
                     ]
                     decoded = [future.result() for future in decoded]
@@ -209,8 +249,8 @@ def fill(config):
     Raises:
         ValueError: data or VAE cannot be used, or the folder has something else.
     """
-    for name in ("batch_size", "resolution"):
-        if getattr(config, name) < 1:
+    for name in ("batch_size", "resolution", "max_train_samples"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
     output_dir = Path(config.output_dir)
     if output_dir.resolve() == Path(config.train_data_dir).resolve():
@@ -237,32 +277,29 @@ def fill(config):
         raise ValueError(f"resolution={config.resolution} must be a multiple of {factor}")
     side = config.resolution // factor
     made_with = {
-        "vae": name_of(params),
+        "vae": vae_checksum(params),
+        "mixed_precision": config.mixed_precision,
         "resolution": config.resolution,
         "image_interpolation_mode": config.image_interpolation_mode,
         "shape": [side, side, vae.latent_channels],
     }
+    names = {group.path.name for group in groups}
+    for stranger in sorted(output_dir.glob("*.parquet")):
+        if stranger.name not in names:
+            raise ValueError(
+                f"{stranger} is of no shard in {config.train_data_dir}; name another folder"
+            )
     if config.max_train_samples is not None:
         wanted = {group.path for group in first_rows_of(groups, config.max_train_samples)}
         groups = [group for group in groups if group.path in wanted]
     missing = []
     for path, of_shard in shards_of(groups):
         kept = output_dir / path.name
-        what = made_with | {
-            "source_bytes": path.stat().st_size,
-            "rows": of_shard[0].metadata.num_rows,
-        }
+        what = made_with | describe_source(path, of_shard)
         if kept.exists():
             check_kept(kept, what)
         else:
             missing.append((kept, of_shard, what))
-    names = {path.name for path, _ in shards_of(groups)}
-    if config.max_train_samples is None:
-        for stranger in sorted(output_dir.glob("*.parquet")):
-            if stranger.name not in names:
-                raise ValueError(
-                    f"{stranger} is of no shard in {config.train_data_dir}; name another folder"
-                )
     if not missing:
         return
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -274,10 +311,16 @@ def fill(config):
     def encode(originals, edits):
         return program(params, *jax.device_put((originals, edits), shares))
 
+    # Processes that share the folder begin at different shards, and find what others have done.
+    first = jax.process_index() * len(missing) // jax.process_count()
+    missing, bad = missing[first:] + missing[:first], []
     num_pairs = sum(group.num_rows for _, of_shard, _ in missing for group in of_shard)
     with tqdm(total=num_pairs, desc="encoding", unit="pair") as bar:
         for path, of_shard, what in missing:
-            write_shard(path, of_shard, encode, what, config, bar)
+            if path.exists():
+                bar.update(sum(group.num_rows for group in of_shard))
+            else:
+                write_shard(path, of_shard, encode, what, config, bar, bad)
 
 
 def main(args=None):
@@ -288,8 +331,13 @@ def main(args=None):
     except KeyboardInterrupt:
         print("interrupted; the shards finished so far are kept", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            if "RESOURCE_EXHAUSTED" not in message:
+                raise
+            message = "out of device memory; lower --batch_size, or use --mixed_precision bf16"
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     print(f"latents of {config.train_data_dir} are in {config.output_dir}")
 

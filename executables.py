@@ -146,7 +146,9 @@ def use_compilation_cache(folder):
     except OSError as error:
         raise ValueError(f"--compilation_cache_dir {folder} cannot be made: {error}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--compilation_cache_dir {folder} cannot be written to; name another")
+        raise ValueError(
+            f'--compilation_cache_dir {folder} cannot be written to; name another, or "" for none'
+        )
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return True
 

@@ -783,6 +783,7 @@ def train(config: Config):
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
     if config.cache_latents:
         fill_cache(config)
+        wait_for_all("latents are there")  # what processes do together next waits less long
     dataset = ParquetImagePairs(  # first: its faults show before gigabytes are loaded
         config.cache_latents or config.train_data_dir,
         batch_size=config.train_batch_size // num_processes,
@@ -822,7 +823,7 @@ def train(config: Config):
             )
     tx = optimizer_of(config, schedule)
     models, pipeline, frozen, params = load_models(config, dtype)
-    if dataset.latents and dataset.latents["vae"] != cache_latents.name_of(frozen["vae"]):
+    if dataset.latents and dataset.latents["vae"] != cache_latents.vae_checksum(frozen["vae"]):
         raise ValueError(
             f"{dataset.train_data_dir} holds latents of another VAE than "
             f"{config.pretrained_model_name_or_path} has; make others in another folder"
@@ -835,7 +836,7 @@ def train(config: Config):
     # What every process has to have alike, and a checkpoint too.
     identity = run_identity(config, num_devices, max_train_steps, dataset, models, params, frozen)
     shared = {k: v for k, v in asdict(config).items() if k not in PER_PROCESS}
-    check_agreement(json.dumps([identity, shared]))
+    check_agreement(json.dumps([identity, shared, bool(dataset.latents)]))
     output_dir = Path(config.output_dir)
     if config.push_to_hub and is_main:
         repo_id = check_hub(config.hub_model_id, output_dir)

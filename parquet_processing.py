@@ -175,6 +175,12 @@ def latents_of(metadata: pq.FileMetaData) -> dict | None:
     return None if kept is None else json.loads(kept)
 
 
+def columns_of(group: RowGroup) -> list[str]:
+    """The columns that a row group's data come from; of latents, those of the pictures."""
+    latents = latents_of(group.metadata)
+    return latents["columns"] if latents else list(group.columns)
+
+
 def find_columns(
     schema: pa.Schema, path: Path, original: str = "", edited: str = "", prompt: str = ""
 ) -> tuple[str, str, str]:
@@ -457,7 +463,7 @@ def copy_latents(
         raise ValueError(f"{columns[2]}: null")
     for data, latents, column in zip(pair[:2], out, columns[:2]):
         if data is None or len(data) != 2 * latents.nbytes:
-            raise ValueError(f"{column}: no latents in the shard")
+            raise ValueError(f"{column}: no latents in the shard, as of a picture that is broken")
         latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
 
 
@@ -526,10 +532,15 @@ def first_rows_of(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
 
 
 def identify_shards(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
-    """Each shard as three 32-bit numbers: a hash of its name and size in two, and its rows."""
+    """Each shard as three 32-bit numbers: a hash of its name and size in two, and its rows.
+
+    One of latents is known as the shard that it was made of.
+    """
     shards = {}
-    for path, rows in {group.path: group.metadata.num_rows for group in groups}.items():
-        name = f"{path.name} {path.stat().st_size} {rows}"
+    for path, metadata in {group.path: group.metadata for group in groups}.items():
+        rows, latents = metadata.num_rows, latents_of(metadata)
+        size = latents["source_bytes"] if latents else path.stat().st_size
+        name = f"{path.name} {size} {rows}"
         digest = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], np.uint32)
         shards[(*digest.tolist(), rows)] = path
     return shards
@@ -804,7 +815,7 @@ class ParquetImagePairs(IterableDataset):
             "random_flip": random_flip,
             "resample": resample,
             "max_rows": max_rows,
-            "columns": sorted({", ".join(group.columns) for group in self.groups}),
+            "columns": sorted({", ".join(columns_of(group)) for group in self.groups}),
             "latents": self.latents and self.latents["vae"],
             "data": hashlib.sha256(str(sorted(folders)).encode()).hexdigest()[:16],
         }

@@ -2,7 +2,7 @@
 
 A row of results is a dict: "device", "case", "work", "batch_size", "dtype", "flops" of a pass (its
 UNet's), "peak_flops_per_second", "seconds" {contender: [of a pass, in each round]},
-"first_seconds" {contender: [until the first result]}; add_rows adds "summary".
+"first_seconds" {contender: [until the first result]}; add_row adds "summary".
 """
 
 import json
@@ -34,12 +34,16 @@ def find_device():
     """Where both run: "cuda" or "cpu", as PyTorch calls it.
 
     Raises:
-        ValueError: not both see a GPU, or there are several.
+        ValueError: not both see a GPU, or there are several, or there is a TPU.
     """
-    if jax.default_backend() != "gpu":
+    backend = jax.default_backend()
+    if backend not in ("cpu", "gpu"):
+        raise ValueError(f"PyTorch does not run on this {backend}; set JAX_PLATFORMS=cpu")
+    if (backend == "gpu") != torch.cuda.is_available():
+        sees, blind = ("jax", "torch") if backend == "gpu" else ("torch", "jax")
+        raise ValueError(f"{sees} sees a GPU and {blind} does not; install {blind} with CUDA")
+    if backend == "cpu":
         return "cpu"
-    if not torch.cuda.is_available():
-        raise ValueError("jax sees a GPU and torch does not; install a torch with CUDA")
     if jax.device_count() > 1:
         raise ValueError(f"{jax.device_count()} GPUs; set CUDA_VISIBLE_DEVICES=0")
     return "cuda"

@@ -5,6 +5,7 @@ import json
 import shutil
 from functools import partial
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +27,14 @@ from tiny_models import make_tiny_pipeline
 import cache_latents
 import parquet_processing
 from cache_latents import Config, fill
-from parquet_processing import ParquetImagePairs, list_row_groups, pair_at, read_row_group
+from modeling_flax_vae import FlaxAutoencoderKL
+from parquet_processing import (
+    ParquetImagePairs,
+    identify_shards,
+    list_row_groups,
+    pair_at,
+    read_row_group,
+)
 
 
 def config_for(model, data, output_dir, **options):
@@ -52,10 +60,10 @@ def test_latents_are_pytorchs(model, data, kept):
         originals, edits = read_row_group(source), read_row_group(group)
         for row in range(group.num_rows):
             pair, ours = pair_at(originals, row), pair_at(edits, row)
+            assert ours.prompt == pair.prompt
             if (source.path.name, row) == ("a.parquet", 3):
                 assert ours.original is ours.edited is None
                 continue
-            assert ours.prompt == pair.prompt
             pixels = np.empty((2, 16, 16, 3), np.uint8)
             parquet_processing.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
             both = np.stack((pixels, pixels[:, :, ::-1]), 1).reshape(4, 16, 16, 3)
@@ -73,19 +81,35 @@ def test_latents_are_pytorchs(model, data, kept):
             np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
 
 
-def test_batches_are_flipped_as_pictures_are(data, kept):
+def test_batches_are_flipped_as_pictures_are(model, data, kept):
     """Same rows, same order, same mirror images, same stand-in for the broken pair."""
     options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
     pictures, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
-    unflipped = ParquetImagePairs(str(kept), **options, random_flip=False)
+    vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
+    encode = jax.jit(lambda pictures: cache_latents.encode_pictures(vae, params, pictures))
     for _ in range(2):  # epochs
-        for ours, theirs, plain in zip(latents, pictures, unflipped, strict=True):
-            assert ours["edit_prompt"] == theirs["edit_prompt"] == plain["edit_prompt"]
-            assert ours["original_latents"].dtype == np.float16
-            assert ours["edited_latents"].shape[-1] == 2 * ours["original_latents"].shape[-1]
-            same = (ours["edited_latents"] == plain["edited_latents"]).all((1, 2, 3))
-            assert 0 < same.sum() < len(same)
+        for ours, theirs in zip(latents, pictures, strict=True):
+            assert ours["edit_prompt"] == theirs["edit_prompt"]
+            original = encode(theirs["original_pixel_values"])
+            edited = encode(theirs["edited_pixel_values"])
+            expected = np.concatenate((edited.mean, edited.std), -1)
+            assert ours["original_latents"].dtype == ours["edited_latents"].dtype == np.float16
+            close = partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-3)
+            close(ours["original_latents"], original.mean)
+            close(ours["edited_latents"], expected)
     assert pictures.num_bad == latents.num_bad > 0
+
+
+def test_latents_are_known_as_their_pictures(data, kept):
+    """A run may go on with or without them, and several hosts draw the same for them."""
+    states = [
+        ParquetImagePairs(str(folder), batch_size=8, resolution=16, random_crop=False).state_dict()
+        for folder in (data, kept)
+    ]
+    assert states[0].pop("latents") is None and states[1].pop("latents")
+    assert states[0] == states[1]
+    shards = [identify_shards(list_row_groups(str(folder))).keys() for folder in (data, kept)]
+    assert shards[0] == shards[1]
 
 
 def test_training_is_the_same(model, data, tmp_path, monkeypatch):
@@ -131,6 +155,32 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
     assert (folder / "a.parquet").stat().st_mtime_ns == before
 
 
+def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
+    """The second of two begins with the second shard, and leaves what it finds done."""
+    folder, write, written = tmp_path / "latents", cache_latents.write_shard, []
+
+    def write_both(path, *args):
+        written.append(path.name)
+        write(path, *args)
+        if path.name == "b.parquet":  # meanwhile the other process
+            shutil.copy(path, path.with_name("a.parquet"))
+
+    monkeypatch.setattr(cache_latents, "write_shard", write_both)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    fill(config_for(model, data, folder))
+    assert written == ["b.parquet"]
+
+
+def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_latents, "MIN_ROWS_TO_JUDGE", 1)
+    with pytest.raises(
+        ValueError, match=r"1 of the first . pairs of .* for one a\.parquet row 3: "
+    ):
+        fill(config_for(model, data, tmp_path / "latents", max_bad_fraction=0.1))
+    assert not any((tmp_path / "latents").iterdir())
+
+
 def test_a_full_disk_leaves_nothing(model, data, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError("No space left on device")
@@ -156,6 +206,12 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
         (dict(pretrained_model_name_or_path="OTHER"), "was made otherwise (vae was"),
         (dict(train_data_dir="GROWN"), "was made otherwise (source_bytes was"),
         (dict(train_data_dir="FEWER"), "b.parquet is of no shard in"),
+        (dict(train_data_dir="FEWER", max_train_samples=5), "b.parquet is of no shard in"),
+        (dict(mixed_precision="bf16"), "was made otherwise (mixed_precision was no and is bf16)"),
+        (
+            dict(original_image_column="edited_image", edited_image_column="original_image"),
+            "was made otherwise (columns was ['original_image', 'edited_image', 'edit_prompt'] and",
+        ),
         (dict(train_data_dir="KEPT", output_dir="NEW"), "holds latents already; train on it"),
         (dict(output_dir="DATA"), "is the folder of the data; name another"),
         (dict(output_dir="COPY"), "a.parquet holds no latents; name a folder of its own"),
@@ -227,5 +283,7 @@ def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
         str(short), batch_size=7, resolution=16, random_crop=False, max_bad_fraction=1
     )
     assert len(list(dataset)) == 1
-    assert list(dataset.bad_rows.values()) == ["edited_image: no latents in the shard"]
+    assert list(dataset.bad_rows.values()) == [
+        "edited_image: no latents in the shard, as of a picture that is broken"
+    ]
     assert json.loads(table.schema.metadata[b"latents"])["rows"] == 7
