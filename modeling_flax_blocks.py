@@ -192,6 +192,9 @@ def layer_norm(x, scale, bias, epsilon, dtype):
         epsilon: of the normalisation.
         dtype: of the result; everything before it is float32.
 
+    Returns:
+        (..., C).
+
     Source: arXiv 1607.06450.
     """
     return _layer_norm_forward(x, scale, bias, epsilon, dtype)[0]
@@ -335,7 +338,10 @@ class Attention(nn.Module):
 
 @jax.custom_vjp
 def gated_gelu(x):
-    """The first half of the last axis times GELU (erf) of the second; keeps x for the gradient."""
+    """x (..., 2 C) -> (..., C): the first half times GELU (erf) of the second; keeps x alone.
+
+    Source: GLU variants (arXiv 2002.05202), equation 6.
+    """
     hidden, gate = jnp.split(x, 2, -1)
     return hidden * nn.gelu(gate, approximate=False)
 

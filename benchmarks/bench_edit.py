@@ -36,11 +36,12 @@ from benchmarks.bench_unet import SD15, TEXT_LENGTH, TINY_UNET, Case, count_flop
 from benchmarks.full_size import command_line, make_pipeline  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
+    check_counts,
     contenders_on,
     find_device,
     format_table,
     in_new_process,
-    matmul_peak,
+    make_row,
     time_in_turn,
 )
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (  # noqa: E402
@@ -115,22 +116,19 @@ def bench(folder, config, batch_size, device):
     case = Case(SD15 | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
     shapes = (8, case.side, case.side), (), (TEXT_LENGTH, SD15["cross_attention_dim"])
     inputs = [np.zeros((len(BRANCHES) * batch_size, *shape), np.float32) for shape in shapes]
-    return {
-        "case": f"{config.size}_{config.resolution}",
-        "work": f"edit, {config.num_inference_steps} steps",
-        "batch_size": batch_size,
-        "dtype": "bfloat16" if device == "cuda" else "float32",
-        "flops": config.num_inference_steps * count_flops(case, (*inputs, None), False),
-        "peak_flops_per_second": matmul_peak(device == "cuda", device),
-        **figures,
-    }
+    return make_row(
+        f"{config.size}_{config.resolution}",
+        f"edit, {config.num_inference_steps} steps",
+        batch_size,
+        config.num_inference_steps * count_flops(case, (*inputs, None), False),
+        device,
+        figures,
+    )
 
 
 def run(config):
     """Measure, write, print."""
-    for name in ("num_inference_steps", "rounds"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    check_counts(config, "num_inference_steps", "rounds")
     if config.resolution < 64 or config.resolution % 64:
         raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
     device = find_device()

@@ -36,11 +36,12 @@ from benchmarks.bench_unet import CASES, Case, count_flops, make_inputs  # noqa:
 from benchmarks.full_size import END_OF_TEXT, TINY_UNET, VAE, command_line  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
+    check_counts,
     contenders_on,
     find_device,
     format_table,
     in_new_process,
-    matmul_peak,
+    make_row,
     time_in_turn,
 )
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
@@ -142,22 +143,19 @@ def bench(folder, config, batch_size, device):
     unet = CASES["sdxl_1024"].config | (TINY if config.size == "tiny" else {})
     case = Case(unet, config.image_size // 8)
     flops = count_flops(case, make_inputs(case, 2 * batch_size), False)
-    return {
-        "case": f"{config.size}_{config.image_size}",
-        "work": f"pictures, {config.num_inference_steps} steps",
-        "batch_size": batch_size,
-        "dtype": "bfloat16" if device == "cuda" else "float32",
-        "flops": config.num_inference_steps * flops,
-        "peak_flops_per_second": matmul_peak(device == "cuda", device),
-        **figures,
-    }
+    return make_row(
+        f"{config.size}_{config.image_size}",
+        f"pictures, {config.num_inference_steps} steps",
+        batch_size,
+        config.num_inference_steps * flops,
+        device,
+        figures,
+    )
 
 
 def run(config):
     """Measure, write, print."""
-    for name in ("num_inference_steps", "rounds"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    check_counts(config, "num_inference_steps", "rounds")
     if config.image_size < 64 or config.image_size % 64:
         raise ValueError(f"image_size={config.image_size} must be a multiple of 64")
     device = find_device()

@@ -42,11 +42,12 @@ from benchmarks.bench_unet import SD15, TEXT_LENGTH, TINY_UNET, Case, count_flop
 from benchmarks.full_size import END_OF_TEXT, command_line, make_pipeline  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
+    check_counts,
     contenders_on,
     find_device,
     format_table,
     in_new_process,
-    matmul_peak,
+    make_row,
     synchronize,
     time_in_turn,
 )
@@ -176,9 +177,7 @@ def torch_step(folder, config, device, compiled):
 
 def run(config):
     """Measure, write, print."""
-    for name in ("batch_size", "rounds"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    check_counts(config, "batch_size", "rounds")
     if config.resolution < 64 or config.resolution % 64:
         raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
     device = find_device()
@@ -192,15 +191,14 @@ def run(config):
         figures = time_in_turn(contenders, args, config.rounds, config.seconds)
     shapes = (8, case.side, case.side), (), (TEXT_LENGTH, SD15["cross_attention_dim"])
     inputs = [np.zeros((config.batch_size, *shape), np.float32) for shape in shapes]
-    row = {
-        "case": f"{config.size}_{config.resolution}",
-        "work": "optimizer step" + (", checkpointing" if config.gradient_checkpointing else ""),
-        "batch_size": config.batch_size,
-        "dtype": "bfloat16" if device == "cuda" else "float32",
-        "flops": count_flops(case, (*inputs, None), True),
-        "peak_flops_per_second": matmul_peak(device == "cuda", device),
-        **figures,
-    }
+    row = make_row(
+        f"{config.size}_{config.resolution}",
+        "optimizer step" + (", checkpointing" if config.gradient_checkpointing else ""),
+        config.batch_size,
+        count_flops(case, (*inputs, None), True),
+        device,
+        figures,
+    )
     print(f"\n{format_table(add_row(row, config.output))}\n\nwrote {config.output}")
 
 

@@ -40,10 +40,11 @@ from benchmarks.full_size import TINY_UNET, command_line  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
     can_compile,
+    check_counts,
     find_device,
     format_table,
     in_turn,
-    matmul_peak,
+    make_row,
     measure,
     synchronize,
 )
@@ -206,23 +207,19 @@ def bench(name, with_gradient, config, device):
             run()  # brings its weights back to the caches
             seconds[contender].append(measure(run, config.seconds))
             bar.update()
-    return {
-        "case": name,
-        "work": "gradient" if with_gradient else "forward",
-        "batch_size": config.batch_size,
-        "dtype": "bfloat16" if half else "float32",
-        "flops": count_flops(case, inputs, with_gradient),
-        "peak_flops_per_second": matmul_peak(half, device),
-        "seconds": seconds,
-        "first_seconds": first,
-    }
+    return make_row(
+        name,
+        "gradient" if with_gradient else "forward",
+        config.batch_size,
+        count_flops(case, inputs, with_gradient),
+        device,
+        {"seconds": seconds, "first_seconds": first},
+    )
 
 
 def run(config):
     """Measure, write, print."""
-    for name in ("batch_size", "rounds"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    check_counts(config, "batch_size", "rounds")
     device = find_device()
     for name in config.cases:
         for which in config.passes:

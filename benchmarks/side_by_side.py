@@ -143,6 +143,27 @@ def matmul_peak(half, device):
     return best
 
 
+def check_counts(config, *names):
+    """Raise a ValueError for flags that must be at least 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+
+
+def make_row(case, work, batch_size, flops, device, figures):
+    """A row of results; figures: "seconds" and "first_seconds", flops: of a pass."""
+    half = device == "cuda"
+    return {
+        "case": case,
+        "work": work,
+        "batch_size": batch_size,
+        "dtype": "bfloat16" if half else "float32",
+        "flops": flops,
+        "peak_flops_per_second": matmul_peak(half, device),
+        **figures,
+    }
+
+
 def summarize(row):
     """Medians: samples/s, share of the peak, and how many times as fast ours is, per contender."""
     summary = {}
