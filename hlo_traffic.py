@@ -19,6 +19,7 @@ NAME = re.compile(r"%([\w.\-]+)")
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 # Those that a step of the program goes through; a fusion's are inside it.
 CALLED = re.compile(r"(?:body|true_computation|false_computation)=%([\w.\-]+)")
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 CONDITION = re.compile(r"condition=%([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # They move nothing themselves.
@@ -51,8 +52,18 @@ def parse(text):
     return computations, entry
 
 
-def num_trips(condition):
-    """How often a loop is run whose condition is "counter < constant", from 0; 1 of any other."""
+def num_trips(loop, condition):
+    """How often a loop is run: as the compiler notes, or if its condition is "counter < constant".
+
+    Args:
+        loop: the rest of its line.
+        condition: the instructions of its condition.
+
+    Returns:
+        int; 1 if it is neither.
+    """
+    if noted := TRIP_COUNT.search(loop):
+        return int(noted[1])
     constants = {
         name: int(rest.split(")")[0])
         for name, kind, operation, rest in condition
@@ -86,7 +97,7 @@ def hbm_bytes(text):
             sizes[name] = sum(in_hbm(kind))
             trips = 1
             if operation == "while":
-                trips = num_trips(computations[CONDITION.search(rest)[1]])
+                trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
             called = CALLED.findall(rest)
             for branches in BRANCHES.findall(rest):
                 called += NAME.findall(branches)

@@ -35,8 +35,14 @@ def test_summary_by_hand():
     ("script", "flags"),
     [
         (bench_train, ["--resolution", "64"]),
-        (bench_edit, ["--resolution", "64", "--num_inference_steps", "2"]),
-        (bench_sdxl, ["--image_size", "64", "--num_inference_steps", "2"]),
+        pytest.param(
+            *(bench_edit, ["--resolution", "64", "--num_inference_steps", "2"]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(bench_sdxl, ["--image_size", "64", "--num_inference_steps", "2"]),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["train", "edit", "sdxl"],
 )
