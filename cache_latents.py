@@ -207,9 +207,8 @@ def write_shard(path, groups, encode, what, config, bar, bad):
         ]
 
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
-    handle, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=path.parent)
-    os.close(handle)
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
+        unfinished = Path(folder, path.name)
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
             for group in groups:
                 cells, rows, waiting = read_row_group(group), [], None
@@ -227,17 +226,7 @@ def write_shard(path, groups, encode, what, config, bar, bad):
                 rows += finish(*waiting)
                 columns = [pa.array(column, kind) for column, kind in zip(zip(*rows), kinds)]
                 writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
-        os.chmod(unfinished, 0o666 & ~_umask())
-        os.replace(unfinished, path)
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
-
-
-def _umask():
-    """What new files are not allowed."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        unfinished.replace(path)
 
 
 def fill(config):

@@ -525,7 +525,8 @@ def count_flops(config, share):
     flops = job.step.lower(*job.args).cost_analysis()["flops"]  # a loop's body counts once
     if job.body is None:
         return flops * job.trips
-    flops += (job.trips - 1) * job.body.lower(*job.body_args).cost_analysis()["flops"]
+    if job.trips > 1:
+        flops += (job.trips - 1) * job.body.lower(*job.body_args).cost_analysis()["flops"]
     return flops * share  # of one picture, as many are decoded in a loop
 
 
@@ -658,9 +659,7 @@ def largest_fitting(fits, start):
 
 def check_flags(config, num_devices):
     """Raise a ValueError for flags that do not go together, before anything is compiled."""
-    changed = {
-        field.name for field in fields(config) if getattr(config, field.name) != field.default
-    }
+    changed = changed_flags(config).keys()
     if config.program.startswith("sdxl"):
         wrong = changed - COMMON_FLAGS - SDXL_FLAGS
         if config.program == "sdxl_unet":

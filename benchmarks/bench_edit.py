@@ -25,15 +25,19 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from diffusers import StableDiffusionInstructPix2PixPipeline
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_unet import SD15, TEXT_LENGTH, TINY_UNET, Case, count_flops  # noqa: E402
-from benchmarks.full_size import command_line, make_pipeline  # noqa: E402
+from benchmarks.bench_unet import (  # noqa: E402
+    SD15,
+    Case,
+    count_flops,
+    make_inputs,
+)
+from benchmarks.full_size import TINY_UNET, command_line, make_pipeline  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
     check_counts,
@@ -43,6 +47,7 @@ from benchmarks.side_by_side import (  # noqa: E402
     in_new_process,
     make_row,
     time_in_turn,
+    torch_pipeline,
 )
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (  # noqa: E402
     BRANCHES,
@@ -92,13 +97,7 @@ def our_edit(folder, config, batch_size, device):
 
 def torch_edit(folder, config, batch_size, device, compiled):
     """PyTorch's."""
-    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
-        folder, torch_dtype=torch.bfloat16 if device == "cuda" else torch.float32
-    ).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    if compiled:
-        pipeline.unet = torch.compile(pipeline.unet.to(memory_format=torch.channels_last))
-        pipeline.vae.decode = torch.compile(pipeline.vae.decode)
+    pipeline = torch_pipeline(StableDiffusionInstructPix2PixPipeline, folder, device, compiled)
     pictures = make_pictures(config, batch_size)
 
     def run():
@@ -114,13 +113,12 @@ def bench(folder, config, batch_size, device):
     args = (folder, config, batch_size, device)
     figures = time_in_turn(contenders, args, config.rounds, config.seconds)
     case = Case(SD15 | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
-    shapes = (8, case.side, case.side), (), (TEXT_LENGTH, SD15["cross_attention_dim"])
-    inputs = [np.zeros((len(BRANCHES) * batch_size, *shape), np.float32) for shape in shapes]
+    inputs = make_inputs(case, len(BRANCHES) * batch_size)
     return make_row(
         f"{config.size}_{config.resolution}",
         f"edit, {config.num_inference_steps} steps",
         batch_size,
-        config.num_inference_steps * count_flops(case, (*inputs, None), False),
+        config.num_inference_steps * count_flops(case, inputs, False),
         device,
         figures,
     )

@@ -25,7 +25,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from diffusers import StableDiffusionXLPipeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +42,7 @@ from benchmarks.side_by_side import (  # noqa: E402
     in_new_process,
     make_row,
     time_in_turn,
+    torch_pipeline,
 )
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
@@ -115,13 +115,7 @@ def our_pictures(folder, config, batch_size, device):
 
 def torch_pictures(folder, config, batch_size, device, compiled):
     """PyTorch's."""
-    pipeline = StableDiffusionXLPipeline.from_pretrained(
-        folder, torch_dtype=torch.bfloat16 if device == "cuda" else torch.float32
-    ).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    if compiled:
-        pipeline.unet = torch.compile(pipeline.unet.to(memory_format=torch.channels_last))
-        pipeline.vae.decode = torch.compile(pipeline.vae.decode)
+    pipeline = torch_pipeline(StableDiffusionXLPipeline, folder, device, compiled)
 
     def run():
         pipeline(

@@ -38,8 +38,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import flax_train_instruct_pix2pix as trainer  # noqa: E402
-from benchmarks.bench_unet import SD15, TEXT_LENGTH, TINY_UNET, Case, count_flops  # noqa: E402
-from benchmarks.full_size import END_OF_TEXT, command_line, make_pipeline  # noqa: E402
+from benchmarks.bench_unet import (  # noqa: E402
+    SD15,
+    TEXT_LENGTH,
+    Case,
+    count_flops,
+    make_inputs,
+)
+from benchmarks.full_size import (  # noqa: E402
+    END_OF_TEXT,
+    TINY_UNET,
+    command_line,
+    make_pipeline,
+)
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
     check_counts,
@@ -189,13 +200,11 @@ def run(config):
         in_new_process(make_pipeline, folder, config.size == "tiny", 8)
         args = (folder, config, device)
         figures = time_in_turn(contenders, args, config.rounds, config.seconds)
-    shapes = (8, case.side, case.side), (), (TEXT_LENGTH, SD15["cross_attention_dim"])
-    inputs = [np.zeros((config.batch_size, *shape), np.float32) for shape in shapes]
     row = make_row(
         f"{config.size}_{config.resolution}",
         "optimizer step" + (", checkpointing" if config.gradient_checkpointing else ""),
         config.batch_size,
-        count_flops(case, (*inputs, None), True),
+        count_flops(case, make_inputs(case, config.batch_size), True),
         device,
         figures,
     )
