@@ -1,7 +1,7 @@
-"""What the UNet and the VAE share: attention, norms, residual blocks, transformers, resampling.
+"""What the UNet and the VAE share: norms, residual blocks, transformers, resampling.
 
 Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and what is stored between
-them are in `dtype`; norms and softmax accumulate in float32 and hand back `dtype`. Submodule names
+them are in `dtype`; norms accumulate in float32 and hand back `dtype`. Submodule names
 are those of the published Flax checkpoints.
 """
 
@@ -14,106 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-
-def attention(query, key, value, num_heads, mask=None, is_causal=False):
-    """Scaled dot-product attention; every model here calls this one.
-
-    Args:
-        query: (B, T, C), C divisible by num_heads.
-        key, value: (B, S, C).
-        num_heads: how many heads C is split into.
-        mask: bool, broadcastable to (B, num_heads, T, S), True where a key may be seen; or None.
-        is_causal: True lets position t see positions 0 to t only.
-
-    Returns:
-        (B, T, C) in query's dtype; logits and softmax are float32.
-
-    Source: Attention Is All You Need (arXiv 1706.03762), equation 1.
-    """
-    query, key, value = (
-        x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads) for x in (query, key, value)
-    )  # (B, T or S, num_heads, C / num_heads)
-
-    kernels = {}
-    if mask is None and not is_causal:
-        if fits_splash(query.shape, key.shape):
-            kernels["tpu"] = splash
-        if fits_cudnn(query.shape, key.shape, query.dtype, jax.devices()[0]):
-            kernels["cuda"] = partial(_attention, implementation="cudnn")
-    xla = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
-    out = jax.lax.platform_dependent(query, key, value, default=xla, **kernels)
-    return out.reshape(*out.shape[:2], -1)
-
-
-def _attention(query, key, value, **options):
-    with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes bfloat16 implicitly
-        return jax.nn.dot_product_attention(query, key, value, **options)
-
-
-def fits_cudnn(query_shape, key_shape, dtype, device):
-    """Can NVIDIA's kernel take these, (B, T, N, H) and (B, S, N, H), on this device?"""
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
-        return False
-    generation = float(device.compute_capability)  # 8: Ampere, 9: Hopper
-    head_dim, largest = query_shape[-1], 256 if generation >= 9 else 128
-    even = query_shape[1] % 2 == key_shape[1] % 2 == 0  # jax refuses gradients of others
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    return half and even and generation >= 8 and head_dim <= largest and head_dim % 8 == 0
-
-
-# Shortest sequences for which keeping the logits off the memory pays on a TPU.
-SPLASH_LENGTH = 1024
-
-
-def fits_splash(query_shape, key_shape):
-    """Can TPU's kernel take these, (B, T, N, H) and (B, S, N, H), and is it worth while?"""
-    lengths, head_dim = (query_shape[1], key_shape[1]), query_shape[-1]
-    long = min(lengths) >= SPLASH_LENGTH and not any(n % 128 for n in lengths)
-    return long and (head_dim <= 128 or (head_dim <= 512 and head_dim % 128 == 0))
-
-
-def splash(query, key, value, interpret=False):
-    """Attention by TPU's kernel, whose logits never reach the memory.
-
-    Args:
-        query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_splash.
-        interpret: run the kernel on any platform, slowly.
-
-    Returns:
-        (B, T, N, H) in query's dtype.
-
-    Source: FlashAttention (arXiv 2205.14135).
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
-
-    (_, T, num_heads, head_dim), S = query.shape, key.shape[1]
-
-    def block(length, limit):
-        return max(n for n in (128, 256, 512) if length % n == 0 and n <= limit)
-
-    back = 512 if head_dim <= 128 else 256  # more does not fit a v4's VMEM
-    sizes = kernels.BlockSizes(
-        block_q=block(T, 512),
-        **dict.fromkeys(("block_kv", "block_kv_compute"), block(S, 512)),
-        **dict.fromkeys(("block_q_dkv", "block_q_dq"), block(T, back)),
-        **dict.fromkeys(("block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"), block(S, back)),
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        kernel = kernels.make_splash_mha(
-            masks.MultiHeadMask([masks.FullMask((T, S))] * num_heads),
-            head_shards=1,
-            q_seq_shards=1,
-            block_sizes=sizes,
-            interpret=interpret,
-        )
-        query = query * query.shape[-1] ** -0.5
-        query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-        return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
+from attention_flax import attention
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -260,6 +161,63 @@ class LayerNorm(nn.Module):
         return layer_norm(x, *_scale_and_bias(self, x.shape[-1]), self.epsilon, self.dtype)
 
 
+def convolve(x, kernel, stride, padding):
+    """A 3x3 convolution.
+
+    On a CPU XLA's own takes as long to arrange a large kernel anew as to use it. Where there are
+    fewer positions than output channels it is a matmul of patches there, forward and backward.
+
+    Args:
+        x: (B, H, W, C).
+        kernel: (3, 3, C, D), of x's dtype.
+        stride: of both sides.
+        padding: ((top, bottom), (left, right)), zeros.
+
+    Returns:
+        (B, h, w, D).
+    """
+    xla = partial(
+        jax.lax.conv_general_dilated,
+        window_strides=(stride, stride),
+        padding=padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    B, D = x.shape[0], kernel.shape[-1]
+    h, w = ((n + sum(pad) - 3) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
+    if B * h * w >= D:
+        return xla(x, kernel)
+
+    def multiply_patches(x, kernel):
+        x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+
+        def taps(n):  # which rows, or columns, each of the kernel's reads
+            return [slice(i, i + stride * (n - 1) + 1, stride) for i in range(3)]
+
+        patches = [x[:, rows, columns] for rows in taps(h) for columns in taps(w)]
+        patches = jnp.concatenate(patches, -1).reshape(B * h * w, -1)
+        return (patches @ kernel.reshape(-1, D)).reshape(B, h, w, D)
+
+    return jax.lax.platform_dependent(x, kernel, cpu=multiply_patches, default=xla)
+
+
+class Conv3x3(nn.Module):
+    """A 3x3 convolution with bias; convolve."""
+
+    features: int
+    stride: int = 1
+    padding: tuple = ((1, 1), (1, 1))
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        """x (B, H, W, C) -> (B, h, w, features)."""
+        shape = (3, 3, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
+        return convolve(x, kernel, self.stride, self.padding) + bias
+
+
 class ResnetBlock2D(nn.Module):
     """GroupNorm, SiLU, 3x3 convolution, twice, plus the input; the time embedding joins between."""
 
@@ -273,12 +231,12 @@ class ResnetBlock2D(nn.Module):
         """x (B, H, W, C), time_emb (B, D) or None -> (B, H, W, out_channels)."""
         norm = partial(GroupNorm, self.num_groups, self.epsilon, self.dtype, activate=True)
         h = norm(name="norm1")(x)
-        h = nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv1")(h)
+        h = Conv3x3(self.out_channels, dtype=self.dtype, name="conv1")(h)
         if time_emb is not None:
             dense = nn.Dense(self.out_channels, dtype=self.dtype, name="time_emb_proj")
             h = h + dense(nn.silu(time_emb))[:, None, None, :]
         h = norm(name="norm2")(h)
-        h = nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv2")(h)
+        h = Conv3x3(self.out_channels, dtype=self.dtype, name="conv2")(h)
         if x.shape[-1] != self.out_channels:
             x = nn.Conv(self.out_channels, (1, 1), dtype=self.dtype, name="conv_shortcut")(x)
         return x + h
@@ -293,10 +251,7 @@ class Downsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        conv = nn.Conv(
-            self.out_channels, (3, 3), (2, 2), self.padding, dtype=self.dtype, name="conv"
-        )
-        return conv(x)
+        return Conv3x3(self.out_channels, 2, self.padding, self.dtype, name="conv")(x)
 
 
 class Upsample2D(nn.Module):
@@ -315,7 +270,7 @@ class Upsample2D(nn.Module):
         else:  # the skip connection came from an odd size
             rows, columns = (np.arange(n) * m // n for n, m in zip(size, (H, W)))
             x = x[:, rows][:, :, columns]
-        return nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv")(x)
+        return Conv3x3(self.out_channels, dtype=self.dtype, name="conv")(x)
 
 
 class Attention(nn.Module):

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from modeling_flax_blocks import LayerNorm, attention
+from attention_flax import attention
+from modeling_flax_blocks import LayerNorm
 from modeling_flax_utils import FlaxModelMixin
 
 ACTIVATIONS = {

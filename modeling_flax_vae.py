@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from modeling_flax_blocks import Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D, attention
+from attention_flax import attention
+from modeling_flax_blocks import Conv3x3, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
 from modeling_flax_utils import FlaxModelMixin
 
 
@@ -142,7 +143,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Conv(self.block_out_channels[0], (3, 3), dtype=self.dtype, name="conv_in")(x)
+        x = Conv3x3(self.block_out_channels[0], dtype=self.dtype, name="conv_in")(x)
         last = len(self.block_out_channels) - 1
         for i, width in enumerate(self.block_out_channels):
             x = LevelBlock(
@@ -155,7 +156,7 @@ class Encoder(nn.Module):
             )(x)
         x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
         x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
-        return nn.Conv(2 * self.latent_channels, (3, 3), dtype=self.dtype, name="conv_out")(x)
+        return Conv3x3(2 * self.latent_channels, dtype=self.dtype, name="conv_out")(x)
 
 
 class Decoder(nn.Module):
@@ -169,7 +170,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Conv(self.block_out_channels[-1], (3, 3), dtype=self.dtype, name="conv_in")(x)
+        x = Conv3x3(self.block_out_channels[-1], dtype=self.dtype, name="conv_in")(x)
         x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
         last = len(self.block_out_channels) - 1
         for i, width in enumerate(reversed(self.block_out_channels)):
@@ -182,7 +183,7 @@ class Decoder(nn.Module):
                 name=f"up_blocks_{i}",
             )(x)
         x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
-        return nn.Conv(self.out_channels, (3, 3), dtype=self.dtype, name="conv_out")(x)
+        return Conv3x3(self.out_channels, dtype=self.dtype, name="conv_out")(x)
 
 
 class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):

@@ -1,4 +1,4 @@
-"""Norms, gate and attention of modeling_flax_blocks.py against PyTorch, values and gradients."""
+"""Norms, gate, convolution and attention against PyTorch, values and gradients."""
 
 import math
 from functools import partial
@@ -11,15 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modeling_flax_blocks import (
-    attention,
-    fits_cudnn,
-    fits_splash,
-    gated_gelu,
-    group_norm,
-    layer_norm,
-    splash,
-)
+from attention_flax import attention, blockwise, fits_cudnn, fits_splash, splash
+from modeling_flax_blocks import Conv3x3, convolve, gated_gelu, group_norm, layer_norm
 
 
 def normal(*shape, seed=0):
@@ -45,6 +38,12 @@ def assert_close(found, expected, tolerance):
     """Within tolerance of the largest, each."""
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
+
+
+def torch_attention(query, key, value):
+    """(B, T, N, H), (B, S, N, H) twice -> (B, T, N, H), by PyTorch."""
+    args = (x.swapaxes(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(*args).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("activate", [False, True])
@@ -123,12 +122,62 @@ def test_splash_is_attention(lengths, head_dim):
     T, S = lengths
     shapes = (1, T, 2, head_dim), (1, S, 2, head_dim), (1, S, 2, head_dim)
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
-
-    def theirs(*args):
-        return F.scaled_dot_product_attention(*(x.swapaxes(1, 2) for x in args)).swapaxes(1, 2)
-
     found = value_and_gradients(partial(splash, interpret=True), args)
-    assert_close(found, torch_value_and_gradients(theirs, args), 1e-5)
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+
+
+# As many logits as make blocks of all 6 heads, of 3 and of 1, and of some queries of one.
+@pytest.mark.parametrize("num_logits", [6 * 24 * 10, 4 * 24 * 10, 24 * 10, 9 * 10, 1])
+def test_blockwise_is_attention(num_logits, monkeypatch):
+    monkeypatch.setattr("attention_flax.BLOCK_LOGITS", num_logits)
+    shapes = (2, 24, 3, 8), (2, 10, 3, 8), (2, 10, 3, 8)
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    args[0] *= 30  # logits of hundreds: exp of them alone would overflow
+    found = value_and_gradients(blockwise, args)
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+
+
+def test_blockwise_in_bfloat16():
+    """Its numbers, of 1 and less, are float32's but for bfloat16's 8 bits."""
+    args = [normal(2, 64, 4, 16, seed=i) for i in range(3)]
+    args = [jnp.asarray(x, jnp.bfloat16) for x in args]
+    out, pull = jax.vjp(blockwise, *args)
+    exact, exact_pull = jax.vjp(blockwise, *(x.astype(jnp.float32) for x in args))
+    assert {x.dtype for x in (out, *pull(out))} == {jnp.dtype(jnp.bfloat16)}
+    found = [np.float32(x) for x in (out, *pull(out))]
+    assert_close(found, [exact, *exact_pull(out.astype(jnp.float32))], 2e-2)
+
+
+@pytest.mark.parametrize("out_channels", [8, 200])  # fewer than positions, and more
+@pytest.mark.parametrize(
+    ("stride", "padding"),
+    [(1, ((1, 1), (1, 1))), (2, ((1, 1), (1, 1))), (2, ((0, 1), (0, 1)))],
+)
+def test_convolve(out_channels, stride, padding):
+    args = normal(2, 6, 9, 5), normal(3, 3, 5, out_channels, seed=2)
+
+    def theirs(x, kernel):
+        x = F.pad(x.movedim(-1, 1), (*padding[1], *padding[0]))
+        return F.conv2d(x, kernel.permute(3, 2, 0, 1), stride=stride).movedim(1, -1)
+
+    ours = partial(convolve, stride=stride, padding=padding)
+    assert_close(value_and_gradients(ours, args), torch_value_and_gradients(theirs, args), 1e-5)
+
+
+def test_convolution_of_each_platform():
+    """A matmul on CPUs where the kernel is the larger part, and nowhere else."""
+    x = jax.ShapeDtypeStruct((1, 4, 4, 8), jnp.float32)
+
+    def lowered(platform, features):
+        conv = Conv3x3(features)
+        params = jax.eval_shape(conv.init, jax.random.key(0), x)
+        traced = jax.jit(conv.apply).trace(params, x)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert "dot_general" in lowered("cpu", 64) and "convolution" not in lowered("cpu", 64)
+    for platform, features in (("cpu", 16), ("tpu", 64), ("cuda", 64)):
+        text = lowered(platform, features)
+        assert "dot_general" not in text and "convolution" in text
 
 
 def lowered(platform, length, key_length=None, dtype=jnp.bfloat16, **options):
@@ -156,7 +205,7 @@ def test_kernel_of_each_platform(monkeypatch):
     def hopper(query_shape, key_shape, dtype, device):
         return fits_cudnn(query_shape, key_shape, dtype, gpu("9.0"))
 
-    monkeypatch.setattr("modeling_flax_blocks.fits_cudnn", hopper)
+    monkeypatch.setattr("attention_flax.fits_cudnn", hopper)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     text = lowered("cuda", 1024)

@@ -1,0 +1,218 @@
+"""Scaled dot-product attention, by the best way that each platform has.
+
+TPU: splash attention, a kernel of jax's, for long sequences. NVIDIA: cuDNN's, in half precision.
+CPU: in blocks that fit a core's caches. Everything else: XLA's own, which also takes masks.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+
+def attention(query, key, value, num_heads, mask=None, is_causal=False):
+    """Scaled dot-product attention; every model here calls this one.
+
+    Args:
+        query: (B, T, C), C divisible by num_heads.
+        key, value: (B, S, C).
+        num_heads: how many heads C is split into.
+        mask: bool, broadcastable to (B, num_heads, T, S), True where a key may be seen; or None.
+        is_causal: True lets position t see positions 0 to t only.
+
+    Returns:
+        (B, T, C) in query's dtype; logits and softmax are float32.
+
+    Source: Attention Is All You Need (arXiv 1706.03762), equation 1.
+    """
+    query, key, value = (
+        x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads) for x in (query, key, value)
+    )  # (B, T or S, num_heads, C / num_heads)
+
+    kernels = {}
+    if mask is None and not is_causal:
+        if fits_splash(query.shape, key.shape):
+            kernels["tpu"] = splash
+        if fits_cudnn(query.shape, key.shape, query.dtype, jax.devices()[0]):
+            kernels["cuda"] = partial(_attention, implementation="cudnn")
+        kernels["cpu"] = blockwise
+    xla = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
+    out = jax.lax.platform_dependent(query, key, value, default=xla, **kernels)
+    return out.reshape(*out.shape[:2], -1)
+
+
+def _attention(query, key, value, **options):
+    with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes bfloat16 implicitly
+        return jax.nn.dot_product_attention(query, key, value, **options)
+
+
+def fits_cudnn(query_shape, key_shape, dtype, device):
+    """Can NVIDIA's kernel take these, (B, T, N, H) and (B, S, N, H), on this device?"""
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return False
+    generation = float(device.compute_capability)  # 8: Ampere, 9: Hopper
+    head_dim, largest = query_shape[-1], 256 if generation >= 9 else 128
+    even = query_shape[1] % 2 == key_shape[1] % 2 == 0  # jax refuses gradients of others
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return half and even and generation >= 8 and head_dim <= largest and head_dim % 8 == 0
+
+
+# Shortest sequences for which keeping the logits off the memory pays on a TPU.
+SPLASH_LENGTH = 1024
+
+
+def fits_splash(query_shape, key_shape):
+    """Can TPU's kernel take these, (B, T, N, H) and (B, S, N, H), and is it worth while?"""
+    lengths, head_dim = (query_shape[1], key_shape[1]), query_shape[-1]
+    long = min(lengths) >= SPLASH_LENGTH and not any(n % 128 for n in lengths)
+    return long and (head_dim <= 128 or (head_dim <= 512 and head_dim % 128 == 0))
+
+
+def splash(query, key, value, interpret=False):
+    """Attention by TPU's kernel, whose logits never reach the memory.
+
+    Args:
+        query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_splash.
+        interpret: run the kernel on any platform, slowly.
+
+    Returns:
+        (B, T, N, H) in query's dtype.
+
+    Source: FlashAttention (arXiv 2205.14135).
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    (_, T, num_heads, head_dim), S = query.shape, key.shape[1]
+
+    def block(length, limit):
+        return max(n for n in (128, 256, 512) if length % n == 0 and n <= limit)
+
+    back = 512 if head_dim <= 128 else 256  # more does not fit a v4's VMEM
+    sizes = kernels.BlockSizes(
+        block_q=block(T, 512),
+        **dict.fromkeys(("block_kv", "block_kv_compute"), block(S, 512)),
+        **dict.fromkeys(("block_q_dkv", "block_q_dq"), block(T, back)),
+        **dict.fromkeys(("block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"), block(S, back)),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        kernel = kernels.make_splash_mha(
+            masks.MultiHeadMask([masks.FullMask((T, S))] * num_heads),
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=sizes,
+            interpret=interpret,
+        )
+        query = query * query.shape[-1] ** -0.5
+        query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+        return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
+
+
+# Logits of a block at most: 4 MB, so that they stay in a CPU's caches.
+BLOCK_LOGITS = 2**20
+
+
+def blockwise(query, key, value):
+    """Attention in blocks of logits, of some heads and some positions, computed again backward.
+
+    Args:
+        query, key, value: (B, T, N, H), (B, S, N, H) twice.
+
+    Returns:
+        (B, T, N, H) in query's dtype; logits and softmax are float32.
+
+    Source: FlashAttention (arXiv 2205.14135), without its running softmax: a block has all keys.
+    """
+    B, _, N, H = query.shape
+    heads_first = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (query, key, value))
+    return _blockwise(*heads_first).reshape(B, N, -1, H).swapaxes(1, 2)
+
+
+_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _block_sizes(num_heads, num_queries, num_keys):
+    """How many of the heads and of the queries are in a block."""
+
+    def largest_divisor(n, limit):
+        return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(limit, 1))
+
+    heads = largest_divisor(num_heads, BLOCK_LOGITS // (num_queries * num_keys))
+    return heads, largest_divisor(num_queries, BLOCK_LOGITS // num_keys)
+
+
+def _split(x, heads, queries):
+    """(N, T, ...) -> (N / heads, T / queries, heads, queries, ...)."""
+    N, T, *rest = x.shape
+    return x.reshape(N // heads, heads, T // queries, queries, *rest).swapaxes(1, 2)
+
+
+def _join(x):
+    """What _split does, undone."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+@jax.custom_vjp
+def _blockwise(query, key, value):
+    """(N, T, H), (N, S, H) twice -> (N, T, H)."""
+    return _blockwise_forward(query, key, value)[0]
+
+
+def _blockwise_forward(query, key, value):
+    heads, queries = _block_sizes(*query.shape[:2], key.shape[1])
+
+    def of_block(key, value, query):
+        logits = _product("ntd,nsd->nts", query * query.shape[-1] ** -0.5, key)
+        largest = logits.max(-1, keepdims=True)
+        weights = jnp.exp(logits - largest)
+        total = weights.sum(-1, keepdims=True)
+        out = _product("nts,nsd->ntd", weights.astype(value.dtype), value) / total
+        return out.astype(query.dtype), largest + jnp.log(total)
+
+    def of_heads(args):
+        query, key, value = args
+        return jax.lax.map(partial(of_block, key, value), query)
+
+    grouped = (x.reshape(-1, heads, *x.shape[1:]) for x in (key, value))
+    out, log_total = jax.lax.map(of_heads, (_split(query, heads, queries), *grouped))
+    out = _join(out)
+    return out, (query, key, value, out, _join(log_total))
+
+
+def _blockwise_backward(kept, g):
+    query, key, value, out, log_total = kept
+    heads, queries = _block_sizes(*query.shape[:2], key.shape[1])
+    scale = query.shape[-1] ** -0.5
+    mean = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
+
+    def of_heads(args):
+        key, value, *of_queries = args
+
+        def of_block(sums, args):
+            query, g, log_total, mean = args
+            # Keys come first, (N, S, T): of four products of these only one has to transpose.
+            logits = _product("nsd,ntd->nst", key, query * scale)
+            weights = jnp.exp(logits - log_total.swapaxes(1, 2))
+            g_logits = weights * (_product("nsd,ntd->nst", value, g) - mean.swapaxes(1, 2))
+            weights, g_logits = weights.astype(g.dtype), (g_logits * scale).astype(g.dtype)
+            g_key = _product("nst,ntd->nsd", g_logits, query)
+            g_value = _product("nst,ntd->nsd", weights, g)
+            g_query = _product("nst,nsd->ntd", g_logits, key)
+            return (sums[0] + g_key, sums[1] + g_value), g_query.astype(query.dtype)
+
+        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+        (g_key, g_value), g_query = jax.lax.scan(of_block, zeros, tuple(of_queries))
+        return g_query, g_key.astype(key.dtype), g_value.astype(value.dtype)
+
+    grouped = (x.reshape(-1, heads, *x.shape[1:]) for x in (key, value))
+    blocks = (_split(x, heads, queries) for x in (query, g, log_total, mean))
+    g_query, g_key, g_value = jax.lax.map(of_heads, (*grouped, *blocks))
+    return _join(g_query), g_key.reshape(key.shape), g_value.reshape(value.shape)
+
+
+_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
