@@ -4,10 +4,33 @@ TPU: splash attention, a kernel of jax's, for long sequences. NVIDIA: cuDNN's, i
 CPU: in blocks that fit a core's caches. Everything else: XLA's own, which also takes masks.
 """
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+
+_plain = ContextVar("plain", default=False)
+
+
+@contextmanager
+def plain_operations():
+    """What is traced inside does as a platform without kernels of its own would.
+
+    For counting: XLA's cost analysis counts nothing of a kernel, and the body of a loop once.
+    """
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def by_platform(*args, default, **kernels):
+    """jax.lax.platform_dependent; inside plain_operations always the default."""
+    kernels = {} if _plain.get() else kernels
+    return jax.lax.platform_dependent(*args, default=default, **kernels)
 
 
 def attention(query, key, value, num_heads, mask=None, is_causal=False):
@@ -37,7 +60,7 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
             kernels["cuda"] = partial(_attention, implementation="cudnn")
         kernels["cpu"] = blockwise
     xla = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
-    out = jax.lax.platform_dependent(query, key, value, default=xla, **kernels)
+    out = by_platform(query, key, value, default=xla, **kernels)
     return out.reshape(*out.shape[:2], -1)
 
 

@@ -20,7 +20,14 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from attention_flax import attention
-from modeling_flax_blocks import Conv3x3, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
+from modeling_flax_blocks import (
+    Conv1x1,
+    Conv3x3,
+    Downsample2D,
+    GroupNorm,
+    ResnetBlock2D,
+    Upsample2D,
+)
 from modeling_flax_utils import FlaxModelMixin
 
 
@@ -236,9 +243,9 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         self.encoder = Encoder(self.latent_channels, **shared)
         self.decoder = Decoder(self.out_channels, **shared)
         if self.use_quant_conv:
-            self.quant_conv = nn.Conv(2 * self.latent_channels, (1, 1), dtype=self.dtype)
+            self.quant_conv = Conv1x1(2 * self.latent_channels, dtype=self.dtype)
         if self.use_post_quant_conv:
-            self.post_quant_conv = nn.Conv(self.latent_channels, (1, 1), dtype=self.dtype)
+            self.post_quant_conv = Conv1x1(self.latent_channels, dtype=self.dtype)
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""

@@ -47,6 +47,7 @@ import tyro
 from jax.experimental.topologies import get_topology_desc
 
 import flax_train_instruct_pix2pix as trainer
+from attention_flax import plain_operations
 from executables import no_compilation_cache
 from hlo_traffic import hbm_bytes
 from modeling_flax_clip import FlaxCLIPTextModel
@@ -512,7 +513,7 @@ def measure(program, args):
 
 
 def count_flops(config, share):
-    """FLOPs of a chip's step, counted as lowered for a CPU.
+    """FLOPs of a chip's step, counted as lowered for a CPU, in plain operations.
 
     The compiler's own count for a TPU leaves out what its kernels (attention) compute.
 
@@ -522,11 +523,16 @@ def count_flops(config, share):
     """
     one_picture = replace(config, train_batch_size=share, num_images=1)
     job = JOBS[config.program](one_picture, jax.devices("cpu")[:1])
-    flops = job.step.lower(*job.args).cost_analysis()["flops"]  # a loop's body counts once
+
+    def count(program, args):
+        with plain_operations():
+            return program.lower(*args).cost_analysis()["flops"]  # a loop's body counts once
+
+    flops = count(job.step, job.args)
     if job.body is None:
         return flops * job.trips
     if job.trips > 1:
-        flops += (job.trips - 1) * job.body.lower(*job.body_args).cost_analysis()["flops"]
+        flops += (job.trips - 1) * count(job.body, job.body_args)
     return flops * share  # of one picture, as many are decoded in a loop
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_flax import attention, blockwise, fits_cudnn, fits_splash, splash
+from attention_flax import (
+    attention,
+    blockwise,
+    fits_cudnn,
+    fits_splash,
+    plain_operations,
+    splash,
+)
 from modeling_flax_blocks import Conv3x3, convolve, gated_gelu, group_norm, layer_norm
 
 
@@ -257,3 +264,19 @@ def test_attention_is_pytorchs(is_causal):
 
     found = value_and_gradients(partial(attention, num_heads=4, is_causal=is_causal), args)
     assert_close(found, torch_value_and_gradients(theirs, args), 1e-5)
+
+
+def test_plain_operations_can_be_counted():
+    """As many FLOPs as there are, forward: not a kernel's none, nor those of one block."""
+    query = jax.ShapeDtypeStruct((2, 1024, 320), jnp.float32)
+
+    def count(platform):
+        program = jax.jit(lambda query: attention(query, query, query, num_heads=8))
+        lowered = program.trace(query).lower(lowering_platforms=(platform,))
+        return lowered.cost_analysis()["flops"]
+
+    products = 2 * (2 * 2 * 1024**2 * 320)
+    for platform in ("cpu", "tpu"):
+        assert count(platform) < products / 2
+        with plain_operations():
+            assert products < count(platform) < 1.1 * products
