@@ -31,18 +31,13 @@ def test_summary_by_hand():
     assert turns == ["a", "b", "c", "b", "c", "a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
         (bench_train, ["--resolution", "64"]),
-        pytest.param(
-            *(bench_edit, ["--resolution", "64", "--num_inference_steps", "2"]),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(bench_sdxl, ["--image_size", "64", "--num_inference_steps", "2"]),
-            marks=pytest.mark.slow,
-        ),
+        (bench_edit, ["--resolution", "64", "--num_inference_steps", "2"]),
+        (bench_sdxl, ["--image_size", "64", "--num_inference_steps", "2"]),
     ],
     ids=["train", "edit", "sdxl"],
 )
