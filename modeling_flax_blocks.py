@@ -1,4 +1,4 @@
-"""What the UNet and the VAE share: norms, residual blocks, transformers, resampling.
+"""What the UNet and the VAE share: norms, convolutions, residual blocks, transformers, resampling.
 
 Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and what is stored between
 them are in `dtype`; norms accumulate in float32 and hand back `dtype`. Submodule names
@@ -164,8 +164,9 @@ class LayerNorm(nn.Module):
 def convolve(x, kernel, stride, padding):
     """A 3x3 convolution.
 
-    On a CPU XLA's own takes as long to arrange a large kernel anew as to use it. Where there are
-    fewer positions than output channels it is a matmul of patches there, forward and backward.
+    On a CPU, where there are fewer positions than output channels, a matmul of patches, forward and
+    backward: XLA's own arranges the kernel anew each time. (2, 8, 8, 1280) to as many channels on
+    two cores: 38 ms instead of 69, its gradient 57 instead of 178.
 
     Args:
         x: (B, H, W, C).
@@ -223,7 +224,11 @@ class Conv3x3(nn.Module):
 
 
 class Conv1x1(nn.Module):
-    """A 1x1 convolution with bias: a matmul, whose gradient XLA's CPU compiler does better."""
+    """A 1x1 convolution with bias, written as the matmul it is.
+
+    To TPUs' and GPUs' compilers they are the same; on a CPU the gradient takes two thirds of the
+    time that a convolution's takes.
+    """
 
     features: int
     dtype: DTypeLike = jnp.float32

@@ -4,6 +4,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from attention_flax import (
+    BLOCK_LOGITS,
+    _block_sizes,
     attention,
     blockwise,
     fits_cudnn,
@@ -19,7 +22,7 @@ from attention_flax import (
     plain_operations,
     splash,
 )
-from modeling_flax_blocks import Conv3x3, convolve, gated_gelu, group_norm, layer_norm
+from modeling_flax_blocks import Conv1x1, Conv3x3, convolve, gated_gelu, group_norm, layer_norm
 
 
 def normal(*shape, seed=0):
@@ -41,10 +44,11 @@ def torch_value_and_gradients(function, args):
     return [x.detach().numpy() for x in (out, *(arg.grad for arg in args))]
 
 
-def assert_close(found, expected, tolerance):
-    """Within tolerance of the largest, each."""
+def assert_close(found, expected, tolerance, least=0.0):
+    """Within tolerance of the largest, each, which counts as least at least."""
     for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
+        atol = tolerance * max(np.abs(theirs).max(), least)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
 
 
 def torch_attention(query, key, value):
@@ -135,13 +139,32 @@ def test_splash_is_attention(lengths, head_dim):
 
 # As many logits as make blocks of all 6 heads, of 3 and of 1, and of some queries of one.
 @pytest.mark.parametrize("num_logits", [6 * 24 * 10, 4 * 24 * 10, 24 * 10, 9 * 10, 1])
-def test_blockwise_is_attention(num_logits, monkeypatch):
+@pytest.mark.parametrize(("T", "S"), [(24, 10), (23, 10), (1, 10), (24, 1)])
+def test_blockwise_is_attention(num_logits, T, S, monkeypatch):
     monkeypatch.setattr("attention_flax.BLOCK_LOGITS", num_logits)
-    shapes = (2, 24, 3, 8), (2, 10, 3, 8), (2, 10, 3, 8)
+    shapes = (2, T, 3, 8), (2, S, 3, 8), (2, S, 3, 8)
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
-    args[0] *= 30  # logits of hundreds: exp of them alone would overflow
     found = value_and_gradients(blockwise, args)
-    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+    # With one key the gradient of its logits is 0.
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5, least=1.0)
+
+
+def test_blockwise_does_not_overflow():
+    args = [30 * normal(2, 24, 3, 8), normal(2, 10, 3, 8, seed=1), normal(2, 10, 3, 8, seed=2)]
+    found = value_and_gradients(blockwise, args)  # of logits of up to 200
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-4)
+
+
+def test_blocks_of_blockwise(monkeypatch):
+    """About as many logits as meant, whatever divides the length; their memory is used again."""
+    for length in (64**2, 103**2, 128**2):
+        heads, queries = _block_sizes(8, length, length)
+        assert heads == 1 and 0.9 * BLOCK_LOGITS < queries * length <= BLOCK_LOGITS
+    monkeypatch.setattr("attention_flax.BLOCK_LOGITS", 2**14)
+    x = jax.ShapeDtypeStruct((1, 1021, 1, 64), jnp.float32)  # 64 blocks
+    grad = jax.grad(lambda *args: blockwise(*args).sum(), (0, 1, 2))
+    temporaries = jax.jit(grad).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < 12 * 1021 * 64 * 4  # all logits would be 16 of them, each key's sums 128
 
 
 def test_blockwise_in_bfloat16():
@@ -171,15 +194,35 @@ def test_convolve(out_channels, stride, padding):
     assert_close(value_and_gradients(ours, args), torch_value_and_gradients(theirs, args), 1e-5)
 
 
+@pytest.mark.parametrize("features", [8, 200])
+def test_convolutions_are_flaxs(features):
+    """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
+    x = normal(2, 6, 9, 5)
+    for ours, size in ((Conv3x3, 3), (Conv1x1, 1)):
+        params = nn.Conv(features, (size, size)).init(jax.random.key(0), x)
+        shapes = jax.eval_shape(ours(features).init, jax.random.key(0), x)
+        assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
+        for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+            theirs = nn.Conv(features, (size, size), dtype=dtype)
+            found, expected = (
+                jax.vjp(module.apply, params, x) for module in (ours(features, dtype=dtype), theirs)
+            )
+            assert found[0].dtype == dtype
+            g = jnp.asarray(normal(*found[0].shape, seed=1), dtype)
+            gradients = [jax.tree.leaves(pull(g)) for _, pull in (found, expected)]
+            assert_close([np.float32(found[0])], [np.float32(expected[0])], tolerance)
+            assert_close(*gradients, tolerance)
+
+
 def test_convolution_of_each_platform():
-    """A matmul on CPUs where the kernel is the larger part, and nowhere else."""
+    """Matmuls on CPUs where the kernel is the larger part, and nowhere else."""
     x = jax.ShapeDtypeStruct((1, 4, 4, 8), jnp.float32)
 
     def lowered(platform, features):
         conv = Conv3x3(features)
         params = jax.eval_shape(conv.init, jax.random.key(0), x)
-        traced = jax.jit(conv.apply).trace(params, x)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
+        loss = jax.value_and_grad(lambda *args: conv.apply(*args).sum(), (0, 1))
+        return jax.jit(loss).trace(params, x).lower(lowering_platforms=(platform,)).as_text()
 
     assert "dot_general" in lowered("cpu", 64) and "convolution" not in lowered("cpu", 64)
     for platform, features in (("cpu", 16), ("tpu", 64), ("cuda", 64)):
