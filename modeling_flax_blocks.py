@@ -162,15 +162,15 @@ class LayerNorm(nn.Module):
 
 
 def convolve(x, kernel, stride, padding):
-    """A 3x3 convolution.
+    """A convolution.
 
-    On a CPU, where there are fewer positions than output channels, a matmul of patches, forward and
-    backward: XLA's own arranges the kernel anew each time. (2, 8, 8, 1280) to as many channels on
-    two cores: 38 ms instead of 69, its gradient 57 instead of 178.
+    On a CPU, if the kernel is 1x1 or there are fewer positions than output channels, a matmul of
+    patches, forward and backward: XLA's own arranges the kernel anew each time. 3x3, (2, 8, 8,
+    1280) to as many channels on two cores: 38 ms instead of 69, its gradient 57 instead of 178.
 
     Args:
         x: (B, H, W, C).
-        kernel: (3, 3, C, D), of x's dtype.
+        kernel: (size, size, C, D), of x's dtype.
         stride: of both sides.
         padding: ((top, bottom), (left, right)), zeros.
 
@@ -183,16 +183,16 @@ def convolve(x, kernel, stride, padding):
         padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
-    B, D = x.shape[0], kernel.shape[-1]
-    h, w = ((n + sum(pad) - 3) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
-    if B * h * w >= D:
+    B, (size, *_, D) = x.shape[0], kernel.shape
+    h, w = ((n + sum(pad) - size) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
+    if size > 1 and B * h * w >= D:
         return xla(x, kernel)
 
     def multiply_patches(x, kernel):
         x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
 
         def taps(n):  # which rows, or columns, each of the kernel's reads
-            return [slice(i, i + stride * (n - 1) + 1, stride) for i in range(3)]
+            return [slice(i, i + stride * (n - 1) + 1, stride) for i in range(size)]
 
         patches = [x[:, rows, columns] for rows in taps(h) for columns in taps(w)]
         patches = jnp.concatenate(patches, -1).reshape(B * h * w, -1)
@@ -201,44 +201,24 @@ def convolve(x, kernel, stride, padding):
     return by_platform(x, kernel, cpu=multiply_patches, default=xla)
 
 
-def _kernel_and_bias(module, size, in_channels):
-    shape = (size, size, in_channels, module.features)
-    kernel = module.param("kernel", nn.initializers.lecun_normal(), shape)
-    return kernel, module.param("bias", nn.initializers.zeros, (module.features,))
-
-
-class Conv3x3(nn.Module):
-    """A 3x3 convolution with bias; convolve."""
+class Conv(nn.Module):
+    """A convolution with bias; convolve."""
 
     features: int
+    size: int = 3
     stride: int = 1
-    padding: tuple = ((1, 1), (1, 1))
+    padding: tuple | None = None  # None: stride 1 keeps height and width
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x):
         """x (B, H, W, C) -> (B, h, w, features)."""
-        arrays = x, *_kernel_and_bias(self, 3, x.shape[-1])
-        x, kernel, bias = (y.astype(self.dtype) for y in arrays)
-        return convolve(x, kernel, self.stride, self.padding) + bias
-
-
-class Conv1x1(nn.Module):
-    """A 1x1 convolution with bias, written as the matmul it is.
-
-    To TPUs' and GPUs' compilers they are the same; on a CPU the gradient takes two thirds of the
-    time that a convolution's takes.
-    """
-
-    features: int
-    dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, x):
-        """x (B, H, W, C) -> (B, H, W, features)."""
-        arrays = x, *_kernel_and_bias(self, 1, x.shape[-1])
-        x, kernel, bias = (y.astype(self.dtype) for y in arrays)
-        return x @ kernel[0, 0] + bias
+        shape = (self.size, self.size, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
+        padding = self.padding or ((self.size // 2, self.size // 2),) * 2
+        return convolve(x, kernel, self.stride, padding) + bias
 
 
 class ResnetBlock2D(nn.Module):
@@ -254,14 +234,14 @@ class ResnetBlock2D(nn.Module):
         """x (B, H, W, C), time_emb (B, D) or None -> (B, H, W, out_channels)."""
         norm = partial(GroupNorm, self.num_groups, self.epsilon, self.dtype, activate=True)
         h = norm(name="norm1")(x)
-        h = Conv3x3(self.out_channels, dtype=self.dtype, name="conv1")(h)
+        h = Conv(self.out_channels, dtype=self.dtype, name="conv1")(h)
         if time_emb is not None:
             dense = nn.Dense(self.out_channels, dtype=self.dtype, name="time_emb_proj")
             h = h + dense(nn.silu(time_emb))[:, None, None, :]
         h = norm(name="norm2")(h)
-        h = Conv3x3(self.out_channels, dtype=self.dtype, name="conv2")(h)
+        h = Conv(self.out_channels, dtype=self.dtype, name="conv2")(h)
         if x.shape[-1] != self.out_channels:
-            x = Conv1x1(self.out_channels, dtype=self.dtype, name="conv_shortcut")(x)
+            x = Conv(self.out_channels, 1, dtype=self.dtype, name="conv_shortcut")(x)
         return x + h
 
 
@@ -274,7 +254,7 @@ class Downsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return Conv3x3(self.out_channels, 2, self.padding, self.dtype, name="conv")(x)
+        return Conv(self.out_channels, 3, 2, self.padding, self.dtype, name="conv")(x)
 
 
 class Upsample2D(nn.Module):
@@ -293,7 +273,7 @@ class Upsample2D(nn.Module):
         else:  # the skip connection came from an odd size
             rows, columns = (np.arange(n) * m // n for n, m in zip(size, (H, W)))
             x = x[:, rows][:, :, columns]
-        return Conv3x3(self.out_channels, dtype=self.dtype, name="conv")(x)
+        return Conv(self.out_channels, dtype=self.dtype, name="conv")(x)
 
 
 class Attention(nn.Module):
@@ -402,7 +382,7 @@ class Transformer2D(nn.Module):
         if self.use_linear_projection:
             h = nn.Dense(C, dtype=self.dtype, name="proj_in")(h.reshape(B, H * W, C))
         else:
-            h = Conv1x1(C, dtype=self.dtype, name="proj_in")(h).reshape(B, H * W, C)
+            h = Conv(C, 1, dtype=self.dtype, name="proj_in")(h).reshape(B, H * W, C)
         for i in range(self.num_layers):
             h = block(
                 C,
@@ -414,7 +394,7 @@ class Transformer2D(nn.Module):
         if self.use_linear_projection:
             h = nn.Dense(C, dtype=self.dtype, name="proj_out")(h).reshape(B, H, W, C)
         else:
-            h = Conv1x1(C, dtype=self.dtype, name="proj_out")(h.reshape(B, H, W, C))
+            h = Conv(C, 1, dtype=self.dtype, name="proj_out")(h.reshape(B, H, W, C))
         return x + h
 
 

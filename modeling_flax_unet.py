@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from modeling_flax_blocks import (
-    Conv3x3,
+    Conv,
     Downsample2D,
     GroupNorm,
     ResnetBlock2D,
@@ -333,7 +333,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
 
         # 2. down
         x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))  # (B, H, W, in_channels)
-        x = Conv3x3(channels[0], dtype=self.dtype, name="conv_in")(x)
+        x = Conv(channels[0], dtype=self.dtype, name="conv_in")(x)
         skips = [x]
         for i, block_type in enumerate(self._per_block("down_block_types")):
             x, passed = DownBlock(
@@ -378,6 +378,6 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         norm = GroupNorm(
             self.norm_num_groups, self.norm_eps, self.dtype, True, name="conv_norm_out"
         )
-        x = Conv3x3(self.out_channels, dtype=self.dtype, name="conv_out")(norm(x))
+        x = Conv(self.out_channels, dtype=self.dtype, name="conv_out")(norm(x))
         x = jnp.transpose(x, (0, 3, 1, 2))  # (B, out_channels, H, W)
         return FlaxUNet2DConditionOutput(x) if return_dict else (x,)

@@ -21,8 +21,7 @@ from jax.typing import DTypeLike
 
 from attention_flax import attention
 from modeling_flax_blocks import (
-    Conv1x1,
-    Conv3x3,
+    Conv,
     Downsample2D,
     GroupNorm,
     ResnetBlock2D,
@@ -150,7 +149,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = Conv3x3(self.block_out_channels[0], dtype=self.dtype, name="conv_in")(x)
+        x = Conv(self.block_out_channels[0], dtype=self.dtype, name="conv_in")(x)
         last = len(self.block_out_channels) - 1
         for i, width in enumerate(self.block_out_channels):
             x = LevelBlock(
@@ -163,7 +162,7 @@ class Encoder(nn.Module):
             )(x)
         x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
         x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
-        return Conv3x3(2 * self.latent_channels, dtype=self.dtype, name="conv_out")(x)
+        return Conv(2 * self.latent_channels, dtype=self.dtype, name="conv_out")(x)
 
 
 class Decoder(nn.Module):
@@ -177,7 +176,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = Conv3x3(self.block_out_channels[-1], dtype=self.dtype, name="conv_in")(x)
+        x = Conv(self.block_out_channels[-1], dtype=self.dtype, name="conv_in")(x)
         x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
         last = len(self.block_out_channels) - 1
         for i, width in enumerate(reversed(self.block_out_channels)):
@@ -190,7 +189,7 @@ class Decoder(nn.Module):
                 name=f"up_blocks_{i}",
             )(x)
         x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
-        return Conv3x3(self.out_channels, dtype=self.dtype, name="conv_out")(x)
+        return Conv(self.out_channels, dtype=self.dtype, name="conv_out")(x)
 
 
 class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
@@ -243,9 +242,9 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         self.encoder = Encoder(self.latent_channels, **shared)
         self.decoder = Decoder(self.out_channels, **shared)
         if self.use_quant_conv:
-            self.quant_conv = Conv1x1(2 * self.latent_channels, dtype=self.dtype)
+            self.quant_conv = Conv(2 * self.latent_channels, 1, dtype=self.dtype)
         if self.use_post_quant_conv:
-            self.post_quant_conv = Conv1x1(self.latent_channels, dtype=self.dtype)
+            self.post_quant_conv = Conv(self.latent_channels, 1, dtype=self.dtype)
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""

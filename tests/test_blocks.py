@@ -22,7 +22,7 @@ from attention_flax import (
     plain_operations,
     splash,
 )
-from modeling_flax_blocks import Conv1x1, Conv3x3, convolve, gated_gelu, group_norm, layer_norm
+from modeling_flax_blocks import Conv, convolve, gated_gelu, group_norm, layer_norm
 
 
 def normal(*shape, seed=0):
@@ -198,15 +198,14 @@ def test_convolve(out_channels, stride, padding):
 def test_convolutions_are_flaxs(features):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
     x = normal(2, 6, 9, 5)
-    for ours, size in ((Conv3x3, 3), (Conv1x1, 1)):
+    for size in (3, 1):
         params = nn.Conv(features, (size, size)).init(jax.random.key(0), x)
-        shapes = jax.eval_shape(ours(features).init, jax.random.key(0), x)
+        shapes = jax.eval_shape(Conv(features, size).init, jax.random.key(0), x)
         assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
         for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+            ours = Conv(features, size, dtype=dtype)
             theirs = nn.Conv(features, (size, size), dtype=dtype)
-            found, expected = (
-                jax.vjp(module.apply, params, x) for module in (ours(features, dtype=dtype), theirs)
-            )
+            found, expected = (jax.vjp(module.apply, params, x) for module in (ours, theirs))
             assert found[0].dtype == dtype
             g = jnp.asarray(normal(*found[0].shape, seed=1), dtype)
             gradients = [jax.tree.leaves(pull(g)) for _, pull in (found, expected)]
@@ -218,15 +217,16 @@ def test_convolution_of_each_platform():
     """Matmuls on CPUs where the kernel is the larger part, and nowhere else."""
     x = jax.ShapeDtypeStruct((1, 4, 4, 8), jnp.float32)
 
-    def lowered(platform, features):
-        conv = Conv3x3(features)
+    def lowered(platform, features, size=3):
+        conv = Conv(features, size)
         params = jax.eval_shape(conv.init, jax.random.key(0), x)
         loss = jax.value_and_grad(lambda *args: conv.apply(*args).sum(), (0, 1))
         return jax.jit(loss).trace(params, x).lower(lowering_platforms=(platform,)).as_text()
 
     assert "dot_general" in lowered("cpu", 64) and "convolution" not in lowered("cpu", 64)
-    for platform, features in (("cpu", 16), ("tpu", 64), ("cuda", 64)):
-        text = lowered(platform, features)
+    assert "convolution" not in lowered("cpu", 8, 1)
+    for shape in (("cpu", 16), ("tpu", 64), ("cuda", 64), ("tpu", 8, 1), ("cuda", 8, 1)):
+        text = lowered(*shape)
         assert "dot_general" not in text and "convolution" in text
 
 
