@@ -188,6 +188,7 @@ def _scan(function, carry, args):
 
 
 def _map(function, args):
+    """jax.lax.map, as _scan."""
     return _scan(lambda carry, x: (carry, function(x)), None, args)[1]
 
 

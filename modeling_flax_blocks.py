@@ -1,8 +1,8 @@
 """What the UNet and the VAE share: norms, convolutions, residual blocks, transformers, resampling.
 
 Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and what is stored between
-them are in `dtype`; norms accumulate in float32 and hand back `dtype`. Submodule names
-are those of the published Flax checkpoints.
+them are in `dtype`; norms accumulate in float32 and hand back `dtype`. Submodule names are those of
+the published Flax checkpoints.
 """
 
 from collections.abc import Callable

@@ -20,13 +20,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from attention_flax import attention
-from modeling_flax_blocks import (
-    Conv,
-    Downsample2D,
-    GroupNorm,
-    ResnetBlock2D,
-    Upsample2D,
-)
+from modeling_flax_blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
 from modeling_flax_utils import FlaxModelMixin
 
 
