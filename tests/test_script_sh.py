@@ -440,10 +440,9 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
 def test_an_empty_part_is_complete(tmp_path, dest):
     plan = tmp_path / "download-3.txt"
     plan.write_text("# more workers than shards\n")
-    assert run(plan, dest) == (
-        0,
-        ["complete: 0 files, 0 MB, all verified; fetched 0 MB in 0 s, 0 MB/s"],
-    )
+    code, (line,) = run(plan, dest)
+    assert code == 0
+    assert line.startswith("complete: 0 files, 0 MB, all verified; fetched 0 MB in ")
 
 
 @pytest.mark.parametrize("redirect", [True, False])
