@@ -26,6 +26,7 @@ shards of their own have a folder of their own each; hosts that share both share
 
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -155,7 +156,7 @@ def shards_of(groups: list[RowGroup]) -> Iterator[tuple[Path, list[RowGroup]]]:
         yield path, list(of_shard)
 
 
-def write_shard(path, groups, encode, what, config, bar, bad):
+def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
     """Encode a shard, row group by row group; it appears under its name when it is complete.
 
     Args:
@@ -163,6 +164,7 @@ def write_shard(path, groups, encode, what, config, bar, bad):
         groups: the shard's row groups.
         encode: two uint8 (B, R, R, 3) -> arrays as of encode_pairs, maybe still on their way.
         what: to be kept in the file.
+        batch_size: pairs that go to encode at once.
         config: Config.
         bar: tqdm that counts pairs.
         bad: list to which pairs that cannot be decoded are added.
@@ -173,8 +175,6 @@ def write_shard(path, groups, encode, what, config, bar, bad):
     kinds = pa.binary(), pa.binary(), pa.string()
     schema = pa.schema(zip(COLUMNS, kinds), {LATENTS: json.dumps(what)})
     R = config.resolution
-    batch_size = config.batch_size or max(1, PIXELS_AT_ONCE // R**2)
-    batch_size *= jax.local_device_count()
 
     def decode(group, cells, position, out):
         """The instruction, and why the pair is broken, or None; its pixels go to out."""
@@ -300,6 +300,9 @@ def fill(config):
     def encode(originals, edits):
         return program(params, *jax.device_put((originals, edits), shares))
 
+    on_each = config.batch_size or max(1, PIXELS_AT_ONCE // config.resolution**2)
+    most = max(group.num_rows for _, of_shard, _ in missing for group in of_shard)
+    batch_size = min(on_each, math.ceil(most / mesh.size)) * mesh.size
     # Processes that share the folder begin at different shards, and find what others have done.
     first = jax.process_index() * len(missing) // jax.process_count()
     missing, bad = missing[first:] + missing[:first], []
@@ -309,7 +312,7 @@ def fill(config):
             if path.exists():
                 bar.update(sum(group.num_rows for group in of_shard))
             else:
-                write_shard(path, of_shard, encode, what, config, bar, bad)
+                write_shard(path, of_shard, encode, what, batch_size, config, bar, bad)
 
 
 def main(args=None):

@@ -362,11 +362,10 @@ class FlaxModelMixin:
     def _param_shapes(self):
         """{path joined by "/": shape} of this configuration; nothing is computed."""
         try:
-            params = jax.eval_shape(lambda: self.init_weights(jax.random.key(0)))
+            return _trace_shapes(self)
         except TypeError as error:  # e.g. "in_channels": "8"
             reason = " ".join(str(error).split())
             raise ValueError(f"a config entry has the wrong type: {reason}") from error
-        return {key: leaf.shape for key, leaf in flatten_dict(params, sep="/").items()}
 
     def _check_params(self, flat, expected, where):
         """Raise one ValueError that names every missing, unexpected or mis-shaped parameter."""
@@ -387,6 +386,13 @@ class FlaxModelMixin:
                 )
         if problems:
             raise ValueError(f"{where} does not fit {type(self).__name__}: {'; '.join(problems)}")
+
+
+@functools.cache  # saving needs what loading has traced, which takes seconds for large models
+def _trace_shapes(module):
+    """{path joined by "/": shape} of a module's parameters."""
+    params = jax.eval_shape(lambda: module.init_weights(jax.random.key(0)))
+    return {key: leaf.shape for key, leaf in flatten_dict(params, sep="/").items()}
 
 
 def _lists_to_tuples(value):
