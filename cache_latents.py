@@ -34,6 +34,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,7 @@ import pyarrow.parquet as pq
 import tyro
 from tqdm import tqdm
 
+from attention_flax import by_platform
 from checkpoints_flax import tree_checksum
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_processing import (
@@ -89,8 +91,16 @@ class Config:
 
 def encode_pictures(vae, params, pictures):
     """The VAE's posterior, of mean and std (B, h, w, C), of pictures, uint8 (B, R, R, 3)."""
+
+    def encode(params, pictures):
+        return vae.apply({"params": params}, pictures, method=vae.encode).latent_dist
+
+    def one_by_one(params, pictures):  # what is at work stays small, 1.15 times as fast on CPUs
+        alone = jax.lax.map(partial(encode, params), pictures[:, None])
+        return jax.tree.map(lambda x: x[:, 0], alone)
+
     pictures = jnp.transpose(pictures.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
-    return vae.apply({"params": params}, pictures, method=vae.encode).latent_dist
+    return by_platform(params, pictures, cpu=one_by_one, default=encode)
 
 
 def encode_pairs(vae, params, originals, edits):

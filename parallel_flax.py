@@ -65,6 +65,8 @@ def after_all(tree):
 
 def mean_slice(grads, num_slices):
     """This replica's slice of the mean of all replicas' gradients: a reduce-scatter."""
+    if jax.lax.axis_size("batch") == 1:  # XLA would copy them, on a CPU in a single thread
+        return grads
 
     def reduce(g):
         axis = split_axis(g.shape, num_slices)

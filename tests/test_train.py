@@ -37,7 +37,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import flax_train_instruct_pix2pix as trainer
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch
-from parallel_flax import split_axis
+from parallel_flax import mean_slice, split_axis
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -419,6 +419,18 @@ class Parallel:
 @pytest.fixture(scope="module")
 def parallel(model, data, settings):
     return Parallel(config_of(model, data, "unused"))
+
+
+def test_a_single_device_copies_no_gradients():
+    """XLA's CPU compiler would, in an all-reduce of one."""
+
+    def lowered(num_devices):
+        mean = partial(mean_slice, num_slices=1)
+        mean = jax.pmap(mean, axis_name="batch", devices=jax.devices()[:num_devices])
+        return mean.lower(jnp.ones((num_devices, 8))).as_text()
+
+    assert "all_reduce" in lowered(2)
+    assert "all_reduce" not in lowered(1)
 
 
 def draws_by_hand(seed, step, device):
