@@ -24,12 +24,15 @@ Needs what the VAE needs: a GPU, a TPU, or a CPU with patience (5 s a pair on on
 shards of their own have a folder of their own each; hosts that share both share the work.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
+import shutil
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
 PIXELS_AT_ONCE = 8 * 256 * 256  # of the pairs that a device encodes at once
+UNFINISHED = ".unfinished-"  # what the folders are called in which shards are being written
+LEFT_SECONDS = 3600  # without a write until such a folder counts as a killed process's
 SOURCE_BYTES_READ = 1 << 16  # of the end of a shard, where its footer is
 
 
@@ -217,7 +222,7 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
         ]
 
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
         unfinished = Path(folder, path.name)
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
             for group in groups:
@@ -237,6 +242,15 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
                 columns = [pa.array(column, kind) for column, kind in zip(zip(*rows), kinds)]
                 writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
         unfinished.replace(path)
+
+
+def remove_leftovers(output_dir):
+    """Remove what killed processes left; what was written to within an hour may be at work."""
+    for folder in output_dir.glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(FileNotFoundError):  # it was finished meanwhile
+            files = (folder, *folder.iterdir())
+            if time.time() - max(file.stat().st_mtime for file in files) > LEFT_SECONDS:
+                shutil.rmtree(folder)
 
 
 def fill(config):
@@ -299,9 +313,15 @@ def fill(config):
             check_kept(kept, what)
         else:
             missing.append((kept, of_shard, what))
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output_dir)
+    except OSError as error:
+        raise ValueError(
+            f"{output_dir} cannot be a folder of latents ({error}); name another"
+        ) from error
     if not missing:
         return
-    output_dir.mkdir(parents=True, exist_ok=True)
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))
     whole, shares = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
     params = jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), params), whole)

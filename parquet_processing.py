@@ -296,9 +296,10 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
                 else:
                     columns.append(pa.chunked_array(list(parts)))
     except (pa.ArrowException, OSError) as error:
+        way = "download it again" if latents_of(group.metadata) is None else "it is made again"
         raise ValueError(
             f"{group.path}: row group {group.index} cannot be read ({one_line(error)}); "
-            "delete the shard and download it again"
+            f"delete the shard and {way}"
         ) from error
     return Cells(*columns)
 

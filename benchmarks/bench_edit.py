@@ -40,7 +40,7 @@ from benchmarks.bench_unet import (  # noqa: E402
 from benchmarks.full_size import TINY_UNET, command_line, make_pipeline  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
-    check_counts,
+    check_config,
     contenders_on,
     find_device,
     format_table,
@@ -126,7 +126,7 @@ def bench(folder, config, batch_size, device):
 
 def run(config):
     """Measure, write, print."""
-    check_counts(config, "num_inference_steps", "rounds")
+    check_config(config, "num_inference_steps", "batch_sizes")
     if config.resolution < 64 or config.resolution % 64:
         raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
     device = find_device()

@@ -35,7 +35,7 @@ from benchmarks.bench_unet import CASES, Case, count_flops, make_inputs  # noqa:
 from benchmarks.full_size import END_OF_TEXT, TINY_UNET, VAE, command_line  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
-    check_counts,
+    check_config,
     contenders_on,
     find_device,
     format_table,
@@ -149,7 +149,7 @@ def bench(folder, config, batch_size, device):
 
 def run(config):
     """Measure, write, print."""
-    check_counts(config, "num_inference_steps", "rounds")
+    check_config(config, "num_inference_steps", "batch_sizes")
     if config.image_size < 64 or config.image_size % 64:
         raise ValueError(f"image_size={config.image_size} must be a multiple of 64")
     device = find_device()

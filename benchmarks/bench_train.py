@@ -53,7 +53,7 @@ from benchmarks.full_size import (  # noqa: E402
 )
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
-    check_counts,
+    check_config,
     contenders_on,
     find_device,
     format_table,
@@ -188,7 +188,7 @@ def torch_step(folder, config, device, compiled):
 
 def run(config):
     """Measure, write, print."""
-    check_counts(config, "batch_size", "rounds")
+    check_config(config, "batch_size")
     if config.resolution < 64 or config.resolution % 64:
         raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
     device = find_device()

@@ -40,7 +40,7 @@ from benchmarks.full_size import TINY_UNET, command_line  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     add_row,
     can_compile,
-    check_counts,
+    check_config,
     find_device,
     format_table,
     in_turn,
@@ -219,7 +219,7 @@ def bench(name, with_gradient, config, device):
 
 def run(config):
     """Measure, write, print."""
-    check_counts(config, "batch_size", "rounds")
+    check_config(config, "batch_size")
     device = find_device()
     for name in config.cases:
         for which in config.passes:

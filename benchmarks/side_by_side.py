@@ -155,11 +155,27 @@ def matmul_peak(half, device):
     return best
 
 
-def check_counts(config, *names):
-    """Raise a ValueError for flags that must be at least 1."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+def check_config(config, *names):
+    """Raise a ValueError for flags that must be at least 1, and for an output that is damaged."""
+    for name in (*names, "rounds"):
+        values = getattr(config, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+    read_results(config.output)
+
+
+def read_results(output):
+    """The rows of a JSON file, none of a new one."""
+    output = Path(output)
+    try:
+        results = json.loads(output.read_text()) if output.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{output} cannot be read ({error}); name another --output") from error
+    rows = results.values() if isinstance(results, dict) else [None]
+    if not all(isinstance(row, dict) and "summary" in row for row in rows):
+        raise ValueError(f"{output} holds something else than such results; name another --output")
+    return results
 
 
 def make_row(case, work, batch_size, flops, device, figures):
@@ -223,9 +239,8 @@ def add_row(row, output):
         "machine": describe_machine(PACKAGES),
         "device": kind,
     }
-    output = Path(output)
-    results = json.loads(output.read_text()) if output.is_file() else {}
+    results = read_results(output)
     key = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
     results[key] = row | origin | {"summary": summarize(row)}
-    write_json(results, output)
+    write_json(results, Path(output))
     return results

@@ -2,7 +2,9 @@
 # ruff: noqa: F401, F811 (fixtures of test_train.py)
 
 import json
+import os
 import shutil
+import time
 from functools import partial
 
 import jax
@@ -155,6 +157,22 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
     assert (folder / "a.parquet").stat().st_mtime_ns == before
 
 
+def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path):
+    old, new = (tmp_path / "latents" / f".unfinished-{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "a.parquet").write_bytes(b"a half")
+    long_ago = time.time() - 2 * cache_latents.LEFT_SECONDS
+    for path in (old / "a.parquet", old):
+        os.utime(path, (long_ago, long_ago))
+    fill(config_for(model, data, tmp_path / "latents"))
+    assert {file.name for file in (tmp_path / "latents").iterdir()} == {
+        "a.parquet",
+        "b.parquet",
+        ".unfinished-new",
+    }
+
+
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
     """The second of two begins with the second shard, and leaves what it finds done."""
     folder, write, written = tmp_path / "latents", cache_latents.write_shard, []
@@ -217,11 +235,14 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
         (dict(output_dir="COPY"), "a.parquet holds no latents; name a folder of its own"),
         (dict(resolution=15, output_dir="NEW"), "resolution=15 must be a multiple of 2"),
         (dict(train_data_dir="NONE"), "is not a folder; give the one with the shards"),
+        (dict(output_dir="FILE"), "cannot be a folder of latents ("),
         (dict(batch_size=0), "batch_size=0 must be at least 1"),
     ],
 )
 def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options, message):
     places = {"DATA": data, "KEPT": kept, "NEW": tmp_path / "new", "NONE": tmp_path / "none"}
+    places["FILE"] = tmp_path / "file"
+    places["FILE"].touch()
     for name in ("GROWN", "FEWER", "COPY"):
         places[name] = tmp_path / name
         shutil.copytree(data, places[name])
@@ -273,9 +294,17 @@ def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
     (cut / "a.parquet").write_bytes((kept / "a.parquet").read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read .* remove it"):
         fill(config_for(model, data, cut))
+    table = pq.read_table(kept / "b.parquet")
+    broken = bytearray((kept / "b.parquet").read_bytes())
+    broken[4 : len(broken) // 2] = bytes(len(broken) // 2 - 4)
+    middle = tmp_path / "middle"
+    middle.mkdir()
+    (middle / "b.parquet").write_bytes(broken)
+    (group,) = list_row_groups(str(middle))
+    with pytest.raises(ValueError, match=r"b\.parquet.* delete the shard and it is made again"):
+        read_row_group(group)
     short = tmp_path / "short"
     short.mkdir()
-    table = pq.read_table(kept / "b.parquet")
     cells = [table["edited_image"][0].as_py()[:-2], *table["edited_image"].to_pylist()[1:]]
     table = table.set_column(1, "edited_image", pa.array(cells, pa.binary()))
     pq.write_table(table, short / "b.parquet")
