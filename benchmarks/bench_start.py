@@ -96,7 +96,8 @@ def write_pipeline(folder, modules):
     index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
     for i, (name, module) in enumerate(modules.items()):
         params = jax.jit(module.init_weights)(jax.random.key(i))
-        module.save_pretrained(folder / name, params=params)
+        # A file is held beside params while it is written.
+        module.save_pretrained(folder / name, params=params, max_shard_size="2GB")
         library = "transformers" if name.startswith("text") else "diffusers"
         index[name] = [library, module.torch_class_name]
         del params

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -79,10 +80,20 @@ def in_turn(names, rounds):
 
 
 def in_new_process(function, *args):
-    """function's result, in a process of its own, whose memory is returned."""
+    """function's result, in a process of its own, whose memory is returned.
+
+    Raises:
+        ValueError: the process was killed.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(function, *args).result()
+        try:
+            return process.submit(function, *args).result()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process was killed, most likely as memory ran out; measure less at once or on a "
+                "machine that has more"
+            ) from error
 
 
 def contenders_on(device, ours, theirs):

@@ -1,11 +1,12 @@
 """benchmarks/bench_train.py, bench_edit.py and bench_sdxl.py, tiny, by their command lines."""
 
 import json
+import os
 
 import pytest
 
 from benchmarks import bench_edit, bench_sdxl, bench_train
-from benchmarks.side_by_side import in_turn, summarize
+from benchmarks.side_by_side import in_new_process, in_turn, summarize
 
 
 def test_summary_by_hand():
@@ -69,3 +70,8 @@ def test_flags_that_do_not_work(script, flags, message, capsys):
         script.main(flags.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_killed_process_is_told():
+    with pytest.raises(ValueError, match="a process was killed, most likely as memory ran out"):
+        in_new_process(os._exit, 9)
