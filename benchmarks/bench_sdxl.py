@@ -13,7 +13,7 @@ The share of the peak counts the UNet's FLOPs alone. Tiny, in a minute:
     python benchmarks/bench_sdxl.py --size tiny --image_size 64 --rounds 1 --output sdxl.json
 
 Adds to benchmarks/results/sdxl.json, a row for each device, size and batch, and prints a table.
-Needs 22 GB of memory and 14 GB of disk; a quarter of an hour on two cores that do nothing else.
+Needs 14 GB of disk and, at full size on a CPU, more than 24 GB of memory: with 23.5 ours is killed.
 """
 
 import sys

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -94,8 +95,13 @@ def make_model(folder, size):
 def write_pipeline(folder, modules):
     """Write a folder of SDXL's kind with random weights; modules: {name: module}."""
     index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
-    for i, (name, module) in enumerate(modules.items()):
-        params = jax.jit(module.init_weights)(jax.random.key(i))
+    rng = np.random.default_rng(0)
+    for name, module in modules.items():
+        shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+        # Array by array: a program that makes all has their size in temporaries, too.
+        params = jax.tree.map(
+            lambda x: rng.standard_normal(x.shape, np.float32) * np.float32(0.02), shapes
+        )
         # A file is held beside params while it is written.
         module.save_pretrained(folder / name, params=params, max_shard_size="2GB")
         library = "transformers" if name.startswith("text") else "diffusers"
