@@ -106,12 +106,11 @@ def read_latents(file, shape):
         ValueError: it is no such array, or holds fewer.
     """
     try:
-        latents = np.load(file, allow_pickle=False)
+        with open(file, "rb") as opened:
+            latents = np.load(opened, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is none, or cut short"
         raise ValueError(f"--latents {file} cannot be read as a .npy file: {reason}") from error
-    if isinstance(latents, np.lib.npyio.NpzFile):
-        latents.close()
     if not isinstance(latents, np.ndarray) or latents.dtype.kind not in "fiu":
         raise ValueError(f"--latents {file} holds no array of real numbers; numpy.save writes one")
     if latents.shape[1:] != shape[1:]:

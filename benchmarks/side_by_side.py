@@ -253,5 +253,5 @@ def add_row(row, output):
     results = read_results(output)
     key = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
     results[key] = row | origin | {"summary": summarize(row)}
-    write_json(results, Path(output))
+    write_json(results, output)
     return results
