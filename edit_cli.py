@@ -45,7 +45,7 @@ from pictures import PICTURE_FORMATS, check_picture_file, save_picture
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from pipeline_flax_utils import to_rgb
+from pipeline_flax_utils import replace_leaves, to_rgb
 from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
 
 GRID_EDITS = 64  # at most; more cannot be looked at in one picture
@@ -232,13 +232,13 @@ def run_edits(pipeline, params, edits, sizes, config):
 
     Args:
         pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
-        params: its parameters, in the dtype to compute in.
+        params: its parameters, in the dtype to compute in; replaced by those on the devices.
         edits: list of Edit.
         sizes: per edit the (width, height) to edit at.
         config: Config.
     """
     devices = jax.local_devices()[: len(edits)]
-    p_params = jax_utils.replicate(params, devices)
+    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
     # All texts before the first picture, so that a warning about one comes early and once.
     all_prompt_ids = pipeline.prepare_text_inputs([edit.instruction for edit in edits])
     neg_prompt_ids = pipeline.prepare_text_inputs(config.negative_prompt)
@@ -266,7 +266,7 @@ def run_edits(pipeline, params, edits, sizes, config):
                 images = pipeline(
                     prompt_ids,
                     image,
-                    p_params,
+                    params,
                     keys,
                     config.num_inference_steps,
                     config.guidance_scale,

@@ -392,7 +392,8 @@ class FlaxPipeline:
 def replace_leaves(function, params):
     """Replace every array of parameters by function of it, in place and one after the other.
 
-    So no more than one is held in both forms.
+    So no more than one is held in both forms: each is waited for, as devices copy in the
+    background and would hold what they have not come to.
 
     Args:
         function: array -> array.
@@ -402,7 +403,7 @@ def replace_leaves(function, params):
         if isinstance(value, dict):
             replace_leaves(function, value)
         else:
-            params[name] = jax.tree.map(function, value)
+            params[name] = jax.block_until_ready(jax.tree.map(function, value))
 
 
 def tokenize(tokenizer, prompt, length):

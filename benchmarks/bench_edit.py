@@ -53,6 +53,7 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (  # noqa: E402
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
+from pipeline_flax_utils import replace_leaves  # noqa: E402
 
 PROMPT = "invert the colors"
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
@@ -82,7 +83,7 @@ def our_edit(folder, config, batch_size, device):
         folder, dtype=dtype
     )
     state = params.pop("scheduler")
-    params = jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), params))
+    replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
     params["scheduler"] = state
     pictures = make_pictures(config, batch_size)
 

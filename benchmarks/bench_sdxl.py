@@ -13,7 +13,7 @@ The share of the peak counts the UNet's FLOPs alone. Tiny, in a minute:
     python benchmarks/bench_sdxl.py --size tiny --image_size 64 --rounds 1 --output sdxl.json
 
 Adds to benchmarks/results/sdxl.json, a row for each device, size and batch, and prints a table.
-Needs 14 GB of disk and, at full size on a CPU, more than 24 GB of memory: with 23.5 ours is killed.
+Needs 14 GB of disk and, at full size on a CPU, 18 GB of memory.
 """
 
 import sys
@@ -47,6 +47,7 @@ from benchmarks.side_by_side import (  # noqa: E402
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline  # noqa: E402
+from pipeline_flax_utils import replace_leaves  # noqa: E402
 from tpu_compile import SDXL  # noqa: E402
 
 PROMPT = "invert the colors"
@@ -92,11 +93,8 @@ def our_pictures(folder, config, batch_size, device):
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype)
     state = params.pop("scheduler")
-    leaves, structure = jax.tree.flatten(params)
-    del params
-    for i, leaf in enumerate(leaves):  # never twice
-        leaves[i] = jax.device_put(np.asarray(leaf, dtype))
-    params = jax.tree.unflatten(structure, leaves) | {"scheduler": state}
+    replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
+    params["scheduler"] = state
 
     def run():
         out = pipeline(

@@ -45,6 +45,7 @@ from benchmarks.full_size import (  # noqa: E402
     command_line,
     describe_machine,
     write_json,
+    write_module,
 )
 from modeling_flax_clip import FlaxCLIPTextModelWithProjection  # noqa: E402
 from modeling_flax_utils import write_json as write_config  # noqa: E402
@@ -95,18 +96,10 @@ def make_model(folder, size):
 def write_pipeline(folder, modules):
     """Write a folder of SDXL's kind with random weights; modules: {name: module}."""
     index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
-    rng = np.random.default_rng(0)
     for name, module in modules.items():
-        shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
-        # Array by array: a program that makes all has their size in temporaries, too.
-        params = jax.tree.map(
-            lambda x: rng.standard_normal(x.shape, np.float32) * np.float32(0.02), shapes
-        )
-        # A file is held beside params while it is written.
-        module.save_pretrained(folder / name, params=params, max_shard_size="2GB")
+        write_module(folder / name, module)
         library = "transformers" if name.startswith("text") else "diffusers"
         index[name] = [library, module.torch_class_name]
-        del params
     for name in ("tokenizer", "tokenizer_2"):
         shutil.copytree(TOKENIZER, folder / name)
         index[name] = ["transformers", "CLIPTokenizer"]

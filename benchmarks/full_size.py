@@ -99,6 +99,20 @@ class Config:
     output: str = "benchmarks/results/full_size.json"
 
 
+def write_module(folder, module):
+    """Write a module's folder with random weights.
+
+    Array by array, as one program for all would hold them twice, and in files that can be held
+    beside them while they are written.
+    """
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: rng.standard_normal(x.shape, np.float32) * np.float32(0.02),
+        jax.eval_shape(module.init_weights, jax.random.key(0)),
+    )
+    module.save_pretrained(folder, params=params, max_shard_size="2GB")
+
+
 def make_pipeline(folder, quick, in_channels=4):
     """Write a pipeline's folder with random weights, of Stable Diffusion 1.5's shapes or tiny.
 
@@ -115,12 +129,8 @@ def make_pipeline(folder, quick, in_channels=4):
         unet = unet.clone(**TINY_UNET)
         vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
         text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
-    for i, (name, module) in enumerate(
-        {"unet": unet, "vae": vae, "text_encoder": text_encoder}.items()
-    ):
-        params = jax.jit(module.init_weights)(jax.random.key(i))
-        module.save_pretrained(folder / name, params=params)
-        del params
+    for name, module in {"unet": unet, "vae": vae, "text_encoder": text_encoder}.items():
+        write_module(folder / name, module)
     shutil.copytree(TOKENIZER, folder / "tokenizer")
     (folder / "scheduler").mkdir()
     for file, content in (
