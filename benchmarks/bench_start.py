@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
