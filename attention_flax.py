@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, by the best way of each platform, and how a platform's is taken.
+"""Scaled dot-product attention, and by_platform, which picks an implementation per platform.
 
 TPU: splash attention, a kernel of jax's, for long sequences. NVIDIA: cuDNN's, in half precision.
 CPU: in blocks that fit a core's caches. Everything else: XLA's own, which also takes masks.
@@ -16,10 +16,11 @@ _plain = ContextVar("plain", default=False)
 
 @contextmanager
 def plain_operations():
-    """Functions traced inside have no platform's own ways in them, by_platform's default alone.
+    """Functions traced inside have by_platform's default implementations alone.
 
-    For counting: XLA's cost analysis counts nothing of a kernel, and the body of a loop once. jax
-    keeps traces: one of a function that was traced before, or is run after, would be the other.
+    For counting: XLA's cost analysis counts nothing of a kernel, and the body of a loop once. Trace
+    a new function inside: jax caches traces, so one that was traced before keeps its kernels, and
+    one that is run again later has none.
     """
     token = _plain.set(True)
     try:

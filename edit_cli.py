@@ -230,9 +230,11 @@ def before_after_grid(edits, sizes):
 def run_edits(pipeline, params, edits, sizes, config):
     """Edit and write all pictures, those of one size together, over the local devices.
 
+    The parameters are moved there, so params holds no NumPy arrays afterwards.
+
     Args:
         pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
-        params: its parameters, in the dtype to compute in; replaced by those on the devices.
+        params: its parameters, in the dtype to compute in.
         edits: list of Edit.
         sizes: per edit the (width, height) to edit at.
         config: Config.
@@ -332,7 +334,7 @@ def run(config):
         config.model, dtype=dtype, scheduler=scheduler
     )
     for name in ("unet", "vae", "text_encoder"):
-        params[name] = jax.tree.map(lambda array: np.asarray(array, dtype), params[name])
+        replace_leaves(lambda array: np.asarray(array, dtype), params[name])
 
     run_edits(pipeline, params, edits, sizes, config)
     if config.grid:

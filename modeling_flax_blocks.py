@@ -207,7 +207,7 @@ class Conv(nn.Module):
     features: int
     size: int = 3
     stride: int = 1
-    padding: tuple | None = None  # None: stride 1 keeps height and width
+    padding: tuple | None = None  # None: with stride 1 an odd size keeps height and width
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -217,7 +217,9 @@ class Conv(nn.Module):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
-        padding = self.padding or ((self.size // 2, self.size // 2),) * 2
+        padding = self.padding
+        if padding is None:
+            padding = ((self.size // 2, self.size // 2),) * 2
         return convolve(x, kernel, self.stride, padding) + bias
 
 
@@ -254,7 +256,8 @@ class Downsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return Conv(self.out_channels, 3, 2, self.padding, self.dtype, name="conv")(x)
+        options = {"stride": 2, "padding": self.padding, "dtype": self.dtype}
+        return Conv(self.out_channels, name="conv", **options)(x)
 
 
 class Upsample2D(nn.Module):

@@ -170,7 +170,9 @@ class FlaxModelMixin:
     def config(self):
         """The entries of config.json this model understands; lists are tuples."""
         names = [field.name for field in dataclasses.fields(self)]
-        return FrozenConfig({n: getattr(self, n) for n in names if n not in RUNTIME_FIELDS})
+        return FrozenConfig(
+            {n: _lists_to_tuples(getattr(self, n)) for n in names if n not in RUNTIME_FIELDS}
+        )
 
     @classmethod
     def from_config(cls, config, **overrides):
@@ -362,7 +364,7 @@ class FlaxModelMixin:
     def _param_shapes(self):
         """{path joined by "/": shape} of this configuration; nothing is computed."""
         try:
-            return _trace_shapes(self)
+            return _trace_shapes(type(self)(**self.config))
         except TypeError as error:  # e.g. "in_channels": "8"
             reason = " ".join(str(error).split())
             raise ValueError(f"a config entry has the wrong type: {reason}") from error

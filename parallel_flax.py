@@ -64,7 +64,10 @@ def after_all(tree):
 
 
 def mean_slice(grads, num_slices):
-    """This replica's slice of the mean of all replicas' gradients: a reduce-scatter."""
+    """This replica's slice of the mean of all replicas' gradients: a reduce-scatter.
+
+    A single replica's gradients are returned as they are.
+    """
     if jax.lax.axis_size("batch") == 1:  # XLA would copy them, on a CPU in a single thread
         return grads
 

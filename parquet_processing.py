@@ -296,7 +296,9 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
                 else:
                     columns.append(pa.chunked_array(list(parts)))
     except (pa.ArrowException, OSError) as error:
-        way = "download it again" if latents_of(group.metadata) is None else "it is made again"
+        way = "download it again"
+        if latents_of(group.metadata) is not None:
+            way = "make it again with cache_latents.py, or by training with --cache_latents"
         raise ValueError(
             f"{group.path}: row group {group.index} cannot be read ({one_line(error)}); "
             f"delete the shard and {way}"

@@ -393,7 +393,7 @@ def replace_leaves(function, params):
     """Replace every array of parameters by function of it, in place and one after the other.
 
     So no more than one is held in both forms: each is waited for, as devices copy in the
-    background and would hold what they have not come to.
+    background and would hold what they have not come to. Nothing else may hold the old arrays.
 
     Args:
         function: array -> array.

@@ -37,15 +37,22 @@ from benchmarks.bench_unet import (  # noqa: E402
     count_flops,
     make_inputs,
 )
-from benchmarks.full_size import TINY_UNET, command_line, make_pipeline  # noqa: E402
+from benchmarks.full_size import (  # noqa: E402
+    TINY_UNET,
+    command_line,
+    describe_machine,
+    in_new_process,
+    make_pipeline,
+)
 from benchmarks.side_by_side import (  # noqa: E402
+    PACKAGES,
     add_row,
     check_config,
     contenders_on,
     find_device,
     format_table,
-    in_new_process,
     make_row,
+    on_device,
     time_in_turn,
     torch_pipeline,
 )
@@ -53,7 +60,7 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (  # noqa: E402
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from pipeline_flax_utils import replace_leaves  # noqa: E402
+from scheduling_flax import scheduler_from_pretrained  # noqa: E402
 
 PROMPT = "invert the colors"
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
@@ -82,9 +89,7 @@ def our_edit(folder, config, batch_size, device):
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, dtype=dtype
     )
-    state = params.pop("scheduler")
-    replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
-    params["scheduler"] = state
+    params = on_device(params, dtype)
     pictures = make_pictures(config, batch_size)
 
     def run():
@@ -115,11 +120,14 @@ def bench(folder, config, batch_size, device):
     figures = time_in_turn(contenders, args, config.rounds, config.seconds)
     case = Case(SD15 | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
     inputs = make_inputs(case, len(BRANCHES) * batch_size)
+    scheduler, state = scheduler_from_pretrained(str(folder))
+    # PNDM has one more call of the UNet than steps.
+    num_calls = len(scheduler.set_timesteps(state, config.num_inference_steps).timesteps)
     return make_row(
         f"{config.size}_{config.resolution}",
         f"edit, {config.num_inference_steps} steps",
         batch_size,
-        config.num_inference_steps * count_flops(case, inputs, False),
+        num_calls * count_flops(case, inputs, False),
         device,
         figures,
     )
@@ -130,12 +138,13 @@ def run(config):
     check_config(config, "num_inference_steps", "batch_sizes")
     if config.resolution < 64 or config.resolution % 64:
         raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
-    device = find_device()
+    device, machine = find_device(), describe_machine(PACKAGES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         in_new_process(make_pipeline, folder, config.size == "tiny", 8)
         for batch_size in config.batch_sizes:
-            results = add_row(bench(folder, config, batch_size, device), config.output)
+            row = bench(folder, config, batch_size, device)
+            results = add_row(row, machine, config.output)
     print(f"\n{format_table(results)}\n\nwrote {config.output}")
 
 

@@ -32,22 +32,29 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_start import write_pipeline  # noqa: E402
 from benchmarks.bench_unet import CASES, Case, count_flops, make_inputs  # noqa: E402
-from benchmarks.full_size import END_OF_TEXT, TINY_UNET, VAE, command_line  # noqa: E402
+from benchmarks.full_size import (  # noqa: E402
+    END_OF_TEXT,
+    TINY_UNET,
+    VAE,
+    command_line,
+    describe_machine,
+    in_new_process,
+)
 from benchmarks.side_by_side import (  # noqa: E402
+    PACKAGES,
     add_row,
     check_config,
     contenders_on,
     find_device,
     format_table,
-    in_new_process,
     make_row,
+    on_device,
     time_in_turn,
     torch_pipeline,
 )
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline  # noqa: E402
-from pipeline_flax_utils import replace_leaves  # noqa: E402
 from tpu_compile import SDXL  # noqa: E402
 
 PROMPT = "invert the colors"
@@ -92,9 +99,7 @@ def our_pictures(folder, config, batch_size, device):
     """Ours, from prompts to pictures."""
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype)
-    state = params.pop("scheduler")
-    replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
-    params["scheduler"] = state
+    params = on_device(params, dtype)
 
     def run():
         out = pipeline(
@@ -150,12 +155,13 @@ def run(config):
     check_config(config, "num_inference_steps", "batch_sizes")
     if config.image_size < 64 or config.image_size % 64:
         raise ValueError(f"image_size={config.image_size} must be a multiple of 64")
-    device = find_device()
+    device, machine = find_device(), describe_machine(PACKAGES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         in_new_process(make_model, folder, config.size)
         for batch_size in config.batch_sizes:
-            results = add_row(bench(folder, config, batch_size, device), config.output)
+            row = bench(folder, config, batch_size, device)
+            results = add_row(row, machine, config.output)
     print(f"\n{format_table(results)}\n\nwrote {config.output}")
 
 

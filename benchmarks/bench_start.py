@@ -23,9 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +41,7 @@ from benchmarks.full_size import (  # noqa: E402
     VAE,
     command_line,
     describe_machine,
+    in_new_process,
     write_json,
     write_module,
 )
@@ -144,8 +143,7 @@ def bench(folder, size, rounds):
     Returns:
         {what: [figures of start, one per round]}.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        process.submit(make_model, folder / "model", size).result()
+    in_new_process(make_model, folder / "model", size)
     cache, kept = folder / "cache", folder / "kept"
     figures = {}
     for _ in range(rounds):

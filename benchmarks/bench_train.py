@@ -49,15 +49,17 @@ from benchmarks.full_size import (  # noqa: E402
     END_OF_TEXT,
     TINY_UNET,
     command_line,
+    describe_machine,
+    in_new_process,
     make_pipeline,
 )
 from benchmarks.side_by_side import (  # noqa: E402
+    PACKAGES,
     add_row,
     check_config,
     contenders_on,
     find_device,
     format_table,
-    in_new_process,
     make_row,
     synchronize,
     time_in_turn,
@@ -191,7 +193,7 @@ def run(config):
     check_config(config, "batch_size")
     if config.resolution < 64 or config.resolution % 64:
         raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
-    device = find_device()
+    device, machine = find_device(), describe_machine(PACKAGES)
     case = Case(SD15 | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
     contenders = contenders_on(device, our_step, torch_step)
     contenders["ours, latents cached"] = partial(our_step, latents=True)
@@ -208,7 +210,8 @@ def run(config):
         device,
         figures,
     )
-    print(f"\n{format_table(add_row(row, config.output))}\n\nwrote {config.output}")
+    results = add_row(row, machine, config.output)
+    print(f"\n{format_table(results)}\n\nwrote {config.output}")
 
 
 def main(args=None):

@@ -36,8 +36,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.full_size import TINY_UNET, command_line  # noqa: E402
+from benchmarks.full_size import TINY_UNET, command_line, describe_machine  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
+    PACKAGES,
     add_row,
     can_compile,
     check_config,
@@ -220,11 +221,13 @@ def bench(name, with_gradient, config, device):
 def run(config):
     """Measure, write, print."""
     check_config(config, "batch_size")
-    device = find_device()
+    if not (config.cases and config.passes):
+        raise ValueError("cases and passes must name at least one each")
+    device, machine = find_device(), describe_machine(PACKAGES)
     for name in config.cases:
         for which in config.passes:
             row = bench(name, which == "gradient", config, device)
-            results = add_row(row, config.output)
+            results = add_row(row, machine, config.output)
             gc.collect()
     print(f"\n{format_table(results)}\n\nwrote {config.output}")
 

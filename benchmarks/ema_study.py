@@ -44,10 +44,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
@@ -61,7 +59,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import flax_train_instruct_pix2pix as trainer  # noqa: E402
-from benchmarks.full_size import command_line, describe_machine, write_json  # noqa: E402
+from benchmarks.full_size import (  # noqa: E402
+    command_line,
+    describe_machine,
+    in_new_process,
+    write_json,
+)
 from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
 from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
@@ -560,12 +563,6 @@ def draw(quality, sigma_rels):
         dots.set_xticks(range(len(others)), others, rotation=30, ha="right")
         curve.legend()
     return figure
-
-
-def in_new_process(function, *args):
-    """function(*args) in a fresh interpreter, whose devices and memory are its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(function, *args).result()
 
 
 def check_config(config):

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -99,17 +100,44 @@ class Config:
     output: str = "benchmarks/results/full_size.json"
 
 
+def in_new_process(function, *args):
+    """function's result, in a process of its own, whose devices and memory are its own.
+
+    Raises:
+        ValueError: the process was killed.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        try:
+            return process.submit(function, *args).result()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process was killed, most likely as memory ran out; measure less at once or on a "
+                "machine that has more"
+            ) from error
+
+
 def write_module(folder, module):
-    """Write a module's folder with random weights.
+    """Write a module with random float32 weights, its norms without effect and its biases 0.
 
     Array by array, as one program for all would hold them twice, and in files that can be held
     beside them while they are written.
+
+    Args:
+        folder: path, to be made.
+        module: a FlaxModelMixin.
     """
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: rng.standard_normal(x.shape, np.float32) * np.float32(0.02),
-        jax.eval_shape(module.init_weights, jax.random.key(0)),
-    )
+
+    def make(path, shape):
+        match path[-1].key:
+            case "scale":
+                return np.ones(shape.shape, np.float32)
+            case "bias":
+                return np.zeros(shape.shape, np.float32)
+        return rng.standard_normal(shape.shape, np.float32) * np.float32(0.02)
+
+    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(make, shapes)
     module.save_pretrained(folder, params=params, max_shard_size="2GB")
 
 
@@ -218,8 +246,7 @@ def bench(folder, quick):
     Returns:
         {what was done: figures of run_command}.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        process.submit(make_inputs, folder, quick).result()
+    in_new_process(make_inputs, folder, quick)
     resolution = "64" if quick else "256"
     num_steps = "5" if quick else "2"  # tiny ones may be over before a checkpoint is noticed
     model, checkpoints = folder / "model", folder / "model" / "checkpoints"

@@ -6,15 +6,12 @@ UNet's), "peak_flops_per_second", "seconds" {contender: [of a pass, in each roun
 """
 
 import json
-import multiprocessing
 import os
 import shlex
 import shutil
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +23,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.full_size import describe_machine, write_json
+from benchmarks.full_size import in_new_process, write_json
+from pipeline_flax_utils import replace_leaves
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
 
@@ -79,29 +77,22 @@ def in_turn(names, rounds):
             yield number, name
 
 
-def in_new_process(function, *args):
-    """function's result, in a process of its own, whose memory is returned.
-
-    Raises:
-        ValueError: the process was killed.
-    """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        try:
-            return process.submit(function, *args).result()
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "a process was killed, most likely as memory ran out; measure less at once or on a "
-                "machine that has more"
-            ) from error
-
-
 def contenders_on(device, ours, theirs):
     """{name: its function}: ours, and theirs(..., compiled=) in the ways worth while there."""
     contenders = {"ours": ours, "torch eager": partial(theirs, compiled=False)}
     if device == "cuda":
         contenders["torch compiled"] = partial(theirs, compiled=True)
     return contenders
+
+
+def on_device(params, dtype):
+    """A pipeline's parameters from from_pretrained, in dtype on the first device.
+
+    The scheduler's state stays as it is, float32: bfloat16 would ruin it.
+    """
+    state = params.pop("scheduler")
+    replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
+    return params | {"scheduler": state}
 
 
 def torch_pipeline(pipeline_class, folder, device, compiled):
@@ -167,17 +158,29 @@ def matmul_peak(half, device):
 
 
 def check_config(config, *names):
-    """Raise a ValueError for flags that must be at least 1, and for an output that is damaged."""
+    """Find mistakes before anything is measured.
+
+    Args:
+        config: with rounds and output.
+        *names: of its flags that are counts as well, or tuples of counts.
+
+    Raises:
+        ValueError: a count below 1 or none at all, or an output that read_results refuses.
+    """
     for name in (*names, "rounds"):
         values = getattr(config, name)
-        for value in values if isinstance(values, tuple) else (values,):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        values = values if isinstance(values, tuple) else (values,)
+        if not values or min(values) < 1:
+            raise ValueError(f"{name}={' '.join(map(str, values))} must be at least 1")
     read_results(config.output)
 
 
 def read_results(output):
-    """The rows of a JSON file, none of a new one."""
+    """The rows of a JSON file, none of a new one.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
     output = Path(output)
     try:
         results = json.loads(output.read_text()) if output.exists() else {}
@@ -238,8 +241,13 @@ def format_table(results):
     return "\n".join(lines)
 
 
-def add_row(row, output):
+def add_row(row, machine, output):
     """Write a row into a JSON file, beside those of other devices, cases and batches.
+
+    Args:
+        row: from make_row.
+        machine: from describe_machine(PACKAGES), before it was measured.
+        output: the file.
 
     Returns:
         all rows of the file.
@@ -247,7 +255,7 @@ def add_row(row, output):
     kind = jax.devices()[0].device_kind
     origin = {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "machine": describe_machine(PACKAGES),
+        "machine": machine,
         "device": kind,
     }
     results = read_results(output)

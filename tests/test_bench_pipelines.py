@@ -6,7 +6,8 @@ import os
 import pytest
 
 from benchmarks import bench_edit, bench_sdxl, bench_train
-from benchmarks.side_by_side import in_new_process, in_turn, summarize
+from benchmarks.full_size import in_new_process
+from benchmarks.side_by_side import in_turn, summarize
 
 
 def test_summary_by_hand():
@@ -59,7 +60,8 @@ def test_command_line(script, flags, tmp_path, capsys):
     [
         (bench_train, "--resolution 100", "resolution=100 must be a multiple of 64"),
         (bench_edit, "--rounds 0", "rounds=0 must be at least 1"),
-        (bench_edit, "--batch_sizes 1 0", "batch_sizes=0 must be at least 1"),
+        (bench_edit, "--batch_sizes 1 0", "batch_sizes=1 0 must be at least 1"),
+        (bench_sdxl, "--batch_sizes", "batch_sizes= must be at least 1"),
         (bench_sdxl, "--output README.md", "README.md cannot be read (Expecting value"),
         (bench_train, "--output benchmarks/results/start.json", "holds something else than such"),
         (bench_sdxl, "--image_size 8", "image_size=8 must be a multiple of 64"),

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,7 +29,8 @@ from tiny_models import make_tiny_pipeline
 
 import cache_latents
 import parquet_processing
-from cache_latents import Config, fill
+from attention_flax import plain_operations
+from cache_latents import Config, encode_pictures, fill
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_processing import (
     ParquetImagePairs,
@@ -88,7 +90,7 @@ def test_batches_are_flipped_as_pictures_are(model, data, kept):
     options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
     pictures, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
-    encode = jax.jit(lambda pictures: cache_latents.encode_pictures(vae, params, pictures))
+    encode = jax.jit(lambda pictures: encode_pictures(vae, params, pictures))
     for _ in range(2):  # epochs
         for ours, theirs in zip(latents, pictures, strict=True):
             assert ours["edit_prompt"] == theirs["edit_prompt"]
@@ -100,6 +102,31 @@ def test_batches_are_flipped_as_pictures_are(model, data, kept):
             close(ours["original_latents"], original.mean)
             close(ours["edited_latents"], expected)
     assert pictures.num_bad == latents.num_bad > 0
+
+
+def test_pictures_encoded_one_by_one_or_together(model):
+    """As CPUs do, and as the other platforms do."""
+    vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), np.uint8)
+    alone = jax.jit(lambda x: encode_pictures(vae, params, x)).lower(pictures)
+    with plain_operations():
+        together = jax.jit(lambda x: encode_pictures(vae, params, x)).lower(pictures)
+    assert "stablehlo.while" in alone.as_text()
+    assert "stablehlo.while" not in together.as_text()
+    for ours, theirs in zip(*(jax.tree.leaves(x.compile()(pictures)) for x in (alone, together))):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [None, 100, 1])
+def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
+    """Filling up costs as much as pairs do. The largest row group has nine."""
+    sizes, write = set(), cache_latents.write_shard
+    monkeypatch.setattr(
+        cache_latents, "write_shard", lambda *args: sizes.add(args[4]) or write(*args)
+    )
+    fill(config_for(model, data, tmp_path / "latents", batch_size=batch_size))
+    n = jax.local_device_count()
+    assert sizes == {n if batch_size == 1 else -(-9 // n) * n}
 
 
 def test_latents_are_known_as_their_pictures(data, kept):
@@ -157,15 +184,20 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
     assert (folder / "a.parquet").stat().st_mtime_ns == before
 
 
-def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path):
+def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path, monkeypatch):
+    """One at work says so with every batch, as a row group may take longer."""
     old, new = (tmp_path / "latents" / f".unfinished-{name}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir(parents=True)
         (folder / "a.parquet").write_bytes(b"a half")
     long_ago = time.time() - 2 * cache_latents.LEFT_SECONDS
-    for path in (old / "a.parquet", old):
-        os.utime(path, (long_ago, long_ago))
+    os.utime(old, (long_ago, long_ago))
+    touch, touched = os.utime, []
+    monkeypatch.setattr(os, "utime", lambda folder: touched.append(folder) or touch(folder))
     fill(config_for(model, data, tmp_path / "latents"))
+    n = jax.local_device_count()
+    assert len(touched) == -(-9 // n) + -(-7 // n)  # once a batch
+    assert all(Path(folder).name.startswith(".unfinished-") for folder in touched)
     assert {file.name for file in (tmp_path / "latents").iterdir()} == {
         "a.parquet",
         "b.parquet",
@@ -301,7 +333,7 @@ def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
     middle.mkdir()
     (middle / "b.parquet").write_bytes(broken)
     (group,) = list_row_groups(str(middle))
-    with pytest.raises(ValueError, match=r"b\.parquet.* delete the shard and it is made again"):
+    with pytest.raises(ValueError, match=r"b\.parquet.* delete the shard and make it again with"):
         read_row_group(group)
     short = tmp_path / "short"
     short.mkdir()

@@ -599,6 +599,13 @@ def test_from_config_builds_a_hashable_module():
     assert hash(module) == hash(TinyModel(8, (6, 5), jnp.float32, True))
 
 
+def test_a_module_made_with_lists_saves(tmp_path):
+    module = TinyModel(8, [6, 5])
+    assert module.config["widths"] == (6, 5)
+    module.save_pretrained(tmp_path, module.init_weights(jax.random.key(0)))
+    assert TinyModel.from_pretrained(tmp_path)[0] == TinyModel(8, (6, 5))
+
+
 def test_unsupported_settings():
     with pytest.raises(ValueError, match=r"TinyModel does not implement act_fn='mish'; .*'silu'"):
         TinyModel.from_config({"act_fn": "mish"})

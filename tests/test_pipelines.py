@@ -1,7 +1,10 @@
 """Text-to-image and image-to-image against the PyTorch pipelines of the same weights."""
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -286,3 +289,22 @@ def call_with_noise(pipeline, noise, **arguments):
                 lambda *args, **kwargs: torch.from_numpy(noise),
             )
         return pipeline(output_type="np", **arguments).images
+
+
+def test_weights_are_not_held_twice_while_they_are_moved():
+    """Devices copy in the background; 256 MB, in a process of its own."""
+    code = """
+import jax, numpy, resource
+from pipeline_flax_utils import replace_leaves
+jax.device_put(numpy.ones(3))
+params = {i: {"kernel": numpy.full(2**20, i, numpy.float32)} for i in range(64)}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+replace_leaves(jax.device_put, params)
+jax.block_until_ready(params)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    root = Path(pipeline_flax_utils.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 100 * 1024  # KB

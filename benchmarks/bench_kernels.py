@@ -1,0 +1,174 @@
+"""Single operations of the UNet, ours against PyTorch's, in turn in one run: what bounds the rest.
+
+    python benchmarks/bench_kernels.py
+
+Convolutions, matmuls and attention of the shapes that Stable Diffusion 1.5's UNet has at 256 pixels
+with two samples: forward, and with the gradients of all that goes in. On a CPU in float32, on a GPU
+in bfloat16. In seconds:
+
+    python benchmarks/bench_kernels.py --kernels conv_8 --rounds 1 --seconds 0.1 --output k.json
+
+Adds to benchmarks/results/kernels.json, a row for each operation, pass and device, and prints a
+table. The share of the peak is that of a large matmul measured beside it, which a convolution of
+another algorithm may exceed. Two minutes on two CPU cores.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from attention_flax import attention  # noqa: E402
+from benchmarks.full_size import command_line, describe_machine  # noqa: E402
+from benchmarks.side_by_side import (  # noqa: E402
+    PACKAGES,
+    add_row,
+    check_config,
+    find_device,
+    format_table,
+    in_turn,
+    make_row,
+    measure,
+    synchronize,
+)
+from modeling_flax_blocks import convolve  # noqa: E402
+
+BATCH_SIZE = 2
+NUM_HEADS = 8
+# {name: (kind, sizes)}; conv: side, channels; dense: tokens, channels in and out; attention:
+# queries, keys, channels.
+KERNELS = {
+    "conv_32": ("conv", (32, 320)),
+    "conv_16": ("conv", (16, 640)),
+    "conv_8": ("conv", (8, 1280)),
+    "dense_1024": ("dense", (1024, 320, 2560)),
+    "self_attention_1024": ("attention", (1024, 1024, 320)),
+    "text_attention_1024": ("attention", (1024, 77, 320)),
+}
+Kernel = Literal[
+    "conv_32", "conv_16", "conv_8", "dense_1024", "self_attention_1024", "text_attention_1024"
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    kernels: tuple[Kernel, ...] = tuple(KERNELS)
+    rounds: int = 5  # each contender is measured once in each
+    seconds: float = 1.0  # of a measurement, at least
+    output: str = "benchmarks/results/kernels.json"
+
+
+def make_operation(name):
+    """An operation.
+
+    Returns:
+        (ours(*arrays), theirs(*tensors), shapes of our arrays, per array the order of its axes that
+        PyTorch takes, FLOPs of a forward pass).
+    """
+    kind, sizes = KERNELS[name]
+    B = BATCH_SIZE
+    if kind == "conv":
+        side, C = sizes
+        return (
+            lambda x, kernel: convolve(x, kernel, 1, ((1, 1), (1, 1))),
+            lambda x, kernel: F.conv2d(x, kernel, padding=1),
+            ((B, side, side, C), (3, 3, C, C)),
+            ((0, 3, 1, 2), (3, 2, 0, 1)),
+            2 * B * side**2 * 9 * C**2,
+        )
+    if kind == "dense":
+        T, C, D = sizes
+        shapes, axes = ((B, T, C), (C, D)), ((0, 1, 2), (0, 1))
+        return jnp.matmul, torch.matmul, shapes, axes, 2 * B * T * C * D
+    T, S, C = sizes
+
+    def ours(query, key, value):
+        return attention(query, key, value, NUM_HEADS)
+
+    def theirs(*tensors):
+        heads = (x.unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2) for x in tensors)
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+    return ours, theirs, ((B, T, C), (B, S, C), (B, S, C)), ((0, 1, 2),) * 3, 4 * B * T * S * C
+
+
+def make_inputs(shapes, axes, device):
+    """The same numbers as arrays and as tensors; arguments as make_operation returns them."""
+    half = device == "cuda"
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    tensors = [
+        torch.from_numpy(x.transpose(order).copy(order="C")).to(
+            device, torch.bfloat16 if half else torch.float32
+        )
+        for x, order in zip(arrays, axes)
+    ]
+    return [jnp.asarray(x, jnp.bfloat16 if half else jnp.float32) for x in arrays], tensors
+
+
+def bench(name, with_gradient, config, device):
+    """A row of results, as in side_by_side.py."""
+    ours, theirs, shapes, axes, flops = make_operation(name)
+    arrays, tensors = make_inputs(shapes, axes, device)
+    program = jax.jit(ours)
+    out = program(*arrays)
+    g = jnp.ones(out.shape, out.dtype)
+    with_vjp = jax.jit(lambda g, *arrays: jax.vjp(ours, *arrays)[1](g))
+
+    def run_ours():
+        jax.block_until_ready(with_vjp(g, *arrays) if with_gradient else program(*arrays))
+
+    def run_theirs():
+        with torch.set_grad_enabled(with_gradient):
+            out = theirs(*tensors)
+            if with_gradient:
+                torch.autograd.grad(out, tensors, torch.ones_like(out))
+        synchronize(device)
+
+    for tensor in tensors:
+        tensor.requires_grad_(with_gradient)
+    contenders = {"ours": run_ours, "torch eager": run_theirs}
+    first = {contender: [measure(run, 0)] for contender, run in contenders.items()}
+    seconds = {contender: [] for contender in contenders}
+    for _, contender in in_turn(list(contenders), config.rounds):
+        seconds[contender].append(measure(contenders[contender], config.seconds))
+    return make_row(
+        name,
+        "gradient" if with_gradient else "forward",
+        BATCH_SIZE,
+        flops * (3 if with_gradient else 1),
+        device,
+        {"seconds": seconds, "first_seconds": first},
+    )
+
+
+def run(config):
+    """Measure, write, print."""
+    check_config(config)
+    if not config.kernels:
+        raise ValueError(f"kernels must name at least one of {', '.join(KERNELS)}")
+    device, machine = find_device(), describe_machine(PACKAGES)
+    for name in tqdm(config.kernels, unit="operation"):
+        for with_gradient in (False, True):
+            row = bench(name, with_gradient, config, device)
+            results = add_row(row, machine, config.output)
+    print(f"\n{format_table(results)}\n\nwrote {config.output}")
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Config, __doc__, run, args)
+
+
+if __name__ == "__main__":
+    main()

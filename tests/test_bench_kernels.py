@@ -1,0 +1,27 @@
+"""benchmarks/bench_kernels.py: both sides do the same, and its command line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_kernels
+
+
+@pytest.mark.parametrize("name", bench_kernels.KERNELS)
+def test_ours_and_pytorchs_are_the_same(name):
+    ours, theirs, shapes, axes, _ = bench_kernels.make_operation(name)
+    arrays, tensors = bench_kernels.make_inputs(shapes, axes, "cpu")
+    expected = theirs(*tensors).numpy()
+    result = np.asarray(ours(*arrays)).transpose(axes[0])
+    assert np.abs(result - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_command_line(tmp_path, capsys):
+    output = tmp_path / "kernels.json"
+    flags = ["--kernels", "text_attention_1024", "--rounds", "1", "--seconds", "0"]
+    bench_kernels.main([*flags, "--output", str(output)])
+    results = json.loads(output.read_text())
+    assert {row["work"] for row in results.values()} == {"forward", "gradient"}
+    assert all(row["summary"].keys() == {"ours", "torch eager"} for row in results.values())
+    assert "| ours times as fast |" in capsys.readouterr().out
