@@ -138,12 +138,15 @@ def splash(query, key, value, interpret=False):
         return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
 
 
-# Logits of a block, about: 4 MB. Of 2**18 to 2**22 the fastest for SD1.5's lengths on an EPYC.
+# Logits that are at work at once: up to 8 MB of all heads, else 4 MB, of one head.
+ALL_LOGITS = 2**21
 BLOCK_LOGITS = 2**20
 
 
 def blockwise(query, key, value):
-    """Attention in blocks of logits, of some heads and some positions, computed again backward.
+    """Attention in blocks of logits that fit a CPU's caches and are computed again backward.
+
+    All heads together where they are short, else block after block of a head's queries.
 
     Args:
         query, key, value: (B, T, N, H), (B, S, N, H) twice.
@@ -161,36 +164,21 @@ def blockwise(query, key, value):
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _block_sizes(G, T, S):
-    """How many of G heads, a divisor, and of T queries a block has, with S keys."""
-    num_blocks = -(-T // max(BLOCK_LOGITS // S, 1))
-    fitting = max(BLOCK_LOGITS // (T * S), 1)
-    heads = max(d for d in range(1, G + 1) if G % d == 0 and d <= fitting)
-    return heads, -(-T // num_blocks)
+def _num_blocks(G, T, S):
+    """How many blocks each of G heads has; None: one block has all heads."""
+    return None if G * T * S <= ALL_LOGITS else -(-T // max(BLOCK_LOGITS // S, 1))
 
 
-def _split(x, heads, queries):
-    """(G, T, ...) -> (G / heads, T / queries, heads, queries, ...), T filled up with zeros."""
+def _cut(x, n):
+    """(G, T, ...) -> (G n, T / n, ...), T filled up with zeros."""
     G, T, *rest = x.shape
-    num_blocks = -(-T // queries)
-    x = jnp.pad(x, ((0, 0), (0, num_blocks * queries - T), *[(0, 0)] * len(rest)))
-    return x.reshape(G // heads, heads, num_blocks, queries, *rest).swapaxes(1, 2)
+    x = jnp.pad(x, ((0, 0), (0, -T % n), *[(0, 0)] * len(rest)))
+    return x.reshape(G * n, -1, *rest)
 
 
-def _join(x, T):
-    """What _split does, undone."""
-    x = x.swapaxes(1, 2)
-    return x.reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:])[:, :T]
-
-
-def _scan(function, carry, args):
-    """jax.lax.scan; of a single item without a loop, which compiles faster."""
-    return jax.lax.scan(function, carry, args, unroll=len(jax.tree.leaves(args)[0]) == 1)
-
-
-def _map(function, args):
-    """jax.lax.map, as _scan."""
-    return _scan(lambda carry, x: (carry, function(x)), None, args)[1]
+def _join(x, G, T):
+    """What _cut does, undone."""
+    return x.reshape(G, -1, *x.shape[2:])[:, :T]
 
 
 @jax.custom_vjp
@@ -199,58 +187,65 @@ def _blockwise(query, key, value):
     return _blockwise_forward(query, key, value)[0]
 
 
+def _block_forward(query, key, value):
+    """(..., T, H), (..., S, H) twice -> (..., T, H) and the logarithms of the sums (..., T, 1)."""
+    logits = _product("...th,...sh->...ts", query, key) * query.shape[-1] ** -0.5
+    largest = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - largest)
+    total = weights.sum(-1, keepdims=True)
+    out = _product("...ts,...sh->...th", weights.astype(value.dtype), value) / total
+    return out.astype(query.dtype), largest + jnp.log(total)
+
+
 def _blockwise_forward(query, key, value):
-    (G, T, H), S = query.shape, key.shape[1]
-    heads, queries = _block_sizes(G, T, S)
+    (G, T, _), S = query.shape, key.shape[1]
+    n = _num_blocks(G, T, S)
 
-    def of_heads(args):
-        key, value, query = args
+    def of_block(args):
+        i, query = args
+        return _block_forward(query, key[i // n], value[i // n])
 
-        def of_block(query):
-            logits = _product("gth,gsh->gts", query, key) * H**-0.5
-            largest = logits.max(-1, keepdims=True)
-            weights = jnp.exp(logits - largest)
-            total = weights.sum(-1, keepdims=True)
-            out = _product("gts,gsh->gth", weights.astype(value.dtype), value) / total
-            return out.astype(query.dtype), largest + jnp.log(total)
+    if n is None:
+        out, log_total = _block_forward(query, key, value)
+    else:
+        blocks = jax.lax.map(of_block, (jnp.arange(G * n), _cut(query, n)))
+        out, log_total = (_join(x, G, T) for x in blocks)
+    return out, (query, key, value, out, log_total)
 
-        return _map(of_block, query)
 
-    grouped = (x.reshape(G // heads, heads, S, H) for x in (key, value))
-    out, log_total = _map(of_heads, (*grouped, _split(query, heads, queries)))
-    out = _join(out, T)
-    return out, (query, key, value, out, _join(log_total, T))
+def _block_backward(key, value, query, g, log_total, mean):
+    """Gradients, as _block_forward's arguments: query's in its dtype, the others' in float32."""
+    scale = query.shape[-1] ** -0.5
+    # Keys come first, (..., S, T): of four products of these only one has to transpose.
+    logits = _product("...sh,...th->...st", key, query) * scale
+    weights = jnp.exp(logits - log_total.swapaxes(-1, -2))
+    g_logits = weights * (_product("...sh,...th->...st", value, g) - mean.swapaxes(-1, -2))
+    weights, g_logits = weights.astype(g.dtype), (g_logits * scale).astype(g.dtype)
+    g_query = _product("...st,...sh->...th", g_logits, key).astype(query.dtype)
+    g_key = _product("...st,...th->...sh", g_logits, query)
+    return g_query, g_key, _product("...st,...th->...sh", weights, g)
 
 
 def _blockwise_backward(kept, g):
     query, key, value, out, log_total = kept
-    (G, T, H), S = query.shape, key.shape[1]
-    heads, queries = _block_sizes(G, T, S)
+    (G, T, _), S = query.shape, key.shape[1]
+    n = _num_blocks(G, T, S)
     mean = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
+    of_queries = query, g, log_total, mean
 
-    def of_heads(args):
-        key, value, *of_queries = args
+    def of_block(sums, args):
+        i, *of_queries = args
+        g_query, *others = _block_backward(key[i // n], value[i // n], *of_queries)
+        return [total.at[i // n].add(x) for total, x in zip(sums, others)], g_query
 
-        def of_block(sums, args):
-            query, g, log_total, mean = args
-            # Keys come first, (G, S, T): of four products of these only one has to transpose.
-            logits = _product("gsh,gth->gst", key, query) * H**-0.5
-            weights = jnp.exp(logits - log_total.swapaxes(1, 2))
-            g_logits = weights * (_product("gsh,gth->gst", value, g) - mean.swapaxes(1, 2))
-            weights, g_logits = weights.astype(g.dtype), (g_logits * H**-0.5).astype(g.dtype)
-            g_key = _product("gst,gth->gsh", g_logits, query)
-            g_value = _product("gst,gth->gsh", weights, g)
-            g_query = _product("gst,gsh->gth", g_logits, key)
-            return (sums[0] + g_key, sums[1] + g_value), g_query.astype(query.dtype)
-
-        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
-        (g_key, g_value), g_query = _scan(of_block, zeros, tuple(of_queries))
-        return g_key.astype(key.dtype), g_value.astype(value.dtype), g_query
-
-    grouped = (x.reshape(G // heads, heads, S, H) for x in (key, value))
-    blocks = (_split(x, heads, queries) for x in (query, g, log_total, mean))
-    g_key, g_value, g_query = _map(of_heads, (*grouped, *blocks))
-    return _join(g_query, T), g_key.reshape(key.shape), g_value.reshape(value.shape)
+    if n is None:
+        g_query, *sums = _block_backward(key, value, *of_queries)
+    else:
+        zeros = [jnp.zeros(x.shape, jnp.float32) for x in (key, value)]
+        blocks = (jnp.arange(G * n), *(_cut(x, n) for x in of_queries))
+        sums, g_query = jax.lax.scan(of_block, zeros, blocks)
+        g_query = _join(g_query, G, T)
+    return g_query, sums[0].astype(key.dtype), sums[1].astype(value.dtype)
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)

@@ -123,7 +123,11 @@ def bench(name, with_gradient, config, device):
     program = jax.jit(ours)
     out = program(*arrays)
     g = jnp.ones(out.shape, out.dtype)
-    with_vjp = jax.jit(lambda g, *arrays: jax.vjp(ours, *arrays)[1](g))
+
+    @jax.jit
+    def with_vjp(g, *arrays):
+        out, pull = jax.vjp(ours, *arrays)
+        return out, pull(g)
 
     def run_ours():
         jax.block_until_ready(with_vjp(g, *arrays) if with_gradient else program(*arrays))

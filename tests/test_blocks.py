@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from attention_flax import (
     BLOCK_LOGITS,
-    _block_sizes,
+    _num_blocks,
     attention,
     blockwise,
     fits_cudnn,
@@ -137,10 +137,11 @@ def test_splash_is_attention(lengths, head_dim):
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
 
 
-# As many logits as make blocks of all 6 heads, of 3 and of 1, and of some queries of one.
-@pytest.mark.parametrize("num_logits", [6 * 24 * 10, 4 * 24 * 10, 24 * 10, 9 * 10, 1])
+# As many logits as make one block of all 6 heads, blocks of one head, and of some of its queries.
+@pytest.mark.parametrize("num_logits", [6 * 24 * 10, 24 * 10, 9 * 10, 1])
 @pytest.mark.parametrize(("T", "S"), [(24, 10), (23, 10), (1, 10), (24, 1)])
 def test_blockwise_is_attention(num_logits, T, S, monkeypatch):
+    monkeypatch.setattr("attention_flax.ALL_LOGITS", num_logits)
     monkeypatch.setattr("attention_flax.BLOCK_LOGITS", num_logits)
     shapes = (2, T, 3, 8), (2, S, 3, 8), (2, S, 3, 8)
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
@@ -158,8 +159,10 @@ def test_blockwise_does_not_overflow():
 def test_blocks_of_blockwise(monkeypatch):
     """About as many logits as meant, whatever divides the length; their memory is used again."""
     for length in (64**2, 103**2, 128**2):
-        heads, queries = _block_sizes(8, length, length)
-        assert heads == 1 and 0.9 * BLOCK_LOGITS < queries * length <= BLOCK_LOGITS
+        queries = -(-length // _num_blocks(8, length, length))
+        assert 0.9 * BLOCK_LOGITS < queries * length <= BLOCK_LOGITS
+    assert _num_blocks(16, 256, 256) is None
+    monkeypatch.setattr("attention_flax.ALL_LOGITS", 2**14)
     monkeypatch.setattr("attention_flax.BLOCK_LOGITS", 2**14)
     x = jax.ShapeDtypeStruct((1, 1021, 1, 64), jnp.float32)  # 64 blocks
     grad = jax.grad(lambda *args: blockwise(*args).sum(), (0, 1, 2))
