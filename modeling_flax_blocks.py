@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from attention_flax import attention, by_platform
+from attention_flax import attention
+from convolution_flax import convolve
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -159,46 +160,6 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x):
         return layer_norm(x, *_scale_and_bias(self, x.shape[-1]), self.epsilon, self.dtype)
-
-
-def convolve(x, kernel, stride, padding):
-    """A convolution.
-
-    On a CPU, if the kernel is 1x1 or there are fewer positions than output channels, a matmul of
-    patches, forward and backward: XLA's own arranges the kernel anew each time. 3x3, (2, 8, 8,
-    1280) to as many channels on two cores: 38 ms instead of 69, its gradient 57 instead of 178.
-
-    Args:
-        x: (B, H, W, C).
-        kernel: (size, size, C, D), of x's dtype.
-        stride: of both sides.
-        padding: ((top, bottom), (left, right)), zeros.
-
-    Returns:
-        (B, h, w, D).
-    """
-    xla = partial(
-        jax.lax.conv_general_dilated,
-        window_strides=(stride, stride),
-        padding=padding,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    B, (size, *_, D) = x.shape[0], kernel.shape
-    h, w = ((n + sum(pad) - size) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
-    if size > 1 and B * h * w >= D:
-        return xla(x, kernel)
-
-    def multiply_patches(x, kernel):
-        x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
-
-        def taps(n):  # which rows, or columns, each of the kernel's reads
-            return [slice(i, i + stride * (n - 1) + 1, stride) for i in range(size)]
-
-        patches = [x[:, rows, columns] for rows in taps(h) for columns in taps(w)]
-        patches = jnp.concatenate(patches, -1).reshape(B * h * w, -1)
-        return (patches @ kernel.reshape(-1, D)).reshape(B, h, w, D)
-
-    return by_platform(x, kernel, cpu=multiply_patches, default=xla)
 
 
 class Conv(nn.Module):

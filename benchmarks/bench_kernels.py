@@ -41,7 +41,7 @@ from benchmarks.side_by_side import (  # noqa: E402
     measure,
     synchronize,
 )
-from modeling_flax_blocks import convolve  # noqa: E402
+from convolution_flax import convolve  # noqa: E402
 
 BATCH_SIZE = 2
 NUM_HEADS = 8

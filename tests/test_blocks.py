@@ -22,7 +22,8 @@ from attention_flax import (
     plain_operations,
     splash,
 )
-from modeling_flax_blocks import Conv, convolve, gated_gelu, group_norm, layer_norm
+from convolution_flax import convolve, winograd
+from modeling_flax_blocks import Conv, gated_gelu, group_norm, layer_norm
 
 
 def normal(*shape, seed=0):
@@ -197,6 +198,23 @@ def test_convolve(out_channels, stride, padding):
     assert_close(value_and_gradients(ours, args), torch_value_and_gradients(theirs, args), 1e-5)
 
 
+@pytest.mark.parametrize("size", [(6, 8), (5, 7), (1, 1), (2, 9)])
+def test_winograd(size):
+    args = normal(2, *size, 5), normal(3, 3, 5, 7, seed=2)
+
+    def theirs(x, kernel):
+        return F.conv2d(x.movedim(-1, 1), kernel.permute(3, 2, 0, 1), padding=1).movedim(1, -1)
+
+    found = value_and_gradients(winograd, args)
+    assert_close(found, torch_value_and_gradients(theirs, args), 2e-6)
+    args = [jnp.asarray(x, jnp.bfloat16) for x in args]
+    found = value_and_gradients(winograd, args)
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    args = [np.float32(x) for x in args]
+    expected = torch_value_and_gradients(theirs, args)
+    assert_close([np.float32(x) for x in found], expected, 2e-2)
+
+
 @pytest.mark.parametrize("features", [8, 200])
 def test_convolutions_are_flaxs(features):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
@@ -217,17 +235,25 @@ def test_convolutions_are_flaxs(features):
 
 
 def test_convolution_of_each_platform():
-    """Matmuls on CPUs where the kernel is the larger part, and nowhere else."""
-    x = jax.ShapeDtypeStruct((1, 4, 4, 8), jnp.float32)
+    """Matmuls on CPUs where the kernel is the larger part, or channels are many, else nowhere."""
 
-    def lowered(platform, features, size=3):
-        conv = Conv(features, size)
+    def lowered(platform, features, size=3, stride=1, side=4, channels=8):
+        x = jax.ShapeDtypeStruct((1, side, side, channels), jnp.float32)
+        conv = Conv(features, size, stride)
         params = jax.eval_shape(conv.init, jax.random.key(0), x)
         loss = jax.value_and_grad(lambda *args: conv.apply(*args).sum(), (0, 1))
         return jax.jit(loss).trace(params, x).lower(lowering_platforms=(platform,)).as_text()
 
     assert "dot_general" in lowered("cpu", 64) and "convolution" not in lowered("cpu", 64)
     assert "convolution" not in lowered("cpu", 8, 1)
+    for conv, is_winograd in (
+        ((320, 3, 1, 16, 320), True),
+        ((640, 3, 1, 16, 320), False),  # the kernel is too large for its 256 positions
+        ((320, 3, 2, 64, 320), False),
+        ((320, 3, 1, 64, 4), False),
+    ):
+        assert ("tensor<16x" in lowered("cpu", *conv)) == is_winograd
+        assert "dot_general" not in lowered("tpu", *conv)
     for shape in (("cpu", 16), ("tpu", 64), ("cuda", 64), ("tpu", 8, 1), ("cuda", 8, 1)):
         text = lowered(*shape)
         assert "dot_general" not in text and "convolution" in text
