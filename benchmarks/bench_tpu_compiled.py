@@ -14,7 +14,7 @@ Reports that are there already (benchmarks/results/tpu_compile_*.json) are taken
 "Accessed" is the compiler's count of bytes, which has what stays on the chip; "HBM" is what moves
 to and from the chip's memory (hlo_traffic.py). The rows of others are measured with the same
 compiler: the classes that diffusers 0.39 had, and MaxDiffusion's. Needs a CPU, 13 GB of memory and
-`pip install "jax[tpu]"`; a quarter of an hour per chip and job on one core.
+`pip install "jax[tpu]"`; 5 to 75 minutes per chip and job on two cores.
 """
 
 import subprocess
