@@ -18,9 +18,9 @@ _plain = ContextVar("plain", default=False)
 def plain_operations():
     """Functions traced inside have by_platform's default implementations alone.
 
-    For counting: XLA's cost analysis counts nothing of a kernel, and the body of a loop once. Trace
-    a new function inside: jax caches traces, so one that was traced before keeps its kernels, and
-    one that is run again later has none.
+    For counting: XLA's cost analysis counts nothing of a kernel and the body of a loop once, and
+    other algorithms have fewer operations. Trace a new function inside: jax caches traces, so one
+    that was traced before keeps its kernels, and one that is run again later has none.
     """
     token = _plain.set(True)
     try:

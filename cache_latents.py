@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
 PIXELS_AT_ONCE = 8 * 256 * 256  # of the pairs that a device encodes at once
 UNFINISHED = ".unfinished-"  # what the folders are called in which shards are being written
-LEFT_SECONDS = 3600  # without a batch until such a folder counts as a killed process's
+LEFT_SECONDS = 24 * 3600  # without a batch until such a folder counts as a killed process's
 SOURCE_BYTES_READ = 1 << 16  # of the end of a shard, where its footer is
 
 
@@ -247,7 +247,8 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
                     if waiting:  # the devices were at work while the next pictures were decoded
                         rows += finish(*waiting)
                     waiting = encode(*pixels), decoded
-                    os.utime(folder)  # tells remove_leftovers that this process is at work
+                    with contextlib.suppress(OSError):  # not every file system can
+                        os.utime(folder)  # tells remove_leftovers that this process is at work
                 rows += finish(*waiting)
                 columns = [pa.array(column, kind) for column, kind in zip(zip(*rows), kinds)]
                 writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
@@ -255,7 +256,7 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
 
 
 def remove_leftovers(output_dir):
-    """Remove the folders of killed processes; one touched within an hour may be at work."""
+    """Remove the folders of killed processes; one touched within a day may be at work."""
     for folder in output_dir.glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError):  # it was finished meanwhile, or is somebody else's
             if time.time() - folder.stat().st_mtime > LEFT_SECONDS:

@@ -1,4 +1,4 @@
-"""Convolution of pictures, by the best way of each platform.
+"""Convolution of pictures, an implementation for each platform.
 
 CPU: 3x3 by Winograd's algorithm, small ones as matmuls of patches. Everything else: XLA's own.
 """
@@ -15,6 +15,7 @@ from attention_flax import by_platform
 # so many output channels for every position (transforming the kernel is the same work for few).
 LEAST_CHANNELS = 320
 MOST_CHANNELS_PER_POSITION = 2
+MOST_NUMBERS = 2**26  # of its input and output together: it takes four times as many, here 1 GiB
 
 
 def convolve(x, kernel, stride, padding):
@@ -27,7 +28,7 @@ def convolve(x, kernel, stride, padding):
         padding: ((top, bottom), (left, right)), zeros.
 
     Returns:
-        (B, h, w, D), of x's dtype. It has gradients in reverse mode only.
+        (B, h, w, D), of x's dtype. It has gradients in reverse mode only, on all platforms.
     """
     xla = partial(
         jax.lax.conv_general_dilated,
@@ -41,6 +42,7 @@ def convolve(x, kernel, stride, padding):
         (size, stride, padding) == (3, 1, ((1, 1), (1, 1)))
         and min(C, D) >= LEAST_CHANNELS
         and MOST_CHANNELS_PER_POSITION * B * h * w >= D
+        and B * h * w * (C + D) <= MOST_NUMBERS
     ):
         cpu = winograd
     elif size == 1 or B * h * w < D:
@@ -74,8 +76,7 @@ def multiply_patches(x, kernel, stride, padding):
 # the kernel's 3 weights 4, of 4 inputs 4, of 4 products 2 results.
 _KERNEL = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 _BOTH_AXES = np.kron(_KERNEL, _KERNEL)  # (16, 9)
-# A kernel that is turned around has the same with the first and the last exchanged.
-_TURNED = np.arange(16).reshape(4, 4)[np.ix_([3, 1, 2, 0], [3, 1, 2, 0])].ravel()
+_TURNED = np.kron(_KERNEL[:, ::-1], _KERNEL[:, ::-1])  # of a kernel turned around
 
 
 def _of_inputs(d):
@@ -91,10 +92,10 @@ def _of_results(y):
     return [y[0], y[0] + y[1], y[0] - y[1], -y[1]]
 
 
-def _transform_kernel(kernel):
+def _transform_kernel(matrix, kernel):
     """(3, 3, C, D) -> (16, C, D); as a matmul, which XLA does not repeat for each who reads it."""
     _, _, C, D = kernel.shape
-    return (_BOTH_AXES @ kernel.reshape(9, C * D)).reshape(16, C, D)
+    return (matrix @ kernel.reshape(9, C * D)).reshape(16, C, D)
 
 
 def _transform_inputs(x):
@@ -148,7 +149,8 @@ def winograd(x, kernel):
     Source: Fast Algorithms for Convolutional Neural Networks (arXiv 1509.09308), section 4.1.
     """
     x32, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
-    products = _products(_transform_inputs(x32), _transform_kernel(kernel), (2, 1))
+    transformed = _transform_kernel(_BOTH_AXES, kernel)
+    products = _products(_transform_inputs(x32), transformed, (2, 1))
     return _make_results(products, (*x.shape[:3], kernel.shape[-1])).astype(x.dtype)
 
 
@@ -159,8 +161,9 @@ def _winograd_forward(x, kernel):
 def _winograd_backward(kept, g):
     x, kernel = kept
     x32, kernel32, g32 = (y.astype(jnp.float32) for y in (x, kernel, g))
-    turned = _transform_kernel(kernel32)[_TURNED]
+    turned = _transform_kernel(_TURNED, kernel32)
     g_x = _make_results(_products(_transform_inputs(g32), turned, (2, 2)), x.shape)
+    # XLA sees that it has transformed x before, and keeps that from the forward pass.
     g_kernel = _products(_transform_inputs(x32), _transform_results(g32), (1, 1))  # (16, C, D)
     g_kernel = _BOTH_AXES.T @ g_kernel.reshape(16, -1)
     return g_x.astype(x.dtype), g_kernel.reshape(kernel.shape).astype(kernel.dtype)

@@ -10,11 +10,13 @@ in bfloat16. In seconds:
 
 Adds to benchmarks/results/kernels.json, a row for each operation, pass and device, and prints a
 table. The share of the peak is that of a large matmul measured beside it, which a convolution of
-another algorithm may exceed. Two minutes on two CPU cores.
+another algorithm may exceed; small operations on a GPU measure how fast they are launched. Four
+minutes on two CPU cores.
 """
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -120,9 +122,8 @@ def bench(name, with_gradient, config, device):
     """A row of results, as in side_by_side.py."""
     ours, theirs, shapes, axes, flops = make_operation(name)
     arrays, tensors = make_inputs(shapes, axes, device)
+    g = jnp.ones(jax.eval_shape(ours, *arrays).shape, arrays[0].dtype)
     program = jax.jit(ours)
-    out = program(*arrays)
-    g = jnp.ones(out.shape, out.dtype)
 
     @jax.jit
     def with_vjp(g, *arrays):
@@ -132,19 +133,25 @@ def bench(name, with_gradient, config, device):
     def run_ours():
         jax.block_until_ready(with_vjp(g, *arrays) if with_gradient else program(*arrays))
 
-    def run_theirs():
+    def run_theirs(tensors, g):
         with torch.set_grad_enabled(with_gradient):
             out = theirs(*tensors)
             if with_gradient:
-                torch.autograd.grad(out, tensors, torch.ones_like(out))
+                torch.autograd.grad(out, tensors, g)
         synchronize(device)
 
-    for tensor in tensors:
-        tensor.requires_grad_(with_gradient)
-    contenders = {"ours": run_ours, "torch eager": run_theirs}
+    layouts = {"torch eager": torch.contiguous_format}
+    if KERNELS[name][0] == "conv":
+        layouts["torch channels_last"] = torch.channels_last
+    contenders = {"ours": run_ours}
+    for contender, layout in layouts.items():
+        ordered = [x.to(memory_format=layout).requires_grad_(with_gradient) for x in tensors]
+        ones = torch.ones_like(theirs(*ordered)).detach()
+        contenders[contender] = partial(run_theirs, ordered, ones)
     first = {contender: [measure(run, 0)] for contender, run in contenders.items()}
     seconds = {contender: [] for contender in contenders}
     for _, contender in in_turn(list(contenders), config.rounds):
+        contenders[contender]()  # the other's threads come to rest
         seconds[contender].append(measure(contenders[contender], config.seconds))
     return make_row(
         name,

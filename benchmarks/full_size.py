@@ -117,7 +117,7 @@ def in_new_process(function, *args):
 
 
 def write_module(folder, module):
-    """Write a module with random float32 weights, its norms without effect and its biases 0.
+    """Write a module with random float32 weights, scales of norms 1 and biases 0.
 
     Array by array, as one program for all would hold them twice, and in files that can be held
     beside them while they are written.

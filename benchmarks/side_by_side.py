@@ -169,9 +169,10 @@ def check_config(config, *names):
     """
     for name in (*names, "rounds"):
         values = getattr(config, name)
-        values = values if isinstance(values, tuple) else (values,)
-        if not values or min(values) < 1:
-            raise ValueError(f"{name}={' '.join(map(str, values))} must be at least 1")
+        if values == ():
+            raise ValueError(f"{name} is empty; give at least one number")
+        if (least := min(values) if isinstance(values, tuple) else values) < 1:
+            raise ValueError(f"{name}={least} must be at least 1")
     read_results(config.output)
 
 

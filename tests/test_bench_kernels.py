@@ -4,15 +4,18 @@ import json
 
 import numpy as np
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bench_kernels
 
 
 @pytest.mark.parametrize("name", bench_kernels.KERNELS)
 def test_ours_and_pytorchs_are_the_same(name):
-    ours, theirs, shapes, axes, _ = bench_kernels.make_operation(name)
+    ours, theirs, shapes, axes, flops = bench_kernels.make_operation(name)
     arrays, tensors = bench_kernels.make_inputs(shapes, axes, "cpu")
-    expected = theirs(*tensors).numpy()
+    with FlopCounterMode(display=False) as counter:
+        expected = theirs(*tensors).numpy()
+    assert counter.get_total_flops() == flops
     result = np.asarray(ours(*arrays)).transpose(axes[0])
     assert np.abs(result - expected).max() < 1e-4 * np.abs(expected).max()
 

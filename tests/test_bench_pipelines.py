@@ -60,8 +60,8 @@ def test_command_line(script, flags, tmp_path, capsys):
     [
         (bench_train, "--resolution 100", "resolution=100 must be a multiple of 64"),
         (bench_edit, "--rounds 0", "rounds=0 must be at least 1"),
-        (bench_edit, "--batch_sizes 1 0", "batch_sizes=1 0 must be at least 1"),
-        (bench_sdxl, "--batch_sizes", "batch_sizes= must be at least 1"),
+        (bench_edit, "--batch_sizes 1 0", "batch_sizes=0 must be at least 1"),
+        (bench_sdxl, "--batch_sizes", "batch_sizes is empty; give at least one number"),
         (bench_sdxl, "--output README.md", "README.md cannot be read (Expecting value"),
         (bench_train, "--output benchmarks/results/start.json", "holds something else than such"),
         (bench_sdxl, "--image_size 8", "image_size=8 must be a multiple of 64"),

@@ -182,12 +182,14 @@ def test_blockwise_in_bfloat16():
     assert_close(found, [exact, *exact_pull(out.astype(jnp.float32))], 2e-2)
 
 
+@pytest.mark.parametrize("least_channels", [1, 320])  # with Winograd's way, and without it
 @pytest.mark.parametrize("out_channels", [8, 200])  # fewer than positions, and more
 @pytest.mark.parametrize(
     ("stride", "padding"),
     [(1, ((1, 1), (1, 1))), (2, ((1, 1), (1, 1))), (2, ((0, 1), (0, 1)))],
 )
-def test_convolve(out_channels, stride, padding):
+def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
+    monkeypatch.setattr("convolution_flax.LEAST_CHANNELS", least_channels)
     args = normal(2, 6, 9, 5), normal(3, 3, 5, out_channels, seed=2)
 
     def theirs(x, kernel):
@@ -215,9 +217,11 @@ def test_winograd(size):
     assert_close([np.float32(x) for x in found], expected, 2e-2)
 
 
+@pytest.mark.parametrize("least_channels", [1, 320])
 @pytest.mark.parametrize("features", [8, 200])
-def test_convolutions_are_flaxs(features):
+def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
+    monkeypatch.setattr("convolution_flax.LEAST_CHANNELS", least_channels)
     x = normal(2, 6, 9, 5)
     for size in (3, 1):
         params = nn.Conv(features, (size, size)).init(jax.random.key(0), x)
@@ -232,6 +236,28 @@ def test_convolutions_are_flaxs(features):
             gradients = [jax.tree.leaves(pull(g)) for _, pull in (found, expected)]
             assert_close([np.float32(found[0])], [np.float32(expected[0])], tolerance)
             assert_close(*gradients, tolerance)
+
+
+@pytest.mark.parametrize("wrap", [nn.remat, lambda module: module], ids=["remat", "plain"])
+def test_winograd_under_pmap(wrap, monkeypatch):
+    """As models use it: in a module, on several devices, recomputed or not; against XLA's own."""
+    x = normal(2, 3, 6, 8, 12)
+    module = wrap(Conv)(12)
+    params = module.init(jax.random.key(0), x[0])
+
+    def gradients():
+        def loss(params, x):
+            return (jnp.tanh(module.apply(params, x)) * x).sum()
+
+        run = jax.pmap(jax.value_and_grad(loss, (0, 1)), in_axes=(None, 0))
+        return jax.tree.leaves(run(params, x))
+
+    plain = gradients()
+    monkeypatch.setattr("convolution_flax.LEAST_CHANNELS", 1)
+    jax.clear_caches()
+    found = gradients()
+    assert any(not np.array_equal(a, b) for a, b in zip(found, plain))  # it is another way
+    assert_close(found, plain, 1e-5)
 
 
 def test_convolution_of_each_platform():

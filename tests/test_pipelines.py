@@ -294,17 +294,20 @@ def call_with_noise(pipeline, noise, **arguments):
 def test_weights_are_not_held_twice_while_they_are_moved():
     """Devices copy in the background; 256 MB, in a process of its own."""
     code = """
-import jax, numpy, resource
+import jax, numpy
+from pathlib import Path
 from pipeline_flax_utils import replace_leaves
+def kilobytes(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
 jax.device_put(numpy.ones(3))
 params = {i: {"kernel": numpy.full(2**20, i, numpy.float32)} for i in range(64)}
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = kilobytes("VmRSS")
 replace_leaves(jax.device_put, params)
 jax.block_until_ready(params)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(kilobytes("VmHWM") - before)
 """
     root = Path(pipeline_flax_utils.__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 100 * 1024  # KB
+    assert 0 < int(done.stdout) < 100 * 1024
