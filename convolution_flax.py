@@ -129,12 +129,6 @@ def _make_results(products, shape):
     return tiles.reshape(B, 2 * th, 2 * tw, D)[:, :H, :W]
 
 
-def _products(a, b, contract):
-    """16 matmuls of float32; contract: the axis of each that is summed over."""
-    numbers = (tuple((axis,) for axis in contract), ((0,), (0,)))
-    return jax.lax.dot_general(a, b, numbers)
-
-
 @jax.custom_vjp
 def winograd(x, kernel):
     """A 3x3 convolution of stride 1 that keeps height and width, with 4/9 of the multiplications.
@@ -150,7 +144,7 @@ def winograd(x, kernel):
     """
     x32, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
     transformed = _transform_kernel(_BOTH_AXES, kernel)
-    products = _products(_transform_inputs(x32), transformed, (2, 1))
+    products = jnp.einsum("ipc,icd->ipd", _transform_inputs(x32), transformed)
     return _make_results(products, (*x.shape[:3], kernel.shape[-1])).astype(x.dtype)
 
 
@@ -162,9 +156,10 @@ def _winograd_backward(kept, g):
     x, kernel = kept
     x32, kernel32, g32 = (y.astype(jnp.float32) for y in (x, kernel, g))
     turned = _transform_kernel(_TURNED, kernel32)
-    g_x = _make_results(_products(_transform_inputs(g32), turned, (2, 2)), x.shape)
+    g_products = jnp.einsum("ipd,icd->ipc", _transform_inputs(g32), turned)
+    g_x = _make_results(g_products, x.shape)
     # XLA sees that it has transformed x before, and keeps that from the forward pass.
-    g_kernel = _products(_transform_inputs(x32), _transform_results(g32), (1, 1))  # (16, C, D)
+    g_kernel = jnp.einsum("ipc,ipd->icd", _transform_inputs(x32), _transform_results(g32))
     g_kernel = _BOTH_AXES.T @ g_kernel.reshape(16, -1)
     return g_x.astype(x.dtype), g_kernel.reshape(kernel.shape).astype(kernel.dtype)
 

@@ -393,8 +393,8 @@ def replace_leaves(function, params):
     """Replace every array of parameters by function of it, in place and one after the other.
 
     So no more than one is held in both forms: each is waited for, as devices copy in the
-    background and would hold what they have not come to. Old arrays that
-    something else holds as well stay in memory.
+    background and would hold what they have not come to. Old arrays that something else holds as
+    well stay in memory.
 
     Args:
         function: array -> array.
