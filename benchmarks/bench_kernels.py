@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,10 +37,9 @@ from benchmarks.side_by_side import (  # noqa: E402
     check_config,
     find_device,
     format_table,
-    in_turn,
     make_row,
-    measure,
     synchronize,
+    time_in_this_process,
 )
 from convolution_flax import convolve  # noqa: E402
 
@@ -57,14 +55,11 @@ KERNELS = {
     "self_attention_1024": ("attention", (1024, 1024, 320)),
     "text_attention_1024": ("attention", (1024, 77, 320)),
 }
-Kernel = Literal[
-    "conv_32", "conv_16", "conv_8", "dense_1024", "self_attention_1024", "text_attention_1024"
-]
 
 
 @dataclass(frozen=True)
 class Config:
-    kernels: tuple[Kernel, ...] = tuple(KERNELS)
+    kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)
     rounds: int = 5  # each contender is measured once in each
     seconds: float = 1.0  # of a measurement, at least
     output: str = "benchmarks/results/kernels.json"
@@ -143,23 +138,18 @@ def bench(name, with_gradient, config, device):
     layouts = {"torch eager": torch.contiguous_format}
     if KERNELS[name][0] == "conv":
         layouts["torch channels_last"] = torch.channels_last
-    contenders = {"ours": run_ours}
+    contenders = {"ours": (lambda: None, run_ours)}
     for contender, layout in layouts.items():
         ordered = [x.to(memory_format=layout).requires_grad_(with_gradient) for x in tensors]
         ones = torch.ones_like(theirs(*ordered)).detach()
-        contenders[contender] = partial(run_theirs, ordered, ones)
-    first = {contender: [measure(run, 0)] for contender, run in contenders.items()}
-    seconds = {contender: [] for contender in contenders}
-    for _, contender in in_turn(list(contenders), config.rounds):
-        contenders[contender]()  # the other's threads come to rest
-        seconds[contender].append(measure(contenders[contender], config.seconds))
+        contenders[contender] = (lambda: None), partial(run_theirs, ordered, ones)
     return make_row(
         name,
         "gradient" if with_gradient else "forward",
         BATCH_SIZE,
         flops * (3 if with_gradient else 1),
         device,
-        {"seconds": seconds, "first_seconds": first},
+        time_in_this_process(contenders, config.rounds, config.seconds),
     )
 
 
@@ -169,7 +159,7 @@ def run(config):
     if not config.kernels:
         raise ValueError(f"kernels must name at least one of {', '.join(KERNELS)}")
     device, machine = find_device(), describe_machine(PACKAGES)
-    for name in tqdm(config.kernels, unit="operation"):
+    for name in config.kernels:
         for with_gradient in (False, True):
             row = bench(name, with_gradient, config, device)
             results = add_row(row, machine, config.output)

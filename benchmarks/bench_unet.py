@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -44,10 +43,9 @@ from benchmarks.side_by_side import (  # noqa: E402
     check_config,
     find_device,
     format_table,
-    in_turn,
     make_row,
-    measure,
     synchronize,
+    time_in_this_process,
 )
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from tpu_compile import SDXL  # noqa: E402
@@ -195,26 +193,13 @@ def bench(name, with_gradient, config, device):
     arguments = [arguments[0].to(dtype), arguments[1], arguments[2].to(dtype), arguments[3]]
     contenders = {"ours": ours}
     contenders |= torch_contenders(unet, arguments, with_gradient, half, compiled)
-
-    first, seconds = {}, {name: [] for name in contenders}
-    with tqdm(total=(config.rounds + 1) * len(contenders), unit="measurement") as bar:
-        for contender, (prepare, run) in contenders.items():
-            prepare()
-            first[contender] = [measure(run, 0)]
-            bar.update()
-        for _, contender in in_turn(list(contenders), config.rounds):
-            prepare, run = contenders[contender]
-            prepare()
-            run()  # brings its weights back to the caches
-            seconds[contender].append(measure(run, config.seconds))
-            bar.update()
     return make_row(
         name,
         "gradient" if with_gradient else "forward",
         config.batch_size,
         count_flops(case, inputs, with_gradient),
         device,
-        {"seconds": seconds, "first_seconds": first},
+        time_in_this_process(contenders, config.rounds, config.seconds),
     )
 
 

@@ -115,6 +115,32 @@ def time_contender(make_run, args, seconds, started):
     return first, measure(run, seconds)
 
 
+def time_in_this_process(contenders, rounds, seconds):
+    """Time contenders, all of which are held at once.
+
+    Args:
+        contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.
+        rounds: how often each is measured, after a first pass.
+        seconds: of a measurement, see measure.
+
+    Returns:
+        As time_in_turn; "first_seconds" is of a single pass.
+    """
+    first, passes = {}, {name: [] for name in contenders}
+    with tqdm(total=(rounds + 1) * len(contenders), unit="measurement") as bar:
+        for name, (prepare, run) in contenders.items():
+            prepare()
+            first[name] = [measure(run, 0)]
+            bar.update()
+        for _, name in in_turn(list(contenders), rounds):
+            prepare, run = contenders[name]
+            prepare()
+            run()  # brings its weights back to the caches; the others' threads come to rest
+            passes[name].append(measure(run, seconds))
+            bar.update()
+    return {"first_seconds": first, "seconds": passes}
+
+
 def time_in_turn(contenders, args, rounds, seconds):
     """Time contenders, every measurement in a process of its own.
 
