@@ -46,13 +46,12 @@ from benchmarks.full_size import (  # noqa: E402
 )
 from benchmarks.side_by_side import (  # noqa: E402
     PACKAGES,
-    add_row,
     check_config,
     contenders_on,
     find_device,
-    format_table,
     make_row,
     on_device,
+    report,
     time_in_turn,
     torch_pipeline,
 )
@@ -142,10 +141,8 @@ def run(config):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         in_new_process(make_pipeline, folder, config.size == "tiny", 8)
-        for batch_size in config.batch_sizes:
-            row = bench(folder, config, batch_size, device)
-            results = add_row(row, machine, config.output)
-    print(f"\n{format_table(results)}\n\nwrote {config.output}")
+        rows = (bench(folder, config, batch_size, device) for batch_size in config.batch_sizes)
+        report(rows, machine, config.output)
 
 
 def main(args=None):

@@ -33,11 +33,10 @@ from attention_flax import attention  # noqa: E402
 from benchmarks.full_size import command_line, describe_machine  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     PACKAGES,
-    add_row,
     check_config,
     find_device,
-    format_table,
     make_row,
+    report,
     synchronize,
     time_in_this_process,
 )
@@ -159,11 +158,12 @@ def run(config):
     if not config.kernels:
         raise ValueError(f"kernels must name at least one of {', '.join(KERNELS)}")
     device, machine = find_device(), describe_machine(PACKAGES)
-    for name in config.kernels:
-        for with_gradient in (False, True):
-            row = bench(name, with_gradient, config, device)
-            results = add_row(row, machine, config.output)
-    print(f"\n{format_table(results)}\n\nwrote {config.output}")
+    rows = (
+        bench(name, with_gradient, config, device)
+        for name in config.kernels
+        for with_gradient in (False, True)
+    )
+    report(rows, machine, config.output)
 
 
 def main(args=None):

@@ -55,12 +55,11 @@ from benchmarks.full_size import (  # noqa: E402
 )
 from benchmarks.side_by_side import (  # noqa: E402
     PACKAGES,
-    add_row,
     check_config,
     contenders_on,
     find_device,
-    format_table,
     make_row,
+    report,
     synchronize,
     time_in_turn,
 )
@@ -210,8 +209,7 @@ def run(config):
         device,
         figures,
     )
-    results = add_row(row, machine, config.output)
-    print(f"\n{format_table(results)}\n\nwrote {config.output}")
+    report([row], machine, config.output)
 
 
 def main(args=None):

@@ -38,12 +38,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.full_size import TINY_UNET, command_line, describe_machine  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     PACKAGES,
-    add_row,
     can_compile,
     check_config,
     find_device,
-    format_table,
     make_row,
+    report,
     synchronize,
     time_in_this_process,
 )
@@ -209,12 +208,14 @@ def run(config):
     if not (config.cases and config.passes):
         raise ValueError("cases and passes must name at least one each")
     device, machine = find_device(), describe_machine(PACKAGES)
-    for name in config.cases:
-        for which in config.passes:
-            row = bench(name, which == "gradient", config, device)
-            results = add_row(row, machine, config.output)
-            gc.collect()
-    print(f"\n{format_table(results)}\n\nwrote {config.output}")
+
+    def rows():
+        for name in config.cases:
+            for which in config.passes:
+                yield bench(name, which == "gradient", config, device)
+                gc.collect()
+
+    report(rows(), machine, config.output)
 
 
 def main(args=None):

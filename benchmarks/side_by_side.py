@@ -268,6 +268,13 @@ def format_table(results):
     return "\n".join(lines)
 
 
+def report(rows, machine, output):
+    """Write rows, each as soon as it is measured, and print all of the file; args of add_row."""
+    for row in rows:
+        results = add_row(row, machine, output)
+    print(f"\n{format_table(results)}\n\nwrote {output}")
+
+
 def add_row(row, machine, output):
     """Write a row into a JSON file, beside those of other devices, cases and batches.
 
