@@ -47,7 +47,7 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
 
     Returns:
         (B, T, C) in query's dtype; logits and softmax are float32. It has gradients in reverse
-        mode only.
+        mode only, and under jax.shard_map with check_vma=False.
 
     Source: Attention Is All You Need (arXiv 1706.03762), equation 1.
     """

@@ -275,6 +275,12 @@ def fill(config):
     for name in ("batch_size", "resolution", "max_train_samples"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.dataloader_num_workers < 0:
+        raise ValueError(
+            f"dataloader_num_workers={config.dataloader_num_workers} must be at least 0"
+        )
+    if not 0 <= config.max_bad_fraction <= 1:
+        raise ValueError(f"max_bad_fraction={config.max_bad_fraction} must be from 0 to 1")
     output_dir = Path(config.output_dir)
     if output_dir.resolve() == Path(config.train_data_dir).resolve():
         raise ValueError(f"{output_dir} is the folder of the data; name another for the latents")

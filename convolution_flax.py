@@ -28,7 +28,8 @@ def convolve(x, kernel, stride, padding):
         padding: ((top, bottom), (left, right)), zeros.
 
     Returns:
-        (B, h, w, D), of x's dtype. It has gradients in reverse mode only, on all platforms.
+        (B, h, w, D), of x's dtype. It has gradients in reverse mode only, on all platforms, and
+        under jax.shard_map with check_vma=False.
     """
     xla = partial(
         jax.lax.conv_general_dilated,

@@ -1,16 +1,16 @@
-"""Single operations of the UNet, ours against PyTorch's, in turn in one run: what bounds the rest.
+"""Single operations of the UNet, ours against PyTorch's, in turn in one run: what limits the rest.
 
     python benchmarks/bench_kernels.py
 
 Convolutions, matmuls and attention of the shapes that Stable Diffusion 1.5's UNet has at 256 pixels
-with two samples: forward, and with the gradients of all that goes in. On a CPU in float32, on a GPU
-in bfloat16. In seconds:
+with two samples: forward, and with the gradients of all that goes in; "xla" is what they would be
+without a way of their own for the platform. On a CPU in float32, on a GPU in bfloat16. In seconds:
 
     python benchmarks/bench_kernels.py --kernels conv_8 --rounds 1 --seconds 0.1 --output k.json
 
 Adds to benchmarks/results/kernels.json, a row for each operation, pass and device, and prints a
 table. The share of the peak is that of a large matmul measured beside it, which a convolution of
-another algorithm may exceed; small operations on a GPU measure how fast they are launched. Four
+another algorithm may exceed; small operations on a GPU measure how fast they are launched. Five
 minutes on two CPU cores.
 """
 
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attention_flax import attention  # noqa: E402
+from attention_flax import attention, plain_operations  # noqa: E402
 from benchmarks.full_size import command_line, describe_machine  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     PACKAGES,
@@ -116,16 +116,20 @@ def bench(name, with_gradient, config, device):
     """A row of results, as in side_by_side.py."""
     ours, theirs, shapes, axes, flops = make_operation(name)
     arrays, tensors = make_inputs(shapes, axes, device)
+    kind = KERNELS[name][0]
+
     g = jnp.ones(jax.eval_shape(ours, *arrays).shape, arrays[0].dtype)
-    program = jax.jit(ours)
 
-    @jax.jit
-    def with_vjp(g, *arrays):
-        out, pull = jax.vjp(ours, *arrays)
-        return out, pull(g)
+    def our_contender():
+        def forward(_, *arrays):  # a new function: others would have been traced before
+            return ours(*arrays)
 
-    def run_ours():
-        jax.block_until_ready(with_vjp(g, *arrays) if with_gradient else program(*arrays))
+        def gradient(g, *arrays):
+            out, pull = jax.vjp(ours, *arrays)
+            return out, pull(g)
+
+        program = jax.jit(gradient if with_gradient else forward).lower(g, *arrays).compile()
+        return (lambda: None), lambda: jax.block_until_ready(program(g, *arrays))
 
     def run_theirs(tensors, g):
         with torch.set_grad_enabled(with_gradient):
@@ -134,10 +138,13 @@ def bench(name, with_gradient, config, device):
                 torch.autograd.grad(out, tensors, g)
         synchronize(device)
 
+    contenders = {"ours": our_contender()}
+    if kind != "dense":
+        with plain_operations():
+            contenders["xla"] = our_contender()
     layouts = {"torch eager": torch.contiguous_format}
-    if KERNELS[name][0] == "conv":
+    if kind == "conv":
         layouts["torch channels_last"] = torch.channels_last
-    contenders = {"ours": (lambda: None, run_ours)}
     for contender, layout in layouts.items():
         ordered = [x.to(memory_format=layout).requires_grad_(with_gradient) for x in tensors]
         ones = torch.ones_like(theirs(*ordered)).detach()

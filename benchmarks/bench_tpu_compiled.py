@@ -5,8 +5,8 @@
 Has tpu_compile.py compile, for chips that are not here: the UNet's part of a training step (Stable
 Diffusion 1.5, 256 pixels, 8 pairs, bfloat16), the whole step with and without --cache_latents, the
 UNet of one SDXL step (1024 pixels, one picture with guidance) and all of a picture. Nothing is run.
-Reports that are there already (benchmarks/results/tpu_compile_*.json) are taken as they are;
---again compiles all anew. With the demo's model:
+Reports of the same flags that are there already (benchmarks/results/tpu_compile_*.json) are taken
+as they are; --again compiles all anew. With the demo's model:
 
     python benchmarks/bench_tpu_compiled.py --tpus v5e-4 --jobs unet_grad --resolution 64 \\
         --pretrained_model_name_or_path demo/base_model --results_dir /tmp/reports
@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import tpu_compile  # noqa: E402
 from benchmarks.full_size import GIB, command_line  # noqa: E402
 from modeling_flax_utils import read_json  # noqa: E402
 
@@ -47,6 +50,7 @@ BASELINES = {
     "sdxl_unet": {"diffusers 0.39": (1.03e9, 98.4e9, 14.05e12)},
 }
 PAIRS_PER_CHIP = 8
+MODEL = "pretrained_model_name_or_path"
 JobName = Literal["unet_grad", "train_step", "train_step_latents", "sdxl_unet", "sdxl"]
 
 
@@ -60,24 +64,39 @@ class Config:
     resolution: int = 256  # of training, pixels
 
 
+def flags_of(tpu, job, config):
+    """The flags of tpu_compile.py."""
+    flags = ["--tpu", tpu, *JOBS[job]]
+    if not job.startswith("sdxl"):
+        batch_size = PAIRS_PER_CHIP * tpu_compile.find_slice(tpu).num_chips
+        flags += ["--train_batch_size", str(batch_size), "--resolution", str(config.resolution)]
+    if model := config.pretrained_model_name_or_path:
+        flags += [f"--{MODEL}", str(Path(model).absolute())]
+    return flags
+
+
 def report_of(tpu, job, config):
     """The report of tpu_compile.py, compiled if it is not there."""
     name = f"{tpu}_{job}_1" if job.startswith("sdxl") else f"{tpu}_{job}"
     file = Path(config.results_dir) / f"tpu_compile_{name}.json"
+    flags = flags_of(tpu, job, config)
     if config.again or not file.is_file():
-        chips = int(tpu.split("-")[1]) // (2 if tpu.startswith(("v4", "v5p")) else 1)
-        command = [sys.executable, "tpu_compile.py", "--tpu", tpu, *JOBS[job]]
-        if not job.startswith("sdxl"):
-            command += ["--train_batch_size", str(PAIRS_PER_CHIP * chips)]
-            command += ["--resolution", str(config.resolution)]
-        if model := config.pretrained_model_name_or_path:
-            command += ["--pretrained_model_name_or_path", str(Path(model).absolute())]
-        command += ["--output", str(file.absolute())]
+        command = [sys.executable, "tpu_compile.py", *flags, "--output", str(file.absolute())]
         print(f"{tpu} {job} ...", flush=True)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise ValueError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
-    return read_json(file)
+            said = done.stderr.strip() or f"tpu_compile.py ended with code {done.returncode}"
+            raise ValueError(said.splitlines()[-1].removeprefix("error: "))
+    report = read_json(file)
+    asked = tpu_compile.changed_flags(
+        tyro.cli(tpu_compile.Config, args=flags, use_underscores=True)
+    )
+    if report["flags"] != asked:
+        raise ValueError(
+            f"{file} is of other flags ({report['flags']}); name another --results_dir, or give "
+            "--again"
+        )
+    return report
 
 
 def format_table(reports):
@@ -97,7 +116,7 @@ def format_table(reports):
             f"{report['hbm_bytes'] / 1e9:.1f} | {report['flops'] / 1e12:.2f} | "
             f"{report['step_seconds'] * 1e3:.1f} |"
         )
-        if chip == "v5e":
+        if chip == "v5e" and not report["flags"].keys() & {"resolution", MODEL}:
             for name, (temporaries, num_bytes, flops) in BASELINES.get(job, {}).items():
                 lines.append(
                     f"| {chip} | {job} | {name} | {temporaries / GIB:.2f} | "

@@ -5,8 +5,9 @@
 Forward (as an edit does) and forward with the gradient of all parameters (as training does) of
 Stable Diffusion 1.5's 8-channel UNet at 256 and 512 pixels and of SDXL's at 1024. On a CPU in
 float32; on a GPU in bfloat16, the gradient with float32 parameters (PyTorch: autocast). PyTorch
-runs eager, eager with channels_last, and with torch.compile where a C++ compiler is. All contenders
-are measured once in each round, so that what else the machine does slows down all of them.
+runs eager, eager with channels_last, and with torch.compile (of channels_last on a GPU) where a C++
+compiler is. All contenders are measured once in each round, so that what else the machine does
+slows down all of them.
 
 The share of the peak is FLOPs (PyTorch's count) over what the machine's fastest large matmul, of
 ours or PyTorch's and measured in the same run, would do in that time. Tiny, in a minute:
@@ -131,7 +132,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
     memory = {
         "eager": torch.contiguous_format,
         "channels_last": torch.channels_last,
-        "compiled": torch.channels_last,
+        "compiled": torch.channels_last if device == "cuda" else torch.contiguous_format,
     }
     programs = {"compiled": torch.compile(unet)} if compiled else {}
 
@@ -207,6 +208,8 @@ def run(config):
     check_config(config, "batch_size")
     if not (config.cases and config.passes):
         raise ValueError("cases and passes must name at least one each")
+    if config.torch_compile and not can_compile():
+        raise ValueError("torch_compile=True needs a C++ compiler; install g++")
     device, machine = find_device(), describe_machine(PACKAGES)
 
     def rows():

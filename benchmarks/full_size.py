@@ -314,7 +314,7 @@ def command_line(config_class, description, run, args=None):
     try:
         run(config)
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; only what is in the output file already is kept", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

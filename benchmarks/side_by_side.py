@@ -70,17 +70,19 @@ def measure(run, seconds):
 
 
 def in_turn(names, rounds):
-    """(round, name) of every measurement; none always comes after the same other."""
+    """(round, name) of every measurement; every other round goes backwards.
+
+    So none always comes after the same other.
+    """
     for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in names[::-1] if number % 2 else names:
             yield number, name
 
 
 def contenders_on(device, ours, theirs):
     """{name: its function}: ours, and theirs(..., compiled=) in the ways worth while there."""
     contenders = {"ours": ours, "torch eager": partial(theirs, compiled=False)}
-    if device == "cuda":
+    if device == "cuda" and can_compile():
         contenders["torch compiled"] = partial(theirs, compiled=True)
     return contenders
 

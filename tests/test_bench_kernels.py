@@ -27,5 +27,5 @@ def test_command_line(tmp_path, capsys):
     bench_kernels.main([*flags, "--output", str(output)])
     results = json.loads(output.read_text())
     assert {row["work"] for row in results.values()} == {"forward", "gradient"}
-    assert all(row["summary"].keys() == {"ours", "torch eager"} for row in results.values())
+    assert all(row["summary"].keys() == {"ours", "xla", "torch eager"} for row in results.values())
     assert "| ours times as fast |" in capsys.readouterr().out

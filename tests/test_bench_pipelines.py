@@ -30,7 +30,7 @@ def test_summary_by_hand():
     assert summary["torch eager"]["ours_times_as_fast"] == 2.0
     assert summary["torch eager"]["ours_times_as_fast_range"] == [1.0, 3.0]
     turns = [name for _, name in in_turn(["a", "b", "c"], 2)]
-    assert turns == ["a", "b", "c", "b", "c", "a"]
+    assert turns == ["a", "b", "c", "c", "b", "a"]
 
 
 @pytest.mark.slow

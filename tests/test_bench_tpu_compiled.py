@@ -22,6 +22,17 @@ def test_command_line(tmp_path, capsys):
     bench_tpu_compiled.main(flags)
     out = capsys.readouterr().out
     assert "unet_grad ..." not in out and "| v5e | unet_grad | ours | " in out
+    assert "MaxDiffusion" not in out  # that was measured with Stable Diffusion 1.5
+    with pytest.raises(SystemExit) as ended:
+        bench_tpu_compiled.main([*flags, "--resolution", "32"])
+    assert ended.value.code == 2
+    assert f"error: {file} is of other flags" in capsys.readouterr().err
+
+
+def test_kept_reports_beside_others(capsys):
+    bench_tpu_compiled.main(["--tpus", "v5e-1", "--jobs", "unet_grad"])
+    out = capsys.readouterr().out
+    assert "| v5e | unet_grad | ours | " in out
     assert "| v5e | unet_grad | MaxDiffusion | 2.22 | 68.4 | | 4.08 | |" in out
 
 

@@ -269,6 +269,8 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
         (dict(train_data_dir="NONE"), "is not a folder; give the one with the shards"),
         (dict(output_dir="FILE"), "cannot be a folder of latents ("),
         (dict(batch_size=0), "batch_size=0 must be at least 1"),
+        (dict(dataloader_num_workers=-1), "dataloader_num_workers=-1 must be at least 0"),
+        (dict(max_bad_fraction=-1.0), "max_bad_fraction=-1.0 must be from 0 to 1"),
     ],
 )
 def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options, message):
