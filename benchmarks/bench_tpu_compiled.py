@@ -127,6 +127,8 @@ def format_table(reports):
 
 def run(config):
     """Compile what is missing, print."""
+    if not (config.tpus and config.jobs):
+        raise ValueError("tpus and jobs must name at least one each")
     reports = {
         (tpu, job): report_of(tpu, job, config) for job in config.jobs for tpu in config.tpus
     }

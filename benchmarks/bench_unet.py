@@ -6,8 +6,9 @@ Forward (as an edit does) and forward with the gradient of all parameters (as tr
 Stable Diffusion 1.5's 8-channel UNet at 256 and 512 pixels and of SDXL's at 1024. On a CPU in
 float32; on a GPU in bfloat16, the gradient with float32 parameters (PyTorch: autocast). PyTorch
 runs eager, eager with channels_last, and with torch.compile (of channels_last on a GPU) where a C++
-compiler is. All contenders are measured once in each round, so that what else the machine does
-slows down all of them.
+compiler is. All contenders are measured once in each round, so that a machine that becomes slower
+does for all of them; one that does other work as well slows down PyTorch, whose threads wait for
+each other, far more.
 
 The share of the peak is FLOPs (PyTorch's count) over what the machine's fastest large matmul, of
 ours or PyTorch's and measured in the same run, would do in that time. Tiny, in a minute:
@@ -159,8 +160,8 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
     return {f"torch {name}": (partial(prepare, name), partial(run, name)) for name in names}
 
 
-def our_contender(folder, inputs, with_gradient, half):
-    """Ours, (prepare, run) as of torch_contenders."""
+def our_program(folder, inputs, with_gradient, half):
+    """Ours, compiled, and its arguments; arguments as of torch_contenders, from a folder."""
     dtype = jnp.bfloat16 if half else jnp.float32
     unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, dtype=dtype)
     if half and not with_gradient:
@@ -174,7 +175,7 @@ def our_contender(folder, inputs, with_gradient, half):
         return jnp.square(predict(params, *inputs).astype(jnp.float32)).mean()
 
     step = jax.jit(jax.value_and_grad(loss) if with_gradient else predict)
-    return (lambda: None), lambda: jax.block_until_ready(step(params, *inputs))
+    return step.lower(params, *inputs).compile(), (params, *inputs)
 
 
 def bench(name, with_gradient, config, device):
@@ -187,11 +188,11 @@ def bench(name, with_gradient, config, device):
     with tempfile.TemporaryDirectory() as folder:
         unet = UNet2DConditionModel(**case.config)
         unet.save_pretrained(folder)
-        ours = our_contender(folder, inputs, with_gradient, half)
+        program, args = our_program(folder, inputs, with_gradient, half)
     unet = unet.to(device, dtype)
     arguments = jax.tree.map(lambda x: torch.from_numpy(x).to(device), inputs)
     arguments = [arguments[0].to(dtype), arguments[1], arguments[2].to(dtype), arguments[3]]
-    contenders = {"ours": ours}
+    contenders = {"ours": ((lambda: None), lambda: jax.block_until_ready(program(*args)))}
     contenders |= torch_contenders(unet, arguments, with_gradient, half, compiled)
     return make_row(
         name,

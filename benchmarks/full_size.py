@@ -237,7 +237,25 @@ def run_command(arguments, kill_when=None):
 def describe_machine(packages):
     """What the figures were measured on and with, memory included."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    return bench_data.describe_machine(packages) | {"memory_gib": memory}
+    machine = bench_data.describe_machine(packages) | {"memory_gib": memory}
+    if machine["load_before"] > machine["cores"] / 2:
+        print(
+            f"warning: other work (load {machine['load_before']:.1f} on {machine['cores']} cores) "
+            "slows down some contenders more than others",
+            file=sys.stderr,
+        )
+    return machine
+
+
+def check_output(output):
+    """Find out that a file cannot be written before anything is measured; ValueError."""
+    folder = Path(output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"output={output} cannot be written: {error.strerror}") from error
 
 
 def bench(folder, quick):
@@ -312,6 +330,8 @@ def command_line(config_class, description, run, args=None):
     """What every benchmark's main does: read the flags, run; mistakes end in one line."""
     config = tyro.cli(config_class, description=description, args=args, use_underscores=True)
     try:
+        if hasattr(config, "output"):
+            check_output(config.output)
         run(config)
     except KeyboardInterrupt:
         print("interrupted; only what is in the output file already is kept", file=sys.stderr)
