@@ -1,10 +1,10 @@
-"""Where the time of the UNet goes on a CPU: a profile by kind of operation.
+"""Where the time of the UNet goes on a CPU, ours and PyTorch's, by kind of operation.
 
     python benchmarks/profile_unet.py
 
-Traces one pass of what bench_unet.py times as ours, forward and with the gradient of all
-parameters, and sums up what each operation of the compiled program took by the part of the model
-that it comes from. Tiny, in half a minute:
+Traces one pass of what bench_unet.py times, forward and with the gradient of all parameters: of
+ours every operation of the compiled program is counted to the part of the model that it comes from,
+of PyTorch's (eager) to the function that was called. Tiny, in half a minute:
 
     python benchmarks/profile_unet.py --case tiny --output profile.json
 
@@ -21,14 +21,21 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import torch
 from diffusers import UNet2DConditionModel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_data import write_json  # noqa: E402
-from benchmarks.bench_unet import CASES, make_inputs, our_program  # noqa: E402
+from benchmarks.bench_unet import (  # noqa: E402
+    CASES,
+    make_inputs,
+    our_program,
+    torch_contenders,
+)
 from benchmarks.full_size import command_line, describe_machine  # noqa: E402
+from benchmarks.side_by_side import PACKAGES  # noqa: E402
 
 # The first that is found in the name of an operation's place in the model.
 KINDS = {
@@ -37,6 +44,13 @@ KINDS = {
     "norms": r"norm",
     "matmuls": r"dot_general",
     "other": r"",
+}
+TORCH_KINDS = {
+    "attention": "scaled_dot_product",
+    "convolutions": "convolution",
+    "norms": "norm",
+    "matmuls": r"::(addmm|mm|bmm)$",
+    "other": "",
 }
 INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.M)
 
@@ -48,9 +62,12 @@ class Config:
     output: str = "benchmarks/results/profile_unet.json"
 
 
-def kind_of(place):
-    """In what part of the model, "jit(predict)/FlaxUNet2DConditionModel/conv_in/..."."""
-    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, place))
+def by_kind(seconds, kinds):
+    """{name: seconds} summed up, {kind: seconds}; kinds: KINDS or TORCH_KINDS."""
+    sums = dict.fromkeys(kinds, 0.0)
+    for name, own in seconds:
+        sums[next(kind for kind, pattern in kinds.items() if re.search(pattern, name))] += own
+    return sums
 
 
 def own_seconds(profile, names):
@@ -73,12 +90,8 @@ def own_seconds(profile, names):
     return seconds
 
 
-def profile(program, args):
-    """Trace a pass, after a first one.
-
-    Returns:
-        {kind: seconds}.
-    """
+def profile_ours(program, args):
+    """{kind: seconds} of a pass, after a first one."""
     jax.block_until_ready(program(*args))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -86,19 +99,26 @@ def profile(program, args):
         (file,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
         places = dict(INSTRUCTION.findall(program.as_text()))
-        seconds = dict.fromkeys(KINDS, 0.0)
-        for name, own in own_seconds(data, places).items():
-            seconds[kind_of(places[name])] += own
-    return seconds
+    seconds = own_seconds(data, places)
+    return by_kind(((places[name], own) for name, own in seconds.items()), KINDS)
+
+
+def profile_theirs(run):
+    """{kind: seconds} of a pass, after a first one; run does one."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        run()
+    averages = trace.key_averages()
+    return by_kind(((x.key, x.self_cpu_time_total / 1e6) for x in averages), TORCH_KINDS)
 
 
 def format_table(figures):
-    """Markdown; figures: {pass: {kind: seconds}}."""
-    lines = ["| | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 1) + "|"]
-    for name, seconds in figures.items():
-        total = sum(seconds.values())
-        shares = " | ".join(f"{seconds[kind] / total:.0%}" for kind in KINDS)
-        lines.append(f"| {name}, {total:.2f} s | {shares} |")
+    """Markdown, in seconds; figures: {pass: {whose: {kind: seconds}}}."""
+    lines = ["| | | " + " | ".join([*KINDS, "all"]) + " |", "|---" * (len(KINDS) + 3) + "|"]
+    for name, contenders in figures.items():
+        for whose, seconds in contenders.items():
+            numbers = [*(seconds[kind] for kind in KINDS), sum(seconds.values())]
+            lines.append(f"| {name} | {whose} | {' | '.join(f'{x:.2f}' for x in numbers)} |")
     return "\n".join(lines)
 
 
@@ -108,14 +128,21 @@ def run(config):
         raise ValueError(f"batch_size={config.batch_size} must be at least 1")
     if jax.default_backend() != "cpu":
         raise ValueError("this is for CPUs; set JAX_PLATFORMS=cpu")
-    machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
+    machine = describe_machine(PACKAGES)
     case = CASES[config.case]
     inputs = make_inputs(case, config.batch_size)
+    arguments = jax.tree.map(torch.from_numpy, inputs)
+    unet = UNet2DConditionModel(**case.config)
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        UNet2DConditionModel(**case.config).save_pretrained(folder)
+        unet.save_pretrained(folder)
         for name in ("forward", "gradient"):
-            figures[name] = profile(*our_program(folder, inputs, name == "gradient", False))
+            with_gradient = name == "gradient"
+            ours = profile_ours(*our_program(folder, inputs, with_gradient, False))
+            theirs = torch_contenders(unet, arguments, with_gradient, False, False)
+            prepare, run_theirs = theirs["torch eager"]
+            prepare()
+            figures[name] = {"ours": ours, "torch eager": profile_theirs(run_theirs)}
     command = shlex.join(["python", *sys.orig_argv[1:]])
     write_json({"command": command, "machine": machine, "seconds": figures}, config.output)
     print(f"\n{format_table(figures)}\n\nwrote {config.output}")

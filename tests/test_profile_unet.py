@@ -23,7 +23,23 @@ from benchmarks import profile_unet
     ],
 )
 def test_kinds(place, kind):
-    assert profile_unet.kind_of(place) == kind
+    sums = profile_unet.by_kind([(place, 2.0), ("jit(f)/add", 1.0)], profile_unet.KINDS)
+    assert sums.pop(kind) == (3 if kind == "other" else 2)
+    assert sum(sums.values()) == (0 if kind == "other" else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::convolution_backward", "convolutions"),
+        ("aten::native_layer_norm", "norms"),
+        ("aten::addmm", "matmuls"),
+        ("aten::add", "other"),
+    ],
+)
+def test_kinds_of_pytorch(name, kind):
+    assert profile_unet.by_kind([(name, 2.0)], profile_unet.TORCH_KINDS)[kind] == 2
 
 
 def test_what_is_inside_is_counted_once():
@@ -40,10 +56,11 @@ def test_command_line(tmp_path, capsys):
     output = tmp_path / "profile.json"
     profile_unet.main(["--case", "tiny", "--output", str(output)])
     results = json.loads(output.read_text())
-    for seconds in results["seconds"].values():
-        assert seconds.keys() == profile_unet.KINDS.keys()
-        assert min(seconds["convolutions"], seconds["matmuls"], seconds["attention"]) > 0
-    assert "| gradient, " in capsys.readouterr().out
+    for contenders in results["seconds"].values():
+        assert contenders.keys() == {"ours", "torch eager"}
+        for seconds in contenders.values():
+            assert all(seconds[kind] > 0 for kind in profile_unet.KINDS)
+    assert "| gradient | torch eager | " in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         profile_unet.main(["--batch_size", "0", "--output", str(output)])
     assert ended.value.code == 2
