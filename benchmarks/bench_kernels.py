@@ -117,7 +117,6 @@ def bench(name, with_gradient, config, device):
     ours, theirs, shapes, axes, flops = make_operation(name)
     arrays, tensors = make_inputs(shapes, axes, device)
     kind = KERNELS[name][0]
-
     g = jnp.ones(jax.eval_shape(ours, *arrays).shape, arrays[0].dtype)
 
     def our_contender():

@@ -15,7 +15,6 @@ Writes benchmarks/results/memory.json and prints a table. Needs a CPU and 8 GB o
 of an hour on two cores.
 """
 
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tpu_compile  # noqa: E402
-from benchmarks.full_size import GIB, command_line, describe_machine, write_json  # noqa: E402
+from benchmarks.full_size import GIB, command_line, describe_machine, report  # noqa: E402
 
 NUM_DEVICES = 4
 VARIANTS = {
@@ -108,10 +107,8 @@ def run(config):
     else:
         devices = jax.devices()
     figures = compile_variants(config, devices)
-    command = shlex.join(["python", *sys.orig_argv[1:]])
     machine = describe_machine(("jax", "jaxlib", "flax", "optax"))
-    write_json({"command": command, "machine": machine, "figures": figures}, config.output)
-    print(f"\n{format_table(figures)}\n\nwrote {config.output}")
+    report(format_table(figures), config.output, machine=machine, figures=figures)
 
 
 def main(args=None):

@@ -321,9 +321,14 @@ def run(config):
             raise ValueError(f"work_dir={folder} is not empty; name a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         figures = bench(folder, config.quick)
+    report(format_table(figures), config.output, machine=machine, figures=figures)
+
+
+def report(table, output, **results):
+    """Write results, with the command that gives them, to a JSON file and print their table."""
     command = shlex.join(["python", *sys.orig_argv[1:]])
-    write_json({"command": command, "machine": machine, "figures": figures}, config.output)
-    print(f"\n{format_table(figures)}\n\nwrote {config.output}")
+    write_json({"command": command} | results, output)
+    print(f"\n{table}\n\nwrote {output}")
 
 
 def command_line(config_class, description, run, args=None):

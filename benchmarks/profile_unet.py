@@ -13,7 +13,6 @@ Writes benchmarks/results/profile_unet.json and prints a table; three minutes on
 
 import collections
 import re
-import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -27,14 +26,13 @@ from diffusers import UNet2DConditionModel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_data import write_json  # noqa: E402
 from benchmarks.bench_unet import (  # noqa: E402
     CASES,
     make_inputs,
     our_program,
     torch_contenders,
 )
-from benchmarks.full_size import command_line, describe_machine  # noqa: E402
+from benchmarks.full_size import command_line, describe_machine, report  # noqa: E402
 from benchmarks.side_by_side import PACKAGES  # noqa: E402
 
 # The first that is found in the name of an operation's place in the model.
@@ -143,9 +141,7 @@ def run(config):
             prepare, run_theirs = theirs["torch eager"]
             prepare()
             figures[name] = {"ours": ours, "torch eager": profile_theirs(run_theirs)}
-    command = shlex.join(["python", *sys.orig_argv[1:]])
-    write_json({"command": command, "machine": machine, "seconds": figures}, config.output)
-    print(f"\n{format_table(figures)}\n\nwrote {config.output}")
+    report(format_table(figures), config.output, machine=machine, seconds=figures)
 
 
 def main(args=None):
