@@ -509,7 +509,7 @@ def nearest_multiples(number, factor):
 
 def check_config(config: Config, num_devices: int):
     """Raise a ValueError for what no run could work with, before anything is loaded."""
-    for name in ("train_batch_size", "max_train_steps", "logging_steps"):
+    for name in ("train_batch_size", "max_train_steps", "logging_steps", "resolution"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
     if config.train_batch_size % num_devices:

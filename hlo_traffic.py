@@ -11,9 +11,8 @@ import math
 import re
 from functools import cache
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
-SHAPE = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\](\{{[^}}]*\}})?")
+# bf16[8,1024]{1,0:T(8,128)S(1)}; a type's name has its bits, but for pred, a byte.
+SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 NAME = re.compile(r"%([\w.\-]+)")
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -28,8 +27,9 @@ NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "part
 
 
 def array_bytes(dtype, shape):
-    """Of an array: "bf16", "8,1024" -> 16384."""
-    return BYTES[dtype] * math.prod(int(size) for size in shape.split(",") if size)
+    """Of an array: "bf16", "8,1024" -> 16384; two of s4 share a byte."""
+    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    return -(-bits * math.prod(int(size) for size in shape.split(",") if size) // 8)
 
 
 def in_hbm(kind):

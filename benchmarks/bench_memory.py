@@ -61,6 +61,9 @@ def compile_variants(config, devices):
 
     Returns:
         {name: {"parameters", "optimizer", "ema", "temporaries": bytes of a device, ...}}.
+
+    Raises:
+        ValueError: flags that the trainer does not take.
     """
     base = tpu_compile.Config(
         tpu=config.tpu,
@@ -70,9 +73,12 @@ def compile_variants(config, devices):
         ema="full",
         ema_decay=0.9999,
     )
+    variants = {name: replace(base, **flags) for name, flags in VARIANTS.items()}
+    for variant in variants.values():
+        tpu_compile.check_flags(variant, len(devices))
     figures = {}
-    for name, flags in tqdm(VARIANTS.items(), unit="step"):
-        job = tpu_compile.train_step_job(replace(base, **flags), devices)
+    for name, variant in tqdm(variants.items(), unit="step"):
+        job = tpu_compile.train_step_job(variant, devices)
         step = tpu_compile.measure(job.step, job.args)
         update = tpu_compile.measure(job.update, job.update_args)
         if "needs" in step:  # too large for the chip

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import ROOT
 
@@ -31,3 +32,8 @@ def test_command_line(tmp_path):
 def test_a_batch_that_cannot_be_cut_is_refused():
     with pytest.raises(ValueError, match="batch_per_device=6 cannot be cut into four"):
         bench_memory.run(bench_memory.Config(batch_per_device=6))
+
+
+def test_flags_that_the_trainer_does_not_take_are_refused():
+    with pytest.raises(ValueError, match="resolution=-64 must be at least 1"):
+        bench_memory.compile_variants(bench_memory.Config(resolution=-64), jax.devices()[:4])

@@ -367,6 +367,10 @@ ENTRY %main (a: f32[256]) -> f32[256] {
 """
     # Read to copy, read to slice, written by the fusion; in the loop twice read and once written.
     assert hbm_bytes(text) == 1024 + 256 + 1024 + 5 * 3 * 1024
+    bytes_of = {"f32": 1024, "f8e4m3fn": 256, "s4": 128, "c64": 2048, "pred": 256, "token": 0}
+    for dtype, size in bytes_of.items():
+        negated = f"ENTRY %main (a: x) -> x {{\n  %a = {dtype}[256]{{0}} parameter(0)\n  ROOT %n = "
+        assert hbm_bytes(f"{negated}{dtype}[256]{{0}} negate(%a)\n}}") == 2 * size
     endless = text.replace("direction=LT", "direction=NE")
     assert hbm_bytes(endless) == 1024 + 256 + 1024 + 3 * 1024
 
