@@ -20,7 +20,7 @@ already is not made again, and what another VAE, size, precision or dataset left
 The square is cut from the middle. Latents are sampled from the posterior anew at every step, as
 without the cache.
 
-Needs what the VAE needs: a GPU, a TPU, or a CPU with patience (5 s a pair on one core). Hosts with
+Needs what the VAE needs: a GPU, a TPU, or a CPU with patience (5 s a pair on two cores). Hosts with
 shards of their own have a folder of their own each; hosts that share both share the work.
 """
 

@@ -400,8 +400,10 @@ def train_step(
     params = my_slice(state.params, num_slices)
     grads, opt_state, params = lift((grads, state.opt_state, params))
     updates, opt_state = tx.update(grads, opt_state, params)
-    params, opt_state = unlift((optax.apply_updates(params, updates), opt_state))
-    params = whole(params, state.params, num_slices)
+    # Updates are added in place; gathered into donated arrays XLA would copy those, twice, on TPUs.
+    updates = lift(whole(unlift(updates), state.params, num_slices))
+    params = optax.apply_updates(lift(state.params), updates)
+    params, opt_state = unlift((params, opt_state))
     state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
@@ -611,11 +613,16 @@ def check_config(config: Config, num_devices: int):
             f"output_dir={config.output_dir} holds {' and '.join(own)} of no training run, which "
             "would be lost; name another folder, or --overwrite_output_dir"
         )
-    parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
+    check_writable("output_dir", config.output_dir, output_dir)
+
+
+def check_writable(flag, value, folder):
+    """Raise a ValueError naming flag=value if a folder neither can be made nor written to."""
+    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise ValueError(
-            f"output_dir={config.output_dir} cannot be written: {parent} is no folder or not yours "
-            "to write to; name another"
+            f"{flag}={value} cannot be written: {parent} is no folder or not yours to write to; "
+            "name another"
         )
 
 

@@ -5,6 +5,7 @@
 The compiler's own "bytes accessed" counts every operand and result wherever it is, so also what
 stays in the chip's VMEM, and a value fetched ahead three times: read, written to VMEM, read there.
 The program's text says where each value lives: a layout with S(1) is VMEM, one without S is HBM.
+What Pallas kernels access the compiler does not count: kernel_bytes.
 """
 
 import math
@@ -24,6 +25,8 @@ BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # They move nothing themselves.
 NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
 NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
+SLICES = {"slice", "dynamic-slice"}
+FUSED = re.compile(r"calls=%([\w.\-]+)")
 
 
 def array_bytes(dtype, shape):
@@ -38,6 +41,16 @@ def in_hbm(kind):
         0 if "S(" in layout else array_bytes(dtype, shape)
         for dtype, shape, layout in SHAPE.findall(kind)
     ]
+
+
+def whole(kind):
+    """Bytes of all arrays in a type's text, wherever they are."""
+    return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind))
+
+
+def operands_of(rest):
+    """The names of an instruction's operands, from what follows its opening parenthesis."""
+    return NAME.findall(rest.split(")")[0])
 
 
 def parse(text):
@@ -70,17 +83,37 @@ def num_trips(loop, condition):
         if operation == "constant" and kind.startswith(("s32[]", "u32[]"))
     }
     _, _, operation, rest = condition[-1]
-    limit = NAME.findall(rest.split(")")[0])[-1:]
+    limit = operands_of(rest)[-1:]
     if operation == "compare" and "direction=LT" in rest and limit and limit[0] in constants:
         return constants[limit[0]]
     return 1
 
 
+def slices_of(computation):
+    """What a fusion reads of those parameters of which it reads slices alone.
+
+    Args:
+        computation: its instructions.
+
+    Returns:
+        {index of the parameter: bytes}.
+    """
+    read, indices = {}, {}
+    for name, kind, operation, rest in computation:
+        if operation == "parameter":
+            indices[name], read[name] = int(rest.split(")")[0]), 0
+        for operand in operands_of(rest):
+            if operand in read:
+                read[operand] += whole(kind) if operation in SLICES else math.inf
+    return {indices[name]: size for name, size in read.items() if size < math.inf}
+
+
 def hbm_bytes(text):
     """Bytes read from and written to the chip's memory, by one run of a program.
 
-    Operands and results are counted whole, once each, so where an operation reads a part of one it
-    is too much, and where a kernel reads one again too little. Of a condition's branches all count.
+    Operands and results count once each, an operand that is sliced by its slices. Where a kernel
+    reads one again it is too little, and where a result is written into an array that is there, by
+    the whole array, too much. Of a condition's branches all count.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
@@ -89,6 +122,16 @@ def hbm_bytes(text):
         int.
     """
     computations, entry = parse(text)
+
+    def read_by(kind, operation, rest, sizes):
+        """[bytes] of an instruction's operands in HBM."""
+        reads = [sizes.get(operand, 0) for operand in operands_of(rest)]
+        if operation in SLICES:
+            reads = [min(size, whole(kind)) for size in reads]
+        elif fused := FUSED.search(rest):
+            for index, size in slices_of(computations[fused[1]]).items():
+                reads[index] = min(reads[index], size)
+        return reads
 
     @cache
     def moved_by(computation):
@@ -106,7 +149,7 @@ def hbm_bytes(text):
             total += trips * sum(map(moved_by, called))
             if operation in NO_TRAFFIC or operation.endswith("-done"):
                 continue
-            read = sum(sizes.get(operand, 0) for operand in NAME.findall(rest.split(")")[0]))
+            read = sum(read_by(kind, operation, rest, sizes))
             written = sizes[name]
             if operation in ("copy-start", "slice-start"):
                 # Its type is (target, source, flag), or ((source), target, flag).
@@ -120,3 +163,22 @@ def hbm_bytes(text):
         return total
 
     return moved_by(entry)
+
+
+def kernel_bytes(text):
+    """Bytes that a program's kernels (Pallas) access, which the compiler's count leaves out.
+
+    Args:
+        text: compiled.as_text() of a program compiled for a TPU.
+
+    Returns:
+        int; operands and results count once each, wherever they are, and a loop's body once, as in
+        the compiler's count.
+    """
+    total = 0
+    for computation in parse(text)[0].values():
+        sizes = {name: whole(kind) for name, kind, _, _ in computation}
+        for name, _, operation, rest in computation:
+            if operation == "custom-call" and 'custom_call_target="tpu_custom_call"' in rest:
+                total += sizes[name] + sum(sizes[operand] for operand in operands_of(rest))
+    return total

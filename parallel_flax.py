@@ -3,9 +3,9 @@
 Under `pmap(axis_name="batch")`: the optimizer and the average shared out over the replicas (ZeRO,
 arXiv 1910.02054), by slices of every array.
 
-    grads = mean_slice(grads, num_slices)       # a reduce-scatter
-    params = my_slice(params, num_slices)       # nothing is sent
-    params = whole(params, like, num_slices)    # an all-gather
+    grads = mean_slice(grads, num_slices)         # a reduce-scatter
+    slices = my_slice(params, num_slices)         # nothing is sent
+    updates = whole(updates, params, num_slices)  # an all-gather
 
 On the host: joining the other processes, arrays to the devices and back, and stopping together.
 """

@@ -49,7 +49,7 @@ from jax.experimental.topologies import get_topology_desc
 import flax_train_instruct_pix2pix as trainer
 from attention_flax import plain_operations
 from executables import no_compilation_cache
-from hlo_traffic import hbm_bytes
+from hlo_traffic import hbm_bytes, kernel_bytes
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import fetch_file, read_json, write_json
@@ -485,8 +485,8 @@ def measure(program, args):
     Returns:
         dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
         no argument's place) and "code", bytes; "hbm_bytes", to and from the memory; what the
-        compiler counts as "bytes_accessed", with a loop's body once; "compile_seconds". If the
-        memory is too small, only "needs", bytes, and "compile_seconds".
+        compiler counts as "bytes_accessed", and its kernels', with a loop's body once;
+        "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
     """
     started = time.perf_counter()
     try:
@@ -498,7 +498,7 @@ def measure(program, args):
             raise
         needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
         return {"needs": needs, "compile_seconds": time.perf_counter() - started}
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
     formats = jax.tree.leaves(compiled.input_formats)
     used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
     return {
@@ -506,8 +506,8 @@ def measure(program, args):
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
-        "bytes_accessed": cost["bytes accessed"],
-        "hbm_bytes": hbm_bytes(compiled.as_text()),
+        "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
+        "hbm_bytes": hbm_bytes(text),
         "compile_seconds": time.perf_counter() - started,
     }
 
@@ -735,10 +735,15 @@ def report_file(config):
     """Where the report goes.
 
     Raises:
-        ValueError: the report there is of other flags, and --output does not name it.
+        ValueError: the report there is of other flags, and --output does not name it; --output
+            cannot be written.
     """
     if config.output:
-        return Path(config.output)
+        file = Path(config.output)
+        if file.is_dir():
+            raise ValueError(f"output={file} is a folder; name a file")
+        trainer.check_writable("output", file, file.absolute().parent)
+        return file
     name = f"tpu_compile_{config.tpu}_{config.program}"
     if config.find_batch:
         name += "_largest"

@@ -26,7 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tpu_compile  # noqa: E402
-from benchmarks.full_size import GIB, command_line, describe_machine, report  # noqa: E402
+from benchmarks.full_size import (  # noqa: E402
+    GIB,
+    check_replaced,
+    command_line,
+    describe_machine,
+    report,
+)
 
 NUM_DEVICES = 4
 VARIANTS = {
@@ -106,6 +112,7 @@ def run(config):
             f"batch_per_device={config.batch_per_device} cannot be cut into four micro-batches; "
             "give a multiple of 4"
         )
+    check_replaced(config.output)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     if config.tpu:

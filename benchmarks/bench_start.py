@@ -14,10 +14,8 @@ Adds to benchmarks/results/start.json, a row for each size, and prints a table. 
 GB of memory; three minutes on two cores that do nothing else.
 """
 
-import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -42,6 +40,8 @@ from benchmarks.full_size import (  # noqa: E402
     command_line,
     describe_machine,
     in_new_process,
+    read_results,
+    this_command,
     write_json,
     write_module,
 )
@@ -132,7 +132,8 @@ def start(script, folder, *options):
     )
     seconds = time.perf_counter() - started
     if done.returncode:
-        raise ChildProcessError(f"{script} failed: {done.stderr.splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        raise ChildProcessError(f"{script} failed: {said[-1]}")
     told = SECONDS.search(done.stderr)
     return {"seconds": seconds, "compile_seconds": float(told[1]) if told else None}
 
@@ -181,15 +182,13 @@ def run(config):
     """Make the model, measure, write, print."""
     if config.rounds < 1:
         raise ValueError(f"rounds={config.rounds} must be at least 1")
-    output = Path(config.output)
-    results = json.loads(output.read_text()) if output.is_file() else {}
+    results = read_results(config.output, "figures")
     machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         figures = bench(Path(temporary), config.size, config.rounds)
-    command = shlex.join(["python", *sys.orig_argv[1:]])
-    results[config.size] = {"command": command, "machine": machine, "figures": figures}
-    write_json(results, output)
-    print(f"\n{format_table(results)}\n\nwrote {output}")
+    results[config.size] = {"command": this_command(), "machine": machine, "figures": figures}
+    write_json(results, config.output)
+    print(f"\n{format_table(results)}\n\nwrote {config.output}")
 
 
 def main(args=None):

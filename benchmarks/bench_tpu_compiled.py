@@ -13,7 +13,7 @@ as they are; --again compiles all anew. With the demo's model:
 
 "Accessed" is the compiler's count of bytes, which has what stays on the chip; "HBM" is what moves
 to and from the chip's memory (hlo_traffic.py). The rows of others are measured with the same
-compiler: the classes that diffusers 0.39 had, and MaxDiffusion's. Needs a CPU, 13 GB of memory and
+compiler: the classes that diffusers 0.39 had, and MaxDiffusion's. Needs a CPU, 18 GB of memory and
 `pip install "jax[tpu]"`; 5 to 75 minutes per chip and job on two cores.
 """
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tpu_compile  # noqa: E402
-from benchmarks.full_size import GIB, command_line  # noqa: E402
+from benchmarks.full_size import GIB, check_output, command_line  # noqa: E402
 from modeling_flax_utils import read_json  # noqa: E402
 
 STEP = ("--mixed_precision", "bf16", "--ema", "full")
@@ -129,6 +129,7 @@ def run(config):
     """Compile what is missing, print."""
     if not (config.tpus and config.jobs):
         raise ValueError("tpus and jobs must name at least one each")
+    check_output(Path(config.results_dir, "report.json"))
     reports = {
         (tpu, job): report_of(tpu, job, config) for job in config.jobs for tpu in config.tpus
     }

@@ -258,6 +258,27 @@ def check_output(output):
         raise ValueError(f"output={output} cannot be written: {error.strerror}") from error
 
 
+def read_results(output, figures):
+    """The rows of a JSON file, none of a new one.
+
+    Args:
+        output: the file.
+        figures: the key that holds a row's figures.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    output = Path(output)
+    try:
+        results = json.loads(output.read_text()) if output.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{output} cannot be read ({error}); name another --output") from error
+    rows = results.values() if isinstance(results, dict) else [None]
+    if not all(isinstance(row, dict) and figures in row for row in rows):
+        raise ValueError(f"{output} holds something else than such results; name another --output")
+    return results
+
+
 def bench(folder, quick):
     """Make the inputs in a folder, run the commands.
 
@@ -314,6 +335,7 @@ def format_table(figures):
 
 def run(config):
     """Make the folder, measure, write."""
+    check_replaced(config.output)
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
@@ -324,10 +346,26 @@ def run(config):
     report(format_table(figures), config.output, machine=machine, figures=figures)
 
 
+def this_command():
+    """The command line that this process was started with."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def check_replaced(output):
+    """Raise a ValueError if report would replace anything but what this very command wrote."""
+    if not Path(output).exists():
+        return
+    try:
+        kept = json.loads(Path(output).read_text())["command"]
+    except (ValueError, KeyError, TypeError):
+        kept = "something else"
+    if kept != this_command():
+        raise ValueError(f"output={output} is of: {kept}; name another --output, or remove it")
+
+
 def report(table, output, **results):
     """Write results, with the command that gives them, to a JSON file and print their table."""
-    command = shlex.join(["python", *sys.orig_argv[1:]])
-    write_json({"command": command} | results, output)
+    write_json({"command": this_command()} | results, output)
     print(f"\n{table}\n\nwrote {output}")
 
 

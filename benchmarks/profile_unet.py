@@ -32,7 +32,12 @@ from benchmarks.bench_unet import (  # noqa: E402
     our_program,
     torch_contenders,
 )
-from benchmarks.full_size import command_line, describe_machine, report  # noqa: E402
+from benchmarks.full_size import (  # noqa: E402
+    check_replaced,
+    command_line,
+    describe_machine,
+    report,
+)
 from benchmarks.side_by_side import PACKAGES  # noqa: E402
 
 # The first that is found in the name of an operation's place in the model.
@@ -126,6 +131,7 @@ def run(config):
         raise ValueError(f"batch_size={config.batch_size} must be at least 1")
     if jax.default_backend() != "cpu":
         raise ValueError("this is for CPUs; set JAX_PLATFORMS=cpu")
+    check_replaced(config.output)
     machine = describe_machine(PACKAGES)
     case = CASES[config.case]
     inputs = make_inputs(case, config.batch_size)

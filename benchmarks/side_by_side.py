@@ -5,15 +5,11 @@ UNet's), "peak_flops_per_second", "seconds" {contender: [of a pass, in each roun
 "first_seconds" {contender: [until the first result]}; add_row adds "summary".
 """
 
-import json
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
 
@@ -23,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.full_size import in_new_process, write_json
+from benchmarks.full_size import in_new_process, read_results, this_command, write_json
 from pipeline_flax_utils import replace_leaves
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
@@ -201,24 +197,7 @@ def check_config(config, *names):
             raise ValueError(f"{name} is empty; give at least one number")
         if (least := min(values) if isinstance(values, tuple) else values) < 1:
             raise ValueError(f"{name}={least} must be at least 1")
-    read_results(config.output)
-
-
-def read_results(output):
-    """The rows of a JSON file, none of a new one.
-
-    Raises:
-        ValueError: it is damaged, or holds something else.
-    """
-    output = Path(output)
-    try:
-        results = json.loads(output.read_text()) if output.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{output} cannot be read ({error}); name another --output") from error
-    rows = results.values() if isinstance(results, dict) else [None]
-    if not all(isinstance(row, dict) and "summary" in row for row in rows):
-        raise ValueError(f"{output} holds something else than such results; name another --output")
-    return results
+    read_results(config.output, "summary")
 
 
 def make_row(case, work, batch_size, flops, device, figures):
@@ -290,11 +269,11 @@ def add_row(row, machine, output):
     """
     kind = jax.devices()[0].device_kind
     origin = {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": this_command(),
         "machine": machine,
         "device": kind,
     }
-    results = read_results(output)
+    results = read_results(output, "summary")
     key = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
     results[key] = row | origin | {"summary": summarize(row)}
     write_json(results, output)

@@ -1,11 +1,20 @@
-"""benchmarks/bench_train.py, bench_edit.py and bench_sdxl.py, tiny, by their command lines."""
+"""benchmarks/bench_train.py, bench_edit.py, bench_sdxl.py and others, by their command lines."""
 
 import json
 import os
 
 import pytest
 
-from benchmarks import bench_edit, bench_sdxl, bench_train
+from benchmarks import (
+    bench_edit,
+    bench_memory,
+    bench_sdxl,
+    bench_start,
+    bench_tpu_compiled,
+    bench_train,
+    full_size,
+    profile_unet,
+)
 from benchmarks.full_size import in_new_process
 from benchmarks.side_by_side import in_turn, summarize
 
@@ -55,6 +64,16 @@ def test_command_line(script, flags, tmp_path, capsys):
     assert "| ours times as fast |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_starts(tmp_path, capsys):
+    output = tmp_path / "start.json"
+    bench_start.main(["--size", "tiny", "--output", str(output)])
+    (row,) = json.loads(output.read_text()).values()
+    seconds = {name: starts[0]["seconds"] for name, starts in row["figures"].items()}
+    assert seconds["AOT, executable kept"] < seconds["AOT, first start"]
+    assert "| AOT, executable kept | tiny |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [
@@ -65,6 +84,13 @@ def test_command_line(script, flags, tmp_path, capsys):
         (bench_sdxl, "--output README.md", "README.md cannot be read (Expecting value"),
         (bench_train, "--output benchmarks/results/start.json", "holds something else than such"),
         (bench_sdxl, "--image_size 8", "image_size=8 must be a multiple of 64"),
+        (bench_start, "--rounds 0", "rounds=0 must be at least 1"),
+        (bench_start, "--output benchmarks/results/unet.json", "holds something else than such"),
+        (bench_tpu_compiled, "--results_dir README.md", "README.md/report.json cannot be written"),
+        (profile_unet, "--output benchmarks/results/unet.json", "unet.json is of: something else"),
+        (profile_unet, "--case tiny", "profile_unet.json is of: python benchmarks/profile_unet.py"),
+        (full_size, "--output README.md", "output=README.md is of: something else; name another"),
+        (bench_memory, "--output README.md", "output=README.md is of: something else"),
     ],
 )
 def test_flags_that_do_not_work(script, flags, message, capsys):

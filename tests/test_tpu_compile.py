@@ -21,7 +21,8 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import flax_train_instruct_pix2pix as trainer
 import pipeline_flax_utils
 import tpu_compile
-from hlo_traffic import hbm_bytes
+from attention_flax import attention
+from hlo_traffic import hbm_bytes, kernel_bytes
 from parallel_flax import put, put_shares
 from tpu_compile import Config, find_slice, largest_fitting, measure, num_bytes, roofline_seconds
 
@@ -375,6 +376,45 @@ ENTRY %main (a: f32[256]) -> f32[256] {
     assert hbm_bytes(endless) == 1024 + 256 + 1024 + 3 * 1024
 
 
+def test_of_a_sliced_operand_the_slices_are_read():
+    text = """
+%cut (p: f32[256], q: f32[64], i: s32[]) -> f32[64] {
+  %p = f32[256]{0:T(256)} parameter(0)
+  %q = f32[64]{0:T(256)} parameter(1)
+  %i = s32[]{:T(128)} parameter(2)
+  %s = f32[64]{0:T(256)} dynamic-slice(%p, %i), dynamic_slice_sizes={64}
+  ROOT %n = f32[64]{0:T(256)} add(%s, %q)
+}
+
+ENTRY %main (a: f32[256], b: f32[64], i: s32[]) -> f32[32] {
+  %a = f32[256]{0:T(256)} parameter(0)
+  %b = f32[64]{0:T(256)} parameter(1)
+  %i.1 = s32[]{:T(128)S(6)} parameter(2)
+  %near = f32[64]{0:T(256)} fusion(%a, %b, %i.1), kind=kLoop, calls=%cut
+  ROOT %end = f32[32]{0:T(256)} slice(%near), slice={[0:32]}
+}
+"""
+    assert hbm_bytes(text) == (256 + 256 + 256) + (128 + 128)
+    both = text.replace("add(%s, %q)", "add(%s, %p)")  # all of it, too
+    assert hbm_bytes(both) == (1024 + 256) + (128 + 128)
+
+
+def test_kernels_count_operands_and_results_wherever_they_are():
+    text = """
+%body (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %k = (f32[8]{0:T(256)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}) custom-call(%p, %p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={}}
+  ROOT %o = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%k), index=1
+}
+
+ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
+  %a = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %c = bf16[8,128]{1,0:T(8,128)(2,1)} custom-call(%a), custom_call_target="ConcatBitcast"
+}
+"""  # noqa: E501
+    assert kernel_bytes(text) == 32 + 3 * 2048
+
+
 def test_flops_count_all_micro_batches(model):
     """Twice the pairs are twice the work; micro-batches change nothing."""
     one, two = (tpu_compile.count_flops(flags(model, program="unet_grad"), n) for n in (2, 4))
@@ -404,6 +444,26 @@ def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
     result = measure(jax.pmap(chain, devices=devices), (small, small))
     size = 1024 * 1024 * 4
     assert 3 * size <= result["hbm_bytes"] <= 4 * size < result["bytes_accessed"] / 8
+    # A kernel reads query, key and value and writes a result, which the compiler does not count.
+    heads = jax.ShapeDtypeStruct((4, 1, 1024, 8 * 128), jnp.bfloat16)
+    alone = jax.pmap(lambda x: attention(x, x, x, 8), devices=devices)
+    compiled = alone.lower(heads).compile()
+    size = 1024 * 8 * 128 * 2
+    assert kernel_bytes(compiled.as_text()) == pytest.approx(4 * size, rel=0.1)
+    counted = (
+        measure(alone, (heads,))["bytes_accessed"] - compiled.cost_analysis()["bytes accessed"]
+    )
+    assert counted == kernel_bytes(compiled.as_text())
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for output, said in (
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "file/x", "is no fol"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tpu_compile.report_file(Config(tpu="v5e-1", output=str(output)))
 
 
 def test_a_report_of_other_flags_is_not_replaced(tmp_path, monkeypatch):
