@@ -56,6 +56,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 import cache_latents
+from attention_flax import by_platform
 from cache_latents import encode_pictures
 from checkpoints_flax import Checkpoints, find_checkpoint, tree_checksum
 from ema_flax import SIGMA_RELS, ema_plan, ema_start, ema_update
@@ -305,6 +306,40 @@ def encode(batch, frozen, models):
     return posterior.mean[:B], posterior.std[:B], posterior.mode()[B:], text
 
 
+def apply_gradients(state, grads, tx, num_slices):
+    """The optimizer's step, under pmap(axis_name="batch"), on state that is donated.
+
+    Each device works out the updates of its slice of the parameters and holds the moments of no
+    more. Not parameters but updates are gathered then, and added in place: XLA copies what is
+    donated before and after it gathers into it, on a TPU all parameters. What is donated is lifted,
+    except on TPUs, which move less without.
+
+    Args:
+        state: TrainState.
+        grads: this device's slice of the mean gradient, see mean_slice.
+        tx, num_slices: as for train_step.
+
+    Returns:
+        TrainState of the next step.
+
+    Source: ZeRO (arXiv 1910.02054), section 5.
+    """
+
+    def plain(params, grads, opt_state):
+        updates, opt_state = tx.update(grads, opt_state, my_slice(params, num_slices))
+        return optax.apply_updates(params, whole(updates, params, num_slices)), opt_state
+
+    def lifted(params, grads, opt_state):
+        slices = lift(my_slice(params, num_slices))
+        updates, opt_state = tx.update(lift(grads), lift(opt_state), slices)
+        updates = lift(whole(unlift(updates), params, num_slices))
+        return unlift((optax.apply_updates(lift(params), updates), opt_state))
+
+    args = state.params, grads, state.opt_state
+    params, opt_state = by_platform(*args, tpu=plain, default=lifted)
+    return TrainState(step=state.step + 1, params=params, opt_state=opt_state)
+
+
 def train_step(
     state,
     frozen,
@@ -337,13 +372,13 @@ def train_step(
         snr_gamma: see diffusion_loss.
         max_grad_norm: longer gradients are scaled to this global norm.
         num_micro_batches: a divisor of B; activations of one at a time are held.
-        num_slices: the number of devices, over which the optimizer is then shared out: each
-            updates its slice of the parameters and holds the moments of no more. 1: all do all.
+        num_slices: the number of devices, over which the optimizer is then shared out, see
+            apply_gradients. 1: all do all.
 
     Returns:
         (state, {"loss", "grad_norm"}), both metrics averaged over all devices.
 
-    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2; ZeRO (arXiv 1910.02054), section 5.
+    Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.
     """
     rng = jax.random.fold_in(base_rng, state.step)
     rng = jax.random.fold_in(rng, jax.lax.axis_index("batch"))
@@ -397,14 +432,7 @@ def train_step(
     grads = mean_slice(grads, num_slices)  # from here on every replica has the same, or its slice
     grad_norm = norm_of_slices(grads, state.params, num_slices)
     grads = clip_by_norm(grads, grad_norm, max_grad_norm)
-    params = my_slice(state.params, num_slices)
-    grads, opt_state, params = lift((grads, state.opt_state, params))
-    updates, opt_state = tx.update(grads, opt_state, params)
-    # Updates are added in place; gathered into donated arrays XLA would copy those, twice, on TPUs.
-    updates = lift(whole(unlift(updates), state.params, num_slices))
-    params = optax.apply_updates(lift(state.params), updates)
-    params, opt_state = unlift((params, opt_state))
-    state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
+    state = apply_gradients(state, grads, tx, num_slices)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
 

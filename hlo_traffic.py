@@ -43,7 +43,7 @@ def in_hbm(kind):
     ]
 
 
-def whole(kind):
+def all_bytes(kind):
     """Bytes of all arrays in a type's text, wherever they are."""
     return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind))
 
@@ -96,24 +96,29 @@ def slices_of(computation):
         computation: its instructions.
 
     Returns:
-        {index of the parameter: bytes}.
+        {index of the parameter: bytes}; none of a parameter that goes into another fusion inside.
     """
-    read, indices = {}, {}
+    indices, read = {}, {}  # of each name of a parameter; of each index
     for name, kind, operation, rest in computation:
+        operands = operands_of(rest)
         if operation == "parameter":
-            indices[name], read[name] = int(rest.split(")")[0]), 0
-        for operand in operands_of(rest):
-            if operand in read:
-                read[operand] += whole(kind) if operation in SLICES else math.inf
-    return {indices[name]: size for name, size in read.items() if size < math.inf}
+            indices[name] = index = int(rest.split(")")[0])
+            read[index] = 0
+        elif operation == "bitcast" and operands[0] in indices:
+            indices[name] = indices[operands[0]]
+        else:
+            size = all_bytes(kind) if operation in SLICES else math.inf
+            for index in {indices[operand] for operand in operands if operand in indices}:
+                read[index] += size
+    return {index: size for index, size in read.items() if size < math.inf}
 
 
 def hbm_bytes(text):
     """Bytes read from and written to the chip's memory, by one run of a program.
 
     Operands and results count once each, an operand that is sliced by its slices. Where a kernel
-    reads one again it is too little, and where a result is written into an array that is there, by
-    the whole array, too much. Of a condition's branches all count.
+    reads one again that is too little; where a part of an array is replaced in place the array
+    counts whole, read and written, which is too much. Of a condition's branches all count.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
@@ -127,7 +132,7 @@ def hbm_bytes(text):
         """[bytes] of an instruction's operands in HBM."""
         reads = [sizes.get(operand, 0) for operand in operands_of(rest)]
         if operation in SLICES:
-            reads = [min(size, whole(kind)) for size in reads]
+            reads = [min(size, all_bytes(kind)) for size in reads]
         elif fused := FUSED.search(rest):
             for index, size in slices_of(computations[fused[1]]).items():
                 reads[index] = min(reads[index], size)
@@ -177,8 +182,8 @@ def kernel_bytes(text):
     """
     total = 0
     for computation in parse(text)[0].values():
-        sizes = {name: whole(kind) for name, kind, _, _ in computation}
+        sizes = {name: all_bytes(kind) for name, kind, _, _ in computation}
         for name, _, operation, rest in computation:
             if operation == "custom-call" and 'custom_call_target="tpu_custom_call"' in rest:
-                total += sizes[name] + sum(sizes[operand] for operand in operands_of(rest))
+                total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands_of(rest))
     return total

@@ -22,7 +22,8 @@ The memory is what the compiler lays out, at the time of the run that needs most
 if there will be any. (Validation pictures are not in it.) The time of a step is a lower bound, a
 roofline: all FLOPs at the chip's peak, or all that moves to and from its memory at the memory's
 rate, whichever takes longer; communication between chips is not in it, nor is waiting for data. The
-compiler's own count of bytes, which has those that never leave the chip too, is given beside.
+bytes accessed, which the compiler counts wherever they are, also those that never leave the chip,
+and those of its kernels are given beside.
 
 Paper: Roofline (Williams, Waterman, Patterson 2009).
 """
@@ -484,9 +485,10 @@ def measure(program, args):
 
     Returns:
         dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
-        no argument's place) and "code", bytes; "hbm_bytes", to and from the memory; what the
-        compiler counts as "bytes_accessed", and its kernels', with a loop's body once;
-        "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
+        no argument's place) and "code", bytes; "hbm_bytes", to and from the memory;
+        "bytes_accessed", wherever they are, the compiler's count plus kernel_bytes, a loop's body
+        once; "compile_seconds". If the memory is too small, only "needs", bytes, and
+        "compile_seconds".
     """
     started = time.perf_counter()
     try:
@@ -735,24 +737,25 @@ def report_file(config):
     """Where the report goes.
 
     Raises:
-        ValueError: the report there is of other flags, and --output does not name it; --output
-            cannot be written.
+        ValueError: the report there is of other flags, and --output does not name it; what is
+            there is no report, or nothing can be written there.
     """
-    if config.output:
-        file = Path(config.output)
-        if file.is_dir():
-            raise ValueError(f"output={file} is a folder; name a file")
-        trainer.check_writable("output", file, file.absolute().parent)
-        return file
     name = f"tpu_compile_{config.tpu}_{config.program}"
     if config.find_batch:
         name += "_largest"
     elif config.program.startswith("sdxl"):
         name += f"_{config.num_images}"
     file = Path(__file__).parent / "benchmarks" / "results" / f"{name}.json"
-    flags = changed_flags(config)
-    if file.is_file() and (kept := read_json(file).get("flags")) != json.loads(json.dumps(flags)):
-        raise ValueError(f"{file} is of other flags ({kept}); say with --output where to write")
+    file = Path(config.output or file)
+    if file.is_dir():
+        raise ValueError(f"output={file} is a folder; name a file")
+    trainer.check_writable("output", file, file.absolute().parent)
+    if file.is_file():
+        kept, flags = read_json(file).get("flags"), changed_flags(config)
+        if kept is None:
+            raise ValueError(f"output={file} holds something else than a report; name another")
+        if not config.output and kept != json.loads(json.dumps(flags)):
+            raise ValueError(f"{file} is of other flags ({kept}); say with --output where to write")
     return file
 
 

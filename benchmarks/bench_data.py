@@ -489,6 +489,24 @@ def write_json(results: dict, output: str | Path) -> None:
     unfinished.replace(output)
 
 
+def this_command() -> str:
+    """The command line that this process was started with, as from the repository's root."""
+    script = os.path.relpath(sys.argv[0], Path(__file__).resolve().parent.parent)
+    return shlex.join(["python", script, *sys.argv[1:]])
+
+
+def check_replaced(output: str | Path) -> None:
+    """Raise a ValueError if writing would replace anything but what this very command wrote."""
+    if not Path(output).exists():
+        return
+    try:
+        kept = json.loads(Path(output).read_text())["command"]
+    except (OSError, ValueError, KeyError, TypeError):
+        kept = "something else"
+    if kept != this_command():
+        raise ValueError(f"output={output} is of: {kept}; name another --output, or remove it")
+
+
 def run_rounds(
     streams: dict[str, Callable[[int], Iterator[dict]] | None],
     rounds: int,
@@ -592,7 +610,7 @@ def bench(config: Config) -> dict:
 
     methods, ratios = summarize(rounds)
     return {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": this_command(),
         "machine": machine,
         "data": data,
         "methods": methods,
@@ -606,8 +624,9 @@ def main(args: list[str] | None = None) -> None:
     """Command line."""
     try:
         config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-        results = bench(config)
         output = Path(config.output)
+        check_replaced(output)
+        results = bench(config)
         write_json(results, output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

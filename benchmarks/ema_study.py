@@ -39,7 +39,6 @@ Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -63,6 +62,7 @@ from benchmarks.full_size import (  # noqa: E402
     command_line,
     describe_machine,
     in_new_process,
+    this_command,
     write_json,
 )
 from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
@@ -590,8 +590,10 @@ def run(config):
     check_config(config)
     output, plot = Path(config.output), Path(config.plot)
     results = json.loads(output.read_text()) if output.is_file() else {}
+    if set(results) - {"cost", "quality"}:
+        raise ValueError(f"output={output} holds something else than such results; name another")
     origin = {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": this_command(),
         "machine": describe_machine(("jax", "jaxlib", "flax", "optax", "numpy")),
     }
     with tempfile.TemporaryDirectory() as temporary:

@@ -38,7 +38,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import bench_data  # noqa: E402
-from benchmarks.bench_data import load_photographs, make_shards, write_json  # noqa: E402
+from benchmarks.bench_data import (  # noqa: E402
+    check_replaced,
+    load_photographs,
+    make_shards,
+    this_command,
+    write_json,
+)
 from modeling_flax_clip import FlaxCLIPTextModel  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
@@ -344,23 +350,6 @@ def run(config):
         folder.mkdir(parents=True, exist_ok=True)
         figures = bench(folder, config.quick)
     report(format_table(figures), config.output, machine=machine, figures=figures)
-
-
-def this_command():
-    """The command line that this process was started with."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
-
-
-def check_replaced(output):
-    """Raise a ValueError if report would replace anything but what this very command wrote."""
-    if not Path(output).exists():
-        return
-    try:
-        kept = json.loads(Path(output).read_text())["command"]
-    except (ValueError, KeyError, TypeError):
-        kept = "something else"
-    if kept != this_command():
-        raise ValueError(f"output={output} is of: {kept}; name another --output, or remove it")
 
 
 def report(table, output, **results):

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from conftest import ROOT
 
 from benchmarks import (
     bench_edit,
@@ -15,7 +16,8 @@ from benchmarks import (
     full_size,
     profile_unet,
 )
-from benchmarks.full_size import in_new_process
+from benchmarks.bench_data import check_replaced
+from benchmarks.full_size import in_new_process, report
 from benchmarks.side_by_side import in_turn, summarize
 
 
@@ -86,7 +88,7 @@ def test_starts(tmp_path, capsys):
         (bench_sdxl, "--image_size 8", "image_size=8 must be a multiple of 64"),
         (bench_start, "--rounds 0", "rounds=0 must be at least 1"),
         (bench_start, "--output benchmarks/results/unet.json", "holds something else than such"),
-        (bench_tpu_compiled, "--results_dir README.md", "README.md/report.json cannot be written"),
+        (bench_tpu_compiled, "--results_dir README.md", "README.md/tpu_compile_v5e-4_unet_grad.j"),
         (profile_unet, "--output benchmarks/results/unet.json", "unet.json is of: something else"),
         (profile_unet, "--case tiny", "profile_unet.json is of: python benchmarks/profile_unet.py"),
         (full_size, "--output README.md", "output=README.md is of: something else; name another"),
@@ -98,6 +100,20 @@ def test_flags_that_do_not_work(script, flags, message, capsys):
         script.main(flags.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_command_may_replace_its_own_results(tmp_path, monkeypatch):
+    output = tmp_path / "figures.json"
+    monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks/x.py"), "--size", "tiny"])
+    check_replaced(output)
+    report("table", output, figures=1)
+    check_replaced(output)
+    assert json.loads(output.read_text())["command"] == "python benchmarks/x.py --size tiny"
+    monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks/x.py")])
+    with pytest.raises(ValueError, match=r"is of: python benchmarks/x\.py --size tiny; name"):
+        check_replaced(output)
+    with pytest.raises(ValueError, match="is of: something else"):
+        check_replaced(tmp_path)
 
 
 def test_a_killed_process_is_told():
