@@ -635,11 +635,11 @@ def print_report(report):
     if "flops" in report:
         ema = report["ema_hbm_bytes"] / 1e9
         print(
-            f"{report['flops'] / 1e12:.2f} TFLOP, {report['hbm_bytes'] / 1e9:.1f} GB to and from "
-            f"the memory{f', {ema:.2f} GB for averages of the weights' if ema else ''}"
+            f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
+            f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}"
         )
         print(
-            f"at least {report['step_seconds'] * 1e3:.1f} ms, so at most "
+            f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most "
             f"{report['images_per_second_per_chip']:.1f} images/s per chip, "
             f"{report['images_per_second']:.0f} on the slice"
         )
@@ -751,9 +751,10 @@ def report_file(config):
         raise ValueError(f"output={file} is a folder; name a file")
     trainer.check_writable("output", file, file.absolute().parent)
     if file.is_file():
-        kept, flags = read_json(file).get("flags"), changed_flags(config)
-        if kept is None:
-            raise ValueError(f"output={file} holds something else than a report; name another")
+        try:
+            kept, flags = json.loads(file.read_text())["flags"], changed_flags(config)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"output={file} is there and no report; name another") from error
         if not config.output and kept != json.loads(json.dumps(flags)):
             raise ValueError(f"{file} is of other flags ({kept}); say with --output where to write")
     return file

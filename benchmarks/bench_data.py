@@ -501,8 +501,8 @@ def check_replaced(output: str | Path) -> None:
         return
     try:
         kept = json.loads(Path(output).read_text())["command"]
-    except (OSError, ValueError, KeyError, TypeError):
-        kept = "something else"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"output={output} is there and no such result; name another") from error
     if kept != this_command():
         raise ValueError(f"output={output} is of: {kept}; name another --output, or remove it")
 

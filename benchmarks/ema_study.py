@@ -589,9 +589,13 @@ def run(config):
     """Study, write, print."""
     check_config(config)
     output, plot = Path(config.output), Path(config.plot)
-    results = json.loads(output.read_text()) if output.is_file() else {}
-    if set(results) - {"cost", "quality"}:
-        raise ValueError(f"output={output} holds something else than such results; name another")
+    try:
+        results = json.loads(output.read_text()) if output.exists() else {}
+        is_other = set(results) - {"cost", "quality"}
+    except (OSError, ValueError, TypeError):
+        is_other = True
+    if is_other:
+        raise ValueError(f"output={output} is there and no such result; name another")
     origin = {
         "command": this_command(),
         "machine": describe_machine(("jax", "jaxlib", "flax", "optax", "numpy")),

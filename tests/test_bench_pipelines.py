@@ -13,6 +13,7 @@ from benchmarks import (
     bench_start,
     bench_tpu_compiled,
     bench_train,
+    ema_study,
     full_size,
     profile_unet,
 )
@@ -86,13 +87,22 @@ def test_starts(tmp_path, capsys):
         (bench_sdxl, "--output README.md", "README.md cannot be read (Expecting value"),
         (bench_train, "--output benchmarks/results/start.json", "holds something else than such"),
         (bench_sdxl, "--image_size 8", "image_size=8 must be a multiple of 64"),
+        (ema_study, "--output tests", "output=tests is there and no such result"),
         (bench_start, "--rounds 0", "rounds=0 must be at least 1"),
         (bench_start, "--output benchmarks/results/unet.json", "holds something else than such"),
         (bench_tpu_compiled, "--results_dir README.md", "README.md/tpu_compile_v5e-4_unet_grad.j"),
-        (profile_unet, "--output benchmarks/results/unet.json", "unet.json is of: something else"),
+        (
+            profile_unet,
+            "--output benchmarks/results/unet.json",
+            "unet.json is there and no such result; name another",
+        ),
         (profile_unet, "--case tiny", "profile_unet.json is of: python benchmarks/profile_unet.py"),
-        (full_size, "--output README.md", "output=README.md is of: something else; name another"),
-        (bench_memory, "--output README.md", "output=README.md is of: something else"),
+        (
+            full_size,
+            "--output README.md",
+            "output=README.md is there and no such result; name another",
+        ),
+        (bench_memory, "--output README.md", "README.md is there and no such"),
     ],
 )
 def test_flags_that_do_not_work(script, flags, message, capsys):
@@ -112,7 +122,7 @@ def test_a_command_may_replace_its_own_results(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks/x.py")])
     with pytest.raises(ValueError, match=r"is of: python benchmarks/x\.py --size tiny; name"):
         check_replaced(output)
-    with pytest.raises(ValueError, match="is of: something else"):
+    with pytest.raises(ValueError, match="is there and no such result"):
         check_replaced(tmp_path)
 
 
