@@ -550,7 +550,7 @@ def bench(config: Config) -> dict:
     """Make the shards, measure everything; the results.
 
     Raises:
-        ValueError: a bad argument or bad shards.
+        ValueError: a bad argument, bad shards, or an output of another command.
     """
     for name, lowest in (
         ("num_shards", 2),  # one for each of two worker processes
@@ -564,6 +564,7 @@ def bench(config: Config) -> dict:
     ):
         if getattr(config, name) < lowest:
             raise ValueError(f"{name}={getattr(config, name)} must be at least {lowest}")
+    check_replaced(config.output)
     packages = ["numpy", "pyarrow", "simplejpeg", "pillow", "torch"]
     machine = describe_machine(packages + (["datasets"] if datasets else []))
     with tempfile.TemporaryDirectory() as temporary:
@@ -625,7 +626,6 @@ def main(args: list[str] | None = None) -> None:
     try:
         config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
         output = Path(config.output)
-        check_replaced(output)
         results = bench(config)
         write_json(results, output)
     except (ValueError, OSError) as error:
