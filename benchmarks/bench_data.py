@@ -4,7 +4,7 @@ Makes parquet shards of the shape of timbrooks/instructpix2pix-clip-filtered (51
 quality 100, row groups of 1000 rows, 400 MB) from photographs, and measures pairs per second of
 256x256 batches of 16 on one and two threads, of all methods in turn, for several rounds:
 
-    python benchmarks/bench_data.py
+    python benchmarks/bench_data.py --output data.json
 
 All of it on tiny shards, in seconds:
 
@@ -17,7 +17,7 @@ Methods:
     datasets          Hugging Face datasets, streaming, with its PyTorch trainer's transforms
     torch             DataLoader over pyarrow and Pillow, with the same transforms
 
-Writes every figure to benchmarks/results/bench_data.json and prints a table of them. Needs a
+Writes every figure to --output and prints a table of them; results/bench_data.json is ours. Needs a
 CPU of two cores, 16 GB of memory and 1 GB of disk (Linux); about 20 minutes. `pip install datasets`
 for that method, which is left out otherwise.
 """
