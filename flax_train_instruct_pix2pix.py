@@ -325,18 +325,17 @@ def apply_gradients(state, grads, tx, num_slices):
     Source: ZeRO (arXiv 1910.02054), section 5.
     """
 
-    def plain(params, grads, opt_state):
-        updates, opt_state = tx.update(grads, opt_state, my_slice(params, num_slices))
-        return optax.apply_updates(params, whole(updates, params, num_slices)), opt_state
-
-    def lifted(params, grads, opt_state):
+    def update(params, grads, opt_state, lift=lift, unlift=unlift):
         slices = lift(my_slice(params, num_slices))
         updates, opt_state = tx.update(lift(grads), lift(opt_state), slices)
         updates = lift(whole(unlift(updates), params, num_slices))
         return unlift((optax.apply_updates(lift(params), updates), opt_state))
 
+    def unlifted(*args):
+        return update(*args, lift=lambda tree: tree, unlift=lambda tree: tree)
+
     args = state.params, grads, state.opt_state
-    params, opt_state = by_platform(*args, tpu=plain, default=lifted)
+    params, opt_state = by_platform(*args, tpu=unlifted, default=update)
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state)
 
 

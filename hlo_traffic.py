@@ -129,14 +129,14 @@ def hbm_bytes(text):
     computations, entry = parse(text)
 
     def read_by(kind, operation, rest, sizes):
-        """[bytes] of an instruction's operands in HBM."""
+        """Bytes of an instruction's operands in HBM."""
         reads = [sizes.get(operand, 0) for operand in operands_of(rest)]
         if operation in SLICES:
             reads = [min(size, all_bytes(kind)) for size in reads]
         elif fused := FUSED.search(rest):
             for index, size in slices_of(computations[fused[1]]).items():
                 reads[index] = min(reads[index], size)
-        return reads
+        return sum(reads)
 
     @cache
     def moved_by(computation):
@@ -154,7 +154,7 @@ def hbm_bytes(text):
             total += trips * sum(map(moved_by, called))
             if operation in NO_TRAFFIC or operation.endswith("-done"):
                 continue
-            read = sum(read_by(kind, operation, rest, sizes))
+            read = read_by(kind, operation, rest, sizes)
             written = sizes[name]
             if operation in ("copy-start", "slice-start"):
                 # Its type is (target, source, flag), or ((source), target, flag).

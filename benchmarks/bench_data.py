@@ -625,8 +625,8 @@ def main(args: list[str] | None = None) -> None:
     """Command line."""
     try:
         config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-        output = Path(config.output)
         results = bench(config)
+        output = Path(config.output)
         write_json(results, output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
