@@ -16,7 +16,7 @@ Pictures from text with SDXL, two on each chip, as sdxl_single.py makes them in 
 
 Needs a CPU and the TPU's compiler, `pip install "jax[tpu]"`; Stable Diffusion 1.5 takes about 20
 minutes on two cores and 13 GB of memory (27 GB at 32 pairs per chip). Prints a table and writes it
-as JSON.
+as JSON, into the current folder.
 
 The memory is what the compiler lays out, at the time of the run that needs most: with the averages,
 if there will be any. (Validation pictures are not in it.) The time of a step is a lower bound, a
@@ -150,8 +150,7 @@ class Config(trainer.Config):
     num_images: int = 1  # of sdxl and sdxl_unet: pictures at once on each chip
     num_inference_steps: int = 20  # of sdxl
     image_size: int = 1024  # of sdxl and sdxl_unet, pixels of a side
-    # JSON; "" is benchmarks/results/tpu_compile_TPU_PROGRAM.json, unless that is of other flags
-    output: str = ""
+    output: str = ""  # JSON; "" is tpu_compile_TPU_PROGRAM.json, unless that is of other flags
     pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5, or XL
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
 
@@ -745,8 +744,7 @@ def report_file(config):
         name += "_largest"
     elif config.program.startswith("sdxl"):
         name += f"_{config.num_images}"
-    file = Path(__file__).parent / "benchmarks" / "results" / f"{name}.json"
-    file = Path(config.output or file)
+    file = Path(config.output or f"{name}.json")
     if file.is_dir():
         raise ValueError(f"output={file} is a folder; name a file")
     trainer.check_writable("output", file, file.absolute().parent)
