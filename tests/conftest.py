@@ -8,7 +8,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is most of the suite's time
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # where a test has such a cache
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # see programs
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
@@ -37,8 +37,10 @@ def optimized():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_compilation_cache_left_on():
-    """What a script's main() sets for its process ends with the file that called it."""
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
+def programs(tmp_path_factory):
+    """Folder that keeps what a file's tests and the processes they start compile."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
+    return folder

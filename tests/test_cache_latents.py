@@ -19,10 +19,10 @@ from test_train import (
     SIZE,
     config_of,
     data,
+    lenient_optimizer,
     model,
     read_metrics,
     run_main,
-    settings,
     write_shard,
 )
 from tiny_models import make_tiny_pipeline

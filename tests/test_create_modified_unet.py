@@ -5,12 +5,10 @@ import re
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
@@ -18,19 +16,6 @@ import create_modified_unet
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings(tmp_path_factory):
-    """Compile quickly, and what several tests need once."""
-    torch.set_num_threads(1)
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

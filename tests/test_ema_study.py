@@ -9,10 +9,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from conftest import ROOT
 from PIL import Image
+from test_train import lenient_optimizer  # noqa: F401 (a fixture)
 
 import flax_train_instruct_pix2pix as trainer
 from benchmarks import ema_study
@@ -34,22 +34,6 @@ from ema_flax import SIGMA_RELS, ema_plan, power_decay, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
 NUM_STEPS = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lenient_optimizer():
-    """Optax alone is let off strict promotion."""
-    make_optimizer = trainer.make_optimizer
-
-    def make_lenient_optimizer(*args):
-        tx = make_optimizer(*args)
-        return optax.GradientTransformation(
-            tx.init, jax.numpy_dtype_promotion("standard")(tx.update)
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_optimizer", make_lenient_optimizer)
-        yield
 
 
 @pytest.fixture(scope="module")

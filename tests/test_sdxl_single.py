@@ -346,15 +346,16 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_compilation_cache_dir(model, tmp_path, capsys):
+def test_bad_compilation_cache_dir(model, tmp_path, capsys, programs):
     (tmp_path / "file").write_text("")
-    jax.config.update("jax_compilation_cache_dir", None)  # an earlier start's
+    jax.config.update("jax_compilation_cache_dir", None)
     flags = flags_of(model, tmp_path / "out")
     with pytest.raises(SystemExit) as ended:
         sdxl_single.main([*flags, "--compilation_cache_dir", str(tmp_path / "file")])
     assert ended.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: --compilation_cache_dir {tmp_path / 'file'} cannot be made")
+    jax.config.update("jax_compilation_cache_dir", programs)
 
 
 @pytest.mark.parametrize(
