@@ -127,10 +127,10 @@ def test_norms_keep_their_input_alone():
         assert [(y.shape, y.dtype) for y in large] == [(x.shape, x.dtype)]
 
 
-@pytest.mark.parametrize("lengths", [(256, 256), (128, 384)])
+@pytest.mark.parametrize("lengths", [(256, 256), (128, 384), (1024, 2048)])
 @pytest.mark.parametrize("head_dim", [40, 64, 512])
 def test_splash_is_attention(lengths, head_dim):
-    """TPU's kernel, interpreted, on its blocks' smallest sizes."""
+    """TPU's kernel, interpreted, on its blocks' smallest sizes and its largest."""
     T, S = lengths
     shapes = (1, T, 2, head_dim), (1, S, 2, head_dim), (1, S, 2, head_dim)
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
