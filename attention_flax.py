@@ -6,7 +6,6 @@ CPU: in blocks that fit a core's caches. Everything else: XLA's own, which also 
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -95,13 +94,12 @@ def fits_splash(query_shape, key_shape):
     return long and (head_dim <= 128 or (head_dim <= 512 and head_dim % 128 == 0))
 
 
-def splash(query, key, value, interpret=False, **changes):
+def splash(query, key, value, interpret=False):
     """Attention by TPU's kernel, whose logits never reach the memory.
 
     Args:
         query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_splash.
         interpret: run the kernel on any platform, slowly.
-        **changes: to the kernel's BlockSizes, as benchmarks/bench_splash.py tries them.
 
     Returns:
         (B, T, N, H) in query's dtype.
@@ -120,26 +118,28 @@ def splash(query, key, value, interpret=False, **changes):
     def block(length, limit):
         return max(n for n in (128, 256, 512, 1024, 2048) if length % n == 0 and n <= limit)
 
-    # Of what fits a v4's VMEM, what takes the fewest cycles (benchmarks/bench_splash.py). Heads too
-    # small for a register's lanes leave them to the positions: matmuls before then write them so.
-    small, filled = head_dim <= 128, head_dim % 128 == 0
-    layout = kernels.QKVLayout.HEAD_DIM_MINOR if filled else kernels.QKVLayout.SEQ_MINOR
-    sizes = kernels.BlockSizes(
+    # Of the blocks tried that fit a v4's VMEM, those with the fewest cycles (bench_splash.py).
+    small = head_dim <= 128
+    sizes = dict(
         block_q=block(T, 512),
         block_kv=block(S, 2048 if small else 512),
         block_kv_compute=block(S, 1024 if small else 512),
         block_q_dkv=block(T, 1024 if small else 256),
         block_kv_dkv=block(S, 1024 if small else 256),
         block_kv_dkv_compute=block(S, 512 if small else 256),
-        use_fused_bwd_kernel=True,
-        **dict.fromkeys(("q_layout", "k_layout", "v_layout"), layout),
     )
+    if S // sizes["block_kv_dkv"] <= 4:  # as many copies of query's gradient are in memory
+        sizes["use_fused_bwd_kernel"] = True
+    else:
+        sizes |= dict(block_q_dq=block(T, 512 if small else 256), block_kv_dq=sizes["block_kv_dkv"])
+    if head_dim % 128:  # the last axis is a register's 128 lanes, which positions fill
+        sizes |= dict.fromkeys(("q_layout", "k_layout", "v_layout"), kernels.QKVLayout.SEQ_MINOR)
     with jax.numpy_dtype_promotion("standard"):
         kernel = kernels.make_splash_mha(
             masks.MultiHeadMask([masks.FullMask((T, S))] * num_heads),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=replace(sizes, **changes),
+            block_sizes=kernels.BlockSizes(**sizes),
             interpret=interpret,
         )
         query = query * query.shape[-1] ** -0.5

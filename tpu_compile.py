@@ -22,8 +22,8 @@ The memory is what the compiler lays out, at the time of the run that needs most
 if there will be any. (Validation pictures are not in it.) The time of a step is a lower bound, a
 roofline: all FLOPs at the chip's peak, or all that moves to and from its memory at the memory's
 rate, whichever takes longer; communication between chips is not in it, nor is waiting for data. The
-bytes accessed, which the compiler counts wherever they are, also those that never leave the chip,
-and those of its kernels are given beside.
+report has the bytes accessed as well, which the compiler counts wherever they are, also those that
+never leave the chip, with those of kernels.
 
 Paper: Roofline (Williams, Waterman, Patterson 2009).
 """
@@ -150,7 +150,8 @@ class Config(trainer.Config):
     num_images: int = 1  # of sdxl and sdxl_unet: pictures at once on each chip
     num_inference_steps: int = 20  # of sdxl
     image_size: int = 1024  # of sdxl and sdxl_unet, pixels of a side
-    output: str = ""  # JSON; "" is tpu_compile_TPU_PROGRAM.json, unless that is of other flags
+    # JSON; "" is tpu_compile_TPU_PROGRAM.json in the current folder, never one of other flags
+    output: str = ""
     pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5, or XL
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
 

@@ -8,8 +8,8 @@ no waiting for data), those of all else are what the compiler expects. Nothing i
 
     python benchmarks/bench_splash.py --tpu v6e-1 --output splash_v6e.json
 
-Writes benchmarks/results/splash.json and prints a table. Needs a CPU and `pip install "jax[tpu]"`;
-three minutes on two cores.
+Writes benchmarks/results/splash.json and prints a table. Needs a CPU, `pip install "jax[tpu]"` and
+a gigabyte in /tmp; some ten minutes on two cores.
 """
 
 import os
@@ -17,19 +17,18 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import QKVLayout
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import attention_flax  # noqa: E402
 import tpu_compile  # noqa: E402
 from benchmarks.full_size import (  # noqa: E402
     check_replaced,
@@ -44,20 +43,27 @@ from modeling_flax_blocks import Attention  # noqa: E402
 # {name: ((B, T, C), heads, with gradients)}
 CASES = {
     "Stable Diffusion 1.5, 256 px, forward and backward": ((8, 1024, 320), 8, True),
+    "Stable Diffusion 1.5, 512 px, forward and backward": ((2, 4096, 320), 8, True),
     "SDXL, 1024 px, 64x64 positions": ((2, 4096, 640), 10, False),
     "SDXL, 1024 px, 32x32 positions": ((2, 1024, 1280), 20, False),
 }
-HEADS_LAST = dict.fromkeys(("q_layout", "k_layout", "v_layout"), QKVLayout.HEAD_DIM_MINOR)
+BlockSizes, Layout = splash_attention_kernel.BlockSizes, splash_attention_kernel.QKVLayout
+HEAD_DIM_LAST = dict.fromkeys(("q_layout", "k_layout", "v_layout"), Layout.HEAD_DIM_MINOR)
 TWO_KERNELS = {"use_fused_bwd_kernel": False, "block_q_dq": 512, "block_kv_dq": 512}
-BLOCKS = ("block_q", "block_kv", "block_kv_compute")
-SMALL_BLOCKS = dict.fromkeys((*BLOCKS, *(f"{name}_dkv" for name in BLOCKS[:2])), 512)
-SMALL_BLOCKS |= {"block_kv_dkv_compute": 512}
-VARIANTS = {
+SMALL_BLOCKS = {
+    "block_q": 512,
+    "block_kv": 512,
+    "block_kv_compute": 512,
+    "block_q_dkv": 512,
+    "block_kv_dkv": 512,
+    "block_kv_dkv_compute": 512,
+}
+VARIANTS = {  # changes to the BlockSizes of attention_flax.splash
     "ours": {},
-    "heads' numbers last": HEADS_LAST,
+    "head dimension last": HEAD_DIM_LAST,
     "blocks of 512": SMALL_BLOCKS,
     "backward in two kernels": TWO_KERNELS,
-    "all three": HEADS_LAST | SMALL_BLOCKS | TWO_KERNELS,
+    "all three": HEAD_DIM_LAST | SMALL_BLOCKS | TWO_KERNELS,
 }
 
 
@@ -82,28 +88,32 @@ def count_cycles(device, case, changes, folder):
     Args:
         device: the chip.
         case: one of CASES' values.
-        changes: of splash.
+        changes: one of VARIANTS' values.
         folder: Path, where the compiler writes.
 
     Returns:
         {"kernels": {name: cycles}, "rest": cycles, "bytes_accessed": int}.
+
+    Raises:
+        ValueError: the compiler wrote nothing of the kernels.
     """
     (B, T, C), num_heads, with_gradient = case
     layer = Attention(C, num_heads, jnp.bfloat16)
     x = jax.ShapeDtypeStruct((B, T, C), jnp.bfloat16)
     params = jax.eval_shape(layer.init, jax.random.key(0), x)
-    program = layer.apply
-    if with_gradient:
 
-        def program(params, x):
-            loss = lambda *args: jnp.square(layer.apply(*args).astype(jnp.float32)).mean()  # noqa: E731
-            return jax.grad(loss, (0, 1))(params, x)
+    def loss(params, x):
+        return jnp.square(layer.apply(params, x).astype(jnp.float32)).mean()
 
+    def changed(**sizes):
+        return BlockSizes(**(sizes | changes))
+
+    program = jax.grad(loss, (0, 1)) if with_gradient else layer.apply
+    jax.clear_caches()  # of attention that was traced with other blocks
     for file in folder.iterdir():
         file.unlink()
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), (params, x))
-    changed = partial(attention_flax.splash, **changes)
-    with mock.patch.object(attention_flax, "splash", changed), no_compilation_cache():
+    with mock.patch.object(splash_attention_kernel, "BlockSizes", changed), no_compilation_cache():
         compiled = jax.pmap(program, devices=[device]).lower(*args).compile()
     text = compiled.as_text()
     entry = text[text.index("\nENTRY ") :]
@@ -111,6 +121,10 @@ def count_cycles(device, case, changes, folder):
         re.search(r"splash_mha_([a-z]+)", file.name)[1]: kernel_cycles(file)
         for file in folder.glob("*splash_mha_*-final_bundles.txt")
     }
+    if not kernels:
+        raise ValueError(
+            f"libtpu {version('libtpu')} wrote no final_bundles: it may have other flags"
+        )
     return {
         "kernels": kernels,
         "rest": sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry))),

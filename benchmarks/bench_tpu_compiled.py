@@ -111,17 +111,17 @@ def format_table(reports):
         if "memory" not in report:
             lines.append(f"| {chip} | {job} | ours | does not fit | | | | |")
             continue
-        accessed = "" if job == "sdxl" else f"{report['bytes_accessed'] / 1e9:.1f}"  # a loop's once
+        accessed = "" if job == "sdxl" else f"{report['bytes_accessed'] / 1e9:.3g}"  # a loop's once
         lines.append(
-            f"| {chip} | {job} | ours | {report['memory']['temporaries'] / GIB:.2f} | {accessed} | "
-            f"{report['hbm_bytes'] / 1e9:.1f} | {report['flops'] / 1e12:.2f} | "
-            f"{report['step_seconds'] * 1e3:.1f} |"
+            f"| {chip} | {job} | ours | {report['memory']['temporaries'] / GIB:.3g} | {accessed} | "
+            f"{report['hbm_bytes'] / 1e9:.3g} | {report['flops'] / 1e12:.3g} | "
+            f"{report['step_seconds'] * 1e3:.3g} |"
         )
         if chip == "v5e" and not report["flags"].keys() & {"resolution", MODEL}:
             for name, (temporaries, num_bytes, flops) in BASELINES.get(job, {}).items():
                 lines.append(
-                    f"| {chip} | {job} | {name} | {temporaries / GIB:.2f} | "
-                    f"{num_bytes / 1e9:.1f} | | {flops / 1e12:.2f} | |"
+                    f"| {chip} | {job} | {name} | {temporaries / GIB:.3g} | "
+                    f"{num_bytes / 1e9:.3g} | | {flops / 1e12:.3g} | |"
                 )
     return "\n".join(lines)
 

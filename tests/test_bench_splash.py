@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
@@ -44,7 +43,6 @@ def test_command_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SMALL, str(output)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])},
         capture_output=True,
         text=True,
     )

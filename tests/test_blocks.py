@@ -128,7 +128,7 @@ def test_norms_keep_their_input_alone():
 
 
 @pytest.mark.parametrize("lengths", [(256, 256), (128, 384), (1024, 2048)])
-@pytest.mark.parametrize("head_dim", [40, 64, 512])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 512])
 def test_splash_is_attention(lengths, head_dim):
     """TPU's kernel, interpreted, on its blocks' smallest sizes and its largest."""
     T, S = lengths
@@ -136,6 +136,16 @@ def test_splash_is_attention(lengths, head_dim):
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     found = value_and_gradients(partial(splash, interpret=True), args)
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+
+
+@pytest.mark.parametrize("length", [2048, 640])  # one kernel backward, and two
+def test_splash_in_bfloat16(length):
+    shapes = (1, 256, 2, 40), (1, length, 2, 40), (1, length, 2, 40)
+    args = [jnp.asarray(normal(*shape, seed=i), jnp.bfloat16) for i, shape in enumerate(shapes)]
+    found = value_and_gradients(partial(splash, interpret=True), args)
+    args = [np.asarray(x, np.float32) for x in args]
+    for x, exact in zip(found, torch_value_and_gradients(torch_attention, args)):
+        assert np.linalg.norm(x.astype(np.float32) - exact) < 0.008 * np.linalg.norm(exact)
 
 
 # As many logits as make one block of all 6 heads, blocks of one head, and of some of its queries.

@@ -16,7 +16,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import executables
 import sdxl_single
 import sdxl_single_aot
-from executables import ExecutableStore, surroundings
+from executables import ExecutableStore, surroundings, use_compilation_cache
 from modeling_flax_utils import FlaxModelMixin
 
 PROMPTS = ("make it", "make it red", "it")
@@ -346,16 +346,30 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_compilation_cache_dir(model, tmp_path, capsys, programs):
-    (tmp_path / "file").write_text("")
+@pytest.fixture
+def no_programs(programs):
+    """jax was told of no folder for compiled programs yet."""
     jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", programs)
+
+
+def test_compilation_cache_dir(no_programs, tmp_path):
+    assert not use_compilation_cache("")
+    assert use_compilation_cache(str(tmp_path / "new" / "folder"))
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "new" / "folder")
+    assert not use_compilation_cache(str(tmp_path / "other"))  # there is one
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_bad_compilation_cache_dir(model, tmp_path, capsys, no_programs):
+    (tmp_path / "file").write_text("")
     flags = flags_of(model, tmp_path / "out")
     with pytest.raises(SystemExit) as ended:
         sdxl_single.main([*flags, "--compilation_cache_dir", str(tmp_path / "file")])
     assert ended.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: --compilation_cache_dir {tmp_path / 'file'} cannot be made")
-    jax.config.update("jax_compilation_cache_dir", programs)
 
 
 @pytest.mark.parametrize(
