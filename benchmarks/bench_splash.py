@@ -112,7 +112,7 @@ def count_cycles(device, case, changes, folder):
     jax.clear_caches()  # of attention that was traced with other blocks
     for file in folder.iterdir():
         file.unlink()
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), (params, x))
+    args = tpu_compile.on_all((params, x), 1)
     with mock.patch.object(splash_attention_kernel, "BlockSizes", changed), no_compilation_cache():
         compiled = jax.pmap(program, devices=[device]).lower(*args).compile()
     text = compiled.as_text()
@@ -154,6 +154,7 @@ def run(config):
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
         device = tpu_compile.slice_devices(tpu)[0]
+        machine = describe_machine(("jax", "jaxlib", "libtpu"))
         with tqdm(total=len(CASES) * len(VARIANTS), unit="program") as bar:
             for case in CASES:
                 figures[case] = {}
@@ -161,12 +162,7 @@ def run(config):
                     counts = count_cycles(device, CASES[case], changes, Path(folder))
                     figures[case][name] = counts
                     bar.update()
-    report(
-        format_table(figures),
-        config.output,
-        machine=describe_machine(("jax", "jaxlib", "libtpu")),
-        figures=figures,
-    )
+    report(format_table(figures), config.output, machine=machine, figures=figures)
 
 
 def main(args=None):

@@ -227,11 +227,11 @@ def one_process(model, data, tmp_path_factory):
 
 @pytest.fixture
 def edits(tmp_path):
-    """Flags for validation pictures; of so few rows the broken one may come to one process in
-    every epoch."""
+    """Flags for validation pictures."""
     picture = tmp_path / "picture.png"
     Image.new("RGB", (16, 16), "red").save(picture)
     pictures = dict(validation_image=(str(picture),), validation_prompt=("x",), validation_steps=10)
+    # Of so few rows the broken one may come to one process in every epoch.
     return pictures | dict(max_bad_fraction=0.5)
 
 
@@ -419,10 +419,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path
     config = config_of(model, data, tmp_path, **RUN)
     _, errors = Start(config, code=FULL_DISK).end(2)
     # Threads that were writing may print what became of them before and after.
-    found = re.search(
-        "error: a checkpoint cannot be written to .*; that of step 2 is complete", errors
-    )
-    assert found and "Error writing" in found[0]
+    (line,) = re.findall(r"\berror: .*", errors)
+    assert line.startswith("error: a checkpoint cannot be written to") and "Error writing" in line
+    assert "; that of step 2 is complete" in line
     output, _ = run(config)
     assert "going on after step 2" in output
     assert_same(contents(tmp_path), whole_run)
