@@ -17,14 +17,18 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# torch comes first and pinned, so that requirements.txt takes what is there: see the README on how
-# a machine without a GPU gets torch's CPU build, a tenth of the size.
+# torch comes first and pinned, so that requirements.txt accepts it. Without an NVIDIA driver it is
+# PyTorch's CPU build, a tenth of the size of the CUDA build that the package index has. The CUDA
+# build also works there, and is the fallback where PyTorch's own index cannot be reached.
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, e.g.: make PYTHON=python3.12" >&2; exit 2; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -c 'import torch' 2>/dev/null || \
+		{ ! nvidia-smi >/dev/null 2>&1 && $(BIN)/python -m pip install --quiet \
+			--retries 1 $(TORCH) --index-url https://download.pytorch.org/whl/cpu 2>/dev/null; } || \
+		$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	touch $@
 
