@@ -227,8 +227,14 @@ class SigmaScheduler(Scheduler):
             alpha_bar[-1] = SMALLEST_ALPHA_BAR
         return np.sqrt((1 - alpha_bar) / alpha_bar)
 
-    def _karras(self, sigma_max, sigma_min, num_inference_steps):
-        """Karras sigmas and the fractional timesteps at which training had these noise levels."""
+    def _karras(self, highest, lowest, num_inference_steps):
+        """Karras sigmas and the fractional timesteps at which training had these noise levels.
+
+        The options sigma_max and sigma_min win over highest and lowest.
+        """
+        sigma_max, sigma_min = self.config.sigma_max, self.config.sigma_min
+        sigma_max = highest if sigma_max is None else sigma_max
+        sigma_min = lowest if sigma_min is None else sigma_min
         sigmas = karras_sigmas(sigma_max, sigma_min, num_inference_steps)
         training_log_sigmas = np.log(self._training_sigmas())
         return sigmas, np.interp(np.log(sigmas), training_log_sigmas, np.arange(len(self)))
@@ -240,11 +246,15 @@ class SigmaScheduler(Scheduler):
         return sigmas.astype(np.float32).astype(np.float64)
 
     def _alpha_sigma(self, state, sample, timesteps):
-        # Over the run's own levels, which (Karras) need not be those of training.
-        sigma = jnp.interp(
-            jnp.asarray(timesteps).astype(jnp.float32),
-            state.timesteps[::-1].astype(jnp.float32),
-            state.sigmas[-2::-1],
+        # Over the run's own levels, which (Karras) need not be those of training. Steps whose
+        # timesteps round to the same one differ in sigma, so the step that the state is at comes
+        # first.
+        timesteps = jnp.asarray(timesteps).astype(jnp.float32)
+        run_timesteps, run_sigmas = state.timesteps.astype(jnp.float32), state.sigmas[:-1]
+        sigma = jnp.where(
+            timesteps == run_timesteps[state.step_index],
+            run_sigmas[state.step_index],
+            jnp.interp(timesteps, run_timesteps[::-1], run_sigmas[::-1]),
         )
         sigma = sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim))
         alpha_t = 1 / jnp.sqrt(sigma**2 + 1)
@@ -287,10 +297,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         timesteps = timestep_grid(self.config, num_inference_steps).astype(np.float32)
         sigmas = np.interp(timesteps, np.arange(len(self)), self._training_sigmas())
         if self.config.get("use_karras_sigmas"):
-            sigma_max, sigma_min = self.config.sigma_max, self.config.sigma_min
-            sigma_max = sigmas[0] if sigma_max is None else sigma_max
-            sigma_min = sigmas[-1] if sigma_min is None else sigma_min
-            sigmas, timesteps = self._karras(sigma_max, sigma_min, num_inference_steps)
+            sigmas, timesteps = self._karras(sigmas[0], sigmas[-1], num_inference_steps)
         timesteps, sigmas = timesteps[first_step:], self._with_final_sigma(sigmas)[first_step:]
         alpha = 1 / np.sqrt(sigmas[:-1] ** 2 + 1)
         tables = {"alpha": alpha, "sigma": sigmas[:-1] * alpha, "x0_weight": np.ones_like(alpha)}
@@ -349,6 +356,8 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "lower_order_final": True,
         "euler_at_final": False,
         "use_karras_sigmas": False,
+        "sigma_min": None,  # this and the next are Euler's; diffusers takes them from its config
+        "sigma_max": None,
         "final_sigmas_type": "zero",
         "lambda_min_clipped": -float("inf"),
         "rescale_betas_zero_snr": False,
@@ -371,8 +380,8 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
     def _plan(self, num_inference_steps, first_step):
         training_sigmas = self._training_sigmas()
         if self.config.use_karras_sigmas:
-            sigma_range = training_sigmas[-1], training_sigmas[0]
-            sigmas, timesteps = self._karras(*sigma_range, num_inference_steps)
+            highest, lowest = training_sigmas[-1], training_sigmas[0]
+            sigmas, timesteps = self._karras(highest, lowest, num_inference_steps)
             if self.config.beta_schedule != "squaredcos_cap_v2":  # as in diffusers
                 timesteps = np.round(timesteps)
             timesteps = timesteps.astype(int)

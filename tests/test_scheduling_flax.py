@@ -56,7 +56,7 @@ def model(x, t, xp=np):
 
 def torch_trajectory(name, config, num_steps, monkeypatch, eta=0.0, first_step=0):
     """(timesteps, samples after each step) of PyTorch's scheduler, its noise taken from NOISE."""
-    scheduler = torch_class(name)(**config)
+    scheduler = torch_class(name).from_config(config)
     noise = iter(torch.from_numpy(NOISE))
     module = sys.modules[type(scheduler).__module__]
     monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: next(noise), raising=False)
@@ -187,6 +187,7 @@ OPTIONS = [
     ("dpmsolver++", {"prediction_type": "sample"}),
     ("dpmsolver++", {"use_karras_sigmas": True}),
     ("dpmsolver++", {"use_karras_sigmas": True, "final_sigmas_type": "sigma_min"}),
+    ("dpmsolver++", {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 8.0}),
     ("dpmsolver++", {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1}),
     ("dpmsolver++", {"timestep_spacing": "trailing", "lambda_min_clipped": -1.5}),
     ("dpmsolver++", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
@@ -377,6 +378,29 @@ def test_add_noise_takes_a_karras_run_at_its_own_levels(name):
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["euler", "dpmsolver++"])
+@pytest.mark.parametrize("num_steps, first_step", [(50, 46), (50, 47), (50, 49), (75, 73)])
+def test_add_noise_takes_the_current_steps_own_level(name, num_steps, first_step):
+    """Of DPM-Solver's Karras steps, several share a timestep: 47 and 48 of 50, 73 and 74 of 75."""
+    config = STABLE_DIFFUSION | {"use_karras_sigmas": True}
+    scheduler, start = make_scheduler(name, config)
+    begun = scheduler.set_timesteps(start, num_steps, SHAPE, first_step)
+    whole = scheduler.set_timesteps(start, num_steps, SHAPE)
+    reference = torch_class(name)(**config)
+    reference.set_timesteps(num_steps)
+    reference.set_begin_index(first_step)
+    expected = reference.add_noise(
+        torch.from_numpy(START),
+        torch.from_numpy(NOISE[0]),
+        reference.timesteps[first_step : first_step + 1],
+    )
+    for state in (begun, whole.replace(step_index=jnp.asarray(first_step))):
+        actual = scheduler.add_noise(
+            state, jnp.asarray(START), jnp.asarray(NOISE[0]), state.timesteps[state.step_index]
+        )
+        np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["ddpm", "ddim", "euler_ancestral"])
 def test_noise_comes_from_the_key(name):
     scheduler, state = make_scheduler(name, STABLE_DIFFUSION)
@@ -432,6 +456,8 @@ def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
         "steps_offset": 1,
         "trained_betas": None,
     }
+    # Euler's options, of which DPM-Solver uses those that its own constructor lacks.
+    published |= {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 8.0}
     (tmp_path / "scheduler_config.json").write_text(json.dumps(published))
     for first in SCHEDULERS:
         ours_first, _ = SCHEDULERS[first].from_pretrained(tmp_path)
@@ -443,7 +469,7 @@ def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
             known = {k: v for k, v in theirs_first.config.items() if k in ours_first.config}
             theirs = torch_class(second).from_config(known)
             for option in cls.defaults:
-                assert ours.config[option] == theirs.config[option], (first, second, option)
+                assert ours.config[option] == theirs.config.get(option), (first, second, option)
     assert scheduler_from_pretrained(tmp_path, subfolder=None)[0].config.skip_prk_steps is True
     published["_class_name"] = "FlaxDDIMScheduler"
     (tmp_path / "scheduler_config.json").write_text(json.dumps(published))
