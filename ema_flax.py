@@ -91,6 +91,10 @@ class EmaPlan(NamedTuple):
         averaged = 0 if self.first_step is None else num_steps - self.first_step
         return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
 
+    def last_update_step(self, num_steps):
+        """The step of the last update by step num_steps, at least first_step, which must be set."""
+        return num_steps - (num_steps - self.first_step) % self.every
+
 
 def ema_plan(
     ema, max_train_steps, fraction=0.036, start_step=None, decay=None, every=1, warmup=False

@@ -24,6 +24,7 @@ No row is trained on twice in an epoch; it says how many are left out.
 Papers: InstructPix2Pix (arXiv 2211.09800); the late EMA is MosaicML's for Stable Diffusion 2.
 """
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -52,7 +53,7 @@ import optax
 import tyro
 from flax import struct
 from jax.experimental.multihost_utils import process_allgather
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
 import cache_latents
@@ -71,9 +72,11 @@ from parallel_flax import (
     from_process_0,
     lift,
     local_shares,
+    lock_folder,
     mean_slice,
     my_slice,
     norm_of_slices,
+    on_process_0,
     put,
     put_shares,
     put_slices,
@@ -87,8 +90,15 @@ from parquet_processing import KNOWN_COLUMNS, ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from pipeline_flax_utils import load_tokenizer, to_rgb
-from report_flax import MetricsLog, check_hub, push_to_hub, validation_grid, write_model_card
+from pipeline_flax_utils import load_tokenizer
+from report_flax import (
+    MetricsLog,
+    check_hub,
+    load_image,
+    push_to_hub,
+    validation_grid,
+    write_model_card,
+)
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
 VALIDATION_INFERENCE_STEPS = 20
@@ -585,13 +595,6 @@ def check_config(config: Config, num_devices: int):
             f"{num_pictures} validation_image and {num_prompts} validation_prompt do not go "
             "together; give one instruction for each picture, or one for all"
         )
-    for path in config.validation_image:
-        if not Path(path).is_file():
-            raise ValueError(f"validation_image={path} is not a file")
-        try:
-            Image.open(path).close()
-        except UnidentifiedImageError as error:
-            raise ValueError(f"validation_image={path} is not a picture") from error
     if config.hub_model_id is not None and not config.push_to_hub:
         raise ValueError(f"hub_model_id={config.hub_model_id} goes with --push_to_hub")
     profile_window(config.profile_steps)
@@ -665,6 +668,18 @@ def profile_window(text):
     ):
         raise ValueError(f"profile_steps={text} must be FIRST:LAST, two step numbers; try 10:12")
     return tuple(map(int, numbers))
+
+
+def load_validation_images(config: Config):
+    """The images to edit while training: PIL, RGB, cropped to squares of the run's resolution."""
+    side = (config.resolution, config.resolution)
+    try:
+        return [
+            ImageOps.fit(load_image(path), side, Image.Resampling.LANCZOS)
+            for path in config.validation_image
+        ]
+    except ValueError as error:
+        raise ValueError(f"--validation_image {error}") from error
 
 
 def load_models(config: Config, dtype):
@@ -805,12 +820,37 @@ def fill_cache(config: Config):
     cache_latents.fill(cache_latents.Config(**flags))
 
 
+def finished_at(output_dir):
+    """When the model in a folder was written, in ns; None: there is none."""
+    model = output_dir / "model_index.json"
+    return model.stat().st_mtime_ns if model.exists() else None
+
+
 def train(config: Config):
-    """The run: load, go on or begin, loop, save. All results are in config.output_dir."""
+    """The run, as the only one in config.output_dir, where all results are."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
+    output_dir = Path(config.output_dir)
+    model_before = finished_at(output_dir)
+    check_config(config, jax.device_count())
+    originals = load_validation_images(config)
+    with contextlib.ExitStack() as held:
+
+        def occupy():
+            held.enter_context(lock_folder(output_dir))
+            if finished_at(output_dir) != model_before:  # --overwrite_output_dir is of older ones
+                raise ValueError(
+                    f"a run that has just ended has written a model to --output_dir {output_dir}; "
+                    "name another folder, or replace the model with --overwrite_output_dir"
+                )
+
+        on_process_0(occupy)
+        run_training(config, originals)
+
+
+def run_training(config: Config, originals):
+    """Load, go on or begin, loop, save; originals: see load_validation_images."""
     num_devices, num_processes = jax.device_count(), jax.process_count()
     is_main = jax.process_index() == 0
-    check_config(config, num_devices)
     if use_compilation_cache(config.compilation_cache_dir):
         # Saving has many small programs, which a preemption leaves no time to compile.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -872,13 +912,12 @@ def train(config: Config):
     shared = {k: v for k, v in asdict(config).items() if k not in PER_PROCESS}
     check_agreement(json.dumps([identity, shared, bool(dataset.latents)]))
     output_dir = Path(config.output_dir)
-    if config.push_to_hub and is_main:
-        repo_id = check_hub(config.hub_model_id, output_dir)
+    if config.push_to_hub:
+        repo_id = on_process_0(partial(check_hub, config.hub_model_id, output_dir))
 
     # Process 0 finds the newest checkpoint, if any, and all go on from there.
-    source, done, run = None, 0, {}
-    if is_main:
-        source, done, run = find_checkpoint(output_dir, config.resume_from_checkpoint, identity)
+    find = partial(find_checkpoint, output_dir, config.resume_from_checkpoint, identity)
+    source, done, run = on_process_0(find) or (None, 0, {})
     done = int(from_process_0(np.int32(done)))
     epoch, position = divmod(done, len(dataset))
     dataset.load_state_dict(dataset.state_dict() | {"epoch": epoch, "batch": position})
@@ -921,17 +960,11 @@ def train(config: Config):
     window = run.get("losses", [])  # [loss, grad_norm] of each step since the last logged one
     num_bad_here, num_bad_before = 0, run.get("num_bad", 0)
     pending = deque()  # those that are still on the devices
-    side = (config.resolution, config.resolution)
-    originals = [
-        ImageOps.fit(to_rgb(Image.open(path)), side, Image.Resampling.LANCZOS)
-        for path in config.validation_image
-    ]
     prompts = list(config.validation_prompt)
     prompts *= len(originals) if len(prompts) == 1 else 1
 
     log = checkpoints = None
     if is_main:
-        output_dir.mkdir(parents=True, exist_ok=True)
         log = MetricsLog(  # the first file of a run, by which its folder is known
             output_dir, asdict(config), config.report_to, config.tracker_project_name, done
         )
@@ -982,10 +1015,11 @@ def train(config: Config):
                 release_memory()
 
     def save_snapshots():
+        step = plan.last_update_step(num_steps)  # --ema_every need not divide the last step
         for sigma_rel, average in zip(SIGMA_RELS, averages):
             average = to_host(average, shapes, num_slices)
             if is_main:
-                folder = output_dir / "ema_snapshots" / f"{num_steps:08d}-{sigma_rel:.3f}"
+                folder = output_dir / "ema_snapshots" / f"{step:08d}-{sigma_rel:.3f}"
                 half = jax.tree.map(lambda x: x.astype(np.float16), average)
                 save_whole(folder, partial(models.unet.save_pretrained, params=half))
 

@@ -7,14 +7,20 @@ arXiv 1910.02054), by slices of every array.
     slices = my_slice(params, num_slices)         # nothing is sent
     updates = whole(updates, params, num_slices)  # an all-gather
 
-On the host: joining the other processes, arrays to the devices and back, and stopping together.
+On the host: joining the other processes, keeping other runs out of a folder, arrays to the devices
+and back, and stopping together.
 """
 
+import contextlib
+import fcntl
 import functools
 import importlib.util
 import itertools
+import logging
 import os
+import platform
 import signal
+import time
 import zlib
 from pathlib import Path
 
@@ -24,11 +30,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+logger = logging.getLogger(__name__)
+
 WAIT_SECONDS = 3600  # for the others to compile, or for process 0 to save and upload
 GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
 _numbers = itertools.count()
 COLLECTIVE_SECONDS = 90  # for the others to come to an operation of CPUs; less than the next
 HEARTBEAT_SECONDS = 100  # a process that is silent for so long counts as dead and ends the run
+LOCK_SECONDS = 60  # for a run that is ending, and may still be saving, to leave its folder
+MESSAGE_BYTES = 4096  # of an error that all processes are told
 
 
 def split_axis(shape, num_slices):
@@ -289,6 +299,94 @@ def from_process_0(x):
         return x
     bits = multihost_utils.broadcast_one_to_all(x.view(np.int32))  # a sum, which loses -0.0
     return np.asarray(bits).view(x.dtype)
+
+
+def on_process_0(function):
+    """Call function() on process 0; all processes call this together.
+
+    Returns:
+        What function returned, on process 0; None on the others.
+
+    Raises:
+        ValueError: function raised a ValueError or an OSError; all processes raise its message.
+    """
+    result, error = None, None
+    if jax.process_index() == 0:
+        try:
+            result = function()
+        except (ValueError, OSError) as raised:
+            error = raised
+    message = "" if error is None else str(error) or repr(error)
+    if jax.process_count() > 1:
+        wait_for_all("process 0 has checked")
+        text = np.zeros(MESSAGE_BYTES, np.uint8)
+        encoded = np.frombuffer(message.encode()[:MESSAGE_BYTES], np.uint8)
+        text[: len(encoded)] = encoded
+        message = from_process_0(text).tobytes().rstrip(b"\0").decode(errors="ignore")
+    if message:
+        raise ValueError(message) from error
+    return result
+
+
+@contextlib.contextmanager
+def lock_folder(folder):
+    """Keep other runs out of --output_dir as long as the context lasts.
+
+    The lock is flock's, on FOLDER/.lock: it ends with its process, however that dies, and holds
+    for all paths to the folder. The file names its holder; left behind, it locks nothing. Without
+    flock on the file system there is a warning and no lock.
+
+    Args:
+        folder: Path; made if it does not exist, and then removed if it is empty at the end.
+
+    Raises:
+        ValueError: another process has the lock, and keeps it for LOCK_SECONDS.
+    """
+    is_new, path = not folder.exists(), folder / ".lock"
+    deadline = None
+    while (file := _lock_file(path)) is None:
+        with contextlib.suppress(FileNotFoundError):  # released just now
+            holder = path.read_text() or "another process"
+            if deadline is None:
+                deadline = time.monotonic() + LOCK_SECONDS
+                print(f"waiting for {holder}, which uses {folder}", flush=True)
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"--output_dir {folder} is in use by {holder}; wait until it ends, stop it, or "
+                    "name another folder"
+                )
+        time.sleep(0.5)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the folder may be gone
+            path.unlink()
+        file.close()
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _lock_file(path):
+    """The file at path, open and locked, with this process's name in it; None: it is taken."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError as error:
+        logger.warning(
+            "%s cannot be locked (%s); see to it that no other run uses the folder", path, error
+        )
+    if os.fstat(file.fileno()).st_nlink == 0:  # opened before the last holder removed it
+        file.close()
+        return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
 
 
 class StopSignal:

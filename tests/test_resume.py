@@ -1,6 +1,9 @@
 """Stopping and going on: kills, SIGTERM, many processes, checkpoints of other runs, full disks."""
 
+import errno
+import fcntl
 import os
+import platform
 import random
 import re
 import shutil
@@ -21,8 +24,9 @@ from test_train import SCRIPT, config_of, flags_of, read_metrics, write_shard
 from tiny_models import make_tiny_pipeline
 
 import flax_train_instruct_pix2pix as trainer
+import parallel_flax
 from checkpoints_flax import Checkpoints
-from parallel_flax import put
+from parallel_flax import lock_folder, put
 
 NUM_STEPS = 12
 SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # few arrays, each of them a collective
@@ -153,6 +157,7 @@ def test_killed_it_ends_as_if_it_had_not_been(model, data, whole_run, tmp_path, 
             )
         start.process.kill()
         start.process.communicate()
+        assert (out / ".lock").exists()  # which does not keep the next start out
         saving += bool(list((out / "checkpoints").glob("*tmp*")))
     if not (out / "model_index.json").exists():
         run(config)
@@ -162,19 +167,36 @@ def test_killed_it_ends_as_if_it_had_not_been(model, data, whole_run, tmp_path, 
         assert saving
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(model, data, whole_run, tmp_path):
+def test_sigterm_saves_and_the_same_command_goes_on(
+    model, data, whole_run, tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "out"
     config = config_of(model, data, out, **RUN | {"checkpointing_steps": 0})
     start = Start(config)
     start.wait_until(start.logged(4))
+    start.process.send_signal(signal.SIGSTOP)
+
+    # Meanwhile no other run gets into the folder, by whatever path.
+    monkeypatch.setattr(parallel_flax, "LOCK_SECONDS", 0)
+    (tmp_path / "link").symlink_to(out)
+    before = sorted(out.rglob("*"))
+    holder = f"process {start.process.pid} on {platform.node()}"
+    for other in ({}, {"resume_from_checkpoint": "none", "overwrite_output_dir": True}):
+        with pytest.raises(ValueError, match=rf"--output_dir \S*/link is in use by {holder}; wait"):
+            run_here(config_of(model, data, tmp_path / "link", **RUN | other))
+    assert f"waiting for {holder}, which uses" in capsys.readouterr().out
+    assert sorted(out.rglob("*")) == before
+
     sent = time.monotonic()
     start.process.send_signal(signal.SIGTERM)
+    start.process.send_signal(signal.SIGCONT)
     output, errors = start.end(143)
     assert time.monotonic() - sent < 30
     last = read_metrics(out)[-1]["step"]
     assert f"stopped by SIGTERM after step {last} of 12, which is saved" in output
     assert [path.name for path in (out / "checkpoints").iterdir()] == [str(last)]
     assert "Traceback" not in errors
+    assert not (out / ".lock").exists()
 
     output, _ = run(config_of(model, data, out, **RUN))
     assert f"going on after step {last}" in output
@@ -307,6 +329,76 @@ def test_processes_with_other_flags_are_told(model, data, tmp_path):
     for start in start_all(model, data, tmp_path / "out", 2, 4, seeds=[1, 2]):
         _, errors = start.end(2)
         assert errors.splitlines()[-1].startswith("error: process 1 was started with other flags")
+
+
+IMPATIENT = """
+import parallel_flax
+import flax_train_instruct_pix2pix as trainer
+parallel_flax.LOCK_SECONDS = 0
+trainer.main()
+"""
+
+
+def test_processes_are_told_of_another_run(model, data, tmp_path):
+    with lock_folder(tmp_path):
+        for start in start_all(model, data, tmp_path, 2, 4, codes=[IMPATIENT, None]):
+            _, errors = start.end(2)
+            message = f"error: --output_dir {tmp_path} is in use by process {os.getpid()} on "
+            assert errors.splitlines()[-1].startswith(message)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_model_that_another_run_finishes_is_not_replaced(
+    model, data, tmp_path, monkeypatch, overwrite
+):
+    """Not even with a flag that was given before there was this model."""
+    file = tmp_path / "model_index.json"
+    if overwrite:
+        file.write_text("{}")
+        os.utime(file, (1, 1))
+    other = lock_folder(tmp_path)
+    other.__enter__()
+
+    def finish(seconds):
+        file.write_text("{}")
+        other.__exit__(None, None, None)
+
+    monkeypatch.setattr(parallel_flax.time, "sleep", finish)
+    config = config_of(model, data, tmp_path, **RUN, overwrite_output_dir=overwrite)
+    with pytest.raises(ValueError, match="a run that has just ended has written a model to"):
+        run_here(config)
+    assert os.listdir(tmp_path) == ["model_index.json"]
+
+
+def test_a_lock_needs_the_file_that_others_find(tmp_path, monkeypatch):
+    """A file that is removed between opening and locking it locks nothing."""
+    path, flock = tmp_path / "new" / ".lock", fcntl.flock
+
+    def remove_and_lock(file, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(parallel_flax, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    with (
+        lock_folder(path.parent),
+        pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"),
+        lock_folder(path.parent),
+    ):
+        pass
+    assert not path.parent.exists()
+
+
+def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_folder(tmp_path):
+        (line,) = caplog.messages
+    assert re.fullmatch(r"\S*/.lock cannot be locked \(.*No locks available\); see to it .*", line)
 
 
 def run_here(config):
