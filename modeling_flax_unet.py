@@ -128,6 +128,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         "CrossAttnUpBlock2D",
         "CrossAttnUpBlock2D",
     )
+    mid_block_type: str | None = "UNetMidBlock2DCrossAttn"  # None: no middle block
     only_cross_attention: bool | tuple = False
     block_out_channels: tuple = (320, 640, 1280, 1280)
     layers_per_block: int | tuple = 2
@@ -164,7 +165,6 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         "encoder_hid_dim": None,
         "encoder_hid_dim_type": None,
         "mid_block_scale_factor": 1,
-        "mid_block_type": "UNetMidBlock2DCrossAttn",
         "num_attention_heads": None,  # PyTorch refuses it as well
         "num_class_embeds": None,
         "resnet_out_scale_factor": 1.0,
@@ -256,7 +256,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
                 heights and widths of the original, the crop's corner and the result; the refiner
                 takes five, the last an aesthetic score}; else None.
             down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
-            mid_block_additional_residual: (B, C, h, w), added after the middle block, or None.
+            mid_block_additional_residual: (B, C, h, w), added before the up blocks, or None.
             return_dict: False returns a plain tuple.
             train: part of the published signature; without dropout both values mean the same.
 
@@ -282,6 +282,12 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
                 if self.addition_embed_type is None
                 else "this is an SDXL UNet, which needs added_cond_kwargs={'text_embeds': ..., "
                 "'time_ids': ...}"
+            )
+
+        if self.mid_block_type not in (None, "UNetMidBlock2DCrossAttn"):
+            raise ValueError(
+                f"mid_block_type={self.mid_block_type!r} is not supported; null and "
+                "'UNetMidBlock2DCrossAttn' are"
             )
 
         channels = self.block_out_channels
@@ -353,9 +359,10 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             ]
 
         # 3. middle
-        x = MidBlock(channels[-1], resnet, transformer(num_blocks - 1), name="mid_block")(
-            x, time_emb, context
-        )
+        if self.mid_block_type is not None:
+            x = MidBlock(channels[-1], resnet, transformer(num_blocks - 1), name="mid_block")(
+                x, time_emb, context
+            )
         if mid_block_additional_residual is not None:
             residual = mid_block_additional_residual.astype(self.dtype)
             x = x + jnp.transpose(residual, (0, 2, 3, 1))

@@ -93,17 +93,19 @@ class AttentionBlock(nn.Module):
 
 
 class MidBlock(nn.Module):
-    """Attention between two residual blocks."""
+    """Two residual blocks, with self-attention between them if add_attention."""
 
     out_channels: int
     num_groups: int
+    add_attention: bool
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x):
         resnet = (self.out_channels, self.num_groups, 1e-6, self.dtype)
         x = ResnetBlock2D(*resnet, name="resnets_0")(x)
-        x = AttentionBlock(self.num_groups, self.dtype, name="attentions_0")(x)
+        if self.add_attention:
+            x = AttentionBlock(self.num_groups, self.dtype, name="attentions_0")(x)
         return ResnetBlock2D(*resnet, name="resnets_1")(x)
 
 
@@ -139,6 +141,7 @@ class Encoder(nn.Module):
     block_out_channels: tuple
     layers_per_block: int
     num_groups: int
+    mid_block_add_attention: bool
     dtype: DTypeLike
 
     @nn.compact
@@ -154,7 +157,13 @@ class Encoder(nn.Module):
                 downsample=i < last,
                 name=f"down_blocks_{i}",
             )(x)
-        x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
+        x = MidBlock(
+            self.block_out_channels[-1],
+            self.num_groups,
+            self.mid_block_add_attention,
+            self.dtype,
+            name="mid_block",
+        )(x)
         x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
         return Conv(2 * self.latent_channels, dtype=self.dtype, name="conv_out")(x)
 
@@ -166,12 +175,19 @@ class Decoder(nn.Module):
     block_out_channels: tuple
     layers_per_block: int
     num_groups: int
+    mid_block_add_attention: bool
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x):
         x = Conv(self.block_out_channels[-1], dtype=self.dtype, name="conv_in")(x)
-        x = MidBlock(self.block_out_channels[-1], self.num_groups, self.dtype, name="mid_block")(x)
+        x = MidBlock(
+            self.block_out_channels[-1],
+            self.num_groups,
+            self.mid_block_add_attention,
+            self.dtype,
+            name="mid_block",
+        )(x)
         last = len(self.block_out_channels) - 1
         for i, width in enumerate(reversed(self.block_out_channels)):
             x = LevelBlock(
@@ -205,6 +221,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
     force_upcast: bool = True
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
     dtype: DTypeLike = jnp.float32
 
     weights_name = "diffusion_pytorch_model"
@@ -213,7 +230,6 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         "act_fn": "silu",
         "latents_mean": None,
         "latents_std": None,
-        "mid_block_add_attention": True,
         "shift_factor": None,
     }
     ignored_config = ()
@@ -231,6 +247,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
             block_out_channels=tuple(self.block_out_channels),
             layers_per_block=self.layers_per_block,
             num_groups=self.norm_num_groups,
+            mid_block_add_attention=self.mid_block_add_attention,
             dtype=self.dtype,
         )
         self.encoder = Encoder(self.latent_channels, **shared)

@@ -23,6 +23,7 @@ import transformers
 from flax.traverse_util import flatten_dict
 
 import modeling_flax_utils
+from create_modified_unet import widen
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import FlaxModelMixin, flax_to_torch, torch_to_flax
@@ -62,6 +63,8 @@ def torch_model(kind):
     match kind:
         case "unet_conv":
             return diffusers.UNet2DConditionModel(**UNET)
+        case "unet_no_middle":
+            return diffusers.UNet2DConditionModel(**UNET, mid_block_type=None)
         case "unet_linear":
             return diffusers.UNet2DConditionModel(**UNET, use_linear_projection=True)
         case "unet_sdxl":  # the mapping must know what the Flax UNet may learn later
@@ -85,6 +88,7 @@ def torch_model(kind):
 FLAX_CLASSES = {
     "unet_conv": FlaxUNet2DConditionModel,
     "unet_linear": FlaxUNet2DConditionModel,
+    "unet_no_middle": FlaxUNet2DConditionModel,
     "vae": FlaxAutoencoderKL,
     "clip": FlaxCLIPTextModel,
     "clip_projection": FlaxCLIPTextModelWithProjection,
@@ -248,6 +252,18 @@ def test_pytorch_opens_what_we_write(kind, tmp_path):
     )
     rewrote.pop("_name_or_path", None)
     assert rewrote == wrote
+
+
+def test_a_widened_unet_still_has_no_middle_block(tmp_path):
+    """As create_modified_unet.py widens and saves it."""
+    torch_model("unet_no_middle").save_pretrained(tmp_path / "narrow")
+    narrow, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "narrow")
+    narrow.clone(in_channels=8).save_pretrained(tmp_path / "wide", widen(params, 8))
+    wide, report = diffusers.UNet2DConditionModel.from_pretrained(
+        tmp_path / "wide", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert wide.mid_block is None and wide.config.in_channels == 8
 
 
 def test_unprefixed_clip_names_and_buffers_are_read(tmp_path):

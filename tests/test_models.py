@@ -42,6 +42,7 @@ UNETS = {
         8,
         16,
     ),
+    "no middle block": (dict(mid_block_type=None), 2, 8, 8),
     "norms and time": (
         dict(norm_num_groups=16, norm_eps=1e-3, flip_sin_to_cos=False, freq_shift=1),
         2,
@@ -218,7 +219,7 @@ def test_gradient_checkpointing_recomputes():
         (dict(class_embed_type="timestep"), "class_embed_type"),
         (dict(addition_embed_type="text"), "addition_embed_type='text' is not supported"),
         (dict(resnet_time_scale_shift="scale_shift"), "resnet_time_scale_shift"),
-        (dict(mid_block_type="UNetMidBlock2DSimpleCrossAttn"), "mid_block_type"),
+        (dict(mid_block_type="UNetMidBlock2D"), "mid_block_type='UNetMidBlock2D' is not supported"),
         (dict(down_block_types=("AttnDownBlock2D",) * 3), "AttnDownBlock2D is not supported"),
         (dict(num_attention_heads=8), "num_attention_heads"),
         (dict(attention_head_dim=(2, 4)), "attention_head_dim has 2 entries"),
@@ -272,6 +273,7 @@ VAES = {
     "two layers": (dict(layers_per_block=2), 1, 32, 32),
     "sizes": (dict(layers_per_block=1), 3, 40, 56),
     "16 latent channels": (dict(latent_channels=16, norm_num_groups=16), 2, 16, 24),
+    "no attention": (dict(mid_block_add_attention=False), 2, 16, 16),
     "no quant_conv": (dict(use_quant_conv=False, use_post_quant_conv=False), 1, 16, 16),
 }
 
