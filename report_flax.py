@@ -136,7 +136,7 @@ def load_image(path):
         raise ValueError(f"{path} does not exist; check the path") from None
     except UnidentifiedImageError:
         raise ValueError(f"{path} is not an image that Pillow can read") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's decoders raise errors of many types
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 

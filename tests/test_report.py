@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hub_upload_server import UploadHub
 from huggingface_hub import ModelCard
-from PIL import Image
+from PIL import ExifTags, Image
 
 import report_flax
-from report_flax import MetricsLog, validation_grid, write_model_card
+from report_flax import MetricsLog, load_image, validation_grid, write_model_card
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "hf_stand_in_5f0c"
@@ -204,6 +204,52 @@ def test_validation_grid_shows_its_own_instruction():
     assert one.shape == other.shape and (one != other).any()
     np.testing.assert_array_equal(one[:48], other[:48])
     assert np.asarray(validation_grid(pair, [""])).shape == one.shape
+
+
+TURNED = [  # by EXIF orientation, from 1: how the pixels of a file are to be seen
+    lambda x: x,
+    lambda x: x[:, ::-1],
+    lambda x: x[::-1, ::-1],
+    lambda x: x[::-1],
+    lambda x: x.swapaxes(0, 1),
+    lambda x: np.rot90(x, -1),
+    lambda x: x[::-1, ::-1].swapaxes(0, 1),
+    lambda x: np.rot90(x),
+]
+
+
+def test_images_are_turned_as_exif_says(tmp_path):
+    pixels = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
+    for orientation, turned in enumerate(TURNED, start=1):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+        np.testing.assert_array_equal(np.asarray(load_image(tmp_path / "a.png")), turned(pixels))
+
+
+def test_files_that_are_no_image_are_named(tmp_path, monkeypatch):
+    """Also those of which Pillow can read the header."""
+    whole = tmp_path / "a.jpg"
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(whole)
+    half = whole.read_bytes()[: whole.stat().st_size // 2]
+    damaged = {
+        "text.png": (b"no image", "is not an image that Pillow can read"),
+        "empty.png": (b"", "is not an image that Pillow can read"),
+        "cut.jpg": (half, "cannot be read as an image: .*truncated"),
+        "bad.ppm": (b"P6 1x 1 255 123", "cannot be read as an image: "),
+    }
+    for name, (content, _) in damaged.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    cases = {name: message for name, (_, message) in damaged.items()}
+    cases |= {"folder": "cannot be read as an image", "none.png": "does not exist; check the path"}
+    for name, message in cases.items():
+        with pytest.raises(ValueError, match=f"^{tmp_path / name} {message}"):
+            load_image(tmp_path / name)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ValueError, match=rf"^{whole} cannot be read as an image: .*pixels"):
+        load_image(whole)
 
 
 # the model card

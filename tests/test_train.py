@@ -28,7 +28,7 @@ from flax.jax_utils import replicate
 from flax.training.common_utils import shard
 from flax.traverse_util import flatten_dict
 from hub_upload_server import UploadHub
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -791,7 +791,10 @@ def test_what_the_loop_saves_and_logs(model, data, tmp_path, monkeypatch, option
 
 
 def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, capsys):
-    """Against the averages by hand; six epochs of one batch; an earlier run's snapshot goes."""
+    """Against the averages by hand; seven epochs of one batch; an earlier run's snapshot goes.
+
+    The last of the seven steps is in no average, as updates are every other step.
+    """
     monkeypatch.setattr(trainer, "train_step", count_up)
     out = tmp_path / "out"
     (out / "ema_snapshots" / "00000099-0.050").mkdir(parents=True)
@@ -800,25 +803,26 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
         data,
         out,
         max_train_steps=trainer.Config.max_train_steps,
-        num_train_epochs=6,
+        num_train_epochs=7,
         max_train_samples=9,
         max_bad_fraction=0.5,
         lr_warmup_steps=0,
         ema="power",
+        ema_every=2,
         ema_snapshot_steps=4,
     )
     run_main(config, monkeypatch)
     assert "on 8 of 9 pairs an epoch" in capsys.readouterr().out
-    assert read_metrics(out)[-1]["step"] == 6
+    assert read_metrics(out)[-1]["step"] == 7
 
     before, saved = params_of(model, "unet"), params_of(out, "unet")
     expected = {}
     for sigma_rel, gamma in ((0.05, 16.97), (0.1, 6.94)):
         average = 0.0
-        for n in range(1, 7):
-            decay = (1 - 1 / n) ** (gamma + 1)
-            average = decay * average + (1 - decay) * n
-            expected[f"{n:08d}-{sigma_rel:.3f}"] = average
+        for step in (2, 4, 6):
+            decay = (1 - 2 / step) ** (gamma + 1)
+            average = decay * average + (1 - decay) * step
+            expected[f"{step:08d}-{sigma_rel:.3f}"] = average
     folders = sorted(folder.name for folder in (out / "ema_snapshots").iterdir())
     assert folders == [f"{n:08d}-{sigma}" for n in (4, 6) for sigma in ("0.050", "0.100")]
     for name in folders:
@@ -830,13 +834,18 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
 
 
 def test_pictures_profile_and_model_card(model, data, tmp_path, monkeypatch):
-    """A grid is the original beside what the pipeline makes of it with the average of that step."""
+    """A grid is the original beside what the pipeline makes of it with the average of that step.
+
+    The second image's file holds it turned, and says so.
+    """
     monkeypatch.setattr(trainer, "train_step", count_up)
     out = tmp_path / "out"
     sizes, pictures = [(16, 16), (32, 24)], []
     for k, size in enumerate(sizes):
         pixels = np.random.default_rng(k).integers(0, 256, (size[1], size[0], 3), np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{k}.png")
+        turned, exif = np.rot90(pixels, k), Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6 if k else 1  # 6: turn it clockwise to look at it
+        Image.fromarray(turned).save(tmp_path / f"{k}.png", exif=exif)
         pictures.append(Image.fromarray(pixels))
     config = config_of(
         model,
@@ -1016,11 +1025,15 @@ BAD_FLAGS = [
     ({"validation_image": ("file",)}, "1 validation_image and 0 validation_prompt do not go"),
     (
         {"validation_image": ("a.png",), "validation_prompt": ("x",)},
-        "validation_image=a.png is not a file",
+        "--validation_image a.png does not exist",
     ),
     (
         {"validation_image": ("file",), "validation_prompt": ("x",)},
-        "validation_image=file is not a picture",
+        "--validation_image file is not an image",
+    ),
+    (
+        {"validation_image": ("cut.png",), "validation_prompt": ("x",)},
+        "--validation_image cut.png cannot be read as an image",
     ),
     ({"validation_steps": 0}, "validation_steps=0 must be at least 1"),
     ({"profile_steps": "3"}, "profile_steps=3 must be FIRST:LAST"),
@@ -1075,6 +1088,7 @@ def test_bad_flags_are_refused_before_anything_is_read(
 ):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
+    Path("cut.png").write_bytes(encoded(0)[:-100])
     Path("finished").mkdir()
     Path("finished/model_index.json").touch()
     Path("own").mkdir()
