@@ -89,6 +89,7 @@ def test_the_plan_of_power_averages():
     plan = ema_plan("power", 100, every=2)
     assert plan.first_step == 0
     assert [plan.update_of(step) for step in range(6)] == [0, 0, 1, 0, 2, 0]
+    assert [plan.last_update_step(step) for step in range(2, 6)] == [2, 2, 4, 4]
     assert plan.decays(1) == [0, 0]
     for n in (2, 50):
         expected = [power_decay(n, sigma_rel_to_gamma(sigma_rel)) for sigma_rel in SIGMA_RELS]
