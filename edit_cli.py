@@ -19,7 +19,8 @@ one multiple in all, is cropped evenly from both sides. Transparent parts become
 The noise of an edit depends on --seed and on its place in the list (0, 1, ...), not on batch size,
 number of devices or the other edits: the same command gives the same pictures anywhere, up to
 rounding. Pictures of one size run together; each size compiles once, which takes most of the time
-of a short list. Runs on TPU, GPU and CPU; --batch_size times devices is what runs at once.
+of a short list; --compilation_cache_dir keeps the programs for the next start. Runs on TPU, GPU and
+CPU; --batch_size times devices is what runs at once.
 
 Source: InstructPix2Pix (arXiv 2211.09800).
 """
@@ -41,6 +42,7 @@ from flax import jax_utils
 from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
+from executables import use_compilation_cache
 from pictures import PICTURE_FORMATS, check_picture_file, save_picture
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -72,6 +74,7 @@ class Config:
     batch_size: int = 1  # pictures per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     grid: Path | None = None  # picture of the first 64 edits, before and after
+    compilation_cache_dir: str = "~/.cache/jax"  # programs for the next start; "" keeps none
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def edits_of_jsonl(file):
 
 
 def load_picture(path):
-    """The picture in a file, turned as its EXIF says, RGB. ValueError if it is none."""
+    """Read an image file as RGB, turned as its EXIF says; a ValueError that names the file."""
     try:
         with Image.open(path) as picture:
             return to_rgb(ImageOps.exif_transpose(picture))
@@ -153,7 +156,7 @@ def load_picture(path):
         raise ValueError(f"{path} does not exist; check the path") from None
     except UnidentifiedImageError:
         raise ValueError(f"{path} is not a picture that Pillow can read") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as a picture: {error}") from error
 
 
@@ -309,6 +312,7 @@ def run(config):
             f"--scheduler {config.scheduler} is unknown; choose from {', '.join(SCHEDULERS)}"
         )
     check_outputs(edits, config.grid)
+    use_compilation_cache(config.compilation_cache_dir)
     picture_sizes = [
         load_picture(edit.input).size
         for edit in tqdm(edits, "checking pictures", unit="edit", disable=len(edits) < 100)

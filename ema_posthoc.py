@@ -18,11 +18,9 @@ Paper: EDM2 (arXiv 2312.02696), section 3.
 """
 
 import itertools
-import os
 import re
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -49,7 +47,7 @@ class Config:
     output_dir: str  # for the model; with several lengths one folder in it for each
     step: int | None = None  # where the average ends, a step with snapshots; None: the last
     dtype: Literal["float32", "float16"] = "float32"  # of the UNet's file
-    overwrite_output_dir: bool = False  # replace what is there
+    overwrite_output_dir: bool = False  # replace a model that is there; other files stay
 
 
 class Snapshot(NamedTuple):
@@ -195,13 +193,12 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
         snapshots: list of Snapshot.
         weights: one number for each.
         sigma_rel: for the progress bar.
-        folder: Path; appears, or is replaced, when the model is complete.
+        folder: Path; see writing_pipeline.
     """
+    from pipeline_flax_utils import writing_pipeline  # transformers takes seconds to import
+
     source = Path(config.train_output_dir)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as tmp:
-        new = Path(tmp, "new")
-        new.mkdir()
+    with writing_pipeline(folder) as new:
         shutil.copy(source / "model_index.json", new)
         for name, classes in read_json(source / "model_index.json").items():
             if isinstance(classes, list) and classes[0] is not None and name != "unet":
@@ -212,9 +209,6 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
         params = dict(torch_to_flax(key, array) for key, array in tensors.items())
         unet = FlaxUNet2DConditionModel.from_config(read_json(folders[0] / "config.json"))
         unet.save_pretrained(new / "unet", unflatten_dict(params, sep="/"), dtype=config.dtype)
-        if folder.exists():
-            os.replace(folder, Path(tmp, "old"))
-        os.replace(new, folder)
 
 
 def output_folders(config):
@@ -242,8 +236,8 @@ def output_folders(config):
             raise ValueError(f"{folder} is a file; name a folder as --output_dir")
         if folder.is_dir() and any(folder.iterdir()) and not config.overwrite_output_dir:
             raise ValueError(
-                f"{folder} is not empty; name another --output_dir, or replace what is there with "
-                "--overwrite_output_dir"
+                f"{folder} is not empty; name another --output_dir, or replace a model that is "
+                "there with --overwrite_output_dir"
             )
     return folders
 

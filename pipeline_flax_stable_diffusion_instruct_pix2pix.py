@@ -162,7 +162,9 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
         Args:
             prompt_ids: instructions, int32 (B, 77); with jit all arrays are (devices, B, ...).
             image: pictures, float32 (B, 3, H, W) in [-1, 1].
-            params: as from from_pretrained, best put on the device once; with jit replicated.
+            params: as from from_pretrained; with jit replicated. Without jit the first call puts
+                NumPy arrays on the device, where they stay for further calls, and makes them
+                read-only. To alternate between models, use jax.device_put(params) for each.
             prng_seed: one PRNG key, typed or uint32, or one per picture (B,); with jit also one
                 per device. With one key, picture i gets the noise of fold_in(key, i), so it does
                 not depend on how many pictures or devices there are.

@@ -8,7 +8,11 @@ import importlib.metadata
 import logging
 import math
 import os
+import re
+import shutil
 import tempfile
+import weakref
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -36,12 +40,18 @@ MODULES = {
 }
 TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 
+INDEX_NAME = "model_index.json"
 # Which file shows that a part of a pipeline folder is there.
 PART_FILES = {
     **dict.fromkeys(MODULES, "config.json"),
     **dict.fromkeys(TEXT_ENCODERS, "tokenizer_config.json"),
     "scheduler": CONFIG_NAME,
 }
+
+# Weight files that a model's earlier save leaves; PyTorch prefers an index to a single file.
+OLD_WEIGHTS = re.compile(
+    r"(diffusion_pytorch_model|model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+)
 
 # Which of a picture's noises is its posterior's; 0, 1, ... are those of denoising.
 POSTERIOR_NOISE = 2**31 - 1
@@ -81,7 +91,7 @@ def read_parts(path, parts, revision=None):
     Raises:
         ValueError: nothing there, or parts are missing.
     """
-    index = fetch_file(path, "model_index.json", None, revision)
+    index = fetch_file(path, INDEX_NAME, None, revision)
     if index is None:
         found = (
             ""
@@ -100,6 +110,47 @@ def read_parts(path, parts, revision=None):
     if not isinstance(configs["vae"].get("block_out_channels"), list):
         raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
     return index, configs
+
+
+@contextmanager
+def writing_pipeline(save_directory):
+    """Write a pipeline folder: give an empty one, then move its files into save_directory.
+
+    Only files are moved, so save_directory may be a mount point or a link to a folder. An old
+    model_index.json is removed first and the new one is moved last: a folder that has one is
+    complete. Files that are not of the model stay.
+
+    If the caller fails, save_directory is left as it was. If a file cannot be moved, it stays in
+    save_directory/.saving-*.
+
+    Args:
+        save_directory: folder, made if absent.
+
+    Yields:
+        Path of an empty folder.
+    """
+    folder = Path(save_directory).resolve()
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    written = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
+    try:
+        yield written
+    except BaseException:
+        shutil.rmtree(written)
+        if is_new:
+            with suppress(OSError):  # another process has put a file there
+                folder.rmdir()
+        raise
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
+    for part in {file.parts[0] for file in files if len(file.parts) > 1}:
+        for old in (folder / part).glob("*"):
+            if OLD_WEIGHTS.fullmatch(old.name):
+                old.unlink()
+    for file in sorted(files, key=lambda file: (file.name == INDEX_NAME, file)):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(written / file, folder / file)  # copies if a part is on another disk
+    shutil.rmtree(written)
 
 
 def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer"):
@@ -242,23 +293,16 @@ class FlaxPipeline:
     def save_pretrained(self, save_directory, params):
         """Write a pipeline folder that PyTorch's class opens.
 
-        A new folder appears under its name when it is complete. In a folder that has content
-        each part is replaced once it is complete, and what is not of a pipeline stays.
+        The folder may exist, be a mount point or a link: a model in it is replaced, other files
+        stay. It has a model_index.json only while the model in it is complete; an interrupted save
+        leaves it as it was. See writing_pipeline.
 
         Args:
             save_directory: folder, made if absent.
             params: as from from_pretrained, not replicated; "scheduler" may be absent.
         """
-        folder = Path(save_directory)
-        if folder.is_dir() and any(folder.iterdir()):
+        with writing_pipeline(save_directory) as folder:
             self._write(folder, params)
-            return
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as tmp:
-            new = Path(tmp, folder.name)
-            new.mkdir()
-            self._write(new, params)
-            os.replace(new, folder)
 
     def _write(self, folder, params):
         index = {
@@ -283,7 +327,7 @@ class FlaxPipeline:
                 part.backend_tokenizer.model.save(str(folder / name))
                 index[name] = ["transformers", "CLIPTokenizer"]
         self.scheduler.save_pretrained(folder / "scheduler")
-        write_json(folder / "model_index.json", index)
+        write_json(folder / INDEX_NAME, index)
 
     def _index(self):
         """Entries of model_index.json that are no parts."""
@@ -320,7 +364,8 @@ class FlaxPipeline:
                 is the result's.
 
         Raises:
-            ValueError: height or width is not divisible by the VAE's factor, or not the latents'.
+            ValueError: height or width is no positive multiple of the VAE's factor, or not the
+                latents'.
         """
         factor = self.vae_scale_factor
         if image_shape is None:
@@ -332,19 +377,23 @@ class FlaxPipeline:
             height_0, width_0 = image_shape[-2:]
             if self._is_latents(image_shape):
                 height_0, width_0 = height_0 * factor, width_0 * factor
-                if (height or height_0, width or width_0) != (height_0, width_0):
+                if height not in (None, height_0) or width not in (None, width_0):
                     raise ValueError(
                         f"size {height}x{width} (height x width) is not that of these latents, "
                         f"{height_0}x{width_0}; leave height and width out"
                     )
-        height, width = height or height_0, width or width_0
-        if not height or not width or height % factor or width % factor:
-            near = (max(factor, round(side / factor) * factor) for side in (height, width))
-            raise ValueError(
-                f"size {height}x{width} (height x width) is not divisible by {factor}; try "
-                f"{'x'.join(map(str, near))}"
-            )
-        return height, width
+        sides = [
+            default if side is None else side
+            for side, default in ((height, height_0), (width, width_0))
+        ]
+        size = f"size {sides[0]}x{sides[1]} (height x width)"
+        if not all(isinstance(side, int | np.integer) for side in sides):
+            raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
+        if any(side < 1 or side % factor for side in sides):
+            near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
+            reason = "must be positive" if min(sides) < 1 else f"is not divisible by {factor}"
+            raise ValueError(f"{size} {reason}; try {near}")
+        return tuple(map(int, sides))
 
     def _is_latents(self, image_shape):
         return image_shape[-3] == self.vae.config.latent_channels
@@ -426,9 +475,31 @@ def tokenize(tokenizer, prompt, length):
 
 
 def to_rgb(picture):
-    """A PIL picture of any mode as RGB, on white where it is transparent."""
+    """Convert a PIL image to RGB, on white where it is transparent.
+
+    Args:
+        picture: PIL image; modes I and I;16 with values from 0 to 65535, which become 0 to 255.
+
+    Returns:
+        PIL image of mode RGB.
+
+    Raises:
+        ValueError: the range of the values is not known: mode F, or mode I beyond 16 bits.
+    """
+    if picture.mode == "F":
+        raise ValueError(
+            "image mode F (float) has no known range; scale its values to 0 to 255 and convert it "
+            "to mode L"
+        )
     if picture.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
-        picture = Image.fromarray((np.asarray(picture) // 257).astype(np.uint8))
+        values = np.asarray(picture)
+        low, high = values.min(), values.max()
+        if low < 0 or high > 65535:
+            raise ValueError(
+                f"image mode {picture.mode} (integer) has values from {low} to {high}, outside 0 "
+                "to 65535; scale them to 0 to 255 and convert the image to mode L"
+            )
+        picture = Image.fromarray((values // 257).astype(np.uint8))
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     picture = picture.convert("RGBA")
@@ -662,7 +733,8 @@ def run(pipeline, jit, arrays, shared, options):
 
     Args:
         pipeline: FlaxPipeline.
-        jit: True: `arrays` have a leading axis of devices and run under pmap.
+        jit: True: `arrays` have a leading axis of devices and run under pmap. False: NumPy arrays
+            of params are kept on the device, see on_device.
         arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
         shared: {argument: number}, the same on all devices, not compiled in.
         options: {argument: hashable}, compiled in.
@@ -704,10 +776,44 @@ def run(pipeline, jit, arrays, shared, options):
         before = dict(nearest)
         changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
         logger.warning("compiling again, for %s", ", ".join(changes))
+    if not jit:
+        arrays["params"] = on_device(params)
     generate = _on_devices if jit else _on_one
     result = generate(pipeline, tuple(options.items()), arrays, shared)
     pipeline.compiled.add(program)
     return result
+
+
+def on_device(params):
+    """Put NumPy arrays of parameters on the device, once for calls in a row with the same arrays.
+
+    The copies of the latest call are kept, array by array: an array that is replaced in params is
+    copied, the rest is not. They are dropped when a call has other arrays, or when nothing else
+    holds the NumPy array (on a CPU, where both may share memory, only by a later call). NumPy
+    arrays become read-only, as a change in place would not reach the copy.
+
+    Args:
+        params: tree of NumPy and JAX arrays.
+
+    Returns:
+        The same tree of JAX arrays.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    arrays = {id(x): x for x in leaves if isinstance(x, np.ndarray)}
+    # A local dict, as another thread may change the shared one.
+    copies = {key: copy for key, copy in list(_latest_copies.items()) if key in arrays}
+    _latest_copies.clear()  # frees the memory of other parameters first
+    for key, array in arrays.items():
+        if key not in copies:
+            array.flags.writeable = False
+            forget = weakref.ref(array, lambda _, key=key: _latest_copies.pop(key, None))
+            copies[key] = forget, jax.device_put(array)
+    _latest_copies.update(copies)
+    return jax.tree.unflatten(tree, [copies[id(x)][1] if id(x) in copies else x for x in leaves])
+
+
+# {id of a NumPy array: (weak reference that removes the entry, the array's copy on the device)}
+_latest_copies = {}
 
 
 def _program_of(pipeline, jit, arrays, options):

@@ -71,8 +71,10 @@ def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
     }
     args = [f"--{name}={value}" for name, value in flags.items()]
     environment = os.environ | {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    del environment["JAX_COMPILATION_CACHE_DIR"]  # it goes before the flag
+    cache = "--compilation_cache_dir=programs"
     done = subprocess.run(
-        [sys.executable, SCRIPT, *args, "--batch_size=3", "--grid=grid.png"],
+        [sys.executable, SCRIPT, *args, "--batch_size=3", "--grid=grid.png", cache],
         cwd=pictures,
         env=environment,
         capture_output=True,
@@ -81,6 +83,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [edit[2] for edit in EDITS]
     assert "5/5" in done.stderr
+    assert list((pictures / "programs").glob("*-cache")) != []
     found = [Image.open(pictures / edit[2]) for edit in EDITS]
     assert [picture.format for picture in found] == ["PNG", "PNG", "PNG", "JPEG", "PNG"]
     assert [picture.size for picture in found] == [(32, 24)] * 4 + [(24, 32)]
@@ -209,6 +212,11 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
         (["--input", "text.png", "--edit", "red"], "text.png is not a picture"),
         (["--input", "half.png", "--edit", "red"], "half.png cannot be read as a picture"),
+        (
+            ["--input", "wide.tif", "--edit", "red"],
+            "wide.tif cannot be read as a picture: image mode I (integer) has values from 0 to 70",
+        ),
+        (["--input", "float.tif", "--edit", "red"], "float.tif cannot be read as a picture: image"),
         (["--input", ".", "--edit", "red", "--output=o.png"], ". cannot be read as a picture"),
         ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
         ([*ONE, "blue"], "2 --edit do not fit 1 --input"),
@@ -252,6 +260,8 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     whole = io.BytesIO()
     photo(64, 64).save(whole, "PNG")
     Path("half.png").write_bytes(whole.getvalue()[:100])
+    Image.fromarray(np.array([[0, 70000]], np.int32)).save("wide.tif")
+    Image.fromarray(np.array([[0, 70000]], np.float32)).save("float.tif")
     Path("empty.jsonl").write_text("\n \n")
     Path("malformed.jsonl").write_text(jsonl(GOOD_ROW, "", '{"input": "a.png",'))
     Path("lacking.jsonl").write_text(jsonl(GOOD_ROW, {"input": "b.png", "output": "p.png"}))

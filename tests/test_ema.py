@@ -16,6 +16,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
+from mount_points import refuse_to_rename_folders
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_tiny_pipeline
 
@@ -304,6 +305,8 @@ def test_the_command_line(run, tmp_path):
 
 def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monkeypatch, capsys):
     out = tmp_path / "deep" / "model"
+    out.mkdir(parents=True)
+    refuse_to_rename_folders(monkeypatch)
     args = ["--train_output_dir", run.folder, "--output_dir", out, "--sigma_rel", 0.15]
     run_main(monkeypatch, *args, "--step", 40, "--dtype", "float16")
     assert "20 snapshots, steps 4 to 40" in capsys.readouterr().out
@@ -317,7 +320,7 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
         run_main(monkeypatch, *args)
     assert f"{out} is not empty; name another --output_dir" in capsys.readouterr().err
     run_main(monkeypatch, *args, "--overwrite_output_dir")
-    assert sorted(path.name for path in out.iterdir()) == PARTS
+    assert sorted(path.name for path in out.iterdir()) == sorted([*PARTS, "old"])
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     assert relative_distance(read_unet(out, run.shapes), run.kept[60][3], at_40[0] - at_40[1]) < 0.1
 
@@ -421,7 +424,7 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         (
             nothing,
             {"output_dir": "full", "sigma_rel": "0.07 0.08"},
-            "full/0.08 is not empty; name another --output_dir, or replace what is there",
+            "full/0.08 is not empty; name another --output_dir, or replace a model that is there",
         ),
         (remove("ema_snapshots"), {}, "run/ema_snapshots has no snapshots to rebuild from; train"),
         (remove("model_index.json"), {}, "run has snapshots but no model_index.json, so the train"),

@@ -1,9 +1,12 @@
 """The edit pipeline against PyTorch diffusers', over devices, batches, scales, and on disk."""
 
+import errno
 import json
 import logging
+import os
 import shutil
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionInstructPix2PixPipeline
 from flax.jax_utils import replicate
+from mount_points import refuse_to_rename_folders
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
 
@@ -51,8 +55,8 @@ def random_inputs(batch, height, width, factor=4):
     return pictures, latents
 
 
-def edit_with_torch(folder, prompts, pictures, latents, negative_prompt=None):
-    """PyTorch's pipeline, 20 steps, default scales; (B, H, W, 3) in [0, 1]."""
+def edit_with_torch(folder, prompts, pictures, latents, negative_prompt=None, **scales):
+    """PyTorch's pipeline, 20 steps; (B, H, W, 3) in [0, 1]."""
     pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
@@ -62,6 +66,7 @@ def edit_with_torch(folder, prompts, pictures, latents, negative_prompt=None):
         latents=torch.tensor(latents),
         negative_prompt=negative_prompt,
         output_type="np",
+        **scales,
     ).images
 
 
@@ -110,6 +115,21 @@ def test_pictures_are_those_of_pytorch(
     assert psnr(edit(others).images, expected) < 45
 
 
+@pytest.mark.parametrize(("s_T", "s_I"), [(1.0, 1.5), (7.5, 0.5)])
+def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch, s_T, s_I):
+    """PyTorch guides above s_T = 1 and from s_I = 1 on; the paper's equation 3 has no threshold."""
+    pictures, latents = random_inputs(1, 32, 32)
+    scales = dict(guidance_scale=s_T, image_guidance_scale=s_I)
+    unguided = edit_with_torch(folder, PROMPTS[:1], pictures, latents, **scales)
+    monkeypatch.setattr(StableDiffusionInstructPix2PixPipeline, "do_classifier_free_guidance", True)
+    expected = edit_with_torch(folder, PROMPTS[:1], pictures, latents, **scales)
+    pipeline, params = loaded
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], pictures)
+    images = pipeline(*inputs, params, jax.random.key(0), 20, s_T, s_I, latents=latents).images
+    assert psnr(images, expected) > 60
+    assert psnr(images, unguided) < 55
+
+
 def test_saved_folder_gives_the_same_picture_in_pytorch(folder, loaded, tmp_path):
     pipeline, params = loaded
     saved = tmp_path / "out" / "model"
@@ -147,16 +167,92 @@ def test_saving_into_a_filled_folder_replaces_the_model_only(loaded, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again["unet"], doubled)
 
 
-def test_interrupted_save_leaves_nothing(loaded, tmp_path, monkeypatch):
+PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae"]
+
+
+@pytest.mark.parametrize("target", ["new", "empty", "link", "dangling", ".", "sharded"])
+def test_any_folder_can_be_saved_into(loaded, tmp_path, monkeypatch, target):
     pipeline, params = loaded
+    folder = tmp_path / "folder"
+    if target not in ("new", "dangling"):
+        folder.mkdir()
+    if target == "sharded":  # the UNet of an older model; PyTorch would prefer its index
+        pipeline.unet.save_pretrained(folder / "unet", params["unet"], max_shard_size="300KB")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder if target == "." else tmp_path)
+    refuse_to_rename_folders(monkeypatch)
 
-    def fail(self, folder):
-        raise KeyboardInterrupt
+    pipeline.save_pretrained(
+        {"link": "link", "dangling": "link", ".": "."}.get(target, folder), params
+    )
+    assert sorted(path.name for path in folder.iterdir()) == PARTS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link"]
+    assert len(list((folder / "unet").iterdir())) == 2
+    _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
 
-    monkeypatch.setattr(type(pipeline.scheduler), "save_pretrained", fail)
+
+def test_a_part_may_be_on_another_disk(loaded, tmp_path, monkeypatch):
+    pipeline, params = loaded
+    rename = os.rename
+
+    def refuse(source, target):
+        if "vae" in Path(target).parts:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    pipeline.save_pretrained(tmp_path, params)
+    assert sorted(path.name for path in tmp_path.iterdir()) == PARTS
+    assert len(list((tmp_path / "vae").iterdir())) == 2
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fail(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("target", ["new", "empty", "old"])
+def test_a_save_that_is_interrupted_while_writing_changes_nothing(
+    folder, loaded, tmp_path, monkeypatch, target
+):
+    pipeline, params = loaded
+    if target == "empty":
+        (tmp_path / "model").mkdir()
+    if target == "old":
+        shutil.copytree(folder, tmp_path / "model")
+    before, paths = files_of(tmp_path), sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(type(pipeline.scheduler), "save_pretrained", fail)  # the last part
     with pytest.raises(KeyboardInterrupt):
-        pipeline.save_pretrained(tmp_path / "model", params)
-    assert list(tmp_path.iterdir()) == []
+        pipeline.save_pretrained(tmp_path / "model", jax.tree.map(lambda x: x + x, params))
+    assert sorted(tmp_path.rglob("*")) == paths
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("moved", [0, 4, 10])
+def test_a_save_that_is_interrupted_while_moving_is_no_model(
+    folder, loaded, tmp_path, monkeypatch, moved
+):
+    """Over an old model, which looks complete without the new one's last file."""
+    pipeline, params = loaded
+    pipeline.save_pretrained(tmp_path / "expected", params)
+    expected = files_of(tmp_path / "expected")
+    target = shutil.copytree(folder, tmp_path / "model")
+    move, count = shutil.move, iter(range(100))
+    monkeypatch.setattr(
+        shutil, "move", lambda *paths: fail() if next(count) == moved else move(*paths)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.save_pretrained(target, params)
+    assert not (target / "model_index.json").exists()
+    (rest,) = target.glob(".saving-*")
+    for file, content in expected.items():
+        name = file.relative_to(tmp_path / "expected")
+        places = [root / name for root in (target, rest) if (root / name).is_file()]
+        assert content in [place.read_bytes() for place in places], name
 
 
 def test_devices_and_batches_share_out_the_same_pictures(folder):
@@ -356,6 +452,7 @@ def test_pictures_of_any_mode_become_rgb():
         Image.fromarray(rgb),
         Image.fromarray(grey),
         Image.fromarray(grey.astype(np.uint16) * 257),
+        Image.fromarray(grey.astype(np.int32) * 257),  # what a 16-bit PGM opens as
         palette,
         rgba,
     ):
@@ -409,6 +506,11 @@ def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message
 PICTURE = np.zeros((16, 16, 3), np.uint8)
 
 
+def pixel(value, dtype):
+    """An image of two values: 0 and this."""
+    return Image.fromarray(np.array([[0, value]], dtype))
+
+
 @pytest.mark.parametrize(
     ("prompt", "image", "message"),
     [
@@ -421,6 +523,9 @@ PICTURE = np.zeros((16, 16, 3), np.uint8)
         ("a", PICTURE[..., 0][None, None], r"\(1, 16, 16\)"),
         ("a", PICTURE - 1.0, "from -1.0 to -1.0"),
         ("a", PICTURE.astype(np.int32), "int32"),
+        ("a", pixel(70000, np.int32), "mode I .* from 0 to 70000, outside 0 to 65535; scale them"),
+        ("a", pixel(-1, np.int32), "mode I .* from -1 to 0, outside 0 to 65535"),
+        ("a", pixel(0.5, np.float32), "mode F .* has no known range; scale its values"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
@@ -441,6 +546,10 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
             "18x16 .* is not divisible by 4",
         ),
         ({"height": 30}, "30x16 .* is not divisible by 4"),
+        ({"height": -32}, "size -32x16 .* must be positive; try 4x16"),
+        ({"width": 0}, "size 16x0 .* must be positive; try 16x4"),
+        ({"height": 32.0}, "size 32.0x16 .* is not of type int; give whole numbers"),
+        ({"width": "32"}, "size 16x32 .* is not of type int"),
         ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "same batch"),
         ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "uint8"),
         ({"jit": True}, "shard prompt_ids"),

@@ -1,0 +1,17 @@
+"""Folders that can be filled but not renamed or replaced, as a mount point is."""
+
+import errno
+import os
+
+
+def refuse_to_rename_folders(monkeypatch):
+    """Make every renaming of a folder fail, as it does for mount points and on gcsfuse."""
+    for name in ("rename", "replace"):
+        rename = getattr(os, name)
+
+        def refuse(source, target, rename=rename):
+            if os.path.isdir(source):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(target))
+            rename(source, target)
+
+        monkeypatch.setattr(os, name, refuse)
