@@ -13,10 +13,10 @@ import json
 import logging
 import mmap
 import os
-import pickle
 import re
 import shutil
 import tempfile
+import typing
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ from flax.serialization import msgpack_restore, msgpack_serialize
 from flax.traverse_util import flatten_dict, unflatten_dict
 from huggingface_hub import hf_hub_download, split_state_dict_into_shards_factory
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 # By `weights_name`: the file names to look for, in this order.
@@ -64,6 +64,15 @@ VAE_TORCH_TO_FLAX = {
     ".to_v.": ".value.",
     ".to_out.0.": ".proj_attn.",
 }
+
+# A shard lies beside its index: letters, digits and a few signs, no path.
+SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
+
+# safetensors' names of the dtypes that its NumPy API does not read.
+FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
+
+# PyTorch's names of the dtypes that NumPy lacks: integers of their size.
+TORCH_BITS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 
 # transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without).
 CLIP_WITHOUT_PREFIX = ("embeddings.", "encoder.layers.", "final_layer_norm.")
@@ -186,13 +195,17 @@ class FlaxModelMixin:
             The module.
 
         Raises:
-            ValueError: a setting this model does not implement, or an override it does not know.
+            ValueError: an entry that this model does not implement or that has the wrong type, or
+                an override that it does not know.
         """
-        fields = {field.name for field in dataclasses.fields(cls)}
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
         settings = {}
         for key, value in {**config, **overrides}.items():
             value = _lists_to_tuples(value)
             if key in fields and (key not in RUNTIME_FIELDS or key in overrides):
+                if key not in RUNTIME_FIELDS and not _has_type(value, fields[key]):
+                    kinds = " or ".join(kind.__name__ for kind in _kinds(fields[key]))
+                    raise ValueError(f"{key}={value!r} has the wrong type, it must be {kinds}")
                 settings[key] = value
             elif key in cls.fixed_config:
                 supported = cls.fixed_config[key]
@@ -202,7 +215,7 @@ class FlaxModelMixin:
                         f"it supports {key}={supported!r} only"
                     )
             elif key in overrides:
-                known = ", ".join(sorted(fields - {"parent", "name"}))
+                known = ", ".join(sorted(fields.keys() - {"parent", "name"}))
                 raise ValueError(f"{cls.__name__} has no setting {key!r}; it has {known}")
             elif not (key.startswith("_") or key in cls.ignored_config or key in FILE_KEYS):
                 warn_once(f"{cls.__name__} does not know the config key {key!r}: ignored")
@@ -224,7 +237,8 @@ class FlaxModelMixin:
 
         Args:
             pretrained_model_name_or_path: a folder, or a Hub id ("owner/name").
-            dtype: what the module computes in; the parameters keep the dtype they are stored in.
+            dtype: what the module computes in; the parameters keep the dtype they are stored in,
+                float8 included, and each is cast where the computation uses it.
             subfolder: the model's folder in a pipeline, e.g. "unet".
             revision: branch, tag or commit on the Hub.
             variant: the part in the middle of the weights' name, e.g. "fp16".
@@ -235,8 +249,9 @@ class FlaxModelMixin:
             (module, params): params a nested dict of NumPy arrays.
 
         Raises:
-            ValueError: nothing there, unreadable, another class's folder, or weights that do not
-                fit the config; the message names everything that is wrong.
+            ValueError: nothing there, a file that is damaged or points outside its folder, another
+                class's folder, or weights that do not fit the config; the message names the file
+                and everything that is wrong.
         """
         fetch = functools.partial(
             fetch_file, pretrained_model_name_or_path, subfolder=subfolder, revision=revision
@@ -254,15 +269,20 @@ class FlaxModelMixin:
             )
         config = read_json(config_file)
         class_names = config.get("_class_name") or config.get("architectures") or []
-        class_names = [class_names] if isinstance(class_names, str) else class_names
+        class_names = class_names if isinstance(class_names, list) else [class_names]
         accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
-        if class_names and not accepted.intersection(class_names):
+        if class_names and not accepted.intersection(map(str, class_names)):
             raise ValueError(
                 f"{config_file} is the config of {class_names[0]}, not of {cls.torch_class_name}, "
                 f"which {cls.__name__} needs; open another folder or another class"
             )
-        module = cls.from_config(config, **config_overrides, dtype=dtype)
-        expected = module._param_shapes()  # finds faults of the config before a long download
+        try:
+            module = cls.from_config(config, **config_overrides, dtype=dtype)
+            expected = module._param_shapes()  # finds faults of the config before a long download
+        except Exception as error:  # a bad size may fail anywhere in the model
+            raise ValueError(
+                f"{cls.__name__} cannot be built from {config_file}: {_reason(error)}"
+            ) from error
 
         files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
         flat = {}
@@ -363,11 +383,7 @@ class FlaxModelMixin:
 
     def _param_shapes(self):
         """{path joined by "/": shape} of this configuration; nothing is computed."""
-        try:
-            return _trace_shapes(type(self)(**self.config))
-        except TypeError as error:  # e.g. "in_channels": "8"
-            reason = " ".join(str(error).split())
-            raise ValueError(f"a config entry has the wrong type: {reason}") from error
+        return _trace_shapes(type(self)(**self.config))
 
     def _check_params(self, flat, expected, where):
         """Raise one ValueError that names every missing, unexpected or mis-shaped parameter."""
@@ -400,6 +416,25 @@ def _trace_shapes(module):
 def _lists_to_tuples(value):
     """Linen modules must be hashable, so their fields hold tuples."""
     return tuple(map(_lists_to_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _kinds(annotation):
+    """The types in an annotation such as int | tuple | None."""
+    return typing.get_args(annotation) or (annotation,)
+
+
+def _has_type(value, annotation):
+    """Whether a value of JSON is of a field's type; 1 is a float as well, true is no int."""
+    kinds = _kinds(annotation)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+def _reason(error):
+    """One line that says what went wrong."""
+    line = " ".join(str(error).partition("\n")[0].split())
+    return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"
 
 
 @functools.cache
@@ -436,41 +471,74 @@ def _find_weights(fetch, weights_name, variant, from_pt, where):
         if file := fetch(single):
             return [file]
         if index := fetch(f"{stem}.{suffix}.index{dot_variant}.json"):
-            shards = {name: fetch(name) for name in set(read_json(index)["weight_map"].values())}
+            shards = {name: fetch(name) for name in shard_names(index)}
             if missing := sorted(name for name, file in shards.items() if file is None):
                 raise ValueError(
                     f"{index} names shards that are not there: {', '.join(missing)}; "
                     "download or copy them again"
                 )
-            return [shards[name] for name in sorted(shards)]
+            return list(shards.values())
         tried.append(single)
     hint = f"; without variant={variant!r} there may be some" if variant else ""
     raise ValueError(f"no weights in {where}: neither {', '.join(tried)} nor shards of one{hint}")
 
 
+def shard_names(index):
+    """The names of the files that an index of a sharded checkpoint lists, sorted.
+
+    Args:
+        index: Path of a *.index.json.
+
+    Raises:
+        ValueError: it lists none, or one that is not in its own folder.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
+            raise ValueError(
+                f"{index} lists the shard {name!r}, which is no file name in its own folder; "
+                "fetch it again, from a source that you trust"
+            )
+    return sorted(set(weight_map.values()))
+
+
 def _read_weights(file):
     """Yield (Flax path, array) of one file; each array stands alone, the file is not kept."""
+    read = {".msgpack": _read_msgpack, ".bin": _read_bin}.get(file.suffix, _read_safetensors)
     try:
-        if file.suffix == ".msgpack":
-            yield from _read_msgpack(file)
-            return
-        for key, tensor in _read_safetensors(file) if file.suffix != ".bin" else _read_bin(file):
-            if not key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
-                key, array = torch_to_flax(key, tensor)
-                yield key, np.array(array, order="C")
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+        for key, array in read(file):
+            if key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
+                continue
+            if not isinstance(array, np.ndarray) or not jnp.issubdtype(array.dtype, jnp.floating):
+                kind = getattr(array, "dtype", type(array).__name__)
+                raise ValueError(f"its entry {key!r} is {kind}, no array of floats")
+            if read is not _read_msgpack:
+                key, array = torch_to_flax(key, array)
+                array = np.array(array, order="C")
+            yield key, array
+    except Exception as error:  # the readers fail on damaged bytes in every way there is
         raise ValueError(
-            f"{file} cannot be read as weights ({reason}); it may be an incomplete download, "
-            "a git-lfs pointer, or no weights at all: fetch it again"
+            f"{file} cannot be read as weights ({_reason(error)}); it may be an incomplete "
+            "download, a git-lfs pointer, or no weights at all: fetch it again"
         ) from error
 
 
 def _read_safetensors(file):
     # pread, as the pages of a memory map would stay resident beside the copies made of them.
-    with safe_open(file, "np", backend="pread") as tensors:
+    with safe_open(file, "np", backend="pread") as tensors, open(file, "rb") as raw:
+        header_size = int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(header_size))
         for key in tensors.keys():  # noqa: SIM118 - it is no dict
-            yield key, tensors.get_tensor(key)
+            entry = header[key]
+            if entry["dtype"] not in FLOAT8:
+                yield key, tensors.get_tensor(key)
+                continue
+            start, end = entry["data_offsets"]
+            raw.seek(8 + header_size + start)
+            array = np.frombuffer(raw.read(end - start), FLOAT8[entry["dtype"]])
+            yield key, array.reshape(entry["shape"])
 
 
 def _read_bin(file):
@@ -483,8 +551,10 @@ def _read_bin(file):
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"its entry {key!r} is no tensor")
-        if tensor.dtype == torch.bfloat16:  # unknown to NumPy, so by its bits
-            yield key, tensor.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name in TORCH_BITS:
+            bits = tensor.detach().view(getattr(torch, TORCH_BITS[name]))
+            yield key, bits.numpy().view(getattr(ml_dtypes, name))
         else:
             yield key, tensor.detach().numpy()
 
@@ -513,7 +583,7 @@ def read_json(file):
     """The JSON object in file; a ValueError that names the file if there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets in brackets
         raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no JSON object; fetch it again")

@@ -13,7 +13,6 @@ import flax.serialization
 import huggingface_hub
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -392,8 +391,7 @@ def write_weights(folder, form, dtype=torch.float32):
         case "bin fp16":
             torch.save(state, folder / f"{stem}.fp16.bin")
         case "msgpack":
-            names = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
-            tree = tiny_params(names.get(dtype, np.float32))
+            tree = tiny_params(np.dtype(getattr(jnp, str(dtype).removeprefix("torch."))))
             data = flax.serialization.msgpack_serialize(jax.tree.map(jnp.asarray, tree))
             (folder / "diffusion_flax_model.msgpack").write_bytes(data)
 
@@ -433,7 +431,7 @@ def test_every_format_gives_the_same_params(folder, form):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin", "msgpack"])
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_stored_dtype_is_kept(folder, form, name):
     write_weights(folder, form, getattr(torch, name))
     module, params = TinyModel.from_pretrained(folder, jnp.bfloat16)
@@ -550,6 +548,105 @@ def test_bin_that_is_no_state_dict(folder):
         TinyModel.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("form", ["safetensors", "bin", "bin before 1.6", "msgpack"])
+def test_damaged_bytes_load_or_are_refused_by_name(folder, form):
+    write_weights(folder, form)
+    (file,) = (f for f in folder.iterdir() if f.name != "config.json")
+    good, rng = file.read_bytes(), np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(150):
+        data = bytearray(good[: rng.choice([len(good), rng.integers(1, len(good))])])
+        for place in rng.integers(0, min(len(data), 700), rng.integers(1, 4)):
+            data[place] = rng.integers(256)  # in what describes the tensors, more than in them
+        file.write_bytes(data)
+        try:
+            TinyModel.from_pretrained(folder)
+        except ValueError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+            num_refused += 1
+    assert num_refused > 75
+
+
+def test_weights_that_are_no_floats_are_refused(folder):
+    for name, bias in (
+        ("diffusion_flax_model.msgpack", [0.0] * 6),
+        ("diffusion_pytorch_model.bin", torch.zeros(6, dtype=torch.int32)),
+        ("diffusion_pytorch_model.safetensors", torch.zeros(6, dtype=torch.int8)),
+    ):
+        if name.endswith("msgpack"):
+            params = tiny_params()
+            params["conv_in"]["bias"] = bias
+            (folder / name).write_bytes(flax.serialization.msgpack_serialize(params))
+        else:
+            state = tiny_state() | {"conv_in.bias": bias}
+            save = torch.save if name.endswith("bin") else safetensors.torch.save_file
+            save(state, folder / name)
+        with pytest.raises(
+            ValueError, match=rf"{name} .*conv_in[./]bias' is \w+, no array of floats"
+        ):
+            TinyModel.from_pretrained(folder)
+
+
+OUTSIDE = "outside.safetensors"
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        [],
+        {},
+        "diffusion_pytorch_model.safetensors",
+        {"conv_in.weight": None},
+        {"conv_in.weight": ["a"]},
+        {"conv_in.weight": ""},
+        {"conv_in.weight": ".."},
+        {"conv_in.weight": "a\0b"},
+        {"conv_in.weight": "a" * 300},
+        {"conv_in.weight": f"../{OUTSIDE}"},
+        {"conv_in.weight": f"..\\{OUTSIDE}"},
+        {"conv_in.weight": f"{{parent}}/{OUTSIDE}"},
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_an_index_lists_files_of_its_own_folder_only(folder, weight_map):
+    model = folder / "model"
+    model.mkdir()
+    (folder / "config.json").rename(model / "config.json")
+    save_single(folder, tiny_state(), OUTSIDE)  # which would fit
+    index = model / "diffusion_pytorch_model.safetensors.index.json"
+    content = json.dumps({"weight_map": weight_map}).replace("{parent}", str(folder))
+    index.write_text(content)
+    with pytest.raises(ValueError, match=r"has no weight_map|lists the shard") as error:
+        TinyModel.from_pretrained(model)
+    assert str(error.value).startswith(str(index)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"in_channels": "8"}, "in_channels='8' has the wrong type, it must be int"),
+        ({"in_channels": True}, "in_channels=True has the wrong type, it must be int"),
+        ({"in_channels": None}, "in_channels=None has the wrong type, it must be int"),
+        ({"widths": {"0": 6}}, "widths={'0': 6} has the wrong type, it must be tuple"),
+        ({"widths": 6}, "widths=6 has the wrong type, it must be tuple"),
+        ({"in_channels": 0}, "ZeroDivisionError"),
+        ({"widths": []}, "IndexError"),
+        ({"widths": [{}, "a"]}, "TypeError"),
+        ({"_class_name": 5}, "the config of 5"),
+        ({"_class_name": {"a": []}}, r"the config of {'a': \[\]}"),
+        ({"_class_name": [[]]}, r"the config of \[\]"),
+    ],
+    ids=str,
+)
+def test_damaged_configs(folder, entries, words):
+    file = folder / "config.json"
+    file.write_text(json.dumps(CONFIG | entries))
+    with pytest.raises(ValueError, match=words) as error:
+        TinyModel.from_pretrained(folder)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
 def test_missing_shard_is_named(folder):
     write_weights(folder, "safetensors sharded")
     (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
@@ -582,8 +679,8 @@ def test_wrong_or_missing_config(folder):
     (folder / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json holds no JSON object"):
         TinyModel.from_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "in_channels": "8"}))
-    with pytest.raises(ValueError, match="a config entry has the wrong type"):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         TinyModel.from_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for file in folder.glob("*.safetensors"):

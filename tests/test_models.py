@@ -151,6 +151,26 @@ def test_unet_equals_pytorch(name, request):
     assert error(result, expected) < BF16_TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@torch.no_grad()
+def test_float8_parameters_are_cast_where_they_are_used(name):
+    one_level = dict(
+        block_out_channels=(32,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        layers_per_block=1,
+        mid_block_type=None,
+    )
+    theirs, ours, params = unet_pair(one_level)
+    for parameter in theirs.parameters():
+        parameter.copy_(parameter.to(getattr(torch, name)))
+    params = jax.tree.map(lambda x: x.astype(getattr(jnp, name)), params)
+    inputs, _ = unet_inputs(ours, 1, 8, 8)
+    result = jax.jit(ours.apply)({"params": params}, *map(to_jax, inputs)).sample
+    assert result.dtype == jnp.float32
+    assert error(result, theirs(*inputs).sample) < TOLERANCE
+
+
 @torch.no_grad()
 def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
     theirs, ours, params = unet_pair({})
