@@ -487,4 +487,4 @@ def scheduler_from_config(config, source):
             f"{CONFIG_NAME} of {source} names _class_name={name}, which is not supported; "
             f"supported are {', '.join(by_class_name)}"
         )
-    return by_class_name[name].from_config(config)
+    return by_class_name[name].from_file_content(config, source)

@@ -3,7 +3,9 @@
 Scheduler is the class they derive from; scheduling_flax.py says how they are used.
 """
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,16 @@ CHOICES = {
     "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
     "prediction_type": ("epsilon", "v_prediction", "sample"),
     "timestep_spacing": ("leading", "linspace", "trailing"),
+}
+# Options of the type of their default; those without a default are numbers.
+TYPES = {bool: bool, int: Integral, float: Real, str: str, type(None): Real}
+SMALLEST_SIGMA = 1e-6
+RANGES = {
+    "num_train_timesteps": (1, math.inf),
+    "beta_start": (0, 1),
+    "beta_end": (0, 1),
+    "sigma_min": (SMALLEST_SIGMA, math.inf),
+    "sigma_max": (SMALLEST_SIGMA, math.inf),
 }
 
 
@@ -77,6 +89,8 @@ def training_betas(config):
     num_steps = config.num_train_timesteps
     if config.trained_betas is not None:
         betas = np.asarray(config.trained_betas)
+        if not ((betas >= 0) & (betas <= 1)).all():
+            raise ValueError("trained_betas has values outside 0 to 1; give variances")
         if betas.shape != (num_steps,):
             raise ValueError(
                 f"trained_betas has shape {betas.shape} but num_train_timesteps={num_steps}; "
@@ -181,6 +195,21 @@ def load_config(pretrained_model_name_or_path, subfolder=None, revision=None):
     return read_json(file)
 
 
+def check_option(name, value, default):
+    """Raise a ValueError unless value is of its default's type and in its range."""
+    if name == "trained_betas":
+        is_list = isinstance(value, list | tuple | np.ndarray)
+        if not is_list or not all(isinstance(beta, Real) for beta in value):
+            raise ValueError("trained_betas must be a list of numbers, one per training timestep")
+        return
+    kind = TYPES[type(default)]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name}={value!r} has the wrong type, it must be {kind.__name__}")
+    lowest, highest = RANGES.get(name, (-math.inf, math.inf))
+    if kind is not str and not lowest <= value <= highest:
+        raise ValueError(f"{name}={value!r} must be from {lowest} to {highest}")
+
+
 def to_device(array):
     """Any array as float32, int32 or bool, also where 64-bit types are switched on."""
     array = np.asarray(array)
@@ -214,7 +243,10 @@ class Scheduler:
                     f"{name}={given[name]!r} is not supported by {type(self).__name__}; "
                     f"use {' or '.join(map(repr, supported))}, or another scheduler"
                 )
-        values = self.defaults | {k: v for k, v in given.items() if k in self.defaults}
+        given_here = {name: given[name] for name in self.defaults.keys() & given.keys()}
+        for name, value in given_here.items():
+            check_option(name, value, self.defaults[name])
+        values = self.defaults | given_here
         if values["trained_betas"] is not None:
             values["trained_betas"] = tuple(map(float, values["trained_betas"]))
         # As in diffusers: another class takes over what was chosen here, not what was left open.
@@ -252,7 +284,17 @@ class Scheduler:
     ):
         """Read scheduler_config.json, of this or another class; see from_config and load_config."""
         config = load_config(pretrained_model_name_or_path, subfolder, revision)
-        return cls.from_config(config, **overrides)
+        return cls.from_file_content(config, pretrained_model_name_or_path, **overrides)
+
+    @classmethod
+    def from_file_content(cls, config, source, **overrides):
+        """from_config of a scheduler_config.json's content; errors name source, its folder."""
+        # A mark of configs in memory, which no scheduler writes.
+        config = {name: value for name, value in config.items() if name != "_use_default_values"}
+        try:
+            return cls.from_config(config, **overrides)
+        except ValueError as error:
+            raise ValueError(f"{CONFIG_NAME} of {source}: {error}") from error
 
     def save_pretrained(self, save_directory):
         """Write scheduler_config.json as PyTorch diffusers reads it."""

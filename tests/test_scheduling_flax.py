@@ -536,6 +536,36 @@ def test_unsupported_options_are_refused_by_name(cls, option):
     assert neutral == cls()
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_train_timesteps", "1000"),
+        ("num_train_timesteps", 0),
+        ("num_train_timesteps", [1000]),
+        ("beta_start", -0.1),
+        ("beta_end", float("nan")),
+        ("beta_end", {}),
+        ("trained_betas", 3),
+        ("trained_betas", [[0.1]]),
+        ("trained_betas", [0.1, -0.1]),
+        ("clip_sample", "false"),
+        ("clip_sample", 1),
+        ("steps_offset", True),
+        ("beta_schedule", ["linear"]),
+    ],
+)
+def test_damaged_options_are_refused_by_name(tmp_path, name, value):
+    config = {"_class_name": "DDIMScheduler", "_use_default_values": 5}
+    file = tmp_path / "scheduler_config.json"
+    for read in (FlaxDDIMScheduler.from_pretrained, scheduler_from_pretrained):
+        file.write_text(json.dumps(config))
+        read(tmp_path, None)
+        file.write_text(json.dumps(config | {name: value}))
+        with pytest.raises(ValueError, match=name) as error:
+            read(tmp_path, None)
+        assert str(error.value).startswith(f"scheduler_config.json of {tmp_path}: ")
+
+
 def test_bad_input_is_refused_with_the_way_out(tmp_path):
     ddim, dpm = FlaxDDIMScheduler(), FlaxDPMSolverMultistepScheduler()
     state, x = ddim.create_state(), jnp.asarray(START)
