@@ -1,23 +1,29 @@
-"""Parquet shards of (picture, instruction, edited picture) to training batches.
+"""Parquet shards of (image, instruction, edited image) to training batches.
 
-The data half of flax_train_instruct_pix2pix.py. Run by itself it describes a folder of shards
+The data half of flax_train_instruct_pix2pix.py. Run by itself it describes a directory of shards
 and draws some of its pairs:
 
     python parquet_processing.py --train_data_dir data
 
-A sample of a few rows, quick on one CPU core:
+or first writes the shards, of your own images (parquet_pairs.py has the forms of the list):
+
+    python parquet_processing.py --pairs pairs.jsonl --output_dir data
+
+with lines such as {"input": "a.jpg", "edit": "make it red", "edited": "a-red.jpg"}. A description
+by a few rows, quick on one CPU core:
 
     python parquet_processing.py --train_data_dir data --num_checked 100 --num_preview 4
 
-In code it is a torch IterableDataset and a plain iterator, of NumPy batches:
+In code it is a plain iterator of NumPy batches, and a torch IterableDataset:
 
     for batch in ParquetImagePairs("data", batch_size=16): ...
 
 Needs a CPU only. A pair of 512x512 JPEGs takes about 3 ms of one core to decode at 256x256
-(benchmarks/bench_data.py measures it). Pictures are prepared as in InstructPix2Pix
+(benchmarks/bench_data.py measures it). Images are prepared as in InstructPix2Pix
 (arXiv 2211.09800).
 """
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -38,11 +44,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import simplejpeg
 import tyro
-from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
-from torch.utils.data import IterableDataset, get_worker_info
+from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
+
+from parquet_images import FORMATS, RESAMPLING, crop_square, decode_picture, one_line
+from parquet_pairs import UNFINISHED, write_pairs
 
 # What the public datasets call the three columns, by the flag that names another.
 KNOWN_COLUMNS = {
@@ -50,33 +57,24 @@ KNOWN_COLUMNS = {
     "edited_image_column": ("edited_image",),
     "edit_prompt_column": ("edit_prompt",),
 }
-RESAMPLING = {
-    "dct": Image.Resampling.LANCZOS,  # for what decoding at a reduced scale has left to do
-    "lanczos": Image.Resampling.LANCZOS,
-    "bicubic": Image.Resampling.BICUBIC,
-}
+TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
+BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 LATENTS = b"latents"  # in the metadata of a shard of cache_latents.py: what they were made with
-UNFINISHED = ".unfinished"  # in a folder that script.sh has not completed yet
-ORIENTATION = ExifTags.Base.Orientation
 READ_ROWS = 32  # of a column at a time
 READ_BYTES = 8 << 20  # from disk at a time; without it pyarrow fetches whole column chunks
 MIN_ROWS_TO_JUDGE = 1000  # a share of broken pairs says nothing before; less if an epoch is less
-MAX_ASPECT = 20  # of a picture; scaling the shorter side up would take any amount of memory
-FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-)  # what Pillow may try: not what runs programs
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Config:
-    train_data_dir: str  # folder with the *.parquet shards
+    train_data_dir: str = ""  # directory with *.parquet shards to describe
+    pairs: str = ""  # instead: .jsonl or .csv list of image pairs, or directory of them
+    output_dir: str = ""  # with --pairs: empty or new directory for the shards
+    max_pairs: int | None = None  # with --pairs: only the first so many
+    num_held_out: int = 0  # with --pairs: original images left out of the shards, with their edits
+    held_out_dir: str = ""  # with --num_held_out: empty or new directory for these
+    seed: int = 0  # with --num_held_out: of their choice, at least 0
     original_image_column: str = ""  # picture to edit; "" finds original_image or input_image
     edited_image_column: str = ""  # picture after the edit; "" finds edited_image
     edit_prompt_column: str = ""  # instruction; "" finds edit_prompt
@@ -133,7 +131,8 @@ def list_row_groups(
     if (folder / UNFINISHED).exists():
         raise ValueError(
             f"{folder} is not complete ({UNFINISHED} is there): run script.sh again, or remove "
-            f"{folder / UNFINISHED} if it is of another plan"
+            f"{folder / UNFINISHED} if it is of another plan; if parquet_processing.py --pairs was "
+            f"killed, remove {folder} and run that again"
         )
     paths = sorted(folder.glob("*.parquet"))
     if not paths:
@@ -198,17 +197,22 @@ def find_columns(
                 f"{path} has no column {' or '.join(names)}; it has {', '.join(schema.names)}: "
                 f"choose with --{flag}"
             )
-        kind = schema.field(name).type
+        if (count := schema.names.count(name)) > 1:
+            raise ValueError(
+                f"{path} has {count} columns named {name}; rename all but one, or choose another "
+                f"with --{flag}"
+            )
+        stored = kind = schema.field(name).type
         if flag == "edit_prompt_column":
-            wanted, fits = "text", pa.types.is_string(kind) or pa.types.is_large_string(kind)
+            wanted, kinds = "text", TEXT_TYPES
         else:
             wanted = "encoded pictures (binary, or a struct with a binary field bytes)"
+            kinds = BINARY_TYPES
             if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
                 stored = kind.field("bytes").type
-            else:
-                stored = kind
-            fits = pa.types.is_binary(stored) or pa.types.is_large_binary(stored)
-        if not fits:
+        if pa.types.is_dictionary(stored):
+            stored = stored.value_type
+        if stored not in kinds:
             raise ValueError(
                 f"{path}: column {name} is {kind}, not {wanted}; it has "
                 f"{', '.join(schema.names)}: choose with --{flag}"
@@ -231,6 +235,8 @@ class Pictures:
             self._buffer = np.empty(num_bytes + num_bytes // 8, np.uint8)  # for the next one too
         stops, valid, stop = [np.zeros(1, np.int64)], [], 0
         for part in column:
+            if part.type not in (pa.binary(), pa.large_binary()):  # a view or a dictionary
+                part = part.cast(pa.large_binary())
             _, offsets, data = part.buffers()
             kind = np.int64 if pa.types.is_large_binary(part.type) else np.int32
             offsets = np.frombuffer(offsets, kind)[part.offset : part.offset + len(part) + 1]
@@ -317,93 +323,6 @@ def pair_at(cells: Cells, position: int) -> Pair:
     except UnicodeDecodeError as error:
         raise ValueError(f"the instruction is not UTF-8 ({error})") from error
     return Pair(cells.originals[position], cells.edits[position], prompt)
-
-
-def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
-    """Decode one picture to upright RGB.
-
-    Args:
-        data: an encoded picture, one of FORMATS. Upright JPEGs go through simplejpeg, which lets
-            other threads run meanwhile.
-        min_side: a JPEG at least twice as large may come back smaller, by a half or more, but
-            with no side below this; 0 decodes at full size.
-        out: uint8 (h, w, 3), contiguous: used for the result if that has just this size.
-
-    Returns:
-        uint8 (H, W, 3).
-
-    Raises:
-        ValueError: the data are no picture, cut short, damaged, or of a kind without a known range.
-    """
-    try:
-        if data.startswith(b"\xff\xd8") and exif_orientation(data) == 1:
-            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-            if colorspace in ("YCbCr", "RGB", "Gray") and height * width <= Image.MAX_IMAGE_PIXELS:
-                side = min_side if min(height, width) >= 2 * min_side else 0
-                size = simplejpeg.decode_jpeg_header(data, side, side)[:2]
-                fits = out is not None and out.shape[:2] == size
-                # Strict by default: a warning of libjpeg (premature end, corrupt data) is an error.
-                return simplejpeg.decode_jpeg(
-                    data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
-                )
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
-        if image.mode in ("I", "F"):
-            raise ValueError(f"pixels of mode {image.mode} have no known range")
-        if image.mode.startswith("I;16"):  # Pillow would clip them at 255, not scale
-            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-        if image.has_transparency_data:  # onto white
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
-        return np.asarray(image.convert("RGB"))
-    except UnidentifiedImageError:
-        raise ValueError(f"no known picture format ({len(data)} bytes)") from None
-    except MemoryError:  # says nothing about the picture
-        raise
-    except Exception as error:  # damaged data make decoders raise anything
-        raise ValueError(one_line(error)) from error
-
-
-def exif_orientation(data: bytes) -> int:
-    """How a JPEG is turned, 1 to 8; 1 is upright, also if it does not say."""
-    position = 2
-    while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
-        if data[position + 1] == 0xE1 and data[position + 4 : position + 10] == b"Exif\0\0":
-            return Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(ORIENTATION, 1)
-        position += 2 + int.from_bytes(data[position + 2 : position + 4])
-    return 1
-
-
-def crop_square(
-    pixels: np.ndarray, resolution: int, resample: str = "dct", crop: float = 0.5
-) -> np.ndarray:
-    """Scale the shorter side of a picture to the resolution and cut a square out.
-
-    Hugging Face's trainer squeezes the whole picture into the square instead, after which its
-    crop has nothing left to choose; on the square pictures of the public datasets both agree.
-
-    Args:
-        pixels: uint8 (H, W, 3).
-        resolution: side R of the square, pixels.
-        resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
-        crop: in [0, 1), where along the longer side the square lies; 0.5 is the middle.
-
-    Returns:
-        uint8 (R, R, 3).
-
-    Raises:
-        ValueError: one side is more than MAX_ASPECT times the other.
-    """
-    if max(pixels.shape[:2]) > MAX_ASPECT * min(pixels.shape[:2]):
-        raise ValueError(f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow to cut from")
-    scale = resolution / min(pixels.shape[:2])
-    height, width = (max(resolution, round(side * scale)) for side in pixels.shape[:2])
-    if pixels.shape[:2] != (height, width):
-        image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
-        pixels = np.asarray(image)
-    top = int(crop * (height - resolution + 1))
-    left = int(crop * (width - resolution + 1))
-    return pixels[top : top + resolution, left : left + resolution]
 
 
 def decode_pair(
@@ -623,12 +542,28 @@ def check_latents(
             )
 
 
-class ParquetImagePairs(IterableDataset):
+def register_with_torch(dataset_class: type) -> None:
+    """Make a class an IterableDataset, for which DataLoader asks, where torch is imported.
+
+    A base class would need torch, and the seconds that its import takes, where nothing uses it.
+    """
+    if "torch.utils.data" in sys.modules:
+        sys.modules["torch.utils.data"].IterableDataset.register(dataset_class)
+
+
+def in_torch_worker() -> bool:
+    """Whether this is a worker process of a torch DataLoader."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
+class ParquetImagePairs:
     """Batches of picture pairs and instructions from a folder of parquet shards.
 
     Iterating gives one epoch of this process's batches, `len()` of them, the same number on every
-    process, and the next iteration the next epoch; `set_epoch` chooses another. It is a torch
-    IterableDataset: `DataLoader(dataset, batch_size=None)`. Batches are dicts of
+    process, and the next iteration the next epoch; `set_epoch` chooses another. Made where torch is
+    imported it is a torch IterableDataset: `DataLoader(dataset, batch_size=None)`. Batches are
+    dicts of
 
         original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3)
         edit_prompt: B strings
@@ -707,6 +642,7 @@ class ParquetImagePairs(IterableDataset):
         shuffle_buffer: int = 4096,
         max_bad_fraction: float = 0.1,
     ):
+        register_with_torch(type(self))
         for name, value, lowest in (
             ("batch_size", batch_size, 1),
             ("resolution", resolution, 1),
@@ -860,7 +796,7 @@ class ParquetImagePairs(IterableDataset):
         self._batch = self._start
 
     def __iter__(self) -> Iterator[dict]:
-        if get_worker_info() is not None:
+        if in_torch_worker():
             raise ValueError(
                 "DataLoader's num_workers must be 0: ParquetImagePairs decodes in num_threads "
                 "threads of its own"
@@ -1158,32 +1094,53 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def one_line(error: Exception) -> str:
-    """What an exception says, on one short line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
 def megabytes(size: float) -> str:
     """A number of bytes for people."""
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
-def inspect(config: Config) -> None:
-    """Describe a folder of shards on standard output and write the preview.
-
-    Raises:
-        ValueError: a bad argument, a bad folder, or no pair that can be decoded.
-    """
+def check(config: Config) -> None:
+    """Refuse flags with bad values, and those that do not go together."""
+    if bool(config.train_data_dir) == bool(config.pairs):
+        raise ValueError(
+            "give --train_data_dir DIR to describe shards, or --pairs LIST --output_dir DIR to "
+            "write them"
+        )
+    if config.pairs:
+        if not config.output_dir:
+            raise ValueError("--pairs needs --output_dir DIR, for the shards")
+        if bool(config.num_held_out) != bool(config.held_out_dir):
+            raise ValueError("--num_held_out N and --held_out_dir DIR go together; give both")
+        unused, other = KNOWN_COLUMNS, "--train_data_dir; --pairs knows its columns by their names"
+    else:
+        unused = ("output_dir", "max_pairs", "num_held_out", "held_out_dir", "seed")
+        other = "--pairs"
+    for field in dataclasses.fields(Config):
+        if field.name in unused and getattr(config, field.name) != field.default:
+            raise ValueError(f"--{field.name} goes with {other}")
+    for name, lowest in (("max_pairs", 1), ("num_held_out", 0), ("seed", 0)):
+        if (value := getattr(config, name)) is not None and value < lowest:
+            raise ValueError(f"--{name} {value} must be at least {lowest}")
     for name in ("resolution", "num_preview"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
     if config.num_checked < 0:
         raise ValueError(f"num_checked={config.num_checked} must be at least 0, which checks all")
-    preview = Path(config.preview)
-    picture_format = Image.registered_extensions().get(preview.suffix.lower())
-    if config.preview and picture_format is None:
-        raise ValueError(f"preview={preview} must end as pictures do; try preview.png")
+    if config.preview and preview_format(config) is None:
+        raise ValueError(f"preview={config.preview} must end as pictures do; try preview.png")
 
+
+def preview_format(config: Config) -> str | None:
+    """Pillow's name for the format that the preview's extension stands for."""
+    return Image.registered_extensions().get(Path(config.preview).suffix.lower())
+
+
+def inspect(config: Config) -> None:
+    """Describe a directory of shards on standard output and write the preview.
+
+    Raises:
+        ValueError: a bad directory, or no pair that can be decoded.
+    """
     groups = list_row_groups(
         config.train_data_dir,
         config.original_image_column,
@@ -1229,19 +1186,41 @@ def inspect(config: Config) -> None:
     print("prompts     " + "\n            ".join(repr(pair.prompt) for pair in shown))
 
     if config.preview:
+        preview = Path(config.preview)
         preview.parent.mkdir(parents=True, exist_ok=True)
         unfinished = preview.with_name(f".{preview.name}.{os.getpid()}")
-        draw_preview(shown, config.resolution).save(unfinished, picture_format)
+        draw_preview(shown, config.resolution).save(unfinished, preview_format(config))
         unfinished.replace(preview)
         print(f"preview     {preview}")
 
 
+def run(config: Config) -> None:
+    """Write shards if there are pairs, and describe the directory."""
+    check(config)
+    if config.pairs:
+        told = write_pairs(
+            Path(config.pairs),
+            Path(config.output_dir),
+            max_pairs=config.max_pairs,
+            num_held_out=config.num_held_out,
+            held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
+            seed=config.seed,
+        )
+        print(told, flush=True)
+        config = dataclasses.replace(config, train_data_dir=config.output_dir)
+    inspect(config)
+
+
 def main(args: list[str] | None = None) -> None:
-    """Command line."""
+    """Command line; a user's mistake and Ctrl-C end in one line."""
+    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
     try:
-        inspect(tyro.cli(Config, description=__doc__, args=args, use_underscores=True))
+        run(config)
+    except KeyboardInterrupt:
+        tqdm.write("interrupted; run the same command again", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 

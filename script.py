@@ -328,9 +328,15 @@ def shards_of_urls(file):
     Raises:
         ValueError: names every line that is not as it should be, or twice there.
     """
-    line_format = re.compile(r"(https?://[!-~]+)(?:\s+([1-9][0-9]*)(?:\s+([0-9a-fA-F]{64}))?)?")
+    line_format = re.compile(
+        r"(https?://[!-~]+)(?:[ \t]+([1-9][0-9]*)(?:[ \t]+([0-9a-fA-F]{64}))?)?"
+    )
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--urls {file} is not UTF-8; save it as UTF-8 ({error})") from None
     rows, problems, seen = [], [], {}
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines knows other ends
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = line_format.fullmatch(line.strip())

@@ -175,7 +175,14 @@ def test_every_kind_of_picture():
         decoded = decode_picture(data)
         assert decoded.dtype == np.uint8
         np.testing.assert_allclose(decoded.astype(int), expected, atol=data in blended)
-    for source, options in [(image, {"exif": turned}), (image, {"progressive": True}), (grey, {})]:
+    xmp = b"""<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF
+        xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description
+        xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
+    assert decode_picture(encode(image, "JPEG", xmp=xmp)).shape == (28, 20, 3)
+    for source, options in [
+        (image, {"exif": turned}), (image, {"xmp": xmp}), (image, {"progressive": True}),
+        (grey, {}),
+    ]:  # fmt: skip
         data = encode(source, "JPEG", **options)
         expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
         np.testing.assert_array_equal(decode_picture(data), np.asarray(expected))
@@ -595,9 +602,19 @@ def test_torch_data_loader(numbered, monkeypatch):
     for batch, other in zip(batches, dataset):
         np.testing.assert_array_equal(batch[ORIGINAL].numpy(), other[ORIGINAL])
         assert batch["edit_prompt"] == other["edit_prompt"]
-    monkeypatch.setattr(parquet_processing, "get_worker_info", lambda: "a worker process")
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker process")
     with pytest.raises(ValueError, match="num_workers must be 0"):
         next(iter(dataset))
+
+
+def test_torch_is_not_needed(numbered):
+    code = f"""
+import sys
+sys.modules["torch"] = None  # importing it raises an ImportError
+from parquet_processing import ParquetImagePairs
+assert len(list(ParquetImagePairs({str(numbered)!r}, batch_size=10, resolution=4))) == 5
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("max_rows", [1, 8, 33, 53, 60])
@@ -777,6 +794,41 @@ def test_a_whole_pass_with_all_that_goes_wrong(tmp_path, caplog):
     assert seen - Counter(good) == Counter(str(n + 1) for n in bad)
 
 
+TEXTS = (
+    pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()),
+    pa.dictionary(pa.int32(), pa.large_string()),
+)  # fmt: skip
+BYTES = (pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int32(), pa.binary()))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=str)
+def test_every_type_of_text_and_of_bytes(tmp_path, text):
+    """A row group is read in two parts, with a null in the second."""
+    originals = [plain(n % 7) for n in range(43)]
+    edits = [plain(255 - n % 7) for n in range(43)]
+    originals[35] = None
+    prompts = [f"paint it {n % 3}" for n in range(43)]
+    for n, kind in enumerate(BYTES):
+        struct = pa.struct([("bytes", kind), ("path", pa.string())])
+        cells = [{"bytes": data, "path": None} for data in originals]
+        table = pa.table(
+            {
+                "original_image": pa.array(cells, struct),
+                "edit_prompt": pa.array(prompts, text),
+                "edited_image": pa.array(edits, kind),
+            }
+        )
+        pq.write_table(table, tmp_path / f"{n}.parquet")
+    schemas = [pq.read_schema(path) for path in sorted(tmp_path.iterdir())]
+    assert all(schema.field("edited_image").type == kind for schema, kind in zip(schemas, BYTES))
+    assert "string" in str(schemas[0].field("edit_prompt").type)
+    rows = []
+    for group in parquet_processing.list_row_groups(tmp_path):
+        cells = parquet_processing.read_row_group(group)
+        rows += [parquet_processing.pair_at(cells, row) for row in range(group.num_rows)]
+    assert rows == list(zip(originals, edits, prompts)) * len(BYTES)
+
+
 # Bad input
 
 
@@ -838,6 +890,16 @@ def test_wrong_column_types(tmp_path):
         ParquetImagePairs(tmp_path, batch_size=1, original_image_column="edited_image")
     with pytest.raises(ValueError, match="no column nothing; it has original_image, edit_prompt"):
         ParquetImagePairs(tmp_path, batch_size=1, original_image_column="nothing")
+
+
+def test_columns_of_one_name(tmp_path):
+    """Refused where it matters which of them is meant."""
+    names = ["original_image", "edited_image", "edit_prompt", "x", "x"]
+    columns = [pa.array([plain(0)])] * 2 + [pa.array(["red"])] * 3
+    pq.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "a.parquet")
+    assert prompts_of(ParquetImagePairs(tmp_path, batch_size=1, resolution=4)) == ["red"]
+    with pytest.raises(ValueError, match=r"a\.parquet has 2 columns named x; .*edit_prompt_column"):
+        ParquetImagePairs(tmp_path, batch_size=1, edit_prompt_column="x")
 
 
 @pytest.mark.parametrize(
@@ -961,6 +1023,17 @@ def test_bad_flags(numbered, capsys, args, words):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_interrupt(numbered, capsys, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parquet_processing, "check_pair", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        parquet_processing.main(["--train_data_dir", str(numbered), "--preview", ""])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted; run the same command again\n"
 
 
 def test_a_sample_is_spread_over_the_folder(tmp_path, capsys):

@@ -520,6 +520,13 @@ def test_urls(hub, tmp_path, capsys):
     error = error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert re.findall(r"line (\d) is not", error) == ["2", "3", "4", "6", "7"]
     assert "line 5 repeats line 1" in error
+    for separator in "\x0b\x0c\x1c\x1d\x1e\x85\u2028":  # a newline alone ends a line
+        list_file.write_text(f"#{separator}http://h/a\nhttp://h/b{separator}http://h/c\n", "utf-8")
+        error = error_of(capsys, "--urls", list_file, "--num_workers=1")
+        assert re.findall(r"line (\d) ", error) == ["2"]
+    list_file.write_bytes(b"http://h/\xff\n")
+    error = error_of(capsys, "--urls", list_file, "--num_workers=1")
+    assert "urls.txt is not UTF-8" in error
     list_file.write_text("# nothing\n")
     assert "no addresses" in error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert "missing.txt" in error_of(capsys, "--urls", "missing.txt", "--num_workers=1")

@@ -1,0 +1,496 @@
+"""Your own pairs of images, checked and written as parquet shards to train on.
+
+    python parquet_processing.py --pairs pairs.jsonl --output_dir data
+
+The list is a .jsonl file with one object per line, a .csv file whose first line names the columns,
+or a directory with original/, edited/ and captions.jsonl or captions.csv. These are the names of
+its keys or columns; where a row has several of one line, the first counts:
+
+    original image   original_image, input_image, original, input
+    edited image     edited_image, output_image, edited, output
+    instruction      edit_prompt, edit, instruction
+    captions         original_prompt or original_caption, edited_prompt or edited_caption; optional
+    in a directory, instead of the two images
+                     file_name, file, name: of the image in original/ and of the one in edited/,
+                     which may have another extension
+
+Paths are relative to the file that lists them. An instruction may have several pairs, an original
+several edits. The bytes of an image are copied as they are: the loader turns it as its EXIF says.
+The shards have the schema of timbrooks/instructpix2pix-clip-filtered.
+"""
+
+import csv
+import io
+import json
+import logging
+import math
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+from tqdm import tqdm
+
+from parquet_images import FORMATS, MAX_ASPECT, ORIENTATION, decode_picture, one_line
+
+NAMES = {  # what a list may call each column of the shards
+    "original_image": ("original_image", "input_image", "original", "input"),
+    "edited_image": ("edited_image", "output_image", "edited", "output"),
+    "edit_prompt": ("edit_prompt", "edit", "instruction"),
+    "original_prompt": ("original_prompt", "original_caption"),
+    "edited_prompt": ("edited_prompt", "edited_caption"),
+    "file_name": ("file_name", "file", "name"),
+}
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+SCHEMA = pa.schema(
+    {
+        "original_prompt": pa.string(),
+        "original_image": IMAGE,
+        "edit_prompt": pa.string(),
+        "edited_prompt": pa.string(),
+        "edited_image": IMAGE,
+    }
+)
+FOLDERS = ("original", "edited")  # in a directory of pairs, and
+CAPTIONS = ("captions.jsonl", "captions.csv")  # one of these
+UNFINISHED = ".unfinished"  # in a directory of shards that is not complete
+MAX_ASPECT_ERROR = 0.02  # between the images of a pair: models round sides to multiples of 8
+ROW_GROUP_ROWS = 100
+ROW_GROUP_BYTES = 32 << 20
+SHARD_BYTES = 256 << 20
+NUM_NAMED = 10  # problems, in an error
+
+logger = logging.getLogger(__name__)
+
+
+class ListedPair(NamedTuple):
+    """A row of a list."""
+
+    line: int  # that it begins on, from 1
+    original: Path
+    edited: Path
+    edit_prompt: str
+    original_prompt: str | None
+    edited_prompt: str | None
+
+
+def read_rows(file: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict | str]]:
+    """Read a list.
+
+    Args:
+        file: .jsonl or .csv, UTF-8.
+        required: keys of NAMES.
+
+    Yields:
+        (number of the line that a row begins on, {name: value} or what is wrong with the row).
+
+    Raises:
+        ValueError: the file is not UTF-8, or a CSV file has no header.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file} line {line} is not UTF-8; save the file as UTF-8") from None
+
+    if file.suffix.lower() == ".jsonl":
+        for line, row in enumerate(text.split("\n"), start=1):
+            if not row.strip():
+                continue
+            try:
+                row = json.loads(row)
+            except (ValueError, RecursionError) as error:
+                yield line, f"not JSON ({getattr(error, 'msg', error)})"
+            else:
+                yield line, row if isinstance(row, dict) else "not a JSON object"
+        return
+
+    rows = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
+    header, line = None, 1
+    try:
+        for values in rows:
+            if header is None:
+                header = [name.strip() for name in values]
+                problem = missing_names(header, required)
+                if len(set(header)) < len(header):
+                    problem = "two columns have the same name"
+                if problem:
+                    raise ValueError(
+                        f"{file} line {line} names the columns {', '.join(header)}: {problem}"
+                    )
+            elif len(values) == len(header):
+                yield line, dict(zip(header, values))
+            elif values:
+                yield line, f"{len(values)} values, but {len(header)} columns"
+            line = rows.line_num + 1
+    except csv.Error as error:
+        yield line, f"not CSV ({error})"
+
+
+def missing_names(names: list[str], required: tuple[str, ...]) -> str:
+    """Say which of the required keys or columns are not there under any name; "" if all are."""
+    missing = [role for role in required if not set(NAMES[role]) & set(names)]
+    return "; ".join(f"no {' or '.join(NAMES[role])}" for role in missing)
+
+
+def texts_of(row: dict, required: tuple[str, ...]) -> dict[str, str | None]:
+    """The texts of a row by their keys in NAMES, None for an optional one that it does not have.
+
+    Raises:
+        ValueError: one is missing, empty or not text.
+    """
+    if problem := missing_names(list(row), required):
+        raise ValueError(problem)
+    texts = {}
+    for role, names in NAMES.items():
+        name = next((name for name in names if name in row), None)
+        text = row.get(name)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{name} is {json.dumps(text)[:40]}, not text")
+        text = (text or "").strip()
+        if role in required and not text:
+            raise ValueError(f"{name} is empty")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} is not Unicode: it has half a surrogate pair") from None
+        texts[role] = text or None
+    return texts
+
+
+def index_images(folder: Path) -> dict[str, list[Path]]:
+    """The files of a directory by their names, with and without extension."""
+    files = defaultdict(list)
+    for path in sorted(folder.iterdir()):
+        for name in {path.name, path.stem}:
+            files[name].append(path)
+    return files
+
+
+def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
+    """The file of that name, or else of that name without its extension.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    found = files.get(name) or files.get(Path(name).stem) or []
+    if len(found) != 1:
+        raise ValueError(f"{len(found) or 'no'} images in {folder}/ are called {name}")
+    return found[0]
+
+
+def find_list(source: Path) -> Path:
+    """The .jsonl or .csv file of what --pairs names: itself, or the captions of a directory.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not source.exists():
+        raise ValueError(f"--pairs {source} does not exist")
+    if source.is_dir():
+        if all((source / name).is_dir() for name in FOLDERS):
+            for name in CAPTIONS:
+                if (source / name).is_file():
+                    return source / name
+    elif source.suffix.lower() in (".jsonl", ".csv"):
+        return source
+    raise ValueError(
+        f"--pairs {source} must be a .jsonl or .csv file, or a directory with "
+        f"{', '.join(f'{name}/' for name in FOLDERS)} and {' or '.join(CAPTIONS)}"
+    )
+
+
+def list_pairs(
+    file: Path, in_folders: bool, max_pairs: int | None = None
+) -> tuple[list[ListedPair], list[tuple[int, str]]]:
+    """Read a list of pairs, and no image.
+
+    Args:
+        file: .jsonl or .csv.
+        in_folders: the images are in original/ and edited/ beside it.
+        max_pairs: read the first so many rows only.
+
+    Returns:
+        The pairs of the rows without a problem; (line, problem) of the others.
+
+    Raises:
+        ValueError: it is not a list, or there are no rows in it.
+    """
+    required, folders = ("original_image", "edited_image", "edit_prompt"), {}
+    if in_folders:
+        required = ("file_name", "edit_prompt")
+        folders = {name: index_images(file.parent / name) for name in FOLDERS}
+    pairs, problems, lines = [], [], {}
+    for line, row in islice(read_rows(file, required), max_pairs):
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            texts = texts_of(row, required)
+            if folders:
+                name = texts["file_name"]
+                images = [find_image(folders[folder], name, folder) for folder in folders]
+            else:
+                images = [file.parent / texts[role] for role in required[:2]]
+        except ValueError as error:
+            problems.append((line, str(error)))
+            continue
+        captions = (texts["original_prompt"], texts["edited_prompt"])
+        pair = ListedPair(line, *images, texts["edit_prompt"], *captions)
+        if (first := lines.setdefault(pair[1:4], line)) != line:
+            problems.append((line, f"repeats line {first}"))
+        pairs.append(pair)
+    if not pairs and not problems:
+        raise ValueError(f"{file} lists no pairs")
+    if in_folders and max_pairs is None and not problems:
+        others = {path for paths in folders["original"].values() for path in paths}
+        others -= {pair.original for pair in pairs}
+        if others:
+            logger.warning(
+                "%s lists no edit of %d of the files in original/, such as %s",
+                file, len(others), min(others).name,
+            )  # fmt: skip
+    return pairs, problems
+
+
+def check_image(path: Path) -> tuple[int, int] | str:
+    """Decode an image as the loader does.
+
+    Returns:
+        Its (width, height), upright; or what is wrong with it.
+    """
+    try:
+        data = path.read_bytes()
+        decode_picture(data, 16)  # JPEGs are read to their end all the same
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        is_turned = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+        width, height = image.size[::-1] if is_turned else image.size
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            return f"{width}x{height} is too narrow; {MAX_ASPECT} to 1 is the most"
+        return width, height
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return error.strerror or one_line(error)
+    except ValueError as error:
+        return one_line(error)
+
+
+def check_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
+    """Decode every image once, in threads, and compare the shapes of those of a pair.
+
+    Returns:
+        (line, problem).
+    """
+    paths = list(dict.fromkeys(path for pair in pairs for path in (pair.original, pair.edited)))
+    # The threads of this pool do not hold up Ctrl-C. More pixels than Pillow warns of are an error.
+    with warnings.catch_warnings(), ThreadPool() as pool:
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        checks = pool.imap(check_image, paths, chunksize=4)
+        bar = tqdm(checks, "checking images", len(paths), unit="image", disable=None)
+        found = dict(zip(paths, bar))
+
+    problems = []
+    for pair in pairs:
+        sizes = [found[pair.original], found[pair.edited]]
+        for path, size in zip((pair.original, pair.edited), sizes):
+            if isinstance(size, str):
+                problems.append((pair.line, f"{path}: {size}"))
+        if not any(isinstance(size, str) for size in sizes):
+            (width, height), (other_width, other_height) = sizes
+            if abs(math.log(width * other_height / (height * other_width))) > MAX_ASPECT_ERROR:
+                problems.append(
+                    (
+                        pair.line,
+                        f"{pair.original} is {width}x{height} and {pair.edited} "
+                        f"{other_width}x{other_height}: one shape is needed, the size may differ",
+                    )
+                )
+    return problems
+
+
+def hold_out(
+    pairs: list[ListedPair], num_held_out: int, seed: int
+) -> tuple[list[ListedPair], list[ListedPair]]:
+    """Part the pairs of some original images, chosen at random, from the others.
+
+    Returns:
+        Pairs to train on; pairs of the num_held_out images. Both in the order of the list.
+
+    Raises:
+        ValueError: no pair would be left to train on.
+    """
+    originals = list(dict.fromkeys(pair.original for pair in pairs))
+    if not 0 <= num_held_out < len(originals):
+        raise ValueError(
+            f"--num_held_out {num_held_out} must be less than the {len(originals)} original images"
+        )
+    chosen = np.random.default_rng(seed).permutation(len(originals))[:num_held_out]
+    held_out = {originals[i] for i in chosen}
+    return (
+        [pair for pair in pairs if pair.original not in held_out],
+        [pair for pair in pairs if pair.original in held_out],
+    )
+
+
+def plan_shards(pairs: list[ListedPair]) -> list[list[list[ListedPair]]]:
+    """Cut a list of pairs into shards of row groups, by the sizes of their files."""
+    shards, shard_bytes, group_bytes = [[[]]], 0, 0
+    for pair in pairs:
+        num_bytes = pair.original.stat().st_size + pair.edited.stat().st_size
+        group = shards[-1][-1]
+        is_full = len(group) == ROW_GROUP_ROWS or group_bytes + num_bytes > ROW_GROUP_BYTES
+        if group and is_full:
+            if shard_bytes + num_bytes > SHARD_BYTES:
+                shards.append([])
+                shard_bytes = 0
+            shards[-1].append([])
+            group_bytes = 0
+        shards[-1][-1].append(pair)
+        shard_bytes += num_bytes
+        group_bytes += num_bytes
+    return shards
+
+
+def write_shards(pairs: list[ListedPair], folder: Path) -> int:
+    """Write train-00000-of-00003.parquet and so on; returns how many."""
+    shards = plan_shards(pairs)
+    with tqdm(desc="writing shards", total=len(pairs), unit="pair", disable=None) as bar:
+        for number, groups in enumerate(shards):
+            path = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
+            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+            with pq.ParquetWriter(path, SCHEMA, **options) as writer:
+                for group in groups:
+                    rows = [
+                        {
+                            "original_prompt": pair.original_prompt,
+                            "original_image": image_cell(pair.original),
+                            "edit_prompt": pair.edit_prompt,
+                            "edited_prompt": pair.edited_prompt,
+                            "edited_image": image_cell(pair.edited),
+                        }
+                        for pair in group
+                    ]
+                    writer.write_table(pa.Table.from_pylist(rows, SCHEMA))  # one row group
+                    bar.update(len(group))
+    return len(shards)
+
+
+def image_cell(path: Path) -> dict:
+    """An image as the public datasets store it."""
+    return {"bytes": path.read_bytes(), "path": path.name}
+
+
+def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) -> None:
+    """Copy pairs to original/ and edited/, and list them in edits.jsonl for edit_cli.py.
+
+    The edits are to be written to results/, each under the name of its pair.
+    """
+    for name in FOLDERS:
+        (folder / name).mkdir()
+    edits = []
+    for number, pair in enumerate(pairs):
+        original, edited = (f"{number:05d}{path.suffix}" for path in (pair.original, pair.edited))
+        shutil.copyfile(pair.original, folder / "original" / original)
+        shutil.copyfile(pair.edited, folder / "edited" / edited)
+        edits.append(
+            {
+                "input": str(final_folder / "original" / original),
+                "edit": pair.edit_prompt,
+                "output": str(final_folder / "results" / f"{number:05d}.png"),
+            }
+        )
+    lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
+    (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+
+
+def check_empty(folder: Path, flag: str) -> None:
+    """Raise a ValueError if a directory has anything in it, or is a file."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--{flag} {folder} is a file; name a directory")
+    if folder.exists() and (first := next(folder.iterdir(), None)):
+        raise ValueError(
+            f"--{flag} {folder} is not empty ({first.name}); name another, or remove it"
+        )
+
+
+@contextmanager
+def fill(folder: Path) -> Iterator[Path]:
+    """Give a directory to write to; what it has at the end moves into folder, which is empty.
+
+    Until all has moved the directory is there, and no loader reads the folder. On an error, or
+    Ctrl-C, nothing stays.
+    """
+    existed, unfinished, moved = folder.exists(), folder / UNFINISHED, []
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for path in sorted(unfinished.iterdir()):
+            moved.append(path.rename(folder / path.name))
+        unfinished.rmdir()
+    except BaseException:
+        for path in (unfinished, *moved):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if not existed:
+            with suppress(OSError):  # it is not there, or somebody else has put something there
+                folder.rmdir()
+        raise
+
+
+def write_pairs(
+    source: Path,
+    output_dir: Path,
+    *,
+    max_pairs: int | None = None,
+    num_held_out: int = 0,
+    held_out_dir: Path | None = None,
+    seed: int = 0,
+) -> str:
+    """Check a list of pairs and all its images, then write shards.
+
+    Args:
+        source: .jsonl or .csv file, or a directory (see the top of this file).
+        output_dir: empty or new directory for the shards.
+        max_pairs: use the first so many only.
+        num_held_out: original images that are kept out of the shards, with all their edits.
+        held_out_dir: empty or new directory for those; needed for num_held_out > 0.
+        seed: of the choice of these.
+
+    Returns:
+        What was written, in a line for each directory.
+
+    Raises:
+        ValueError: a bad list or image (the error counts all problems and tells the first), or a
+            directory that is not empty. Nothing is written then.
+    """
+    check_empty(output_dir, "output_dir")
+    if held_out_dir:
+        check_empty(held_out_dir, "held_out_dir")
+        if held_out_dir.resolve() == output_dir.resolve():
+            raise ValueError(f"--held_out_dir {held_out_dir} is --output_dir too; name another")
+    file = find_list(source)
+    pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
+    problems = sorted(problems + check_images(pairs))
+    if problems:
+        told = [f"line {line}: {problem}" for line, problem in problems[:NUM_NAMED]]
+        told += [f"and {len(problems) - NUM_NAMED} more"] * (len(problems) > NUM_NAMED)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ValueError(f"{file} has {count}: {'; '.join(told)}")
+    training, held_out = hold_out(pairs, num_held_out, seed)
+
+    with fill(output_dir) as folder:
+        num_shards = write_shards(training, folder)
+        told = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
+        if held_out:
+            with fill(held_out_dir) as folder:
+                write_held_out(held_out, folder, held_out_dir)
+            told += f"\nheld out {len(held_out)} pairs: {held_out_dir / 'edits.jsonl'}"
+    return told
