@@ -784,13 +784,18 @@ def run(pipeline, jit, arrays, shared, options):
     return result
 
 
+# {id of a NumPy array: (weak reference that removes the entry, the array's copy on the device)}
+_latest_copies = {}
+
+
 def on_device(params):
     """Put NumPy arrays of parameters on the device, once for calls in a row with the same arrays.
 
     The copies of the latest call are kept, array by array: an array that is replaced in params is
     copied, the rest is not. They are dropped when a call has other arrays, or when nothing else
     holds the NumPy array (on a CPU, where both may share memory, only by a later call). NumPy
-    arrays become read-only, as a change in place would not reach the copy.
+    arrays become read-only, as a change in place would not reach the copy; one that is made
+    writeable again is copied again.
 
     Args:
         params: tree of NumPy and JAX arrays.
@@ -800,8 +805,9 @@ def on_device(params):
     """
     leaves, tree = jax.tree.flatten(params)
     arrays = {id(x): x for x in leaves if isinstance(x, np.ndarray)}
+    unchanged = {key for key, array in arrays.items() if not array.flags.writeable}
     # A local dict, as another thread may change the shared one.
-    copies = {key: copy for key, copy in list(_latest_copies.items()) if key in arrays}
+    copies = {key: copy for key, copy in list(_latest_copies.items()) if key in unchanged}
     _latest_copies.clear()  # frees the memory of other parameters first
     for key, array in arrays.items():
         if key not in copies:
@@ -810,10 +816,6 @@ def on_device(params):
             copies[key] = forget, jax.device_put(array)
     _latest_copies.update(copies)
     return jax.tree.unflatten(tree, [copies[id(x)][1] if id(x) in copies else x for x in leaves])
-
-
-# {id of a NumPy array: (weak reference that removes the entry, the array's copy on the device)}
-_latest_copies = {}
 
 
 def _program_of(pipeline, jit, arrays, options):

@@ -280,6 +280,9 @@ def test_numpy_params_are_put_on_the_device_once(folders, params_of_program):
     # A change in place would not reach the device.
     with pytest.raises(ValueError, match="read-only"):
         params["unet"]["conv_in"]["kernel"] += 1
+    params["unet"]["conv_in"]["kernel"].flags.writeable = True
+    params["unet"]["conv_in"]["kernel"] += 1
+    jax.tree.map(np.testing.assert_array_equal, call(params), params)
 
 
 @pytest.mark.parametrize("other", ["params", "nothing"])
