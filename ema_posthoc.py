@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import read_json, torch_to_flax
+from modeling_flax_utils import read_json, shard_names, torch_to_flax
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
 LARGEST_ERROR = 0.1  # of the profile; the user is warned of a larger one
@@ -104,7 +104,7 @@ def weight_files(folder):
     index = folder / f"{name}.index.json"
     if not index.is_file():
         return [folder / name]
-    return [folder / shard for shard in sorted(set(read_json(index)["weight_map"].values()))]
+    return [folder / shard for shard in shard_names(index)]
 
 
 def describe(folder):

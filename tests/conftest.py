@@ -1,6 +1,7 @@
 """Test-wide settings: a CPU with four forced devices, strict dtype promotion, no network."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Shells start background jobs with SIGINT ignored, and child processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny models gain nothing from two, and lose where XLA holds the other
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
