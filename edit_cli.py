@@ -39,15 +39,15 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import jax_utils
-from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from executables import use_compilation_cache
-from pictures import PICTURE_FORMATS, check_picture_file, save_picture
+from pictures import PICTURE_FORMATS, check_picture_file, load_image, save_picture
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from pipeline_flax_utils import replace_leaves, to_rgb
+from pipeline_flax_utils import replace_leaves
 from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
 
 GRID_EDITS = 64  # at most; more cannot be looked at in one picture
@@ -147,19 +147,6 @@ def edits_of_jsonl(file):
     return edits
 
 
-def load_picture(path):
-    """Read an image file as RGB, turned as its EXIF says; a ValueError that names the file."""
-    try:
-        with Image.open(path) as picture:
-            return to_rgb(ImageOps.exif_transpose(picture))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; check the path") from None
-    except UnidentifiedImageError:
-        raise ValueError(f"{path} is not a picture that Pillow can read") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be read as a picture: {error}") from error
-
-
 def check_outputs(edits, grid):
     """Refuse outputs that cannot be written, coincide, or would overwrite an input."""
     paths = [edit.output for edit in edits] + ([grid] if grid else [])
@@ -176,7 +163,7 @@ def check_outputs(edits, grid):
 
 def load_fitted(path, size):
     """The picture in a file, scaled to cover size (width, height) and cropped to it evenly."""
-    return ImageOps.fit(load_picture(path), size, Image.Resampling.LANCZOS)
+    return ImageOps.fit(load_image(path), size, Image.Resampling.LANCZOS)
 
 
 def edit_size(size, resolution, factor):
@@ -210,7 +197,7 @@ def before_after_grid(edits, sizes):
     tiles = []
     for edit, size in zip(edits, sizes):
         before = ImageOps.contain(load_fitted(edit.input, size), box)
-        after = ImageOps.contain(load_picture(edit.output), box)
+        after = ImageOps.contain(load_image(edit.output), box)
         text = textwrap.fill(edit.instruction, max(1, 2 * before.width // 7))  # about 7 pixels each
         tile = Image.new("RGB", (2 * before.width, before.height + 20 * (1 + text.count("\n"))))
         tile.paste("white", (0, 0, *tile.size))
@@ -314,7 +301,7 @@ def run(config):
     check_outputs(edits, config.grid)
     use_compilation_cache(config.compilation_cache_dir)
     picture_sizes = [
-        load_picture(edit.input).size
+        load_image(edit.input).size
         for edit in tqdm(edits, "checking pictures", unit="edit", disable=len(edits) < 100)
     ]
 

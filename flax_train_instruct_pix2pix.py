@@ -87,6 +87,7 @@ from parallel_flax import (
     whole,
 )
 from parquet_processing import KNOWN_COLUMNS, ParquetImagePairs
+from pictures import load_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -94,7 +95,6 @@ from pipeline_flax_utils import load_tokenizer
 from report_flax import (
     MetricsLog,
     check_hub,
-    load_image,
     push_to_hub,
     validation_grid,
     write_model_card,

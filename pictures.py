@@ -1,4 +1,4 @@
-"""What the scripts that write pictures share: prompts, names of files, batches, saving, grids."""
+"""What the scripts share about images: reading, names of files, prompts, batches, saving, grids."""
 
 import math
 import os
@@ -6,10 +6,66 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 JPEG_QUALITY = 95
+
+
+def to_rgb(picture):
+    """Convert a PIL image to RGB, on white where it is transparent.
+
+    Args:
+        picture: PIL image; modes I and I;16 with values from 0 to 65535, which become 0 to 255.
+
+    Returns:
+        PIL image of mode RGB.
+
+    Raises:
+        ValueError: the range of the values is not known: mode F, or mode I beyond 16 bits.
+    """
+    if picture.mode == "F":
+        raise ValueError(
+            "image mode F (float) has no known range; scale its values to 0 to 255 and convert it "
+            "to mode L"
+        )
+    if picture.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
+        values = np.asarray(picture)
+        low, high = values.min(), values.max()
+        if low < 0 or high > 65535:
+            raise ValueError(
+                f"image mode {picture.mode} (integer) has values from {low} to {high}, outside 0 "
+                "to 65535; scale them to 0 to 255 and convert the image to mode L"
+            )
+        picture = Image.fromarray((values // 257).astype(np.uint8))
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    picture = picture.convert("RGBA")
+    white = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(white, picture).convert("RGB")
+
+
+def load_image(path):
+    """Read an image file completely, and turn the image as its EXIF orientation says.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        PIL image, RGB, on white where it is transparent.
+
+    Raises:
+        ValueError: no such file, no image, or a damaged one; the message starts with path.
+    """
+    try:
+        with Image.open(path) as image:
+            return to_rgb(ImageOps.exif_transpose(image))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; check the path") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is not an image that Pillow can read") from None
+    except Exception as error:  # Pillow's decoders raise errors of many types
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
 def check_picture_file(path):

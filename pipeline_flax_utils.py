@@ -28,6 +28,7 @@ from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjectio
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import fetch_file, read_json, warn_once, write_json
 from modeling_flax_vae import FlaxAutoencoderKL
+from pictures import to_rgb
 from scheduling_flax import CONFIG_NAME, scheduler_from_pretrained
 
 logger = logging.getLogger(__name__)
@@ -472,39 +473,6 @@ def tokenize(tokenizer, prompt, length):
             ids = [*ids[: length - 1], ids[-1]]  # the end of text is kept
         row[: len(ids)] = ids
     return rows
-
-
-def to_rgb(picture):
-    """Convert a PIL image to RGB, on white where it is transparent.
-
-    Args:
-        picture: PIL image; modes I and I;16 with values from 0 to 65535, which become 0 to 255.
-
-    Returns:
-        PIL image of mode RGB.
-
-    Raises:
-        ValueError: the range of the values is not known: mode F, or mode I beyond 16 bits.
-    """
-    if picture.mode == "F":
-        raise ValueError(
-            "image mode F (float) has no known range; scale its values to 0 to 255 and convert it "
-            "to mode L"
-        )
-    if picture.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
-        values = np.asarray(picture)
-        low, high = values.min(), values.max()
-        if low < 0 or high > 65535:
-            raise ValueError(
-                f"image mode {picture.mode} (integer) has values from {low} to {high}, outside 0 "
-                "to 65535; scale them to 0 to 255 and convert the image to mode L"
-            )
-        picture = Image.fromarray((values // 257).astype(np.uint8))
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    picture = picture.convert("RGBA")
-    white = Image.new("RGBA", picture.size, "white")
-    return Image.alpha_composite(white, picture).convert("RGB")
 
 
 def prepare_images(image):

@@ -13,9 +13,7 @@ from pathlib import Path
 import httpx2
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
-
-from pipeline_flax_utils import to_rgb
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 FONT_SIZE = 14  # pixels
 LINE_HEIGHT = 20
@@ -115,29 +113,6 @@ def start_wandb(folder, config, project, resume):
     run.define_metric("*", step_metric="step")
     write_text(id_file, run.id)
     return run
-
-
-def load_image(path):
-    """Read an image file completely, and turn the image as its EXIF orientation says.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        PIL image, RGB, on white where it is transparent.
-
-    Raises:
-        ValueError: no such file, no image, or a damaged one; the message starts with path.
-    """
-    try:
-        with Image.open(path) as image:
-            return to_rgb(ImageOps.exif_transpose(image))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; check the path") from None
-    except UnidentifiedImageError:
-        raise ValueError(f"{path} is not an image that Pillow can read") from None
-    except Exception as error:  # Pillow's decoders raise errors of many types
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
 def validation_grid(pairs, prompts):

@@ -15,7 +15,8 @@ from PIL import Image, ImageOps
 from tiny_models import make_tiny_pipeline
 
 import edit_cli
-from edit_cli import edit_size, edits_of_flags, load_fitted, load_picture, save_picture
+from edit_cli import edit_size, edits_of_flags, load_fitted, save_picture
+from pictures import load_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -133,7 +134,7 @@ def test_exif_orientation_is_applied(tmp_path):
         exif = Image.Exif()
         exif[0x0112] = orientation
         Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
-        np.testing.assert_array_equal(np.asarray(load_picture(tmp_path / "a.png")), expected)
+        np.testing.assert_array_equal(np.asarray(load_image(tmp_path / "a.png")), expected)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +211,14 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([], "nothing to edit; give --input"),
         (["--input", "a.png"], "nothing to edit"),
         (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
-        (["--input", "text.png", "--edit", "red"], "text.png is not a picture"),
-        (["--input", "half.png", "--edit", "red"], "half.png cannot be read as a picture"),
+        (["--input", "text.png", "--edit", "red"], "text.png is not an image"),
+        (["--input", "half.png", "--edit", "red"], "half.png cannot be read as an image"),
         (
             ["--input", "wide.tif", "--edit", "red"],
-            "wide.tif cannot be read as a picture: image mode I (integer) has values from 0 to 70",
+            "wide.tif cannot be read as an image: image mode I (integer) has values from 0 to 70",
         ),
-        (["--input", "float.tif", "--edit", "red"], "float.tif cannot be read as a picture: image"),
-        (["--input", ".", "--edit", "red", "--output=o.png"], ". cannot be read as a picture"),
+        (["--input", "float.tif", "--edit", "red"], "float.tif cannot be read as an image: image"),
+        (["--input", ".", "--edit", "red", "--output=o.png"], ". cannot be read as an image"),
         ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
         ([*ONE, "blue"], "2 --edit do not fit 1 --input"),
         ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a folder"),

@@ -19,11 +19,11 @@ from mount_points import refuse_to_rename_folders
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
 
+from pictures import to_rgb
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     guidance_branches,
 )
-from pipeline_flax_utils import to_rgb
 from scheduling_flax import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.

@@ -15,7 +15,8 @@ from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
 
 import report_flax
-from report_flax import MetricsLog, load_image, validation_grid, write_model_card
+from pictures import load_image
+from report_flax import MetricsLog, validation_grid, write_model_card
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "hf_stand_in_5f0c"
