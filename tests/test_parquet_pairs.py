@@ -271,6 +271,7 @@ def test_too_many_pixels(tmp_path, monkeypatch, name, most):
         ("a.csv", "input,edit,edit,edited\n", "two columns have the same name"),
         ("a.csv", f"{HEADER}1,2\n3,4,5,6\n", "line 2: 2 values, but 3 columns; line 3: 4 values"),
         ("a.csv", f'{HEADER}"a\nb",c,d,\n\n"e', "line 2: 4 values, but 3 columns; line 5: not CSV"),
+        ("a.csv", 'input, edit, edited\na, "b, c", d\n', "a.csv has 2 problems: line 2: "),
         ("a.csv", HEADER, "a.csv lists no pairs"),
         ("a.csv", "", "a.csv lists no pairs"),
         ("a.jsonl", "\n \n", "a.jsonl lists no pairs"),
