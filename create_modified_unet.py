@@ -34,7 +34,7 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 class Config:
     pretrained_model_name_or_path: str  # pipeline folder or hub id with the narrow UNet
     output_dir: str  # folder for the widened UNet
-    in_channels: int = 8  # latents' channels plus the picture's
+    in_channels: int | None = None  # default: twice the latents' channels, 8 for Stable Diffusion
     subfolder: str = "unet"  # where the UNet is in the pipeline folder; "" if it is the folder
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # e.g. fp16
@@ -119,22 +119,25 @@ def create_modified_unet(config: Config):
             "does not train; give a Stable Diffusion 1.x or 2.x"
         )
     print(f"loaded {config.pretrained_model_name_or_path}: {narrow.in_channels} input channels")
-    wide = narrow.clone(in_channels=config.in_channels)
-    wide_params = widen(narrow_params, config.in_channels)
+    in_channels = config.in_channels
+    if in_channels is None:
+        in_channels = 2 * narrow.out_channels
+    wide = narrow.clone(in_channels=in_channels)
+    wide_params = widen(narrow_params, in_channels)
     print("checking the widened UNet against the narrow one (compiles both)")
     difference, scale = largest_difference(
         narrow, narrow_params, wide, wide_params, jax.random.key(0)
     )
     print(
         f"largest difference {difference:.2e}, largest output {scale:.2e}, with random latents and "
-        f"random numbers in the {config.in_channels - narrow.in_channels} new channels"
+        f"random numbers in the {in_channels - narrow.in_channels} new channels"
     )
     if not difference <= CHECK_TOLERANCE * scale:
         raise ArithmeticError(
             f"the widened UNet differs from the narrow one by {difference:.2e}; nothing was saved"
         )
     wide.save_pretrained(config.output_dir, params=wide_params)
-    print(f"saved {config.output_dir}: {config.in_channels} input channels, the rest as it was")
+    print(f"saved {config.output_dir}: {in_channels} input channels, the rest as it was")
 
 
 def main():

@@ -86,6 +86,18 @@ def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkey
     assert {tensor.dtype.name for tensor in read(out)[1].values()} == {"float16"}
 
 
+def test_the_default_is_twice_the_latents_channels(narrow, tmp_path, monkeypatch):
+    """A UNet of 6 latent channels, which makes 6: it takes 12 then."""
+    unet = UNet2DConditionModel.from_pretrained(narrow / "unet")
+    config = {**unet.config, "in_channels": 6, "out_channels": 6}
+    UNet2DConditionModel.from_config(config).save_pretrained(tmp_path / "six")
+    monkeypatch.setattr(create_modified_unet, "largest_difference", lambda *_: (0.0, 1.0))
+    run_main(monkeypatch, tmp_path / "six", tmp_path / "twelve", subfolder="")
+    config, tensors = read(tmp_path / "twelve")
+    assert config["in_channels"] == tensors["conv_in.weight"].shape[1] == 12
+    assert config["out_channels"] == 6
+
+
 def random_bias(params):
     """What a bias drawn anew would do."""
     bias = np.random.default_rng(0).normal(0, 1e-2, params["conv_in"]["bias"].shape)
