@@ -137,7 +137,7 @@ def picture_grid(pictures):
 def read_prompts(file):
     """The lines of a text file that are not empty; a ValueError if there are none."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts_file {file} is no UTF-8 text; save it as that") from error
     except OSError as error:
