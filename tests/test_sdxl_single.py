@@ -273,7 +273,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
     """Latents from a file, one prompt for all devices, several pictures per device, no guidance."""
     noise = np.random.default_rng(0).standard_normal((9, 4, 8, 8), np.float32)
     np.save(tmp_path / "noise.npy", noise)
-    (tmp_path / "prompts.txt").write_text("it\n\nred\n")
+    (tmp_path / "prompts.txt").write_text("it\x0bnow\n\nred\n")  # a newline alone ends a prompt
     flags = ["--num_inference_steps", "1", "--latents", str(tmp_path / "noise.npy")]
     cache = ["--compilation_cache_dir", ""]
     sdxl_single.main([*flags_of(model, tmp_path / "a"), *flags, *cache, "--prompt", "it"])
