@@ -56,6 +56,7 @@ except ImportError:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from parquet_pairs import SCHEMA
 from parquet_processing import (
     Pair,
     ParquetImagePairs,
@@ -71,16 +72,6 @@ BATCH_SIZE = 16
 THREADS = (1, 2)
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
 PIXELS = ("original_pixel_values", "edited_pixel_values")
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-SCHEMA = pa.schema(
-    {
-        "original_prompt": pa.string(),
-        "original_image": IMAGE,
-        "edit_prompt": pa.string(),
-        "edited_prompt": pa.string(),
-        "edited_image": IMAGE,
-    }
-)
 # Of those that ship with the packages, the ones with so much detail that their crops take as many
 # bytes as the public dataset's pictures, 205 kB: decoding time goes by the bytes.
 PHOTOGRAPHS = (

@@ -23,18 +23,9 @@ from tqdm import trange
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
+from parquet_pairs import SCHEMA
 
 SIZE = 64  # pixels of a picture's side
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-SCHEMA = pa.schema(
-    {
-        "original_prompt": pa.string(),
-        "original_image": IMAGE,
-        "edit_prompt": pa.string(),
-        "edited_prompt": pa.string(),
-        "edited_image": IMAGE,
-    }
-)
 
 
 @dataclass(frozen=True)
