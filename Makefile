@@ -25,7 +25,7 @@ lint: .venv/installed
 		{ echo "Python 3.11 or newer is needed, e.g.: make PYTHON=python3.12" >&2; exit 2; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -c 'import torch' 2>/dev/null || \
+	$(BIN)/python -m pip install --quiet --no-index $(TORCH) 2>/dev/null || \
 		{ ! nvidia-smi >/dev/null 2>&1 && $(BIN)/python -m pip install --quiet \
 			--retries 1 $(TORCH) --index-url https://download.pytorch.org/whl/cpu 2>/dev/null; } || \
 		$(BIN)/python -m pip install --quiet $(TORCH)

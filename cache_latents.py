@@ -53,6 +53,7 @@ from tqdm import tqdm
 from attention_flax import by_platform
 from checkpoints_flax import tree_checksum
 from modeling_flax_vae import FlaxAutoencoderKL
+from parquet_images import num_usable_cores
 from parquet_processing import (
     LATENTS,
     MIN_ROWS_TO_JUDGE,
@@ -61,7 +62,6 @@ from parquet_processing import (
     first_rows_of,
     latents_of,
     list_row_groups,
-    num_usable_cores,
     pair_at,
     read_row_group,
 )

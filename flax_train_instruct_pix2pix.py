@@ -92,13 +92,7 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from pipeline_flax_utils import load_tokenizer
-from report_flax import (
-    MetricsLog,
-    check_hub,
-    push_to_hub,
-    validation_grid,
-    write_model_card,
-)
+from report_flax import MetricsLog, check_hub, push_to_hub, validation_grid, write_model_card
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 
 VALIDATION_INFERENCE_STEPS = 20
@@ -837,7 +831,8 @@ def train(config: Config):
 
         def occupy():
             held.enter_context(lock_folder(output_dir))
-            if finished_at(output_dir) != model_before:  # --overwrite_output_dir is of older ones
+            # --overwrite_output_dir is for models that were there when this run started.
+            if finished_at(output_dir) != model_before:
                 raise ValueError(
                     f"a run that has just ended has written a model to --output_dir {output_dir}; "
                     "name another folder, or replace the model with --overwrite_output_dir"

@@ -280,8 +280,9 @@ class FlaxModelMixin:
             module = cls.from_config(config, **config_overrides, dtype=dtype)
             expected = module._param_shapes()  # finds faults of the config before a long download
         except Exception as error:  # a bad size may fail anywhere in the model
+            changes = "".join(f", {name}={value!r}" for name, value in config_overrides.items())
             raise ValueError(
-                f"{cls.__name__} cannot be built from {config_file}: {_reason(error)}"
+                f"{cls.__name__} cannot be built from {config_file}{changes}: {_reason(error)}"
             ) from error
 
         files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
@@ -518,7 +519,9 @@ def _read_weights(file):
                 key, array = torch_to_flax(key, array)
                 array = np.array(array, order="C")
             yield key, array
-    except Exception as error:  # the readers fail on damaged bytes in every way there is
+    except (ImportError, MemoryError, PermissionError):  # these say nothing about the file's bytes
+        raise
+    except Exception as error:  # the readers raise errors of many types for damaged bytes
         raise ValueError(
             f"{file} cannot be read as weights ({_reason(error)}); it may be an incomplete "
             "download, a git-lfs pointer, or no weights at all: fetch it again"

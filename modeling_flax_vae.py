@@ -216,7 +216,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
     layers_per_block: int = 1
     latent_channels: int = 4
     norm_num_groups: int = 32
-    sample_size: int = 32
+    sample_size: int | tuple | None = 32
     scaling_factor: float = 0.18215
     force_upcast: bool = True
     use_quant_conv: bool = True

@@ -37,7 +37,7 @@ GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no lib
 _numbers = itertools.count()
 COLLECTIVE_SECONDS = 90  # for the others to come to an operation of CPUs; less than the next
 HEARTBEAT_SECONDS = 100  # a process that is silent for so long counts as dead and ends the run
-LOCK_SECONDS = 60  # for a run that is ending, and may still be saving, to leave its folder
+LOCK_SECONDS = 120  # for a run that is ending and still saves, or an NFS lock of a crashed host
 MESSAGE_BYTES = 4096  # of an error that all processes are told
 
 
@@ -332,9 +332,10 @@ def on_process_0(function):
 def lock_folder(folder):
     """Keep other runs out of --output_dir as long as the context lasts.
 
-    The lock is flock's, on FOLDER/.lock: it ends with its process, however that dies, and holds
-    for all paths to the folder. The file names its holder; left behind, it locks nothing. Without
-    flock on the file system there is a warning and no lock.
+    The lock is flock's, on FOLDER/.lock. The system releases it when its process ends, also after
+    SIGKILL, and it holds for all paths to the folder. The file names its holder; left behind, it
+    locks nothing. Without flock on the file system there is a warning and no lock. File systems in
+    user space, such as gcsfuse, lock among the processes of one host only.
 
     Args:
         folder: Path; made if it does not exist, and then removed if it is empty at the end.
@@ -370,7 +371,10 @@ def lock_folder(folder):
 def _lock_file(path):
     """The file at path, open and locked, with this process's name in it; None: it is taken."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a")
+    try:
+        file = path.open("a")
+    except FileNotFoundError:  # the last holder has just removed the folder
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -5,10 +5,13 @@ pairs is checked with (parquet_pairs.py).
 """
 
 import io
+import os
 
 import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from pictures import to_rgb
 
 RESAMPLING = {
     "dct": Image.Resampling.LANCZOS,  # for what decoding at a reduced scale has left to do
@@ -18,14 +21,8 @@ RESAMPLING = {
 ORIENTATION = ExifTags.Base.Orientation
 EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
 MAX_ASPECT = 20  # of an image; scaling the shorter side up would take any amount of memory
-FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-)  # what Pillow may try: not what runs programs
+# What Pillow may try: not the formats for which it runs programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
@@ -42,7 +39,7 @@ def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None
         uint8 (H, W, 3).
 
     Raises:
-        ValueError: the data are no image, cut short, damaged, or of a kind without a known range.
+        ValueError: the data are no image, cut short, damaged, or of a mode that `to_rgb` refuses.
     """
     try:
         if data.startswith(b"\xff\xd8") and exif_orientation(data) == 1:
@@ -56,15 +53,7 @@ def decode_picture(data: bytes, min_side: int = 0, out: np.ndarray | None = None
                     data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
                 )
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
-        if image.mode in ("I", "F"):
-            raise ValueError(f"pixels of mode {image.mode} have no known range")
-        if image.mode.startswith("I;16"):  # Pillow would clip them at 255, not scale
-            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-        if image.has_transparency_data:  # onto white
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
-        return np.asarray(image.convert("RGB"))
+        return np.asarray(to_rgb(image))
     except UnidentifiedImageError:
         raise ValueError(f"no known picture format ({len(data)} bytes)") from None
     except MemoryError:  # says nothing about the image
@@ -113,6 +102,11 @@ def crop_square(
     top = int(crop * (height - resolution + 1))
     left = int(crop * (width - resolution + 1))
     return pixels[top : top + resolution, left : left + resolution]
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def one_line(error: Exception) -> str:

@@ -4,7 +4,7 @@
 
 The list is a .jsonl file with one object per line, a .csv file whose first line names the columns,
 or a directory with original/, edited/ and captions.jsonl or captions.csv. These are the names of
-its keys or columns; where a row has several of one line, the first counts:
+its keys or columns; of several names in one line of this table, the first that a row has is used:
 
     original image   original_image, input_image, original, input
     edited image     edited_image, output_image, edited, output
@@ -24,6 +24,7 @@ import io
 import json
 import logging
 import math
+import os
 import shutil
 import warnings
 from collections import defaultdict
@@ -40,7 +41,14 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from parquet_images import FORMATS, MAX_ASPECT, ORIENTATION, decode_picture, one_line
+from parquet_images import (
+    FORMATS,
+    MAX_ASPECT,
+    decode_picture,
+    exif_orientation,
+    num_usable_cores,
+    one_line,
+)
 
 NAMES = {  # what a list may call each column of the shards
     "original_image": ("original_image", "input_image", "original", "input"),
@@ -176,13 +184,23 @@ def index_images(folder: Path) -> dict[str, list[Path]]:
     return files
 
 
+def image_extensions() -> set[str]:
+    """The extensions of the formats that the loader decodes, such as ".png"."""
+    extensions = Image.registered_extensions()
+    return {extension for extension, name in extensions.items() if name in FORMATS}
+
+
 def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
-    """The file of that name, or else of that name without its extension.
+    """The file of that name, or else the image of that name with another extension.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: there is none, or more than one, or the name has a directory in it.
     """
-    found = files.get(name) or files.get(Path(name).stem) or []
+    if Path(name).name != name:
+        raise ValueError(f"{name} has a directory in it; name the file in {folder}/")
+    found = files.get(name, [])
+    if not found and Path(name).suffix.lower() in image_extensions():
+        found = files.get(Path(name).stem, [])
     if len(found) != 1:
         raise ValueError(f"{len(found) or 'no'} images in {folder}/ are called {name}")
     return found[0]
@@ -240,6 +258,7 @@ def list_pairs(
                 images = [find_image(folders[folder], name, folder) for folder in folders]
             else:
                 images = [file.parent / texts[role] for role in required[:2]]
+            images = [path.resolve() for path in images]  # one path for each file
         except ValueError as error:
             problems.append((line, str(error)))
             continue
@@ -251,7 +270,7 @@ def list_pairs(
     if not pairs and not problems:
         raise ValueError(f"{file} lists no pairs")
     if in_folders and max_pairs is None and not problems:
-        others = {path for paths in folders["original"].values() for path in paths}
+        others = {path.resolve() for paths in folders["original"].values() for path in paths}
         others -= {pair.original for pair in pairs}
         if others:
             logger.warning(
@@ -269,10 +288,11 @@ def check_image(path: Path) -> tuple[int, int] | str:
     """
     try:
         data = path.read_bytes()
-        decode_picture(data, 16)  # JPEGs are read to their end all the same
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        is_turned = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
-        width, height = image.size[::-1] if is_turned else image.size
+        height, width = decode_picture(data, 16).shape[:2]
+        if data.startswith(b"\xff\xd8"):  # a JPEG: read to its end, but at a reduced size
+            width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
+            if exif_orientation(data) in (5, 6, 7, 8):
+                width, height = height, width
         if max(width, height) > MAX_ASPECT * min(width, height):
             return f"{width}x{height} is too narrow; {MAX_ASPECT} to 1 is the most"
         return width, height
@@ -292,7 +312,7 @@ def check_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
     """
     paths = list(dict.fromkeys(path for pair in pairs for path in (pair.original, pair.edited)))
     # The threads of this pool do not hold up Ctrl-C. More pixels than Pillow warns of are an error.
-    with warnings.catch_warnings(), ThreadPool() as pool:
+    with warnings.catch_warnings(), ThreadPool(num_usable_cores()) as pool:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         checks = pool.imap(check_image, paths, chunksize=4)
         bar = tqdm(checks, "checking images", len(paths), unit="image", disable=None)
@@ -392,7 +412,8 @@ def image_cell(path: Path) -> dict:
 def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) -> None:
     """Copy pairs to original/ and edited/, and list them in edits.jsonl for edit_cli.py.
 
-    The edits are to be written to results/, each under the name of its pair.
+    edit_cli.py writes its results to results/, each under the number of its pair. Paths in the list
+    are absolute.
     """
     for name in FOLDERS:
         (folder / name).mkdir()
@@ -403,20 +424,23 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
         shutil.copyfile(pair.edited, folder / "edited" / edited)
         edits.append(
             {
-                "input": str(final_folder / "original" / original),
+                "input": str(final_folder.absolute() / "original" / original),
                 "edit": pair.edit_prompt,
-                "output": str(final_folder / "results" / f"{number:05d}.png"),
+                "output": str(final_folder.absolute() / "results" / f"{number:05d}.png"),
             }
         )
     lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
     (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def check_empty(folder: Path, flag: str) -> None:
-    """Raise a ValueError if a directory has anything in it, or is a file."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--{flag} {folder} is a file; name a directory")
-    if folder.exists() and (first := next(folder.iterdir(), None)):
+def check_directory(folder: Path, flag: str) -> None:
+    """Raise a ValueError unless a directory is empty, or absent, and can be written."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not parent.is_dir():
+        raise ValueError(f"--{flag} {folder}: {parent} is a file; name a directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--{flag} {folder} cannot be written: no permission to write in {parent}")
+    if parent == folder and (first := next(folder.iterdir(), None)):
         raise ValueError(
             f"--{flag} {folder} is not empty ({first.name}); name another, or remove it"
         )
@@ -468,29 +492,29 @@ def write_pairs(
         What was written, in a line for each directory.
 
     Raises:
-        ValueError: a bad list or image (the error counts all problems and tells the first), or a
-            directory that is not empty. Nothing is written then.
+        ValueError: a bad list or image (the error names the first ten problems and counts the
+            others), or a directory that is not empty or cannot be written. Nothing is written then.
     """
-    check_empty(output_dir, "output_dir")
+    check_directory(output_dir, "output_dir")
     if held_out_dir:
-        check_empty(held_out_dir, "held_out_dir")
+        check_directory(held_out_dir, "held_out_dir")
         if held_out_dir.resolve() == output_dir.resolve():
             raise ValueError(f"--held_out_dir {held_out_dir} is --output_dir too; name another")
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
     problems = sorted(problems + check_images(pairs))
     if problems:
-        told = [f"line {line}: {problem}" for line, problem in problems[:NUM_NAMED]]
-        told += [f"and {len(problems) - NUM_NAMED} more"] * (len(problems) > NUM_NAMED)
+        named = [f"line {line}: {problem}" for line, problem in problems[:NUM_NAMED]]
+        named += [f"and {len(problems) - NUM_NAMED} more"] * (len(problems) > NUM_NAMED)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ValueError(f"{file} has {count}: {'; '.join(told)}")
+        raise ValueError(f"{file} has {count}: {'; '.join(named)}")
     training, held_out = hold_out(pairs, num_held_out, seed)
 
     with fill(output_dir) as folder:
         num_shards = write_shards(training, folder)
-        told = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
+        report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
         if held_out:
             with fill(held_out_dir) as folder:
                 write_held_out(held_out, folder, held_out_dir)
-            told += f"\nheld out {len(held_out)} pairs: {held_out_dir / 'edits.jsonl'}"
-    return told
+            report += f"\nheld out {len(held_out)} pairs: {held_out_dir / 'edits.jsonl'}"
+    return report

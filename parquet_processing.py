@@ -29,7 +29,6 @@ import io
 import json
 import logging
 import math
-import os
 import sys
 import textwrap
 import weakref
@@ -48,8 +47,16 @@ import tyro
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from parquet_images import FORMATS, RESAMPLING, crop_square, decode_picture, one_line
+from parquet_images import (
+    FORMATS,
+    RESAMPLING,
+    crop_square,
+    decode_picture,
+    num_usable_cores,
+    one_line,
+)
 from parquet_pairs import UNFINISHED, write_pairs
+from pictures import check_picture_file, save_picture
 
 # What the public datasets call the three columns, by the flag that names another.
 KNOWN_COLUMNS = {
@@ -763,6 +770,12 @@ class ParquetImagePairs:
         """Batches per epoch of every process."""
         return self.num_batches
 
+    def __getitem__(self, index):
+        """DataLoader calls this if the object is no IterableDataset; raises a TypeError."""
+        raise TypeError(
+            "import torch before ParquetImagePairs is made; DataLoader then iterates it"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch (from 0) that the next iteration gives."""
         self.epoch, self._start, self._batch = epoch, 0, 0
@@ -1089,11 +1102,6 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     return sheet
 
 
-def num_usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def megabytes(size: float) -> str:
     """A number of bytes for people."""
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
@@ -1126,13 +1134,11 @@ def check(config: Config) -> None:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
     if config.num_checked < 0:
         raise ValueError(f"num_checked={config.num_checked} must be at least 0, which checks all")
-    if config.preview and preview_format(config) is None:
-        raise ValueError(f"preview={config.preview} must end as pictures do; try preview.png")
-
-
-def preview_format(config: Config) -> str | None:
-    """Pillow's name for the format that the preview's extension stands for."""
-    return Image.registered_extensions().get(Path(config.preview).suffix.lower())
+    if config.preview:
+        try:
+            check_picture_file(Path(config.preview))
+        except ValueError as error:
+            raise ValueError(f"--preview {error}") from error
 
 
 def inspect(config: Config) -> None:
@@ -1186,38 +1192,34 @@ def inspect(config: Config) -> None:
     print("prompts     " + "\n            ".join(repr(pair.prompt) for pair in shown))
 
     if config.preview:
-        preview = Path(config.preview)
-        preview.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = preview.with_name(f".{preview.name}.{os.getpid()}")
-        draw_preview(shown, config.resolution).save(unfinished, preview_format(config))
-        unfinished.replace(preview)
-        print(f"preview     {preview}")
-
-
-def run(config: Config) -> None:
-    """Write shards if there are pairs, and describe the directory."""
-    check(config)
-    if config.pairs:
-        told = write_pairs(
-            Path(config.pairs),
-            Path(config.output_dir),
-            max_pairs=config.max_pairs,
-            num_held_out=config.num_held_out,
-            held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
-            seed=config.seed,
-        )
-        print(told, flush=True)
-        config = dataclasses.replace(config, train_data_dir=config.output_dir)
-    inspect(config)
+        save_picture(draw_preview(shown, config.resolution), Path(config.preview))
+        print(f"preview     {config.preview}")
 
 
 def main(args: list[str] | None = None) -> None:
-    """Command line; a user's mistake and Ctrl-C end in one line."""
+    """Write shards if there are pairs, and describe the directory.
+
+    A user's mistake and Ctrl-C end in one line.
+    """
     config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
+    advice = "run the same command again"
     try:
-        run(config)
+        check(config)
+        if config.pairs:
+            report = write_pairs(
+                Path(config.pairs),
+                Path(config.output_dir),
+                max_pairs=config.max_pairs,
+                num_held_out=config.num_held_out,
+                held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
+                seed=config.seed,
+            )
+            advice = f"the shards are complete; --train_data_dir {config.output_dir} describes them"
+            print(report, flush=True)
+            config = dataclasses.replace(config, train_data_dir=config.output_dir)
+        inspect(config)
     except KeyboardInterrupt:
-        tqdm.write("interrupted; run the same command again", file=sys.stderr)
+        tqdm.write(f"interrupted; {advice}", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -16,13 +16,13 @@ def to_rgb(picture):
     """Convert a PIL image to RGB, on white where it is transparent.
 
     Args:
-        picture: PIL image; modes I and I;16 with values from 0 to 65535, which become 0 to 255.
+        picture: PIL image; values of 16 bits (mode I;16, or I above 255) become 0 to 255.
 
     Returns:
         PIL image of mode RGB.
 
     Raises:
-        ValueError: the range of the values is not known: mode F, or mode I beyond 16 bits.
+        ValueError: the range of the values is not known: mode F, or mode I that is not 16 bits.
     """
     if picture.mode == "F":
         raise ValueError(
@@ -32,10 +32,10 @@ def to_rgb(picture):
     if picture.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
         values = np.asarray(picture)
         low, high = values.min(), values.max()
-        if low < 0 or high > 65535:
+        if low < 0 or high > 65535 or (picture.mode == "I" and high < 256):
             raise ValueError(
-                f"image mode {picture.mode} (integer) has values from {low} to {high}, outside 0 "
-                "to 65535; scale them to 0 to 255 and convert the image to mode L"
+                f"image mode {picture.mode} (integer) has values from {low} to {high}, which are "
+                "not 16 bits; scale them to 0 to 255 and convert the image to mode L"
             )
         picture = Image.fromarray((values // 257).astype(np.uint8))
     if not picture.has_transparency_data:

@@ -129,6 +129,10 @@ def writing_pipeline(save_directory):
 
     Yields:
         Path of an empty folder.
+
+    Raises:
+        ValueError: save_directory has a file where the model has a folder, or the reverse. The old
+            model is untouched then, and the message says where the new one is.
     """
     folder = Path(save_directory).resolve()
     is_new = not folder.exists()
@@ -142,8 +146,15 @@ def writing_pipeline(save_directory):
             with suppress(OSError):  # another process has put a file there
                 folder.rmdir()
         raise
-    (folder / INDEX_NAME).unlink(missing_ok=True)
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
+    for file in files:
+        for path in (file, *file.parents):
+            if (folder / path).exists() and (folder / path).is_dir() != (written / path).is_dir():
+                raise ValueError(
+                    f"{folder / path} is in the way of the model's {path}; remove it and save "
+                    f"again, or take the complete model from {written}"
+                )
+    (folder / INDEX_NAME).unlink(missing_ok=True)
     for part in {file.parts[0] for file in files if len(file.parts) > 1}:
         for old in (folder / part).glob("*"):
             if OLD_WEIGHTS.fullmatch(old.name):
@@ -295,8 +306,8 @@ class FlaxPipeline:
         """Write a pipeline folder that PyTorch's class opens.
 
         The folder may exist, be a mount point or a link: a model in it is replaced, other files
-        stay. It has a model_index.json only while the model in it is complete; an interrupted save
-        leaves it as it was. See writing_pipeline.
+        stay. It has a model_index.json only while the model in it is complete. A save that is
+        interrupted while it writes leaves the folder as it was; see writing_pipeline.
 
         Args:
             save_directory: folder, made if absent.
@@ -756,23 +767,39 @@ def run(pipeline, jit, arrays, shared, options):
 _latest_copies = {}
 
 
+def is_writeable_through_base(array):
+    """Whether a NumPy array is a view of a writeable one."""
+    base = array.base
+    while isinstance(base, np.ndarray) and not base.flags.writeable:
+        base = base.base
+    return isinstance(base, np.ndarray)
+
+
 def on_device(params):
     """Put NumPy arrays of parameters on the device, once for calls in a row with the same arrays.
 
     The copies of the latest call are kept, array by array: an array that is replaced in params is
     copied, the rest is not. They are dropped when a call has other arrays, or when nothing else
     holds the NumPy array (on a CPU, where both may share memory, only by a later call). NumPy
-    arrays become read-only, as a change in place would not reach the copy; one that is made
-    writeable again is copied again.
+    arrays become read-only, as a change in place would not reach the copy. One that is writeable
+    at the next call is copied again. Views of writeable arrays are left to be copied in every call,
+    with a warning.
 
     Args:
         params: tree of NumPy and JAX arrays.
 
     Returns:
-        The same tree of JAX arrays.
+        The same tree of JAX arrays and such views.
     """
     leaves, tree = jax.tree.flatten(params)
     arrays = {id(x): x for x in leaves if isinstance(x, np.ndarray)}
+    if views := [key for key, array in arrays.items() if is_writeable_through_base(array)]:
+        warn_once(
+            "params has views of writeable NumPy arrays, which are copied to the device in every "
+            "call; jax.device_put(params) copies them once"
+        )
+    for key in views:
+        del arrays[key]
     unchanged = {key for key, array in arrays.items() if not array.flags.writeable}
     # A local dict, as another thread may change the shared one.
     copies = {key: copy for key, copy in list(_latest_copies.items()) if key in unchanged}

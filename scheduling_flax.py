@@ -356,7 +356,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "lower_order_final": True,
         "euler_at_final": False,
         "use_karras_sigmas": False,
-        "sigma_min": None,  # this and the next are Euler's; diffusers takes them from its config
+        "sigma_min": None,  # diffusers has no such options here, but uses Euler's from a config
         "sigma_max": None,
         "final_sigmas_type": "zero",
         "lambda_min_clipped": -float("inf"),

@@ -5,7 +5,7 @@ Scheduler is the class they derive from; scheduling_flax.py says how they are us
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ CHOICES = {
     "prediction_type": ("epsilon", "v_prediction", "sample"),
     "timestep_spacing": ("leading", "linspace", "trailing"),
 }
-# Options of the type of their default; those without a default are numbers.
-TYPES = {bool: bool, int: Integral, float: Real, str: str, type(None): Real}
+# Options are of their default's type; those without a default are numbers.
+TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 SMALLEST_SIGMA = 1e-6
 RANGES = {
     "num_train_timesteps": (1, math.inf),
@@ -195,19 +195,29 @@ def load_config(pretrained_model_name_or_path, subfolder=None, revision=None):
     return read_json(file)
 
 
-def check_option(name, value, default):
-    """Raise a ValueError unless value is of its default's type and in its range."""
+def checked_option(name, value, default):
+    """The value as its default's type; a ValueError if it is not of that type or out of range.
+
+    An integer may be written as 1.0, and true or false as 1 or 0.
+    """
     if name == "trained_betas":
         is_list = isinstance(value, list | tuple | np.ndarray)
         if not is_list or not all(isinstance(beta, Real) for beta in value):
             raise ValueError("trained_betas must be a list of numbers, one per training timestep")
-        return
-    kind = TYPES[type(default)]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name}={value!r} has the wrong type, it must be {kind.__name__}")
+        return value
+    kind = float if default is None else type(default)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if kind is bool and is_number and value in (0, 1):
+        return bool(value)
+    if kind is int and is_number and math.isfinite(value) and value == int(value):
+        value = int(value)
+    elif kind is int or not (is_number if kind is float else isinstance(value, kind)):
+        raise ValueError(f"{name}={value!r} has the wrong type, it must be {TYPES[kind]}")
     lowest, highest = RANGES.get(name, (-math.inf, math.inf))
-    if kind is not str and not lowest <= value <= highest:
-        raise ValueError(f"{name}={value!r} must be from {lowest} to {highest}")
+    if kind in (int, float) and not lowest <= value <= highest:
+        limits = f"at least {lowest}" if highest == math.inf else f"from {lowest} to {highest}"
+        raise ValueError(f"{name}={value!r} must be {limits}")
+    return value
 
 
 def to_device(array):
@@ -243,10 +253,12 @@ class Scheduler:
                     f"{name}={given[name]!r} is not supported by {type(self).__name__}; "
                     f"use {' or '.join(map(repr, supported))}, or another scheduler"
                 )
-        given_here = {name: given[name] for name in self.defaults.keys() & given.keys()}
-        for name, value in given_here.items():
-            check_option(name, value, self.defaults[name])
-        values = self.defaults | given_here
+        values = dict(self.defaults)
+        for name in values.keys() & given.keys():
+            values[name] = checked_option(name, given[name], values[name])
+        lowest, highest = values.get("sigma_min"), values.get("sigma_max")
+        if None not in (lowest, highest) and lowest >= highest:
+            raise ValueError(f"sigma_min={lowest} must be below sigma_max={highest}")
         if values["trained_betas"] is not None:
             values["trained_betas"] = tuple(map(float, values["trained_betas"]))
         # As in diffusers: another class takes over what was chosen here, not what was left open.
@@ -289,7 +301,7 @@ class Scheduler:
     @classmethod
     def from_file_content(cls, config, source, **overrides):
         """from_config of a scheduler_config.json's content; errors name source, its folder."""
-        # A mark of configs in memory, which no scheduler writes.
+        # diffusers sets _use_default_values on configs in memory and never writes it to a file.
         config = {name: value for name, value in config.items() if name != "_use_default_values"}
         try:
             return cls.from_config(config, **overrides)

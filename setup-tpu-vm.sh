@@ -77,7 +77,7 @@ pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 say "installing packages for $target (some minutes the first time)"
 # torch only reads checkpoints, on the host. Its CPU build is a tenth of the size of the CUDA build
 # that the package index has; where PyTorch's own index is out of reach, the large one does as well.
-.venv/bin/python -c 'import torch' 2>/dev/null ||
+pip install --no-index "$torch" 2>/dev/null ||
     pip --retries 1 install "$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     pip install "$torch"
 pip install -r requirements.txt ${extra:+"jax[$extra]"}

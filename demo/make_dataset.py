@@ -31,7 +31,7 @@ SIZE = 64  # pixels of a picture's side
 @dataclass(frozen=True)
 class Config:
     output_dir: str = "demo/output"
-    num_pairs: int = 8000  # training pairs, over all instructions
+    num_pairs: int = 2000  # training pairs, over all instructions
     num_shards: int = 4
     crops_per_photograph: int = 3  # of the held-out ones
     seed: int = 0
@@ -69,7 +69,7 @@ def write_shards(folder, rng, num_pairs, num_shards):
     for shard in range(num_shards):
         table = pa.Table.from_pylist(rows[shard::num_shards], schema=SCHEMA)
         name = f"train-{shard:05d}-of-{num_shards:05d}.parquet"
-        pq.write_table(table, folder / name, row_group_size=500)
+        pq.write_table(table, folder / name, row_group_size=100)
 
 
 def write_held_out(folder, results, rng, crops_per_photograph):

@@ -6,6 +6,7 @@ import os
 import re
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import diffusers
 import flax.linen as nn
@@ -542,6 +543,16 @@ def test_damaged_files(folder, form, damage):
     assert "\n" not in str(error.value)
 
 
+def test_errors_of_the_machine_are_not_blamed_on_the_file(folder, monkeypatch):
+    """Nobody should download a file again because torch or memory is missing."""
+    write_weights(folder, "bin")
+    for error in (ImportError("No module named 'torch'"), MemoryError(), PermissionError("no")):
+        reader = Mock(side_effect=error)
+        monkeypatch.setattr(modeling_flax_utils, "_read_bin", reader)
+        with pytest.raises(type(error)):
+            TinyModel.from_pretrained(folder)
+
+
 def test_bin_that_is_no_state_dict(folder):
     torch.save({"step": 3, **tiny_state()}, folder / "diffusion_pytorch_model.bin")
     with pytest.raises(ValueError, match="'step' is no tensor"):
@@ -645,6 +656,9 @@ def test_damaged_configs(folder, entries, words):
     with pytest.raises(ValueError, match=words) as error:
         TinyModel.from_pretrained(folder)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
+    file.write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match=r"config\.json, in_chanels=8: TinyModel has no setting"):
+        TinyModel.from_pretrained(folder, in_chanels=8)
 
 
 def test_missing_shard_is_named(folder):

@@ -66,7 +66,7 @@ def read(folder):
 
 
 def main(*flags):
-    parquet_processing.main([*map(str, flags), "--preview", ""])
+    parquet_processing.main(["--preview", "", *map(str, flags)])
 
 
 def error_of(capsys, *flags, code=2):
@@ -132,15 +132,16 @@ def test_bytes_are_copied_and_read_upright(tmp_path, capsys, form):
         np.testing.assert_array_equal(loaded, np.asarray(expected.convert("RGB")))
 
 
-def test_turned_images_are_compared_upright(tmp_path):
+@pytest.mark.parametrize("extension", ["jpg", "png", "webp", "tiff"])
+def test_turned_images_are_compared_upright(tmp_path, extension):
     """A photograph lying on its side and its upright edit have the same shape."""
-    save(tmp_path / "a.jpg", size=(64, 48), orientation=6)
+    save(tmp_path / f"a.{extension}", size=(64, 48), orientation=6)
     save(tmp_path / "b.png", size=(24, 32))
     save(tmp_path / "c.png", size=(32, 24))
-    row = {"input": "a.jpg", "edit": "x", "edited": "b.png"}
+    row = {"input": f"a.{extension}", "edit": "x", "edited": "b.png"}
     write_pairs(write_list(tmp_path / "ok.jsonl", [row]), tmp_path / "data")
     file = write_list(tmp_path / "bad.jsonl", [row | {"edited": "c.png"}])
-    with pytest.raises(ValueError, match=r"a\.jpg is 48x64 and .*c\.png 32x24: one shape"):
+    with pytest.raises(ValueError, match=r"a\.\w+ is 48x64 and .*c\.png 32x24: one shape"):
         write_pairs(file, tmp_path / "other")
 
 
@@ -193,11 +194,32 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
         assert edit.input.read_bytes() == Path(f"images/{n}.jpg").read_bytes()
         truth = Path("held-a/edited", edit.output.name)
         assert truth.read_bytes() == Path(f"images/{n}-{k}.png").read_bytes()
-        assert edit.output.parent == Path("held-a/results")
+        assert edit.output.parent == tmp_path / "held-a/results"
     assert {edit.instruction for edit in part("again", 0)} == held_out
     assert {edit.instruction for edit in part("other", 1)} != held_out
     with pytest.raises(ValueError, match="--num_held_out 12 must be less than the 12 original"):
         write_pairs(Path("pairs.jsonl"), Path("x"), num_held_out=12, held_out_dir=Path("y"))
+
+
+def test_paths_to_the_same_file_are_one_image(tmp_path, capsys):
+    """Held out under one spelling of its path, an image is not trained on under another."""
+    for name in ("a.png", "b.png", "edited.png", "other.png"):
+        save(tmp_path / name)
+    (tmp_path / "link.png").symlink_to("a.png")
+    row = {"edit": "x", "edited": "edited.png"}
+    names = ("a.png", str(tmp_path / "a.png"), "link.png", f"../{tmp_path.name}/a.png")
+    file = write_list(tmp_path / "pairs.jsonl", [row | {"input": name} for name in names])
+    error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "data")
+    assert "3 problems: line 3: repeats line 1; line 5: repeats line 1; line 7: rep" in error
+
+    rows = [row | {"input": name, "edit": f"edit {n}"} for n, name in enumerate(names)]
+    rows += [row | {"input": "b.png", "edited": "other.png"}]
+    file = write_list(tmp_path / "pairs.jsonl", rows)
+    for seed in range(3):
+        folders = tmp_path / f"data-{seed}", tmp_path / f"held-{seed}"
+        write_pairs(file, folders[0], num_held_out=1, held_out_dir=folders[1], seed=seed)
+        trained = len(read(folders[0]))
+        assert trained in (1, 4) and trained + len(edits_of_jsonl(folders[1] / "edits.jsonl")) == 5
 
 
 def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypatch):
@@ -218,7 +240,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
         (good | {"edited": "empty.png"}, "empty.png: no known picture format (0 bytes)"),
         (good | {"edited": "text.png"}, "text.png: no known picture format (4 bytes)"),
-        (good | {"edited": "deep.tiff"}, "deep.tiff: pixels of mode F have no known range"),
+        (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
         (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
         (good | {"edited": "wide.png"}, "wide.png 24x16: one shape is needed"),
         (good | {"edit": " \n"}, "edit is empty"),
@@ -299,6 +321,12 @@ def test_bad_directories(tmp_path, capsys, caplog):
     error = error_of(capsys, *flags)
     assert "captions.csv has 2 problems: line 3: 2 images in original/ are called b; " in error
     assert "line 4: no images in edited/ are called b.jpg" in error and not caplog.records
+    rows[:2] = [{"name": "elsewhere/a.png", "edit": "x"}, {"name": "b.2", "edit": "x"}]
+    write_list(tmp_path / "captions.csv", rows[:2])
+    error = error_of(capsys, *flags)
+    assert "line 2: elsewhere/a.png has a directory in it; name the file in original/" in error
+    assert "line 3: no images in original/ are called b.2" in error
+    rows[0] = {"name": "a", "edit": "x"}
     write_list(tmp_path / "captions.csv", rows[:1])
     main(*flags)
     (record,) = caplog.records
@@ -322,7 +350,14 @@ def test_bad_directories(tmp_path, capsys, caplog):
             "--num_held_out -1 must be at least 0",
         ),
         ("--pairs a.csv --output_dir full", "--output_dir full is not empty (x.parquet)"),
-        ("--pairs a.csv --output_dir file", "--output_dir file is a file"),
+        ("--pairs a.csv --output_dir file", "file is a file; name a directory"),
+        ("--pairs a.csv --output_dir file/x", "--output_dir file/x: "),
+        (
+            "--pairs a.csv --output_dir x --held_out_dir file/y --num_held_out 1",
+            "file is a file; name a directory",
+        ),
+        ("--pairs a.csv --output_dir x --preview file/x.png", "--preview file/x.png cannot be wri"),
+        ("--pairs a.csv --output_dir x --preview x.txt", "--preview x.txt ends in .txt"),
         (
             "--pairs a.csv --output_dir x --held_out_dir full --num_held_out 1",
             "--held_out_dir full is not empty",
@@ -366,6 +401,21 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch, capsys, stop_at):
     monkeypatch.undo()
     main(*flags, "--num_held_out", 2)
     assert len(read(data)) == 4
+
+
+def test_interrupt_after_the_shards_are_written(tmp_path, monkeypatch, capsys):
+    """The advice is not to run the same command again, which would refuse the full directory."""
+    file, data = make_pairs(tmp_path, 2), tmp_path / "data"
+
+    def interrupted(groups):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parquet_processing, "describe", interrupted)
+    error = error_of(capsys, "--pairs", file, "--output_dir", data, code=130)
+    advice = f"--train_data_dir {data}"
+    assert error == f"interrupted; the shards are complete; {advice} describes them\n"
+    monkeypatch.undo()
+    main(*advice.split())
 
 
 def test_unfinished_directory_is_not_read(tmp_path):

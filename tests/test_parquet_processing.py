@@ -191,8 +191,11 @@ def test_every_kind_of_picture():
 def test_pictures_without_a_known_range_are_refused():
     for mode, value in (("I", 200), ("F", 0.5)):
         data = encode(Image.new(mode, (8, 8), value), "TIFF")
-        with pytest.raises(ValueError, match=f"mode {mode} have no known range"):
+        with pytest.raises(ValueError, match=rf"image mode {mode} \((float|integer)\) has"):
             decode_picture(data)
+    grey = np.arange(64, dtype=np.int32).reshape(8, 8)
+    decoded = decode_picture(encode(Image.fromarray(grey * 257), "TIFF"))  # of mode I
+    np.testing.assert_array_equal(decoded, np.stack([grey] * 3, axis=-1))
     with pytest.raises(ValueError, match="1x400 pixels are too narrow"):
         crop_square(np.zeros((400, 1, 3), np.uint8), 8)
 
@@ -607,6 +610,18 @@ def test_torch_data_loader(numbered, monkeypatch):
         next(iter(dataset))
 
 
+def test_torch_is_imported_after_the_dataset_is_made(numbered):
+    code = f"""
+from parquet_processing import ParquetImagePairs
+dataset = ParquetImagePairs({str(numbered)!r}, batch_size=10, resolution=4)
+from torch.utils.data import DataLoader
+next(iter(DataLoader(dataset, batch_size=None)))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120)
+    assert "TypeError: import torch before ParquetImagePairs is made" in done.stderr
+
+
 def test_torch_is_not_needed(numbered):
     code = f"""
 import sys
@@ -1014,7 +1029,10 @@ def test_script_ends_with_one_line(tmp_path, spoil, args, words):
         (["--resolution", "0"], "resolution=0 must be at least 1"),
         (["--num_preview", "-1"], "num_preview=-1 must be at least 1"),
         (["--num_checked", "-1"], "num_checked=-1"),
-        (["--preview", "preview.txt"], "preview=preview.txt must end as pictures do"),
+        (
+            ["--preview", "preview.txt"],
+            "--preview preview.txt ends in .txt; name it .png or .jpg or .jpeg",
+        ),
     ],
 )
 def test_bad_flags(numbered, capsys, args, words):

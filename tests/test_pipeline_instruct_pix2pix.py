@@ -258,6 +258,27 @@ def test_a_save_that_is_interrupted_while_moving_is_no_model(
         assert content in [place.read_bytes() for place in places], name
 
 
+@pytest.mark.parametrize("name", ["unet", "vae/config.json"])
+def test_what_is_in_the_way_of_a_save_keeps_both_models(folder, loaded, tmp_path, name):
+    """A file where a folder goes, and a folder where a file goes."""
+    pipeline, params = loaded
+    old = shutil.copytree(folder, tmp_path / "old")
+    if name == "unet":
+        shutil.rmtree(old / name)
+        (old / name).touch()
+    else:
+        (old / name).unlink()
+        (old / name).mkdir()
+    before = files_of(old)
+    with pytest.raises(ValueError, match=f"{name} is in the way of the model's {name};") as error:
+        pipeline.save_pretrained(old, params)
+    (new,) = old.glob(".saving-*")
+    assert str(error.value).endswith(f"take the complete model from {new}")
+    assert files_of(old).items() >= before.items()
+    _, saved = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(new)
+    jax.tree.map(np.testing.assert_array_equal, saved, params)
+
+
 def test_devices_and_batches_share_out_the_same_pictures(folder):
     """A noisy scheduler: the noise of every step has to follow the picture, too."""
     config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
@@ -526,8 +547,9 @@ def pixel(value, dtype):
         ("a", PICTURE[..., 0][None, None], r"\(1, 16, 16\)"),
         ("a", PICTURE - 1.0, "from -1.0 to -1.0"),
         ("a", PICTURE.astype(np.int32), "int32"),
-        ("a", pixel(70000, np.int32), "mode I .* from 0 to 70000, outside 0 to 65535; scale them"),
-        ("a", pixel(-1, np.int32), "mode I .* from -1 to 0, outside 0 to 65535"),
+        ("a", pixel(70000, np.int32), "mode I .* from 0 to 70000, which are not 16 bits; scale th"),
+        ("a", pixel(-1, np.int32), "mode I .* from -1 to 0, which are not 16 bits"),
+        ("a", pixel(200, np.int32), "mode I .* from 0 to 200, which are not 16 bits"),
         ("a", pixel(0.5, np.float32), "mode F .* has no known range; scale its values"),
     ],
 )

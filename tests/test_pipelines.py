@@ -24,6 +24,7 @@ from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 import pipeline_flax_utils
+from modeling_flax_utils import warn_once
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
@@ -280,9 +281,28 @@ def test_numpy_params_are_put_on_the_device_once(folders, params_of_program):
     # A change in place would not reach the device.
     with pytest.raises(ValueError, match="read-only"):
         params["unet"]["conv_in"]["kernel"] += 1
+    params["unet"]["conv_in"]["kernel"] = params["unet"]["conv_in"]["kernel"].copy()
+    call(params)
     params["unet"]["conv_in"]["kernel"].flags.writeable = True
     params["unet"]["conv_in"]["kernel"] += 1
     jax.tree.map(np.testing.assert_array_equal, call(params), params)
+
+
+def test_views_of_writeable_arrays_are_copied_in_every_call(
+    folders, params_of_program, monkeypatch, caplog
+):
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    stacked = np.stack([params["unet"]["conv_in"]["kernel"]] * 2)
+    params["unet"]["conv_in"]["kernel"] = stacked[0]
+    prompt_ids, key = pipeline.prepare_inputs("it"), jax.random.key(0)
+    warn_once.cache_clear()
+    for _ in range(2):
+        stacked += 1
+        found = pipeline(prompt_ids, params, key).images["unet"]
+        np.testing.assert_array_equal(found["conv_in"]["kernel"], stacked[0])
+        assert isinstance(found["conv_out"]["kernel"], jax.Array)
+    (record,) = caplog.records
+    assert "views of writeable NumPy arrays" in record.getMessage()
 
 
 @pytest.mark.parametrize("other", ["params", "nothing"])
@@ -324,6 +344,7 @@ def unaligned(array):
     start = -memory.ctypes.data % 64 + 1
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
+    memory.flags.writeable = False
     return copy
 
 

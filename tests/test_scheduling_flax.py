@@ -548,8 +548,10 @@ def test_unsupported_options_are_refused_by_name(cls, option):
         ("trained_betas", 3),
         ("trained_betas", [[0.1]]),
         ("trained_betas", [0.1, -0.1]),
+        ("num_train_timesteps", 999.5),
+        ("num_train_timesteps", float("inf")),
         ("clip_sample", "false"),
-        ("clip_sample", 1),
+        ("clip_sample", 2),
         ("steps_offset", True),
         ("beta_schedule", ["linear"]),
     ],
@@ -566,9 +568,21 @@ def test_damaged_options_are_refused_by_name(tmp_path, name, value):
         assert str(error.value).startswith(f"scheduler_config.json of {tmp_path}: ")
 
 
+def test_numbers_of_another_type_are_taken():
+    options = {"num_train_timesteps": 1000.0, "steps_offset": 1.0, "clip_sample": 0}
+    plain = {"num_train_timesteps": 1000, "steps_offset": 1, "clip_sample": False}
+    scheduler = FlaxDDIMScheduler(**options)
+    assert scheduler == FlaxDDIMScheduler(**plain)
+    assert [type(scheduler.config[name]) for name in options] == [int, int, bool]
+
+
 def test_bad_input_is_refused_with_the_way_out(tmp_path):
     ddim, dpm = FlaxDDIMScheduler(), FlaxDPMSolverMultistepScheduler()
     state, x = ddim.create_state(), jnp.asarray(START)
+    with pytest.raises(ValueError, match=r"sigma_min=9\.0 must be below sigma_max=0\.1"):
+        FlaxDPMSolverMultistepScheduler(sigma_min=9.0, sigma_max=0.1)
+    with pytest.raises(ValueError, match=r"num_train_timesteps=0 must be at least 1$"):
+        FlaxDDIMScheduler(num_train_timesteps=0)
     with pytest.raises(ValueError, match="no option beta_stat"):
         FlaxDDIMScheduler.from_config(ddim.config, beta_stat=0.1)
     for num_steps in (0, -1, 1001, 2.0, jnp.asarray(4)):
