@@ -1,14 +1,18 @@
 """Pretrain demo/base_model: a tiny Stable Diffusion that makes crops of photographs from captions.
 
-    python demo/make_base_model.py                     # about an hour on 2 CPU cores
+    python demo/make_base_model.py                     # 40 minutes on 2 CPU cores with AVX-512
     python demo/make_base_model.py --vae_steps 20 --unet_steps 20 --num_latents 256 \\
         --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
 
 Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the pictures; text
 encoder and UNet together on (caption, latent) pairs. The result is a diffusers pipeline folder in
 half precision. Finished stages are kept in --work_dir and not run again with the same flags and
-captions. (The model in the repository: the VAE took 42 minutes, the rest 17, on two busy cores; its
-VAE was trained when the eighth edit was turning upside down.)
+captions. The model in the repository took 17 minutes for the VAE and 20 for the rest.
+
+Why this shape: crops of photographs that the VAE has not seen come back with a mean error of 0.02
+(of 1) with 16 latent channels; with 4 it was 0.04, a third of what "black and white" changes. A
+UNet of a single resolution learns the edits in less time than one that halves it: after 300 steps
+from random weights its loss on the demo's pairs was 0.40, that of two resolutions 0.60.
 
 Papers: Latent Diffusion Models (arXiv 2112.10752), CLIP (arXiv 2103.00020).
 """
@@ -28,6 +32,7 @@ import numpy as np
 import optax
 import tyro
 from flax import serialization
+from optax.contrib import MuonDimensionNumbers, muon
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -68,14 +73,18 @@ VAE = FlaxAutoencoderKL(
     down_block_types=("DownEncoderBlock2D",) * 3,
     up_block_types=("UpDecoderBlock2D",) * 3,
     block_out_channels=(16, 32, 64),
+    latent_channels=16,
     norm_num_groups=8,
     sample_size=SIZE,
+    mid_block_add_attention=False,
 )
 UNET = FlaxUNet2DConditionModel(
     sample_size=SIZE // 4,
-    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    block_out_channels=(48, 88),
+    in_channels=16,
+    out_channels=16,
+    down_block_types=("DownBlock2D",),  # one resolution: an edit maps each place to itself
+    up_block_types=("UpBlock2D",),
+    block_out_channels=(64,),
     layers_per_block=1,
     attention_head_dim=4,
     cross_attention_dim=64,
@@ -98,14 +107,14 @@ TEXT_ENCODER = FlaxCLIPTextModel(
 class Config:
     output_dir: str = str(ROOT / "demo" / "base_model")  # where the pipeline folder goes
     work_dir: str = str(ROOT / "demo" / "work")  # finished stages
-    vae_steps: int = 3000  # optimizer steps of the autoencoder
-    unet_steps: int = 1800  # optimizer steps of text encoder and UNet
-    vae_batch_size: int = 16
+    vae_steps: int = 4000  # optimizer steps of the autoencoder
+    unet_steps: int = 3000  # optimizer steps of text encoder and UNet
+    vae_batch_size: int = 8
     unet_batch_size: int = 32
     num_latents: int = 16384  # pictures encoded once, to train the UNet on
-    vae_learning_rate: float = 2e-3  # peak; warm-up, then cosine to zero
-    unet_learning_rate: float = 1e-3  # peak, likewise
-    kl_weight: float = 1e-4  # weight of the VAE's KL term, per latent number
+    vae_learning_rate: float = 1e-2  # peak; warm-up, then cosine to zero
+    unet_learning_rate: float = 3e-3  # peak, likewise
+    kl_weight: float = 5e-4  # weight of the VAE's KL term, per latent number
     seed: int = 0
 
 
@@ -134,11 +143,23 @@ def picture_batches(seed, batch_size, recolour):
 
 
 def optimizer(learning_rate, num_steps):
-    """AdamW, global-norm clip, warm-up over 5% of the steps, cosine to zero."""
+    """Muon, AdamW for vectors; warm-up over 5% of the steps, cosine to zero.
+
+    Source: Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2 for the scale 0.2.
+    """
+
+    def as_matrix(x):  # a kernel's inputs are all axes but the last
+        axes = tuple(range(x.ndim - 1))
+        return MuonDimensionNumbers(axes, (x.ndim - 1,)) if x.ndim >= 2 else None
+
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, max(1, num_steps // 20), num_steps
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=1e-4))
+    return muon(
+        schedule,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(as_matrix, params),
+    )
 
 
 def fit(loss_fn, params, batches, num_steps, learning_rate, seed, desc):
@@ -151,12 +172,16 @@ def fit(loss_fn, params, batches, num_steps, learning_rate, seed, desc):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state = jax.jit(tx.init)(params)
+    mesh = jax.sharding.Mesh(jax.devices(), ("batch",))
+    whole, shares = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("batch"))
+    params = jax.device_put(params, whole)
+    opt_state = jax.device_put(jax.jit(tx.init)(params), whole)
     progress = tqdm(range(num_steps), desc=desc, mininterval=5)
     average = None
     for i in progress:
         key = jax.random.fold_in(jax.random.key(seed), i)
-        params, opt_state, loss = step(params, opt_state, next(batches), key)
+        batch = jax.device_put(next(batches), shares)
+        params, opt_state, loss = step(params, opt_state, batch, key)
         loss = float(loss)
         if not np.isfinite(loss):
             raise ValueError(
@@ -237,7 +262,7 @@ def make_tokenizer(folder):
 
 
 def latent_batches(vae, tokenizer, config):
-    """Batches for ever: scaled latents (B, 4, h, w) and token ids (B, 77), 10% of them of ""."""
+    """Batches for ever: scaled latents (B, 16, h, w) and token ids (B, 77), 10% of them of ""."""
     rng = np.random.default_rng(config.seed + 4)
     pictures = picture_batches(config.seed + 5, 256, recolour=False)
     encode = jax.jit(partial(VAE.apply, method=VAE.encode))
@@ -291,11 +316,22 @@ def main():
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     output_dir = Path(config.output_dir)
     started = time.perf_counter()
+    jax.config.update("jax_num_cpu_devices", 2)  # of a device, small operations use one core
     tokenizer = make_tokenizer(Path(config.work_dir) / "tokenizer")
-    vae_settings = (config.seed, config.vae_steps, config.vae_batch_size)
+    vae_settings = (
+        sorted(VAE.config.items()),
+        config.seed,
+        config.vae_steps,
+        config.vae_batch_size,
+    )
     vae_settings += (config.vae_learning_rate, config.kl_weight, CAPTIONS)
     vae = stage(config.work_dir, "vae", vae_settings, partial(train_vae, config))
-    settings = (vae_settings, config.unet_steps, config.unet_batch_size)
+    settings = (
+        vae_settings,
+        sorted(UNET.config.items()),
+        config.unet_steps,
+        config.unet_batch_size,
+    )
     settings += (config.unet_learning_rate, config.num_latents)
     train = partial(train_unet, config, vae, tokenizer)
     params = stage(config.work_dir, "unet", settings, train)

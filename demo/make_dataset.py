@@ -31,7 +31,7 @@ SIZE = 64  # pixels of a picture's side
 @dataclass(frozen=True)
 class Config:
     output_dir: str = "demo/output"
-    num_pairs: int = 2000  # training pairs, over all instructions
+    num_pairs: int = 3000  # training pairs, over all instructions
     num_shards: int = 4
     crops_per_photograph: int = 3  # of the held-out ones
     seed: int = 0
@@ -50,11 +50,12 @@ def jpeg(picture):
 
 
 def write_shards(folder, rng, num_pairs, num_shards):
-    """num_pairs random crops, each with a random edit."""
+    """num_pairs random crops, each with a random edit, by their weights."""
     photographs, names = load_photographs(TRAINING)
+    shares = np.array([edit.weight for edit in EDITS]) / sum(edit.weight for edit in EDITS)
     rows = []
     for _ in trange(num_pairs, desc="pairs", mininterval=2):
-        i, edit = rng.integers(len(photographs)), EDITS[rng.integers(len(EDITS))]
+        i, edit = rng.integers(len(photographs)), EDITS[rng.choice(len(EDITS), p=shares)]
         picture = random_crop(rng, photographs[i], SIZE)
         rows.append(
             {

@@ -38,12 +38,14 @@ HELD_OUT = {
 class Edit(NamedTuple):
     """An instruction, how a caption describes the result, and the edit itself.
 
-    apply takes and returns a picture, (H, W, 3) float32 in [0, 1].
+    apply takes and returns a picture, (H, W, 3) float32 in [0, 1]. weight is how often the edit is
+    in the training pairs relative to the others; those that rearrange colours take longer to learn.
     """
 
     instruction: str
     caption: str
     apply: Callable[[np.ndarray], np.ndarray]
+    weight: int = 1
 
 
 def _blend(colour, share):
@@ -61,8 +63,9 @@ EDITS = (
         "make it black and white",
         "a black and white photo of {}",
         lambda x: np.repeat(x @ np.float32([[0.299], [0.587], [0.114]]), 3, axis=-1),
+        weight=3,
     ),
-    Edit("invert the colors", "a photo of {} with inverted colors", lambda x: 1 - x),
+    Edit("invert the colors", "a photo of {} with inverted colors", lambda x: 1 - x, weight=2),
     Edit("give it a red tint", "a photo of {} with a red tint", _blend((1, 0, 0), 0.5)),
     Edit("give it a green tint", "a photo of {} with a green tint", _blend((0, 1, 0), 0.5)),
     Edit(
@@ -70,7 +73,12 @@ EDITS = (
     ),
     Edit("cover it in fog", "a photo of {} covered in fog", _blend((0.9, 0.9, 0.9), 0.7)),
     Edit("put a white frame around it", "a photo of {} in a white frame", _frame),
-    Edit("swap red and blue", "a photo of {} with red and blue swapped", lambda x: x[..., ::-1]),
+    Edit(
+        "swap red and blue",
+        "a photo of {} with red and blue swapped",
+        lambda x: x[..., ::-1],
+        weight=3,
+    ),
 )
 
 
