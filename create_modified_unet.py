@@ -107,6 +107,12 @@ def create_modified_unet(config: Config):
             f"output_dir={config.output_dir} is the model that is read; name another folder, so "
             "that the narrow UNet is not overwritten"
         )
+    pipeline = Path(config.output_dir).resolve().parent
+    if (pipeline / "model_index.json").exists():
+        raise ValueError(
+            f"output_dir={config.output_dir} is a part of the pipeline in {pipeline}, whose UNet "
+            "would be overwritten; name another folder"
+        )
     narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
         config.pretrained_model_name_or_path,
         subfolder=config.subfolder or None,

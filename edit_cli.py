@@ -101,6 +101,8 @@ def edits_of_flags(inputs, instructions, output):
     """
     if not inputs or not instructions:
         raise ValueError("nothing to edit; give --input and --edit, or --edits_jsonl")
+    if not all(map(str.strip, instructions)):
+        raise ValueError('an --edit is empty; say what to change, such as "make it red"')
     if len(instructions) not in (1, len(inputs)):
         raise ValueError(
             f"{len(instructions)} --edit do not fit {len(inputs)} --input; give one per input, "
@@ -136,10 +138,10 @@ def edits_of_jsonl(file):
             values = [row[key] for key in ("input", "edit", "output")]
         except (json.JSONDecodeError, KeyError, TypeError):
             values = [None]
-        if not all(isinstance(value, str) for value in values):
+        if not all(isinstance(value, str) and value.strip() for value in values):
             raise ValueError(
-                f'{file}, line {number} is no JSON object {{"input": "...", "edit": "...", '
-                f'"output": "..."}}: {textwrap.shorten(line, 60)}'
+                f'{file}, line {number} is no JSON object with the texts "input", "edit" and '
+                f'"output", none of them empty: {textwrap.shorten(line, 60)}'
             )
         edits.append(Edit(len(edits), Path(values[0]), values[1], Path(values[2])))
     if not edits:
@@ -311,7 +313,7 @@ def run(config):
     if config.resolution < factor:
         raise ValueError(
             f"--resolution {config.resolution} is too small; this model's pictures are multiples "
-            f"of {factor}, and it was trained on larger ones (256 or 512)"
+            f"of {factor}; give the resolution that it was trained at"
         )
     sizes = [edit_size(size, config.resolution, factor) for size in picture_sizes]
     scheduler, state = scheduler_from_pretrained(config.model)

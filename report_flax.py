@@ -194,7 +194,8 @@ edited.save("out.png")
 On TPU, GPU or CPU, with the `edit_cli.py` of the scripts that trained it:
 
 ```sh
-python edit_cli.py --model {shlex.quote(name)} --input in.jpg --edit "make it red" --output out.png
+python edit_cli.py --model {shlex.quote(name)} --resolution {config["resolution"]} \\
+    --input in.jpg --edit "make it red" --output out.png
 ```
 
 ## Training

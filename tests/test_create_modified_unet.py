@@ -156,6 +156,7 @@ def test_widen_leaves_its_argument_alone(narrow):
         ({"output_dir": ""}, "output_dir is empty; name a folder"),
         ({"output_dir": "narrow"}, "output_dir=narrow is the model that is read"),
         ({"output_dir": "narrow/unet"}, "output_dir=narrow/unet is the model that is read"),
+        ({"output_dir": "trained/unet"}, "is a part of the pipeline in "),
         ({"output_dir": "file/out"}, "file/out"),
     ],
 )
@@ -167,6 +168,8 @@ def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, mes
     if flags.get("source") == "xl":
         make_tiny_xl("xl")
     Path("file").touch()
+    Path("trained").mkdir()
+    Path("trained/model_index.json").write_text("{}")
     files = sorted(Path().rglob("*"))
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:

@@ -239,7 +239,11 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--model", "narrow"], "narrow is no InstructPix2Pix"),
         (["--edits_jsonl", "none.jsonl"], "none.jsonl cannot be read"),
         (["--edits_jsonl", "empty.jsonl"], "empty.jsonl holds no edits"),
-        (["--edits_jsonl", "malformed.jsonl"], 'malformed.jsonl, line 3 is no JSON object {"input'),
+        (
+            ["--edits_jsonl", "malformed.jsonl"],
+            "malformed.jsonl, line 3 is no JSON object with the ",
+        ),
+        ([*ONE[:-1], " "], "an --edit is empty; say what to change"),
         (["--edits_jsonl", "lacking.jsonl"], "lacking.jsonl, line 2 is no JSON object"),
         (["--edits_jsonl", "list.jsonl"], "list.jsonl, line 1 is no JSON object"),
         (["--edits_jsonl", "twice.jsonl"], "2 pictures would be written to"),

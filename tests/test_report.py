@@ -262,7 +262,12 @@ def card_of(folder, **changes):
         "base_model": "stable-diffusion-v1-5/stable-diffusion-v1-5",
         "dataset": "data",
         "command": "python flax_train_instruct_pix2pix.py --validation_prompt 'make it | red'",
-        "config": {"learning_rate": 5e-5, "validation_prompt": "make it\n| red", "variant": None},
+        "config": {
+            "learning_rate": 5e-5,
+            "resolution": 256,
+            "validation_prompt": "make it\n| red",
+            "variant": None,
+        },
         "metrics": {"step": 50, "loss": 0.125},
         "picture": "validation/step-50.png",
     }
