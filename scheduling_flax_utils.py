@@ -1,20 +1,27 @@
-"""What the Flax schedulers share: noise schedule, timestep grids, options, files, state, a step.
+"""What the Flax schedulers share: options, files, outputs, the choice of timesteps.
 
-Scheduler is the class they derive from; scheduling_flax.py says how they are used.
+FlaxSchedulerMixin is the class they derive from; scheduling_flax.py says how they are used.
 """
 
+import inspect
 import math
-from dataclasses import dataclass
+from enum import Enum
 from numbers import Real
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from modeling_flax_utils import FrozenConfig, fetch_file, read_json, write_json
+from config_flax import ConfigMixin, FrozenConfig, fetch_file, read_json, take_hub_options
+from outputs_flax import ModelOutput
+from scheduling_flax_noise import (
+    add_noise_common,
+    get_velocity_common,
+    noise_schedule,
+    to_device,
+)
 
 CONFIG_NAME = "scheduler_config.json"
 
@@ -34,153 +41,63 @@ CHOICES = {
     "prediction_type": ("epsilon", "v_prediction", "sample"),
     "timestep_spacing": ("leading", "linspace", "trailing"),
 }
+# The constructor's first arguments; each class has its own after them.
+FIRST_ARGUMENTS = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+)
 # Options are of their default's type; those without a default are numbers.
 TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 SMALLEST_SIGMA = 1e-6
 RANGES = {
     "num_train_timesteps": (1, math.inf),
     "beta_start": (0, 1),
-    "beta_end": (0, 1),
+    "beta_end": (0, 2),  # above 1 only the timesteps before beta reaches 1 are usable
     "sigma_min": (SMALLEST_SIGMA, math.inf),
     "sigma_max": (SMALLEST_SIGMA, math.inf),
 }
 
 
+class FlaxKarrasDiffusionSchedulers(Enum):
+    """The schedulers that can be built from one another's config."""
+
+    FlaxDDIMScheduler = 1
+    FlaxDDPMScheduler = 2
+    FlaxPNDMScheduler = 3
+    FlaxLMSDiscreteScheduler = 4
+    FlaxDPMSolverMultistepScheduler = 5
+    FlaxEulerDiscreteScheduler = 6
+    FlaxEulerAncestralDiscreteScheduler = 7
+
+
 @struct.dataclass
-class CommonSchedulerState:
-    """The training noise schedule, float32 arrays of (num_train_timesteps,)."""
-
-    betas: jax.Array
-    alphas: jax.Array
-    alphas_cumprod: jax.Array
-
-
-@struct.dataclass
-class SchedulerState:
-    """All arrays of a scheduler: a pytree that keeps its structure and dtypes from step to step."""
-
-    common: CommonSchedulerState
-    init_noise_sigma: jax.Array  # standard deviation of the noise to start from
-    timesteps: jax.Array  # in the order they are visited, int32 (Euler: float32)
-    sigmas: jax.Array | None  # noise over signal at each timestep and at the end; Euler, DPM-Solver
-    step_index: jax.Array  # steps taken so far, int32
-    tables: dict[str, jax.Array]  # the numbers of every step, each (steps, ...)
-    memory: dict[str, jax.Array]  # what multistep methods remember, each (..., *sample.shape)
-    num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
-
-
-class FlaxSchedulerOutput(NamedTuple):
-    """What step returns; unpacks as (prev_sample, state)."""
+class FlaxSchedulerOutput(ModelOutput):
+    """What step returns: the sample at the next timestep and the state for it."""
 
     prev_sample: jax.Array
-    state: SchedulerState
-
-    def to_tuple(self):
-        """The plain tuple (prev_sample, state)."""
-        return tuple(self)
+    state: "SchedulerState | None" = None
 
 
-def training_betas(config):
-    """Noise variance added by each training timestep, float32 (num_train_timesteps,).
+class SchedulerState:
+    """Base of the states: pytrees that keep their structure and dtypes from step to step."""
 
-    Source: linear, DDPM (arXiv 2006.11239) section 4; scaled_linear, latent diffusion
-    (arXiv 2112.10752); squaredcos_cap_v2, improved DDPM (arXiv 2102.09672) equation 17.
-    """
-    num_steps = config.num_train_timesteps
-    if config.trained_betas is not None:
-        betas = np.asarray(config.trained_betas)
-        if not ((betas >= 0) & (betas <= 1)).all():
-            raise ValueError("trained_betas has values outside 0 to 1; give variances")
-        if betas.shape != (num_steps,):
-            raise ValueError(
-                f"trained_betas has shape {betas.shape} but num_train_timesteps={num_steps}; "
-                "give one beta per training timestep"
-            )
-    elif config.beta_schedule == "linear":
-        betas = np.linspace(config.beta_start, config.beta_end, num_steps)
-    elif config.beta_schedule == "scaled_linear":
-        betas = np.linspace(config.beta_start**0.5, config.beta_end**0.5, num_steps) ** 2
-    else:
-        time = np.arange(num_steps + 1) / num_steps
-        alpha_bar = np.cos((time + 0.008) / 1.008 * np.pi / 2) ** 2
-        betas = np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], 0.999)
-    return betas.astype(np.float32)
+    @classmethod
+    def create(cls, *args, **kwargs):
+        """The state of the given fields; the others have the values before set_timesteps."""
+        return cls(*args, **kwargs)
 
 
-def zero_terminal_snr(alpha_bar):
-    """Shift and scale alpha_bar, (num_train_timesteps,), so that its last value is 0.
-
-    Source: arXiv 2305.08891, algorithm 1.
-    """
-    root = np.sqrt(alpha_bar)
-    return ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
-
-
-def noise_schedule(config):
-    """The training schedule: float32 (betas, alphas, alphas_cumprod) of each timestep."""
-    # Betas round to float32 before the product, as they did for the published weights: where beta
-    # nears 1, the rounding of 1 - beta is worth 3e-5.
-    betas = training_betas(config)
-    alphas = 1 - betas
-    alpha_bar = np.cumprod(alphas, dtype=np.float64)
-    if config.get("rescale_betas_zero_snr"):
-        alpha_bar = zero_terminal_snr(alpha_bar)
-        alphas = np.append(alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1])
-        betas = 1 - alphas
-    return tuple(table.astype(np.float32) for table in (betas, alphas, alpha_bar))
-
-
-def timestep_grid(config, num_steps, last=None):
-    """Choose the timesteps to visit.
-
-    Args:
-        config: timestep_spacing, num_train_timesteps, steps_offset.
-        num_steps: how many, 1 to num_train_timesteps.
-        last: number of training timesteps to spread them over; None takes all.
-
-    Returns:
-        Timesteps, falling, float64 (num_steps,); whole numbers unless the spacing is linspace.
-
-    Source: arXiv 2305.08891, table 2.
-    """
-    last = last or config.num_train_timesteps
-    if config.timestep_spacing == "linspace":
-        return np.linspace(0, last - 1, num_steps)[::-1]
-    if config.timestep_spacing == "leading":
-        return (np.arange(num_steps) * (last // num_steps) + config.steps_offset)[::-1] * 1.0
-    # The slice drops an extra entry that rounding adds for some counts (61, 103, ...).
-    return np.round(np.arange(last, 0, -config.num_train_timesteps / num_steps)[:num_steps]) - 1
-
-
-def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
-    """Read a model's output as the clean sample and as the noise in x_t = alpha_t x0 + sigma_t eps.
-
-    Args:
-        prediction_type: epsilon, v_prediction or sample: what model_output is.
-        alpha_t: sqrt(alpha_bar_t), scalar in [0, 1]; above 0 where model_output is epsilon.
-        sigma_t: sqrt(1 - alpha_bar_t), scalar in (0, 1].
-        x_t: noisy sample, any shape.
-        model_output: same shape.
-
-    Returns:
-        (x0, eps), same shape.
-
-    Source: DDPM (arXiv 2006.11239) equation 15; for v, arXiv 2202.00512 appendix D.
-    """
-    if prediction_type == "epsilon":
-        return (x_t - sigma_t * model_output) / alpha_t, model_output
-    if prediction_type == "v_prediction":
-        return alpha_t * x_t - sigma_t * model_output, alpha_t * model_output + sigma_t * x_t
-    return model_output, (x_t - alpha_t * model_output) / sigma_t
-
-
-def load_config(pretrained_model_name_or_path, subfolder=None, revision=None):
+def load_config(pretrained_model_name_or_path, subfolder=None, revision=None, **hub_options):
     """Read scheduler_config.json.
 
     Args:
         pretrained_model_name_or_path: folder or Hub id.
         subfolder: folder inside it, "scheduler" in a pipeline.
         revision: branch, tag or commit on the Hub.
+        hub_options: see take_hub_options.
 
     Returns:
         The options, a dict.
@@ -188,7 +105,8 @@ def load_config(pretrained_model_name_or_path, subfolder=None, revision=None):
     Raises:
         ValueError: there is no such file, or it is no JSON object.
     """
-    file = fetch_file(pretrained_model_name_or_path, CONFIG_NAME, subfolder, revision)
+    path = pretrained_model_name_or_path
+    file = fetch_file(path, CONFIG_NAME, subfolder, revision, **hub_options)
     if file is None:
         where = "/".join(map(str, filter(None, (pretrained_model_name_or_path, subfolder))))
         raise ValueError(f"{where} has no {CONFIG_NAME}; give a model's scheduler folder")
@@ -201,10 +119,13 @@ def checked_option(name, value, default):
     An integer may be written as 1.0, and true or false as 1 or 0.
     """
     if name == "trained_betas":
-        is_list = isinstance(value, list | tuple | np.ndarray)
-        if not is_list or not all(isinstance(beta, Real) for beta in value):
+        is_array = isinstance(value, list | tuple | np.ndarray | jax.Array)
+        if not is_array or not all(isinstance(beta, Real) for beta in np.asarray(value).tolist()):
             raise ValueError("trained_betas must be a list of numbers, one per training timestep")
-        return value
+        betas = np.asarray(value)
+        if not ((betas >= 0) & (betas <= 1)).all():
+            raise ValueError("trained_betas has values outside 0 to 1; give variances")
+        return tuple(map(float, betas))
     kind = float if default is None else type(default)
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if kind is bool and is_number and value in (0, 1):
@@ -220,26 +141,45 @@ def checked_option(name, value, default):
     return value
 
 
-def to_device(array):
-    """Any array as float32, int32 or bool, also where 64-bit types are switched on."""
-    array = np.asarray(array)
-    return jnp.asarray(array, {"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_}[array.dtype.kind])
+class FlaxSchedulerMixin(ConfigMixin):
+    """What the schedulers share: options, files, states, forward noising.
 
-
-@dataclass(frozen=True, init=False)
-class Scheduler:
-    """What the schedulers share: options, files, state, forward noising, the frame of a step.
-
-    A subclass gives `defaults` (its options), `choices` (the values they may take; also of options
-    it supports only one value of), `_plan` and, unless the one here will do, `_advance`.
+    A scheduler holds options only: it is equal to one with the same options, hashes, and may be a
+    static argument of jit. A subclass gives `defaults` (its options), `arguments` (those that the
+    constructor takes by position, after FIRST_ARGUMENTS), `choices` (the values they may take; also
+    of options it supports only one value of), `create_state`, `_plan` and `step`.
     """
 
-    config: FrozenConfig
     defaults = DEFAULTS
+    arguments = ()
     choices = CHOICES
 
-    def __init__(self, **options):
-        options.pop("dtype", None)  # of the published signature; the state is always float32
+    config_name = CONFIG_NAME
+    ignore_for_config = ("dtype",)
+    has_compatibles = True
+    has_state = True
+    order = 1
+    _compatibles = tuple(FlaxKarrasDiffusionSchedulers.__members__)
+
+    def __init_subclass__(cls):
+        defaults = cls.defaults | {"dtype": jnp.float32}
+        names = dict.fromkeys((*FIRST_ARGUMENTS, *cls.arguments, "dtype", *defaults))
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        cls.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, kind, default=defaults[name]) for name in names]
+        )
+
+    def __init__(self, *args, **options):
+        names = tuple(self.__signature__.parameters)
+        if len(args) > len(names):
+            raise TypeError(f"{type(self).__name__} takes {len(names)} arguments at most")
+        if twice := options.keys() & set(names[: len(args)]):
+            raise TypeError(f"{type(self).__name__} is given {', '.join(sorted(twice))} twice")
+        # Keys that begin with an underscore describe a config, not the scheduler.
+        options = {k: v for k, v in options.items() if not k.startswith("_")}
+        options |= dict(zip(names, args))
+        self.dtype = options.pop("dtype", None) or jnp.float32  # the arithmetic is float32's
+
         unknown = sorted(options.keys() - self.defaults.keys() - self.choices.keys())
         if unknown:
             raise ValueError(
@@ -253,90 +193,152 @@ class Scheduler:
                     f"{name}={given[name]!r} is not supported by {type(self).__name__}; "
                     f"use {' or '.join(map(repr, supported))}, or another scheduler"
                 )
-        values = dict(self.defaults)
-        for name in values.keys() & given.keys():
-            values[name] = checked_option(name, given[name], values[name])
+        values = self.defaults | given
+        for name in self.defaults.keys() & given.keys():
+            values[name] = checked_option(name, given[name], self.defaults[name])
+        num_steps, betas = values["num_train_timesteps"], values["trained_betas"]
+        if betas is not None and len(betas) != num_steps:
+            raise ValueError(
+                f"trained_betas has {len(betas)} values but num_train_timesteps={num_steps}; "
+                "give one beta per training timestep"
+            )
         lowest, highest = values.get("sigma_min"), values.get("sigma_max")
         if None not in (lowest, highest) and lowest >= highest:
             raise ValueError(f"sigma_min={lowest} must be below sigma_max={highest}")
-        if values["trained_betas"] is not None:
-            values["trained_betas"] = tuple(map(float, values["trained_betas"]))
         # As in diffusers: another class takes over what was chosen here, not what was left open.
         values["_use_default_values"] = tuple(sorted(self.defaults.keys() - given.keys()))
-        self.__dict__["config"] = FrozenConfig(values)
+        self._config = FrozenConfig(values)
+
+    @property
+    def config(self):
+        """The options, read-only, and those that were carried over from another class's config."""
+        return self._config
+
+    @property
+    def init_noise_sigma(self):
+        """Standard deviation of the noise to start from; a run's own is state.init_noise_sigma."""
+        return 1.0
+
+    @property
+    def compatibles(self):
+        """The scheduler classes that can be built from this one's config."""
+        classes = [FlaxSchedulerMixin]
+        for cls in classes:  # grows
+            classes += cls.__subclasses__()
+        return [cls for cls in classes if cls.__name__ in self._compatibles]
+
+    def __eq__(self, other):
+        return type(self) is type(other) and self._file_content() == other._file_content()
 
     def __hash__(self):
-        return hash(frozenset(self.config.items()))
+        return hash(self.to_json_string())
 
     def __len__(self):
         return self.config.num_train_timesteps
 
+    def __repr__(self):
+        return f"{type(self).__name__} {self.to_json_string()}"
+
+    # ----------------------------------------------------------------- config files
+
     @classmethod
-    def from_config(cls, config, **overrides):
-        """Build from the options of this or another class; options this class lacks are dropped.
+    def from_config(cls, config=None, return_unused_kwargs=False, **overrides):
+        """Build from the options of this or another class.
+
+        Options that this class lacks have no effect here; its config keeps them for the next class.
 
         Args:
-            config: mapping, such as another scheduler's `config`.
-            overrides: options to replace.
+            config: mapping, such as another scheduler's `config`, or a path as for from_pretrained.
+            return_unused_kwargs: True returns what this class does not know as well, instead of
+                raising for an override.
+            **overrides: options to replace.
 
         Returns:
-            (scheduler, state).
+            The scheduler, or (scheduler, dict).
 
         Raises:
             ValueError: an option has a value that is not supported, or an override is unknown.
         """
-        known = cls.defaults.keys() | cls.choices.keys()
-        known -= set(config.get("_use_default_values", ()))
-        scheduler = cls(**{k: v for k, v in config.items() if k in known} | overrides)
-        return scheduler, scheduler.create_state()
+        if config is None:
+            raise ValueError("config=None; give a mapping, such as another scheduler's config")
+        if isinstance(config, str | Path):
+            config = load_config(config)
+        known = {*cls.defaults, *cls.choices, "dtype"}
+        left_open = config.get("_use_default_values", ())
+        config = {k: v for k, v in config.items() if k not in left_open and not k.startswith("_")}
+        carried = {name: value for name, value in config.items() if name not in known}
+        unused = {name: value for name, value in overrides.items() if name not in known}
+        taken = {name: value for name, value in config.items() if name in known - {"dtype"}}
+        taken |= overrides
+        if return_unused_kwargs:
+            taken = {name: value for name, value in taken.items() if name not in unused}
+        scheduler = cls(**taken)
+        scheduler._config = FrozenConfig({**carried, **scheduler.config})
+        return (scheduler, carried | unused) if return_unused_kwargs else scheduler
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path, subfolder=None, revision=None, **overrides
+        cls,
+        pretrained_model_name_or_path=None,
+        subfolder=None,
+        return_unused_kwargs=False,
+        *,
+        revision=None,
+        **kwargs,
     ):
-        """Read scheduler_config.json, of this or another class; see from_config and load_config."""
-        config = load_config(pretrained_model_name_or_path, subfolder, revision)
-        return cls.from_file_content(config, pretrained_model_name_or_path, **overrides)
+        """Read scheduler_config.json, of this or another class.
+
+        Args:
+            pretrained_model_name_or_path, subfolder, revision: as in load_config.
+            return_unused_kwargs: as in from_config.
+            **kwargs: options to replace, and cache_dir, force_download, local_files_only, token.
+
+        Returns:
+            (scheduler, state), or (scheduler, state, dict).
+
+        Raises:
+            ValueError: there is no such file, or as in from_config.
+        """
+        hub = take_hub_options(kwargs)
+        config = load_config(pretrained_model_name_or_path, subfolder, revision, **hub)
+        source = pretrained_model_name_or_path
+        if return_unused_kwargs:
+            scheduler, unused = cls.from_file_content(config, source, True, **kwargs)
+            return scheduler, scheduler.create_state(), unused
+        scheduler = cls.from_file_content(config, source, **kwargs)
+        return scheduler, scheduler.create_state()
 
     @classmethod
-    def from_file_content(cls, config, source, **overrides):
+    def from_file_content(cls, config, source, return_unused_kwargs=False, **overrides):
         """from_config of a scheduler_config.json's content; errors name source, its folder."""
         # diffusers sets _use_default_values on configs in memory and never writes it to a file.
         config = {name: value for name, value in config.items() if name != "_use_default_values"}
         try:
-            return cls.from_config(config, **overrides)
+            return cls.from_config(config, return_unused_kwargs, **overrides)
         except ValueError as error:
             raise ValueError(f"{CONFIG_NAME} of {source}: {error}") from error
 
-    def save_pretrained(self, save_directory):
-        """Write scheduler_config.json as PyTorch diffusers reads it."""
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        options = {name: self.config[name] for name in self.defaults}
-        options["_class_name"] = type(self).__name__.removeprefix("Flax")
-        write_json(folder / CONFIG_NAME, options)
+    _read_config = staticmethod(load_config)
 
-    def create_state(self):
-        """The state before set_timesteps: enough for add_noise and get_velocity in training."""
-        return SchedulerState(
-            common=CommonSchedulerState(*map(to_device, noise_schedule(self.config))),
-            init_noise_sigma=to_device(1.0),
-            timesteps=to_device(np.arange(len(self))[::-1]),
-            sigmas=None,
-            step_index=to_device(0),
-            tables={},
-            memory={},
-        )
+    def save_pretrained(self, save_directory, push_to_hub=False):
+        """Write scheduler_config.json as PyTorch diffusers reads it."""
+        self.save_config(save_directory, push_to_hub)
+
+    def _file_content(self):
+        options = {k: v for k, v in self.config.items() if not k.startswith("_")}
+        return options | {"_class_name": type(self).__name__.removeprefix("Flax")}
+
+    # ----------------------------------------------------------------- states
 
     def set_timesteps(self, state, num_inference_steps, shape=(), first_step=0):
-        """Choose the timesteps of a sampling run and work out every step's weights.
+        """Choose the timesteps of a sampling run.
 
         Args:
             state: from create_state or an earlier run.
-            num_inference_steps: Python int, 1 to num_train_timesteps.
-            shape: shape of the samples; PNDM and DPM-Solver need it for their memory.
+            num_inference_steps: Python or NumPy integer, 1 to num_train_timesteps.
+            shape: shape of the samples; PNDM, LMS and DPM-Solver need it for their memory.
             first_step: Python int, how many steps at the noisy end are left out, for a run that
-                begins with a noised picture; multistep methods start anew there.
+                begins with a noised image; multistep methods start anew there.
 
         Returns:
             The state at its first step. state.timesteps has an entry per step that is left (PNDM:
@@ -345,7 +347,8 @@ class Scheduler:
         Raises:
             ValueError: num_inference_steps is out of range or leads to timesteps that are.
         """
-        if not isinstance(num_inference_steps, int) or not 1 <= num_inference_steps <= len(self):
+        is_integer = isinstance(num_inference_steps, int | np.integer)
+        if not is_integer or not 1 <= num_inference_steps <= len(self):
             raise ValueError(
                 f"num_inference_steps={num_inference_steps} must be a whole number from 1 to "
                 f"{len(self)}"
@@ -355,7 +358,7 @@ class Scheduler:
                 f"first_step={first_step} must be a whole number from 0 to "
                 f"{num_inference_steps - 1}, the last step"
             )
-        plan = self._plan(num_inference_steps, first_step)
+        plan = self._plan(int(num_inference_steps), first_step)
         first, final = plan["timesteps"].max(), plan["timesteps"].min()
         if first >= len(self) or final < 0:
             raise ValueError(
@@ -363,74 +366,32 @@ class Scheduler:
                 f"{self.config.steps_offset} visits timesteps {final:g} to {first:g}, outside 0 to "
                 f"{len(self) - 1}; take fewer steps or steps_offset=0"
             )
-        memory = {k: jnp.zeros((*lead, *shape), jnp.float32) for k, lead in self._memory().items()}
         return state.replace(
-            step_index=to_device(0),
-            memory=memory,
-            num_inference_steps=num_inference_steps,
+            num_inference_steps=int(num_inference_steps),
             **jax.tree.map(to_device, plan),
+            **self._memory(tuple(shape)),
         )
 
+    def _plan(self, num_inference_steps, first_step):
+        """What a run replaces in the state, NumPy: timesteps, the count of steps, sigmas, ..."""
+        raise NotImplementedError
+
+    def _memory(self, shape):
+        """What the steps remember at the start of a run: arrays for samples of this shape."""
+        return {}
+
+    def _option(self, name):
+        """An option of this class; None where its config merely carries it for another one."""
+        return self.config[name] if name in self.defaults else None
+
+    def _noise_schedule(self):
+        return noise_schedule(self.config, self._option("rescale_betas_zero_snr"))
+
+    # ----------------------------------------------------------------- steps
+
     def scale_model_input(self, state, sample, timestep=None):
-        """The sample as the model expects it at this step: itself, except for Euler."""
+        """The sample as the model expects it at this timestep: itself, except for Euler and LMS."""
         return sample
-
-    def step(
-        self,
-        state,
-        model_output,
-        timestep,
-        sample,
-        key=None,
-        return_dict=True,
-        *,
-        noise=None,
-        **options,
-    ):
-        """Step from the current timestep to the next one, in float32.
-
-        Args:
-            state: from set_timesteps or the step before; it counts the steps.
-            model_output: of scale_model_input(state, sample), as prediction_type says; same shape.
-            timestep: state.timesteps[state.step_index]; the count decides, not this value.
-            sample: the noisy sample, any shape and float dtype.
-            key: PRNG key of this step's noise; DDPM, Euler-ancestral, DDIM with eta.
-            return_dict: False returns a plain tuple.
-            noise: standard normal noise of the same shape, to use in place of key.
-            options: eta (DDIM only), 0 to 1, the share of DDPM's noise; 0 is deterministic.
-
-        Returns:
-            FlaxSchedulerOutput: prev_sample in sample's dtype, and the next state.
-
-        Raises:
-            ValueError: set_timesteps was not called or with another shape, or noise is needed and
-                neither key nor noise given.
-        """
-        if state.num_inference_steps is None:
-            raise ValueError("the state has no timesteps; call set_timesteps before step")
-        for array in state.memory.values():
-            if array.shape[array.ndim - sample.ndim :] != sample.shape:
-                raise ValueError(
-                    f"sample has shape {sample.shape}, which set_timesteps was not told; "
-                    f"call set_timesteps(state, {state.num_inference_steps}, sample.shape)"
-                )
-
-        def draw_noise():
-            if noise is not None:
-                return noise.astype(jnp.float32)
-            if key is None:
-                raise ValueError(
-                    f"key=None but {type(self).__name__} draws noise in every step; "
-                    "pass key=jax.random.fold_in(key, i), or noise="
-                )
-            return jax.random.normal(key, sample.shape, jnp.float32)
-
-        now = {name: table[state.step_index] for name, table in state.tables.items()}
-        x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
-        x_prev, memory = self._advance(now, state.memory, x_t, model_output, draw_noise, **options)
-        state = state.replace(step_index=state.step_index + 1, memory=memory)
-        output = FlaxSchedulerOutput(x_prev.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
 
     def add_noise(self, state, original_samples, noise, timesteps):
         """Noise clean samples to given timesteps (the forward process).
@@ -439,72 +400,43 @@ class Scheduler:
             state: from create_state or set_timesteps.
             original_samples: clean samples, (B, ...).
             noise: standard normal, same shape.
-            timesteps: (B,) or scalar; for Euler and DPM-Solver after set_timesteps, of the run.
+            timesteps: (B,) or scalar; for Euler, LMS and DPM-Solver after set_timesteps, of the
+                run.
 
         Returns:
-            Noisy samples in original_samples' dtype; for Euler before scale_model_input.
+            Noisy samples in original_samples' dtype; for Euler and LMS before scale_model_input.
 
         Source: DDPM (arXiv 2006.11239) equation 4.
         """
-        alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
-        x_0, eps = original_samples.astype(jnp.float32), noise.astype(jnp.float32)
-        return (alpha_t * x_0 + sigma_t * eps).astype(original_samples.dtype)
+        return add_noise_common(state.common, original_samples, noise, timesteps)
 
     def get_velocity(self, state, sample, noise, timesteps):
         """What a v-prediction model learns: alpha_t eps - sigma_t x0; arguments as in add_noise.
 
         Source: progressive distillation (arXiv 2202.00512) appendix D.
         """
-        alpha_t, sigma_t = self._alpha_sigma(state, sample, timesteps)
-        x_0, eps = sample.astype(jnp.float32), noise.astype(jnp.float32)
-        return (alpha_t * eps - sigma_t * x_0).astype(sample.dtype)
+        return get_velocity_common(state.common, sample, noise, timesteps)
 
-    def _alpha_sigma(self, state, sample, timesteps):
-        """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at the timesteps, shaped to multiply a sample."""
-        alpha_bar = state.common.alphas_cumprod[jnp.asarray(timesteps)]
-        alpha_bar = alpha_bar.reshape(alpha_bar.shape + (1,) * (sample.ndim - alpha_bar.ndim))
-        return jnp.sqrt(alpha_bar), jnp.sqrt(1 - alpha_bar)
-
-    def _plan(self, num_inference_steps, first_step):
-        """What a run replaces in the state, NumPy: timesteps, tables, sigmas, init_noise_sigma."""
-        raise NotImplementedError
-
-    def _memory(self):
-        """Leading axes of each array that the steps remember."""
-        return {}
-
-    def _advance(self, now, memory, x_t, model_output, draw_noise):
-        """(next sample, next memory): weighted x_t, x0, eps and noise, as far as `now` has them."""
-        x_0, eps = self._predict(now, x_t, model_output)
-        x_prev = now["x0_weight"] * x_0
-        if "x_t_weight" in now:
-            x_prev = x_prev + now["x_t_weight"] * x_t
-        if "eps_weight" in now:
-            x_prev = x_prev + now["eps_weight"] * eps
-        if "std" in now:
-            x_prev = x_prev + now["std"] * draw_noise()
-        return x_prev, memory
-
-    def _predict(self, now, x_t, model_output):
-        x_0, eps = predict_x0_and_eps(
-            self.config.prediction_type, now["alpha"], now["sigma"], x_t, model_output
-        )
-        if self.config.get("clip_sample"):
-            x_0 = jnp.clip(x_0, -self.config.clip_sample_range, self.config.clip_sample_range)
-        return x_0, eps
-
-    def _whole_timesteps(self, num_inference_steps):
-        return np.round(timestep_grid(self.config, num_inference_steps)).astype(int)
-
-    def _alpha_bars(self, start, end):
-        """float64 alpha_bar where steps start and where they end; timestep < 0 is the clean end."""
-        alpha_bar = noise_schedule(self.config)[2].astype(np.float64)
-        clean = 1.0 if self.config.get("set_alpha_to_one", True) else alpha_bar[0]
-        start, end = np.minimum(start, len(self) - 1), np.minimum(end, len(self) - 1)
-        if self.config.prediction_type == "epsilon" and (alpha_bar[start] == 0).any():
+    def _check_run(self, state, sample, memory=None):
+        """Raise if set_timesteps was not called, or for samples of another shape than memory's."""
+        if state.num_inference_steps is None:
+            raise ValueError("the state has no timesteps; call set_timesteps before step")
+        if memory is not None and memory.shape[memory.ndim - sample.ndim :] != sample.shape:
             raise ValueError(
-                "prediction_type='epsilon' tells nothing at the last training timestep, which "
-                "rescale_betas_zero_snr=True leaves without signal; "
-                "use v_prediction or timestep_spacing='leading'"
+                f"sample has shape {sample.shape}, which set_timesteps was not told; "
+                f"call set_timesteps(state, {state.num_inference_steps}, sample.shape)"
             )
-        return alpha_bar[start], np.where(end < 0, clean, alpha_bar[end])
+
+    def _noise(self, key, noise, sample):
+        """The noise of a step, float32: as given, or drawn as the published DDPM scheduler drew."""
+        if noise is not None:
+            return noise.astype(jnp.float32)
+        if key is None:
+            raise ValueError(
+                f"key=None but {type(self).__name__} draws noise in every step; "
+                "pass key=jax.random.fold_in(key, i), or noise="
+            )
+        return jax.random.normal(jax.random.split(key, 1)[0], sample.shape, jnp.float32)
+
+
+Scheduler = FlaxSchedulerMixin
