@@ -10,11 +10,11 @@ those of PyTorch diffusers.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.typing import DTypeLike
 
 from modeling_flax_blocks import (
@@ -29,6 +29,7 @@ from modeling_flax_blocks import (
     sinusoidal_embedding,
 )
 from modeling_flax_utils import FlaxModelMixin
+from outputs_flax import ModelOutput
 
 CROSS_ATTENTION_BLOCKS = {
     "DownBlock2D": False,
@@ -38,8 +39,9 @@ CROSS_ATTENTION_BLOCKS = {
 }
 
 
-class FlaxUNet2DConditionOutput(NamedTuple):
-    """What the model hands back: sample, (B, out_channels, H, W)."""
+@struct.dataclass
+class FlaxUNet2DConditionOutput(ModelOutput):
+    """What the model returns: sample, (B, out_channels, H, W)."""
 
     sample: jax.Array
 
@@ -132,19 +134,24 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     only_cross_attention: bool | tuple = False
     block_out_channels: tuple = (320, 640, 1280, 1280)
     layers_per_block: int | tuple = 2
-    transformer_layers_per_block: int | tuple = 1
     attention_head_dim: int | tuple = 8
+    num_attention_heads: int | tuple | None = None  # PyTorch and the published class refuse others
     cross_attention_dim: int = 1280
+    dropout: float = 0.0  # no other value is implemented
     use_linear_projection: bool = False
-    norm_num_groups: int = 32
-    norm_eps: float = 1e-5
+    dtype: DTypeLike = jnp.float32
     flip_sin_to_cos: bool = True
     freq_shift: int = 0
-    upcast_attention: bool | None = False  # logits and softmax are float32 either way
+    use_memory_efficient_attention: bool = False  # no effect: attention has one form
+    split_head_dim: bool = False  # no effect: attention has one form
+    transformer_layers_per_block: int | tuple = 1
     addition_embed_type: str | None = None  # "text_time": SDXL's added_cond_kwargs
     addition_time_embed_dim: int | None = None  # length of each time id's embedding
+    addition_embed_type_num_heads: int = 64  # no effect on "text_time"
     projection_class_embeddings_input_dim: int | None = None  # of text_embeds and time ids together
-    dtype: DTypeLike = jnp.float32
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+    upcast_attention: bool | None = False  # logits and softmax are float32 either way
     gradient_checkpointing: bool = False
 
     weights_name = "diffusion_pytorch_model"
@@ -165,7 +172,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         "encoder_hid_dim": None,
         "encoder_hid_dim_type": None,
         "mid_block_scale_factor": 1,
-        "num_attention_heads": None,  # PyTorch refuses it as well
+        "num_attention_heads": None,
         "num_class_embeds": None,
         "resnet_out_scale_factor": 1.0,
         "resnet_skip_time_act": False,
@@ -179,7 +186,6 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     }
     # Read and dropped: they change no number of this class.
     ignored_config = (
-        "addition_embed_type_num_heads",
         "mid_block_only_cross_attention",
         "split_head_dim",
         "use_memory_efficient_attention",
@@ -258,7 +264,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
             mid_block_additional_residual: (B, C, h, w), added before the up blocks, or None.
             return_dict: False returns a plain tuple.
-            train: part of the published signature; without dropout both values mean the same.
+            train: part of the published signature; without dropout it has no effect.
 
         Returns:
             FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
@@ -266,6 +272,10 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         Raises:
             ValueError: an input's shape does not fit the configuration.
         """
+        for name in ("num_attention_heads", "dropout"):
+            value, supported = getattr(self, name), self.fixed_config[name]
+            if value != supported:
+                raise ValueError(f"{name}={value!r} is not supported, only {supported!r} is")
         if sample.ndim != 4 or sample.shape[1] != self.in_channels:
             raise ValueError(
                 f"sample has shape {tuple(sample.shape)}, this UNet takes "

@@ -10,7 +10,6 @@ from a folder or from the Hugging Face Hub. Writes what PyTorch diffusers and tr
 import dataclasses
 import functools
 import json
-import logging
 import mmap
 import os
 import re
@@ -18,7 +17,6 @@ import shutil
 import tempfile
 import typing
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -28,10 +26,21 @@ import msgpack
 import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
 from flax.traverse_util import flatten_dict, unflatten_dict
-from huggingface_hub import hf_hub_download, split_state_dict_into_shards_factory
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from config_flax import (
+    ConfigMixin,
+    FrozenConfig,
+    fetch_file,
+    place_in_words,
+    read_json,
+    refuse_push_to_hub,
+    take_hub_options,
+    warn_once,
+    write_json,
+)
 
 # By `weights_name`: the file names to look for, in this order.
 WEIGHT_FILES = {
@@ -44,7 +53,14 @@ WEIGHT_FILES = {
 }
 
 # Fields of a Flax module that say how it runs, not what it is.
-RUNTIME_FIELDS = {"dtype", "gradient_checkpointing", "parent", "name"}
+RUNTIME_FIELDS = {
+    "dtype",
+    "gradient_checkpointing",
+    "name",
+    "parent",
+    "split_head_dim",
+    "use_memory_efficient_attention",
+}
 
 # Keys of transformers' config.json that describe the file, not the model.
 FILE_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -74,18 +90,18 @@ FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 # PyTorch's names of the dtypes that NumPy lacks: integers of their size.
 TORCH_BITS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 
-# transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without).
+# transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without);
+# of the safety checker's published prefix vision_model.vision_model it leaves out one half.
 CLIP_WITHOUT_PREFIX = ("embeddings.", "encoder.layers.", "final_layer_norm.")
-
-logger = logging.getLogger(__name__)
 
 
 def torch_to_flax(key, array):
     """Rename one PyTorch tensor to its place in the Flax tree and turn its axes.
 
     Args:
-        key: name in a state dict of UNet2DConditionModel, AutoencoderKL, CLIPTextModel or
-            CLIPTextModelWithProjection, e.g. "down_blocks.0.resnets.1.conv1.weight".
+        key: name in a state dict of UNet2DConditionModel, AutoencoderKL, CLIPTextModel,
+            CLIPTextModelWithProjection or StableDiffusionSafetyChecker, e.g.
+            "down_blocks.0.resnets.1.conv1.weight".
         array: the tensor, NumPy; convolution OIHW, linear (out, in), anything of one axis.
 
     Returns:
@@ -93,6 +109,8 @@ def torch_to_flax(key, array):
     """
     if key.startswith(CLIP_WITHOUT_PREFIX):
         key = f"text_model.{key}"
+    if key.startswith("vision_model.") and not key.startswith("vision_model.vision_model."):
+        key = f"vision_model.{key}"
     if VAE_ATTENTION.match(key):
         for torch_name, flax_name in VAE_TORCH_TO_FLAX.items():
             key = key.replace(torch_name, flax_name)
@@ -108,7 +126,8 @@ def torch_to_flax(key, array):
             leaf, array = "kernel", array.T
         elif array.ndim == 4:
             leaf, array = "kernel", array.transpose(2, 3, 1, 0)
-    return TORCH_LIST.sub(r"\1_\2", f"{module}.{leaf}").replace(".", "/"), array
+    name = f"{module}.{leaf}" if module else leaf
+    return TORCH_LIST.sub(r"\1_\2", name).replace(".", "/"), array
 
 
 def flax_to_torch(key, array):
@@ -132,33 +151,50 @@ def flax_to_torch(key, array):
         array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
     if leaf in ("kernel", "scale", "embedding"):
         leaf = "weight"
-    return f"{module}.{leaf}", array
+    return f"{module}.{leaf}" if module else leaf, array
 
 
-class FrozenConfig(Mapping):
-    """A model's settings, read-only: as attributes (config.in_channels) and as a mapping."""
+def cast_floating(params, dtype, mask=None):
+    """Cast the floating-point arrays of a parameter tree.
 
-    def __init__(self, values):
-        self.__dict__.update(values)
+    Args:
+        params: tree of NumPy and JAX arrays.
+        dtype: what to cast to.
+        mask: tree of bools of the same structure; arrays marked False stay as they are. None
+            casts all.
 
-    def __setattr__(self, name, value):
-        raise AttributeError(f"config is read-only: pass {name}={value!r} to from_pretrained")
+    Returns:
+        A new tree.
+    """
 
-    def __getitem__(self, key):
-        return self.__dict__[key]
+    if mask is None:
+        mask = jax.tree.map(lambda _: True, params)
 
-    def __iter__(self):
-        return iter(self.__dict__)
+    def cast(array, is_selected):
+        is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+        return array.astype(dtype) if is_selected and is_floating else array
 
-    def __len__(self):
-        return len(self.__dict__)
-
-    def __repr__(self):
-        return f"FrozenConfig({self.__dict__})"
+    return jax.tree.map(cast, params, mask)
 
 
-class FlaxModelMixin:
-    """What every model here can do besides computing: be read, be written, show its config.
+class FloatingCasts:
+    """The published methods that cast parameters; see cast_floating."""
+
+    def to_bf16(self, params, mask=None):
+        """Parameters in bfloat16."""
+        return cast_floating(params, jnp.bfloat16, mask)
+
+    def to_fp16(self, params, mask=None):
+        """Parameters in float16."""
+        return cast_floating(params, jnp.float16, mask)
+
+    def to_fp32(self, params, mask=None):
+        """Parameters in float32."""
+        return cast_floating(params, jnp.float32, mask)
+
+
+class FlaxModelMixin(ConfigMixin, FloatingCasts):
+    """What every model can do besides computing: from_pretrained, save_pretrained, config, casts.
 
     A model is a Linen module whose dataclass fields are config.json entries, with a method
     `init_weights(rng) -> params` and these class attributes (assigned without an annotation, which
@@ -183,12 +219,18 @@ class FlaxModelMixin:
             {n: _lists_to_tuples(getattr(self, n)) for n in names if n not in RUNTIME_FIELDS}
         )
 
+    def init_weights(self, rng):
+        """Random float32 parameters. rng: a PRNG key."""
+        raise NotImplementedError
+
     @classmethod
-    def from_config(cls, config, **overrides):
+    def from_config(cls, config=None, return_unused_kwargs=False, **overrides):
         """Build the module, without parameters, from the content of a config.json.
 
         Args:
-            config: mapping; entries it lacks take the module's defaults.
+            config: mapping, or a folder or Hub id with overrides subfolder= and revision=; entries
+                it lacks take the module's defaults.
+            return_unused_kwargs: True returns (module, {overrides that it does not know}).
             **overrides: entries that win over `config`, and dtype=, gradient_checkpointing=.
 
         Returns:
@@ -198,28 +240,34 @@ class FlaxModelMixin:
             ValueError: an entry that this model does not implement or that has the wrong type, or
                 an override that it does not know.
         """
+        if isinstance(config, str | Path):
+            places = {name: overrides.pop(name, None) for name in ("subfolder", "revision")}
+            config = cls.load_config(config, **places, **take_hub_options(overrides))
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        settings = {}
-        for key, value in {**config, **overrides}.items():
+        settings, unused = {}, {}
+        for key, value in {**(config or {}), **overrides}.items():
             value = _lists_to_tuples(value)
-            if key in fields and (key not in RUNTIME_FIELDS or key in overrides):
-                if key not in RUNTIME_FIELDS and not _has_type(value, fields[key]):
-                    kinds = " or ".join(kind.__name__ for kind in _kinds(fields[key]))
-                    raise ValueError(f"{key}={value!r} has the wrong type, it must be {kinds}")
-                settings[key] = value
-            elif key in cls.fixed_config:
+            if key in cls.fixed_config:
                 supported = cls.fixed_config[key]
                 if value is not None and value != _lists_to_tuples(supported):
                     raise ValueError(
                         f"{cls.__name__} does not implement {key}={value!r}; "
                         f"it supports {key}={supported!r} only"
                     )
+            elif key in fields and (key not in RUNTIME_FIELDS or key in overrides):
+                if key not in RUNTIME_FIELDS and not _has_type(value, fields[key]):
+                    kinds = " or ".join(kind.__name__ for kind in _kinds(fields[key]))
+                    raise ValueError(f"{key}={value!r} has the wrong type, it must be {kinds}")
+                settings[key] = value
+            elif key in overrides and return_unused_kwargs:
+                unused[key] = value
             elif key in overrides:
                 known = ", ".join(sorted(fields.keys() - {"parent", "name"}))
                 raise ValueError(f"{cls.__name__} has no setting {key!r}; it has {known}")
             elif not (key.startswith("_") or key in cls.ignored_config or key in FILE_KEYS):
                 warn_once(f"{cls.__name__} does not know the config key {key!r}: ignored")
-        return cls(**settings)
+        module = cls(**settings)
+        return (module, unused) if return_unused_kwargs else module
 
     @classmethod
     def from_pretrained(
@@ -231,6 +279,7 @@ class FlaxModelMixin:
         revision=None,
         variant=None,
         from_pt=False,
+        config=None,
         **config_overrides,
     ):
         """Read config.json and the weights beside it.
@@ -241,9 +290,12 @@ class FlaxModelMixin:
                 float8 included, and each is cast where the computation uses it.
             subfolder: the model's folder in a pipeline, e.g. "unet".
             revision: branch, tag or commit on the Hub.
-            variant: the part in the middle of the weights' name, e.g. "fp16".
+            variant: the part in the middle of the weights' name, e.g. "fp16"; where no weights have
+                it, those without are read, with a warning.
             from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
-            **config_overrides: config entries that win over config.json.
+            config: mapping to use in place of config.json, or the folder or Hub id that has it.
+            **config_overrides: config entries that win over config.json; and cache_dir,
+                force_download, local_files_only, token of huggingface_hub.hf_hub_download.
 
         Returns:
             (module, params): params a nested dict of NumPy arrays.
@@ -254,20 +306,24 @@ class FlaxModelMixin:
                 and everything that is wrong.
         """
         fetch = functools.partial(
-            fetch_file, pretrained_model_name_or_path, subfolder=subfolder, revision=revision
+            fetch_file,
+            pretrained_model_name_or_path,
+            subfolder=subfolder,
+            revision=revision,
+            **take_hub_options(config_overrides),
         )
-        where = f"{pretrained_model_name_or_path}{f'/{subfolder}' if subfolder else ''}"
-        if not os.path.isdir(pretrained_model_name_or_path):
-            where += f" (no folder here, so looked up on the Hub, revision {revision or 'main'})"
-
-        config_file = fetch("config.json")
+        if isinstance(config, str | Path):
+            config = cls.load_config(config)
+        where = place_in_words(pretrained_model_name_or_path, subfolder, revision)
+        config_file = "config=" if config is not None else fetch(cls.config_name)
         if config_file is None:
             raise ValueError(
                 f"no config.json in {where}; give the folder or Hub id that holds it, for a whole "
                 'pipeline with subfolder="unet" (or "vae", "text_encoder"), and if HF_HUB_OFFLINE '
                 "is set or the Hub is out of reach, download it first"
             )
-        config = read_json(config_file)
+        if config is None:
+            config = read_json(config_file)
         class_names = config.get("_class_name") or config.get("architectures") or []
         class_names = class_names if isinstance(class_names, list) else [class_names]
         accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
@@ -297,6 +353,8 @@ class FlaxModelMixin:
         self,
         save_directory,
         params,
+        is_main_process=True,
+        push_to_hub=False,
         *,
         variant=None,
         dtype=None,
@@ -311,6 +369,8 @@ class FlaxModelMixin:
         Args:
             save_directory: folder, made if absent.
             params: nested dict of NumPy or JAX arrays, not replicated over devices.
+            is_main_process: False writes nothing.
+            push_to_hub: must be False; `hf upload` sends a folder to the Hub.
             variant: name part as in from_pretrained, e.g. "fp16".
             dtype: what to store; None keeps each array's own.
             flax_msgpack: True writes the published Flax msgpack as well (it has no variant).
@@ -320,6 +380,9 @@ class FlaxModelMixin:
         Raises:
             ValueError: params are not this model's.
         """
+        refuse_push_to_hub(push_to_hub)
+        if not is_main_process:
+            return
         flat = flatten_dict(params, sep="/")
         self._check_params(flat, self._param_shapes(), "params")
 
@@ -345,7 +408,7 @@ class FlaxModelMixin:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as tmp:
             tmp = Path(tmp)
-            write_json(tmp / "config.json", self._torch_config())
+            write_json(tmp / "config.json", self._file_content())
             for file_name, torch_keys in shards.filename_to_tensors.items():
                 tensors = {
                     # save_file stores the memory as it lies, so a transposed view would be lost.
@@ -373,7 +436,7 @@ class FlaxModelMixin:
             if (ours.fullmatch(file.name) or file.name == index_name) and file.name not in written:
                 file.unlink()
 
-    def _torch_config(self):
+    def _file_content(self):
         """The config.json that PyTorch reads; what is fixed here is said, not left to defaults."""
         if self.weights_name == "model":
             names = {"architectures": [self.torch_class_name], "model_type": "clip_text_model"}
@@ -438,50 +501,38 @@ def _reason(error):
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"
 
 
-@functools.cache
-def warn_once(message):
-    """Log a warning the first time it is given."""
-    logger.warning(message)
-
-
-def fetch_file(source, name, subfolder, revision):
-    """Path of one file of a folder or Hub repository, downloaded if need be; None if absent."""
-    if os.path.isdir(source):
-        file = Path(source, subfolder or "", name)
-        return file if file.is_file() else None
-    try:
-        return Path(hf_hub_download(str(source), name, subfolder=subfolder, revision=revision))
-    except EntryNotFoundError:  # not in the repository, or offline and not in the cache
-        return None
-    except HFValidationError:
-        raise ValueError(
-            f"{source} is no folder here and cannot be a Hub id (owner/name); check the path"
-        ) from None
-    except HfHubHTTPError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{source} is no folder here, and the Hub refuses it: {reason}") from error
-
-
 def _find_weights(fetch, weights_name, variant, from_pt, where):
-    """The files that hold the weights, in the first format there is."""
-    dot_variant = f".{variant}" if variant else ""
+    """The files that hold the weights, in the first format there is.
+
+    Without the variant if no weights have it: the published classes had no variants, and scripts
+    for them name some that do not exist.
+    """
     tried = []
-    for file_name in WEIGHT_FILES[weights_name][: 2 if from_pt else 3]:
-        stem, suffix = file_name.split(".")
-        single = f"{stem}{dot_variant}.{suffix}"
-        if file := fetch(single):
-            return [file]
-        if index := fetch(f"{stem}.{suffix}.index{dot_variant}.json"):
-            shards = {name: fetch(name) for name in shard_names(index)}
-            if missing := sorted(name for name, file in shards.items() if file is None):
-                raise ValueError(
-                    f"{index} names shards that are not there: {', '.join(missing)}; "
-                    "download or copy them again"
-                )
-            return list(shards.values())
-        tried.append(single)
-    hint = f"; without variant={variant!r} there may be some" if variant else ""
-    raise ValueError(f"no weights in {where}: neither {', '.join(tried)} nor shards of one{hint}")
+    for dot_variant in dict.fromkeys([f".{variant}" if variant else "", ""]):
+        for file_name in WEIGHT_FILES[weights_name][: 2 if from_pt else 3]:
+            stem, suffix = file_name.split(".")
+            tried.append(f"{stem}{dot_variant}.{suffix}")
+            if files := _weight_files(fetch, stem, suffix, dot_variant):
+                if variant and not dot_variant:
+                    warn_once(f"{where} has no weights with variant={variant!r}: read without it")
+                return files
+    raise ValueError(f"no weights in {where}: neither {', '.join(tried)} nor shards of one")
+
+
+def _weight_files(fetch, stem, suffix, dot_variant):
+    """One file, or all shards; [] if there are neither."""
+    if file := fetch(f"{stem}{dot_variant}.{suffix}"):
+        return [file]
+    index = fetch(f"{stem}.{suffix}.index{dot_variant}.json")
+    if index is None:
+        return []
+    shards = {name: fetch(name) for name in shard_names(index)}
+    if missing := sorted(name for name, file in shards.items() if file is None):
+        raise ValueError(
+            f"{index} names shards that are not there: {', '.join(missing)}; "
+            "download or copy them again"
+        )
+    return list(shards.values())
 
 
 def shard_names(index):
@@ -580,19 +631,3 @@ def _msgpack_parts(tree, leaf_to_array):
     for key, subtree in sorted(tree.items()):
         yield packer.pack(key)
         yield from _msgpack_parts(subtree, leaf_to_array)
-
-
-def read_json(file):
-    """The JSON object in file; a ValueError that names the file if there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets in brackets
-        raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; fetch it again")
-    return content
-
-
-def write_json(file, content):
-    """Write content, readable, to file."""
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

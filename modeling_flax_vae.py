@@ -11,7 +11,7 @@ Stable Diffusion 1.x, 2.x and SDXL.
 Source: Latent Diffusion Models (arXiv 2112.10752), section 3.1; numerics of PyTorch diffusers.
 """
 
-from typing import NamedTuple
+import math
 
 import flax.linen as nn
 import jax
@@ -22,28 +22,50 @@ from jax.typing import DTypeLike
 from attention_flax import attention
 from modeling_flax_blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
 from modeling_flax_utils import FlaxModelMixin
+from outputs_flax import ModelOutput
 
 
-@struct.dataclass
+@jax.tree_util.register_pytree_with_keys_class
 class FlaxDiagonalGaussianDistribution:
-    """The posterior over latents, channels-last: mean and logvar, each (B, h, w, C) float32."""
+    """The posterior over latents, channels-last and float32: a pytree of mean and logvar.
 
-    mean: jax.Array
-    logvar: jax.Array
+    Args:
+        parameters: the encoder's output (B, h, w, 2C): mean, logarithm of the variance.
+        deterministic: True takes the variance as 0.
+
+    Attributes:
+        mean: (B, h, w, C).
+        logvar: (B, h, w, C), in [-30, 20].
+    """
+
+    def __init__(self, parameters, deterministic=False):
+        self.mean, logvar = jnp.split(parameters.astype(jnp.float32), 2, axis=-1)
+        self.logvar = jnp.clip(logvar, -30.0, 20.0)
+        self.deterministic = deterministic
+
+    def tree_flatten_with_keys(self):
+        """For JAX: the arrays with their names, and what is static."""
+        names = ("mean", "logvar")
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+        return children, self.deterministic
 
     @classmethod
-    def from_moments(cls, moments):
-        """Split the encoder's output (B, h, w, 2C); logvar is clipped to [-30, 20]."""
-        mean, logvar = jnp.split(moments.astype(jnp.float32), 2, axis=-1)
-        return cls(mean, jnp.clip(logvar, -30.0, 20.0))
+    def tree_unflatten(cls, deterministic, children):
+        """For JAX: the inverse."""
+        distribution = object.__new__(cls)
+        distribution.mean, distribution.logvar = children
+        distribution.deterministic = deterministic
+        return distribution
 
     @property
     def var(self):
-        return jnp.exp(self.logvar)
+        """(B, h, w, C)."""
+        return jnp.zeros_like(self.mean) if self.deterministic else jnp.exp(self.logvar)
 
     @property
     def std(self):
-        return jnp.exp(0.5 * self.logvar)
+        """(B, h, w, C)."""
+        return jnp.zeros_like(self.mean) if self.deterministic else jnp.exp(0.5 * self.logvar)
 
     def sample(self, key):
         """One draw, (B, h, w, C)."""
@@ -53,8 +75,17 @@ class FlaxDiagonalGaussianDistribution:
         """The most probable latent, (B, h, w, C)."""
         return self.mean
 
+    def nll(self, sample, axis=(1, 2, 3)):
+        """Negative log likelihood of sample (B, h, w, C) in nats, summed over axis."""
+        if self.deterministic:
+            return jnp.zeros((1,))
+        terms = math.log(2 * math.pi) + self.logvar + jnp.square(sample - self.mean) / self.var
+        return 0.5 * terms.sum(axis)
+
     def kl(self, other=None):
-        """Divergence from other, or from the standard normal, in nats per picture, (B,)."""
+        """Divergence from other, or from the standard normal, in nats per image, (B,)."""
+        if self.deterministic:
+            return jnp.zeros((1,))
         if other is None:
             terms = jnp.square(self.mean) + self.var - 1.0 - self.logvar
         else:
@@ -63,14 +94,16 @@ class FlaxDiagonalGaussianDistribution:
         return 0.5 * terms.sum((1, 2, 3))
 
 
-class FlaxAutoencoderKLOutput(NamedTuple):
-    """What encode hands back."""
+@struct.dataclass
+class FlaxAutoencoderKLOutput(ModelOutput):
+    """What encode returns."""
 
     latent_dist: FlaxDiagonalGaussianDistribution
 
 
-class FlaxDecoderOutput(NamedTuple):
-    """What decode hands back: pictures (B, 3, H, W), about [-1, 1]."""
+@struct.dataclass
+class FlaxDecoderOutput(ModelOutput):
+    """What decode returns: images (B, 3, H, W), about [-1, 1]."""
 
     sample: jax.Array
 
@@ -214,15 +247,16 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
     up_block_types: tuple = ("UpDecoderBlock2D",)
     block_out_channels: tuple = (64,)
     layers_per_block: int = 1
+    act_fn: str = "silu"  # no other value is implemented
     latent_channels: int = 4
     norm_num_groups: int = 32
     sample_size: int | tuple | None = 32
     scaling_factor: float = 0.18215
+    dtype: DTypeLike = jnp.float32
     force_upcast: bool = True
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
-    dtype: DTypeLike = jnp.float32
 
     weights_name = "diffusion_pytorch_model"
     torch_class_name = "AutoencoderKL"
@@ -235,6 +269,8 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
     ignored_config = ()
 
     def setup(self):
+        if self.act_fn != "silu":
+            raise ValueError(f"act_fn={self.act_fn!r} is not supported, only act_fn='silu' is")
         for types, known in (
             (self.down_block_types, "DownEncoderBlock2D"),
             (self.up_block_types, "UpDecoderBlock2D"),
@@ -289,7 +325,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         moments = self.encoder(jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1)))
         if self.use_quant_conv:
             moments = self.quant_conv(moments)
-        posterior = FlaxDiagonalGaussianDistribution.from_moments(moments)
+        posterior = FlaxDiagonalGaussianDistribution(moments)
         return FlaxAutoencoderKLOutput(posterior) if return_dict else (posterior,)
 
     def decode(self, latents, deterministic=True, return_dict=True):

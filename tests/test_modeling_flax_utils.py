@@ -1,8 +1,10 @@
 """Files on disk <-> parameter trees: names, shapes and values against PyTorch, formats, errors."""
 
+import copy
 import json
 import logging
 import os
+import pickle
 import re
 import tracemalloc
 from pathlib import Path
@@ -22,9 +24,14 @@ import torch
 import transformers
 from flax.traverse_util import flatten_dict
 
+import config_flax
 import modeling_flax_utils
 from create_modified_unet import widen
-from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from modeling_flax_clip import (
+    FlaxCLIPTextModel,
+    FlaxCLIPTextModelWithProjectionModule,
+    FlaxCLIPTextModule,
+)
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import FlaxModelMixin, flax_to_torch, torch_to_flax
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -90,8 +97,8 @@ FLAX_CLASSES = {
     "unet_linear": FlaxUNet2DConditionModel,
     "unet_no_middle": FlaxUNet2DConditionModel,
     "vae": FlaxAutoencoderKL,
-    "clip": FlaxCLIPTextModel,
-    "clip_projection": FlaxCLIPTextModelWithProjection,
+    "clip": FlaxCLIPTextModule,
+    "clip_projection": FlaxCLIPTextModelWithProjectionModule,
 }
 
 
@@ -165,6 +172,18 @@ text_model.final_layer_norm.bias 768
 text_model/final_layer_norm/bias 768
 text_projection.weight 1280 1024
 text_projection/kernel 1024 1280
+vision_model.vision_model.embeddings.class_embedding 1024
+vision_model/vision_model/embeddings/class_embedding 1024
+vision_model.vision_model.embeddings.patch_embedding.weight 1024 3 14 14
+vision_model/vision_model/embeddings/patch_embedding/kernel 14 14 3 1024
+vision_model.vision_model.pre_layrnorm.weight 1024
+vision_model/vision_model/pre_layrnorm/scale 1024
+visual_projection.weight 768 1024
+visual_projection/kernel 1024 768
+concept_embeds 17 768
+concept_embeds 17 768
+special_care_embeds_weights 3
+special_care_embeds_weights 3
 """.strip().splitlines()
 
 
@@ -269,7 +288,7 @@ def test_a_widened_unet_still_has_no_middle_block(tmp_path):
 def test_unprefixed_clip_names_and_buffers_are_read(tmp_path):
     theirs = torch_model("clip")
     theirs.save_pretrained(tmp_path)
-    _, expected = FlaxCLIPTextModel.from_pretrained(tmp_path)
+    _, expected = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
     state = {
         f"text_model.{k.removeprefix('text_model.')}": v for k, v in theirs.state_dict().items()
     }
@@ -277,7 +296,7 @@ def test_unprefixed_clip_names_and_buffers_are_read(tmp_path):
     for names, buffer in ((state, "text_model.embeddings"), (bare, "embeddings")):
         positions = {f"{buffer}.position_ids": torch.arange(10)[None]}
         safetensors.torch.save_file({**names, **positions}, tmp_path / "model.safetensors")
-        _, params = FlaxCLIPTextModel.from_pretrained(tmp_path)
+        _, params = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
         assert_same_tree(params, expected)
 
 
@@ -641,6 +660,7 @@ def test_an_index_lists_files_of_its_own_folder_only(folder, weight_map):
         ({"in_channels": None}, "in_channels=None has the wrong type, it must be int"),
         ({"widths": {"0": 6}}, "widths={'0': 6} has the wrong type, it must be tuple"),
         ({"widths": 6}, "widths=6 has the wrong type, it must be tuple"),
+        ({"in_channels": -4}, "cannot be built"),
         ({"widths": []}, "IndexError"),
         ({"widths": [{}, "a"]}, "TypeError"),
         ({"_class_name": 5}, "the config of 5"),
@@ -667,14 +687,21 @@ def test_missing_shard_is_named(folder):
         TinyModel.from_pretrained(folder)
 
 
-def test_missing_weights_and_variant(folder):
+def test_missing_weights_and_variant(folder, caplog):
     with pytest.raises(ValueError) as error:
         TinyModel.from_pretrained(folder)
     for name in ("_model.safetensors", "_pytorch_model.bin", "diffusion_flax_model.msgpack"):
         assert name in str(error.value)
+    with pytest.raises(ValueError, match=r"_model\.bf16\.safetensors, .*_model\.safetensors, "):
+        TinyModel.from_pretrained(folder, variant="bf16")
     write_weights(folder, "safetensors")
-    with pytest.raises(ValueError, match=r"_model\.fp16\.safetensors.*without variant='fp16'"):
-        TinyModel.from_pretrained(folder, variant="fp16")
+    with caplog.at_level(logging.WARNING):
+        _, params = TinyModel.from_pretrained(folder, variant="bf16")
+    assert "has no weights with variant='bf16': read without it" in caplog.text
+    assert_same_tree(params, TinyModel.from_pretrained(folder)[1])
+    other = jax.tree.map(lambda x: x + 1, params)
+    TinyModel().save_pretrained(folder, other, variant="bf16")
+    assert_same_tree(TinyModel.from_pretrained(folder, variant="bf16")[1], other)
 
 
 def test_wrong_or_missing_config(folder):
@@ -742,7 +769,7 @@ def test_unsupported_settings():
 
 
 def test_unknown_keys_are_named_once(caplog):
-    modeling_flax_utils.warn_once.cache_clear()
+    config_flax.warn_once.cache_clear()
     config = {"_name_or_path": "x", "memory_trick": 1, "torch_dtype": "float16", "new_thing": [1]}
     with caplog.at_level(logging.WARNING):
         TinyModel.from_config(config)
@@ -911,6 +938,80 @@ def test_hub_refusals_are_one_line(monkeypatch):
     def refuse(*args, **kwargs):
         raise huggingface_hub.errors.GatedRepoError("Access denied.\n\nLog in.", response=response)
 
-    monkeypatch.setattr(modeling_flax_utils, "hf_hub_download", refuse)
+    monkeypatch.setattr(config_flax, "hf_hub_download", refuse)
     with pytest.raises(ValueError, match=r"the Hub refuses it: Access denied\. Log in\.$"):
         TinyModel.from_pretrained(REPOSITORY)
+
+
+def test_hub_options_reach_the_hub_client(hub_cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    options = dict(subfolder="unet", revision="v2", local_files_only=True, token=False)
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        TinyModel.from_pretrained(REPOSITORY, **options)
+    _, params = TinyModel.from_pretrained(REPOSITORY, cache_dir=tmp_path, **options)
+    assert all((leaf == 1).all() for leaf in jax.tree.leaves(params))
+    assert TinyModel.load_config(REPOSITORY, cache_dir=tmp_path, **options)["widths"] == [6, 5]
+
+
+# --- the published methods ---
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("to_bf16", jnp.bfloat16), ("to_fp16", jnp.float16), ("to_fp32", jnp.float32)],
+)
+def test_casts(method, dtype):
+    start = jnp.float64 if dtype == jnp.float32 else jnp.float32
+    params = {
+        "b": {"kernel": np.arange(3, dtype=start), "steps": np.arange(3)},
+        "a": jnp.arange(2, dtype=jnp.float16),
+    }
+    cast = getattr(TinyModel(), method)
+    assert jax.tree.map(lambda x: x.dtype, cast(params)) == {
+        "b": {"kernel": dtype, "steps": int},
+        "a": dtype,
+    }
+    np.testing.assert_array_equal(cast(params)["b"]["kernel"], [0, 1, 2])
+    assert params["b"]["kernel"].dtype == start
+    mask = {"b": {"kernel": False, "steps": True}, "a": True}
+    dtypes = jax.tree.map(lambda x: x.dtype, cast(params, mask))
+    assert dtypes == {"b": {"kernel": start, "steps": int}, "a": dtype}
+
+
+def test_config_is_a_dict_that_goes_to_json_and_back(tmp_path):
+    model = TinyModel(in_channels=3, widths=(2, 1))
+    assert isinstance(model.config, dict) and "widths" in model.config
+    for config in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+        assert config == model.config and config.in_channels == 3
+    with pytest.raises(AttributeError, match=r"no entry 'width'; it has in_channels, widths"):
+        model.config.width  # noqa: B018
+    model.save_config(tmp_path)
+    model.to_json_file(tmp_path / "copy.json")
+    for content in (TinyModel.load_config(tmp_path), json.loads(model.to_json_string())):
+        assert content == json.loads((tmp_path / "copy.json").read_text())
+        assert TinyModel.from_config(content) == model
+    with pytest.raises(ValueError, match=r"no config\.json in"):
+        TinyModel.load_config(tmp_path, subfolder="unet")
+    other, unused = TinyModel.from_config(
+        content, return_unused_kwargs=True, in_channels=5, speed=9, dtype=jnp.bfloat16
+    )
+    assert (other.in_channels, other.dtype, unused) == (5, jnp.bfloat16, {"speed": 9})
+    assert TinyModel.from_config() == TinyModel()
+
+
+def test_config_in_place_of_the_file(folder):
+    save_single(folder, tiny_state())
+    (folder / "config.json").unlink()
+    module, _ = TinyModel.from_pretrained(folder, config=CONFIG)
+    assert module == TinyModel()
+    (folder / "configs").mkdir()
+    (folder / "configs" / "config.json").write_text(json.dumps(CONFIG))
+    assert TinyModel.from_pretrained(folder, config=folder / "configs")[0] == module
+    assert TinyModel.from_config(folder, subfolder="configs") == module
+    with pytest.raises(ValueError, match=r"cannot be built from config=: in_channels='8' has"):
+        TinyModel.from_pretrained(folder, config=CONFIG | {"in_channels": "8"})
+
+
+def test_only_the_main_process_writes(tmp_path):
+    TinyModel().save_pretrained(tmp_path / "none", tiny_params(), False)
+    assert not (tmp_path / "none").exists()

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution as TorchPosterior
 from flax.traverse_util import flatten_dict, unflatten_dict
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from modeling_flax_clip import (
+    FlaxCLIPTextModel,
+    FlaxCLIPTextModelWithProjection,
+    FlaxCLIPTextModelWithProjectionModule,
+    FlaxCLIPTextModule,
+)
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import torch_to_flax
-from modeling_flax_vae import FlaxAutoencoderKL
+from modeling_flax_vae import FlaxAutoencoderKL, FlaxDiagonalGaussianDistribution
 
 TOLERANCE = 2e-4  # of the largest output, float32
 BF16_TOLERANCE = 5e-2  # bfloat16 keeps 8 bits: 0.4% a rounding, and there are dozens on the way
@@ -398,7 +404,8 @@ def test_clip_equals_pytorch(classes, name):
         **CLIPS[name],
     )
     torch.manual_seed(0)
-    theirs, ours = classes[0](CLIPTextConfig(**config)).eval(), classes[1](**config)
+    theirs = classes[0](CLIPTextConfig(**config)).eval()
+    ours = classes[1](CLIPTextConfig(**config), _do_init=False)
     params = flax_params(theirs)
     ids = torch.randint(3, 97, (3, 20))
     ids[0, 5:], ids[1, 19], ids[2, 11:] = 98, 98, 98  # the end of text is the padding as well
@@ -406,10 +413,10 @@ def test_clip_equals_pytorch(classes, name):
     mask[0, 6:] = 0
     for given in (None, mask):
         expected = theirs(ids, attention_mask=given, output_hidden_states=True)
-        result = jax.jit(ours.apply, static_argnames="output_hidden_states")(
-            {"params": params},
+        result = jax.jit(ours, static_argnames="output_hidden_states")(
             to_jax(ids),
             None if given is None else to_jax(given),
+            params=params,
             output_hidden_states=True,
         )
         assert error(result[0], expected[0]) < TOLERANCE
@@ -418,14 +425,15 @@ def test_clip_equals_pytorch(classes, name):
         assert len(result.hidden_states) == len(expected.hidden_states)
         for state, expected_state in zip(result.hidden_states, expected.hidden_states):
             assert error(state, expected_state) < TOLERANCE
-    rough = jax.jit(ours.clone(dtype=jnp.bfloat16).apply)({"params": params}, to_jax(ids))
+    half = classes[1](ours.config, dtype=jnp.bfloat16, _do_init=False)
+    rough = jax.jit(half)(to_jax(ids), params=params)
     assert rough[0].dtype == jnp.bfloat16
     assert rough.hidden_states is None
     assert error(rough[0], theirs(ids)[0]) < BF16_TOLERANCE
 
 
 def test_clip_refuses_what_it_cannot_do():
-    ours = FlaxCLIPTextModel(vocab_size=9, hidden_size=8, num_attention_heads=2)
+    ours = FlaxCLIPTextModule(vocab_size=9, hidden_size=8, num_attention_heads=2)
     with pytest.raises(ValueError, match="78 tokens long, this text encoder takes at most 77"):
         jax.eval_shape(ours.init, jax.random.key(0), jnp.zeros((1, 78), jnp.int32))
     with pytest.raises(ValueError, match="hidden_act=relu is not supported"):
@@ -462,11 +470,11 @@ def test_clip_refuses_what_it_cannot_do():
         ),
         (
             "clip_l_text",
-            FlaxCLIPTextModel(hidden_size=768, intermediate_size=3072, num_attention_heads=12),
+            FlaxCLIPTextModule(hidden_size=768, intermediate_size=3072, num_attention_heads=12),
         ),
         (
             "clip_bigg_text_with_projection",
-            FlaxCLIPTextModelWithProjection(
+            FlaxCLIPTextModelWithProjectionModule(
                 hidden_size=1280,
                 intermediate_size=5120,
                 num_hidden_layers=32,
@@ -481,3 +489,53 @@ def test_parameter_trees_are_the_published_ones(name, module):
     shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
     tree = {key: list(x.shape) for key, x in flatten_dict(shapes, sep="/").items()}
     assert tree == json.loads(PUBLISHED_SHAPES.read_text())[name]
+
+
+def test_posterior_equals_pytorch():
+    moments = np.random.default_rng(0).standard_normal((2, 3, 5, 8), np.float32) * 9
+    other = np.random.default_rng(1).standard_normal((2, 3, 5, 8), np.float32)
+    sample = np.random.default_rng(2).standard_normal((2, 3, 5, 4), np.float32)
+
+    def both(x):
+        return FlaxDiagonalGaussianDistribution(jnp.asarray(x)), TorchPosterior(to_torch(x))
+
+    def to_torch(x):
+        return torch.from_numpy(x.transpose(0, 3, 1, 2).copy())
+
+    ours, theirs = both(other)
+    wide, torch_wide = both(moments)
+    for name in ("mean", "logvar", "std", "var"):
+        expected = getattr(torch_wide, name).permute(0, 2, 3, 1)
+        np.testing.assert_allclose(getattr(wide, name), expected, rtol=1e-5)
+    np.testing.assert_allclose(ours.kl(), theirs.kl(), rtol=1e-5)
+    np.testing.assert_allclose(ours.kl(wide), theirs.kl(torch_wide), rtol=1e-5)
+    np.testing.assert_allclose(ours.nll(sample), theirs.nll(to_torch(sample)), rtol=1e-5)
+    certain = FlaxDiagonalGaussianDistribution(jnp.asarray(moments), deterministic=True)
+    np.testing.assert_array_equal(certain.sample(jax.random.key(0)), certain.mode())
+    assert certain.kl() == 0 and certain.nll(sample) == 0 and not certain.var.any()
+    doubled = jax.jit(lambda posterior: jax.tree.map(lambda x: 2 * x, posterior))(certain)
+    assert doubled.deterministic
+    np.testing.assert_array_equal(doubled.mean, 2 * certain.mean)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (FlaxUNet2DConditionModel(dropout=0.1), "dropout=0.1 is not supported"),
+        (FlaxUNet2DConditionModel(num_attention_heads=8), "num_attention_heads=8 is not"),
+        (FlaxAutoencoderKL(act_fn="gelu"), "act_fn='gelu' is not supported"),
+    ],
+    ids=["dropout", "num_attention_heads", "act_fn"],
+)
+def test_published_fields_that_are_refused(model, words):
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(model.init_weights, jax.random.key(0))
+    with pytest.raises(ValueError, match="does not implement"):
+        type(model).from_config(model.config)
+
+
+def test_fields_that_chose_a_form_of_attention_have_no_effect():
+    plain = FlaxUNet2DConditionModel()
+    chosen = FlaxUNet2DConditionModel(split_head_dim=True, use_memory_efficient_attention=True)
+    assert chosen.config == plain.config
+    assert FlaxUNet2DConditionModel.from_config(plain.config, split_head_dim=True).split_head_dim
