@@ -31,7 +31,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 SUFFIX = ".executable"
 # Settings of jax that change no program.
 NO_EFFECT = re.compile("cache|_dir|dump|log|traceback|profil|timeout|transfer|debug_leaked|explain")
-CODE = ("modeling_flax_*.py", "scheduling_flax*.py", "pipeline_flax_*.py")
+CODE = ("*_flax.py", "*_flax_*.py")
 
 
 class ExecutableStore:
@@ -151,6 +151,19 @@ def use_compilation_cache(folder):
         )
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return True
+
+
+def initialize_cache(path):
+    """Have jax keep its programs in a folder, whatever it was told before.
+
+    Scripts that call cc.initialize_cache(path), which jax removed, run with
+    `import executables as cc` in place of jax's compilation_cache.
+
+    Args:
+        path: of the folder, which is made when the first program is kept.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    compilation_cache.reset_cache()  # jax asks only once where it is
 
 
 @contextmanager

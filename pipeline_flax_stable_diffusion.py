@@ -20,14 +20,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from transformers import CLIPTokenizer
 
-from modeling_flax_clip import FlaxCLIPTextModel
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_utils import (
-    FlaxPipeline,
+    FlaxDiffusionPipeline,
     FlaxStableDiffusionPipelineOutput,
+    StableDiffusionParts,
     decode,
     denoise,
     encode,
@@ -42,8 +39,8 @@ from pipeline_flax_utils import (
     resized,
     rows_per_picture,
     run,
+    starting_noise,
 )
-from scheduling_flax import Scheduler
 
 __all__ = [
     "FlaxStableDiffusionImg2ImgPipeline",
@@ -53,50 +50,45 @@ __all__ = [
 
 
 def check_channels(path, configs):
-    """Refuse a UNet that takes more than the noisy latents; arguments as in FlaxPipeline.check."""
+    """Refuse a UNet that takes more than the noisy latents.
+
+    path, configs: as in FlaxDiffusionPipeline.check.
+    """
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
     if in_channels != latent_channels:
         raise ValueError(
             f"the UNet of {path} has in_channels={in_channels}, its VAE latent_channels="
-            f"{latent_channels}: it wants a picture as well; edit with an InstructPix2Pix by "
-            "edit_cli.py; inpainting models are not supported"
+            f"{latent_channels}: it needs an image as well; edit with an InstructPix2Pix by "
+            "edit_cli.py, inpaint with FlaxStableDiffusionInpaintPipeline"
         )
 
 
-@dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionPipeline(FlaxPipeline):
-    """Text in, picture out.
+class TextToImage(FlaxDiffusionPipeline):
+    """Text in, image out; what the pipelines of Stable Diffusion 1.x, 2.x and XL share.
 
-    Fields: the modules, and dtype, which from_pretrained gave them (they compute in their own).
-    Scheduler (dataclasses.replace takes another), steps and picture size are compiled in: asking
+    Scheduler (dataclasses.replace takes another), steps and image size are compiled in: asking
     for others compiles again, and logs that; the guidance scale is not, unless it is 1 or less,
     where a branch of guidance falls away. Whatever params["scheduler"] was cast to, the scheduler
     computes in float32.
     """
 
-    vae: FlaxAutoencoderKL
-    text_encoder: FlaxCLIPTextModel
-    tokenizer: CLIPTokenizer
-    unet: FlaxUNet2DConditionModel
-    scheduler: Scheduler
-
-    torch_class_name = "StableDiffusionPipeline"
-    text_axes = 1  # of one picture's prompt_ids
+    text_axes = 1  # of one image's prompt_ids
+    check_channels = staticmethod(check_channels)
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None):
-        """See FlaxPipeline.check; takes a Stable Diffusion 1.x or 2.x that sees no picture."""
+    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+        """See FlaxDiffusionPipeline.check; takes Stable Diffusion 1.x and 2.x."""
         path = pretrained_model_name_or_path
         parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        index, configs = read_parts(path, parts, revision)
+        index, configs = read_parts(path, parts, revision, **hub_options)
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(
                 f"{path} is a {class_name}; this pipeline runs Stable Diffusion 1.x and 2.x, for "
                 "XL take FlaxStableDiffusionXLPipeline (sdxl_single.py)"
             )
-        check_channels(path, configs)
+        cls.check_channels(path, configs)
         return index, configs
 
     def prepare_inputs(self, prompt):
@@ -146,7 +138,7 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
                 it.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
                 text.
-            return_dict: False returns a plain tuple (images, None).
+            return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
             output_type: "np", "pil" or "latent".
             guidance_rescale: in [0, 1], how far the contrast that guidance adds is taken back.
@@ -177,7 +169,7 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
     def _run(
         self, jit, output_type, return_dict, guidance_scale, guidance_rescale, arrays, options
     ):
-        """What all calls do: choose the branches, run, hand back."""
+        """What all calls do: choose the branches, run, make the output."""
         if output_type not in (None, "np", "pil", "latent"):
             raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
         options = options | {
@@ -189,7 +181,8 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
             arrays = arrays | {"guidance_scale": guidance_scale}
         else:
             shared["guidance_scale"] = guidance_scale
-        return self._output(run(self, jit, arrays, shared, options), output_type, return_dict)
+        result = run(self, jit, arrays, shared, options)
+        return self._output(result, arrays["params"], jit, output_type, return_dict)
 
     def _generate(
         self,
@@ -219,11 +212,7 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
         shape = self.latent_shape(len(prompt_ids), height, width)
         keys = keys_per_picture(prng_seed, len(prompt_ids))
         state = self._schedule(num_inference_steps, shape)
-        if latents is None:
-            latents = normal(keys, 0, shape[1:])
-        elif latents.shape != shape:
-            raise ValueError(f"latents have shape {latents.shape}, need {shape}")
-        x_t = latents.astype(jnp.float32) * state.init_noise_sigma
+        x_t = starting_noise(latents, keys, shape) * state.init_noise_sigma
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
         x_0 = self._denoise(
             params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
@@ -237,15 +226,25 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
         neg_prompt_ids = rows_per_picture(neg_prompt_ids, len(prompt_ids))
         texts = {"text": prompt_ids, "null": neg_prompt_ids.astype(prompt_ids.dtype)}
         ids = jnp.concatenate([texts[branch] for branch in branches])
-        states = self.text_encoder.apply({"params": params["text_encoder"]}, ids)
+        states = self.text_encoder(ids, params=params["text_encoder"], return_dict=True)
         return [states.last_hidden_state]  # (branches * B, 77, D)
 
     def _denoise(
-        self, params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
+        self,
+        params,
+        state,
+        x_t,
+        keys,
+        conditions,
+        branches,
+        guidance_scale,
+        guidance_rescale,
+        extra_channels=(),
     ):
-        """x_0 of x_t, guided."""
+        """x_0 of x_t, guided; extra_channels, each (B, C, h, w), join the UNet's input."""
 
-        def predict(model_input, t):
+        def predict(x_t_scaled, t):
+            model_input = jnp.concatenate([x_t_scaled, *extra_channels], axis=1)
             model_input = jnp.concatenate([model_input] * len(branches))
             eps_pred = self.unet.apply({"params": params["unet"]}, model_input, t, *conditions)
             eps_pred = eps_pred.sample.astype(jnp.float32)
@@ -263,18 +262,22 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
-    """Text and a picture to begin with in, picture out; the parts of FlaxStableDiffusionPipeline.
+class FlaxStableDiffusionPipeline(StableDiffusionParts, TextToImage):
+    """Text in, image out, with Stable Diffusion 1.x and 2.x; see TextToImage."""
 
-    A picture's own noise is not that which FlaxStableDiffusionPipeline draws for the same key, so
-    one key can make a picture and go on from it. With PNDM, the scheduler of Stable Diffusion 1.x,
+    torch_class_name = "StableDiffusionPipeline"
+
+
+class ImageToImage(TextToImage):
+    """Text and an image to begin with in, image out.
+
+    An image's noise is not that which TextToImage draws for the same key, so one key can make an
+    image and go on from it. With PNDM, the scheduler of Stable Diffusion 1.x,
     and strength below 1 it differs from PyTorch, whose steps are then one timestep late (38 dB
     apart at strength 0.7); with other schedulers, or at strength 1, it does not.
 
     Source: SDEdit (arXiv 2108.01073), algorithm 1.
     """
-
-    torch_class_name = "StableDiffusionImg2ImgPipeline"
 
     def prepare_inputs(self, prompt, image):
         """Turn prompts and pictures into arrays; one of either goes with many of the other.
@@ -416,3 +419,10 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxStableDiffusionPipeline):
             params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
         )
         return x_0 if return_latents else self._decode(params, x_0)
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionImg2ImgPipeline(StableDiffusionParts, ImageToImage):
+    """Text and an image in, image out, with Stable Diffusion 1.x and 2.x; see ImageToImage."""
+
+    torch_class_name = "StableDiffusionImg2ImgPipeline"

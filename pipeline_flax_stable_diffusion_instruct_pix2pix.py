@@ -19,26 +19,21 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from transformers import CLIPTokenizer
 
-from modeling_flax_clip import FlaxCLIPTextModel
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_utils import (
-    FlaxPipeline,
     FlaxStableDiffusionPipelineOutput,
+    StableDiffusionParts,
     decode,
     denoise,
     keys_per_picture,
-    normal,
     pair_up,
     prepare_images,
     read_parts,
     resized,
     rows_per_picture,
     run,
+    starting_noise,
 )
-from scheduling_flax import Scheduler
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
@@ -81,29 +76,22 @@ def guidance_branches(guidance_scale, image_guidance_scale):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
-    """Instruction and picture in, edited picture out.
+class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
+    """Instruction and image in, edited image out.
 
-    Fields: the modules, and dtype, which from_pretrained gave them (they compute in their own).
-    Scheduler, steps and picture size are compiled in: asking for others compiles again, and logs
+    Scheduler, steps and image size are compiled in: asking for others compiles again, and logs
     that; the scales are not, unless a branch of guidance falls away or joins.
     """
-
-    vae: FlaxAutoencoderKL
-    text_encoder: FlaxCLIPTextModel
-    tokenizer: CLIPTokenizer
-    unet: FlaxUNet2DConditionModel
-    scheduler: Scheduler
 
     torch_class_name = "StableDiffusionInstructPix2PixPipeline"
     text_axes = 1  # of one picture's prompt_ids
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None):
-        """See FlaxPipeline.check; takes InstructPix2Pix made from Stable Diffusion 1.x or 2.x."""
+    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+        """See FlaxDiffusionPipeline.check; takes an InstructPix2Pix that is not of SDXL."""
         path = pretrained_model_name_or_path
         parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        index, configs = read_parts(path, parts, revision)
+        index, configs = read_parts(path, parts, revision, **hub_options)
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(
@@ -176,7 +164,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
                 resized to it. None takes the pictures' own.
             latents: standard normal noise to start from, (B, 4, H / 8, W / 8); None draws it.
             neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None is the empty text.
-            return_dict: False returns a plain tuple (images, None).
+            return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
 
         Returns:
@@ -210,7 +198,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
                 branches=guidance_branches(**scales),
             ),
         )
-        return self._output(images, "np", return_dict)
+        return self._output(images, params, jit, "np", return_dict)
 
     def _generate(
         self,
@@ -257,7 +245,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
         else:
             null_ids = rows_per_picture(neg_prompt_ids, B).astype(prompt_ids.dtype)
         text_ids = jnp.concatenate([prompt_ids, null_ids])
-        states = self.text_encoder.apply({"params": params["text_encoder"]}, text_ids)
+        states = self.text_encoder(text_ids, params=params["text_encoder"], return_dict=True)
         text, null_text = states.last_hidden_state[:B], states.last_hidden_state[B:]
         null_text = jnp.broadcast_to(null_text, text.shape)  # (B, 77, D)
 
@@ -275,11 +263,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(FlaxPipeline):
         # 3. Noise, each picture from its own key.
         keys = keys_per_picture(prng_seed, B)
         state = self._schedule(num_inference_steps, image_latents.shape)
-        if latents is None:
-            latents = normal(keys, 0, image_latents.shape[1:])
-        elif latents.shape != image_latents.shape:
-            raise ValueError(f"latents have shape {latents.shape}, need {image_latents.shape}")
-        x_t = latents.astype(jnp.float32) * state.init_noise_sigma
+        x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
 
         # 4. Denoise.
         def predict(scaled, t):

@@ -20,35 +20,51 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from transformers import CLIPTokenizer
 
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from pipeline_flax_stable_diffusion import (
-    FlaxStableDiffusionImg2ImgPipeline,
-    FlaxStableDiffusionPipeline,
-    check_channels,
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_vae import FlaxAutoencoderKL
+from pipeline_flax_stable_diffusion import ImageToImage, TextToImage
+from pipeline_flax_utils import (
+    TEXT_ENCODERS,
+    FlaxDiffusionPipeline,
+    FlaxStableDiffusionXLPipelineOutput,
+    has,
+    read_parts,
+    rows_per_picture,
+    tokenize,
 )
-from pipeline_flax_utils import TEXT_ENCODERS, read_parts, rows_per_picture, tokenize
+from scheduling_flax import Scheduler
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # what the refiner is told of each branch's picture
 
 
 @dataclass(frozen=True, eq=False)
-class _XL:
-    """What SDXL's pipelines add to those of Stable Diffusion: two text encoders, sizes, VAE."""
+class XLParts(FlaxDiffusionPipeline):
+    """What SDXL's pipelines add to those of Stable Diffusion: two text encoders, sizes, VAE.
 
-    text_encoder: FlaxCLIPTextModel | None  # a refiner has neither it
-    tokenizer: CLIPTokenizer | None  # nor this
+    force_zeros_for_empty_prompt: without a negative prompt the text states are zeros, not those of
+    the empty text. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
+    """
+
+    text_encoder: FlaxCLIPTextModel | None  # None: a refiner
     text_encoder_2: FlaxCLIPTextModelWithProjection
+    vae: FlaxAutoencoderKL
+    tokenizer: CLIPTokenizer | None  # None: a refiner
     tokenizer_2: CLIPTokenizer
+    unet: FlaxUNet2DConditionModel
+    scheduler: Scheduler
+    dtype: DTypeLike = jnp.float32
     force_zeros_for_empty_prompt: bool = True
     requires_aesthetics_score: bool = False
 
     text_axes = 2  # of one picture's prompt_ids
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None):
-        """See FlaxPipeline.check; takes SDXL, and its refiner to go on from pictures."""
+    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+        """See FlaxDiffusionPipeline.check; takes SDXL, and its refiner to go on from pictures."""
         path = pretrained_model_name_or_path
 
         def parts(index):
@@ -59,7 +75,7 @@ class _XL:
                     "FlaxStableDiffusionPipeline (pipeline_flax_stable_diffusion.py)"
                 )
             absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
-            if absent and not issubclass(cls, FlaxStableDiffusionImg2ImgPipeline):
+            if absent and not issubclass(cls, ImageToImage):
                 raise ValueError(
                     f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs a "
                     "picture; make that with the base model, and refine it with "
@@ -68,12 +84,12 @@ class _XL:
             names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
             return [name for name in names if name not in absent]
 
-        index, configs = read_parts(path, parts, revision)
+        index, configs = read_parts(path, parts, revision, **hub_options)
         if configs["unet"].get("addition_embed_type") != "text_time":
             raise ValueError(
                 f"{path}/unet/config.json has no addition_embed_type='text_time': it is no SDXL"
             )
-        check_channels(path, configs)
+        cls.check_channels(path, configs)
         return index, configs
 
     @classmethod
@@ -106,7 +122,7 @@ class _XL:
         """
         return np.stack(
             [
-                tokenize(tokenizer, prompt, encoder.config.max_position_embeddings)
+                tokenize(tokenizer, prompt, encoder.module.max_position_embeddings)
                 for _, encoder, tokenizer in self._text_parts
             ],
             axis=1,
@@ -132,7 +148,12 @@ class _XL:
                 "prepare_text_inputs"
             )
         outputs = [
-            encoder.apply({"params": params[name]}, prompt_ids[:, i], output_hidden_states=True)
+            encoder(
+                prompt_ids[:, i],
+                params=params[name],
+                output_hidden_states=True,
+                return_dict=True,
+            )
             for i, (name, encoder, _) in enumerate(self._text_parts)
         ]
         states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
@@ -176,24 +197,20 @@ class _XL:
             return jnp.array([*size, 0, 0, AESTHETIC_SCORES[branch]], jnp.float32)
         return jnp.array([*size, 0, 0, *size], jnp.float32)
 
+    def _output(self, result, params, jit, output_type, return_dict):
+        result = self.numpy_to_pil(result) if output_type == "pil" else result
+        output = FlaxStableDiffusionXLPipelineOutput(result)
+        return output if return_dict else output.to_tuple()
+
     @property
     def _vae(self):
         """The VAE as it computes: in float32 where its config says so, whatever the rest does."""
         return self.vae.clone(dtype=jnp.float32) if self.vae.config.force_upcast else self.vae
 
 
-def has(index, part):
-    """Does a model_index.json list this part?"""
-    return index.get(part, [None, None])[0] is not None
-
-
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionXLPipeline(_XL, FlaxStableDiffusionPipeline):
-    """Text in, picture out; see FlaxStableDiffusionPipeline for what is compiled in.
-
-    force_zeros_for_empty_prompt: without a negative prompt the text states are zeros, not those of
-    the empty text. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
-    """
+class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
+    """Text in, image out, with SDXL; see XLParts, and TextToImage for what is compiled in."""
 
     torch_class_name = "StableDiffusionXLPipeline"
 
@@ -236,7 +253,7 @@ class FlaxStableDiffusionXLPipeline(_XL, FlaxStableDiffusionPipeline):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionXLImg2ImgPipeline(_XL, FlaxStableDiffusionImg2ImgPipeline):
-    """Text and a picture or latents in, picture out: SDXL's base or its refiner."""
+class FlaxStableDiffusionXLImg2ImgPipeline(XLParts, ImageToImage):
+    """Text and an image or latents in, image out: SDXL's base or its refiner."""
 
     torch_class_name = "StableDiffusionXLImg2ImgPipeline"

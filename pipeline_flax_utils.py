@@ -1,10 +1,13 @@
 """What the pipelines share: a folder of parts, tokens, keys, guidance, running on many devices.
 
-A pipeline here is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
-`_generate` of arrays; FlaxPipeline reads and writes its folder, `run` compiles and calls it.
+A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
+`_generate` of arrays; FlaxDiffusionPipeline reads and writes its folder, `run` compiles and calls
+it.
 """
 
+import importlib
 import importlib.metadata
+import inspect
 import logging
 import math
 import os
@@ -14,22 +17,35 @@ import tempfile
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.typing import DTypeLike
 from PIL import Image
+from tqdm import tqdm
 from transformers import CLIPTokenizer
 
+from config_flax import (
+    ConfigMixin,
+    FrozenConfig,
+    fetch_file,
+    read_json,
+    refuse_push_to_hub,
+    take_hub_options,
+    warn_once,
+    write_json,
+)
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import fetch_file, read_json, warn_once, write_json
 from modeling_flax_vae import FlaxAutoencoderKL
+from outputs_flax import ModelOutput
 from pictures import to_rgb
-from scheduling_flax import CONFIG_NAME, scheduler_from_pretrained
+from scheduling_flax import CONFIG_NAME, Scheduler, scheduler_from_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +58,22 @@ MODULES = {
 TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 
 INDEX_NAME = "model_index.json"
+# The file that has each pipeline class, by the class name in model_index.json, without "Flax".
+PIPELINE_FILES = {
+    "StableDiffusionPipeline": "pipeline_flax_stable_diffusion",
+    "StableDiffusionImg2ImgPipeline": "pipeline_flax_stable_diffusion",
+    "StableDiffusionInpaintPipeline": "pipeline_flax_stable_diffusion_inpaint",
+    "StableDiffusionInstructPix2PixPipeline": "pipeline_flax_stable_diffusion_instruct_pix2pix",
+    "StableDiffusionXLPipeline": "pipeline_flax_stable_diffusion_xl",
+    "StableDiffusionXLImg2ImgPipeline": "pipeline_flax_stable_diffusion_xl",
+}
 # Which file shows that a part of a pipeline folder is there.
 PART_FILES = {
     **dict.fromkeys(MODULES, "config.json"),
     **dict.fromkeys(TEXT_ENCODERS, "tokenizer_config.json"),
     "scheduler": CONFIG_NAME,
 }
+PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
 
 # Weight files that a model's earlier save leaves; PyTorch prefers an index to a single file.
 OLD_WEIGHTS = re.compile(
@@ -65,34 +91,38 @@ DECODED_PIXELS = 1024 * 1024
 BRANCHES = ("text", "null")
 
 
-class FlaxStableDiffusionPipelineOutput(NamedTuple):
-    """images, float32 in [0, 1]: (B, H, W, 3), with jit (devices, B, H, W, 3); no safety check.
+@struct.dataclass
+class FlaxImagePipelineOutput(ModelOutput):
+    """images, float32 in [0, 1]: (B, H, W, 3), with jit (devices, B, H, W, 3).
 
     With output_type="latent" the scaled latents instead, (B, 4, h, w); with "pil" a flat list.
     """
 
-    images: jax.Array | list
-    nsfw_content_detected: None = None
+    images: jax.Array | np.ndarray | list
+
+
+@struct.dataclass
+class FlaxStableDiffusionXLPipelineOutput(FlaxImagePipelineOutput):
+    """What the pipelines of SDXL return; see FlaxImagePipelineOutput."""
+
+
+@struct.dataclass
+class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
+    """images as in FlaxImagePipelineOutput, and what the safety checker says of them.
+
+    nsfw_content_detected is a list of bool, one per image, devices flattened; False without a
+    safety checker. Images for which it is True are black.
+    """
+
+    nsfw_content_detected: list | bool
 
 
 # --------------------------------------------------------------------- folders
 
 
-def read_parts(path, parts, revision=None):
-    """Read the settings of a pipeline folder, no weights.
-
-    Args:
-        path: folder or Hub id.
-        parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
-        revision: branch, tag or commit on the Hub.
-
-    Returns:
-        (model_index.json's content; {part: the content of its PART_FILES}).
-
-    Raises:
-        ValueError: nothing there, or parts are missing.
-    """
-    index = fetch_file(path, INDEX_NAME, None, revision)
+def read_index(path, revision=None, **hub_options):
+    """The content of model_index.json; arguments and errors as of read_parts."""
+    index = fetch_file(path, INDEX_NAME, None, revision, **hub_options)
     if index is None:
         found = (
             ""
@@ -102,9 +132,34 @@ def read_parts(path, parts, revision=None):
         raise ValueError(
             f"{path} has no model_index.json{found}; give the folder or Hub id of a whole pipeline"
         )
-    index = read_json(index)
+    return read_json(index)
+
+
+def has(index, part):
+    """Whether a model_index.json lists a part."""
+    return (index.get(part) or [None])[0] is not None
+
+
+def read_parts(path, parts, revision=None, **hub_options):
+    """Read the settings of a pipeline folder, no weights.
+
+    Args:
+        path: folder or Hub id.
+        parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
+        revision: branch, tag or commit on the Hub.
+        hub_options: see fetch_file.
+
+    Returns:
+        (model_index.json's content; {part: the content of its PART_FILES}).
+
+    Raises:
+        ValueError: nothing there, or parts are missing.
+    """
+    index = read_index(path, revision, **hub_options)
     parts = parts(index) if callable(parts) else parts
-    files = {part: fetch_file(path, PART_FILES[part], part, revision) for part in parts}
+    files = {
+        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options) for part in parts
+    }
     if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
         raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
     configs = {part: read_json(file) for part, file in files.items()}
@@ -146,14 +201,15 @@ def writing_pipeline(save_directory):
             with suppress(OSError):  # another process has put a file there
                 folder.rmdir()
         raise
+    for new in sorted(written.rglob("*")):
+        path = new.relative_to(written)
+        old = folder / path
+        if old.exists() and old.is_dir() != new.is_dir():
+            raise ValueError(
+                f"{old} is in the way of the model's {path}; remove it and save again, or take the "
+                f"complete model from {written}"
+            )
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
-    for file in files:
-        for path in (file, *file.parents):
-            if (folder / path).exists() and (folder / path).is_dir() != (written / path).is_dir():
-                raise ValueError(
-                    f"{folder / path} is in the way of the model's {path}; remove it and save "
-                    f"again, or take the complete model from {written}"
-                )
     (folder / INDEX_NAME).unlink(missing_ok=True)
     for part in {file.parts[0] for file in files if len(file.parts) > 1}:
         for old in (folder / part).glob("*"):
@@ -165,7 +221,7 @@ def writing_pipeline(save_directory):
     shutil.rmtree(written)
 
 
-def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer"):
+def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
     """Open a CLIP tokenizer of a pipeline folder.
 
     Args:
@@ -173,39 +229,45 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer"):
         text_encoder: module that will read its tokens.
         revision: branch, tag or commit on the Hub.
         subfolder: "tokenizer" or "tokenizer_2".
+        hub_options: see fetch_file.
 
     Raises:
         ValueError: it is missing, damaged, or another text encoder's.
     """
     try:
-        tokenizer = CLIPTokenizer.from_pretrained(path, subfolder=subfolder, revision=revision)
+        tokenizer = CLIPTokenizer.from_pretrained(
+            path, subfolder=subfolder, revision=revision, **hub_options
+        )
     except Exception as error:  # what the tokenizers library raises has no class of its own
         reason = " ".join(str(error).split())
         raise ValueError(f"the {subfolder} of {path} cannot be read: {reason}") from error
     # Without its files transformers makes a tokenizer of two tokens and says nothing.
-    if not 2 < len(tokenizer) <= text_encoder.config.vocab_size:
+    if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
         raise ValueError(
             f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
-            f"{text_encoder.config.vocab_size}; is {path}/{subfolder} complete and of this model?"
+            f"{text_encoder.module.vocab_size}; is {path}/{subfolder} complete and of this model?"
         )
     return tokenizer
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs are kept per object: nothing may change in it
-class FlaxPipeline:
+class FlaxDiffusionPipeline(ConfigMixin):
     """A pipeline's parts. A subclass names them as fields, those that are absent None.
 
     It has `torch_class_name`, the PyTorch class that opens the same folder, and `check`.
     """
 
-    dtype: DTypeLike = field(default=jnp.float32, kw_only=True)
     # What `run` has compiled so far, to say when it compiles again; dataclasses.replace keeps it.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
+    _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
+    config_name = INDEX_NAME
     torch_class_name = None
+    safety_checker = None
+    feature_extractor = None
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None):
+    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
         """Read a folder's settings, no weights; refuse what is not of this class.
 
         Returns:
@@ -222,101 +284,147 @@ class FlaxPipeline:
         pretrained_model_name_or_path,
         revision=None,
         variant=None,
-        dtype=jnp.float32,
+        dtype=None,
         scheduler=None,
         from_pt=False,
-        safety_checker=None,
-        feature_extractor=None,
         split_head_dim=False,
         use_memory_efficient_attention=False,
+        **parts,
     ):
-        """Read a diffusers pipeline.
+        """Read a diffusers pipeline; FlaxDiffusionPipeline itself takes the class that it names.
 
         Args:
             pretrained_model_name_or_path: folder or Hub id; only the files used are downloaded.
             revision: branch, tag or commit on the Hub.
             variant: the part in the middle of the weights' names, e.g. "fp16".
-            dtype: what the modules compute in; the parameters keep the dtype they are stored in.
+            dtype: what the modules compute in, None for float32; the parameters keep the dtype
+                they are stored in.
             scheduler: scheduler object to use in place of the folder's.
             from_pt: True looks for PyTorch's weight files only.
-            safety_checker, feature_extractor: must be None; pictures are not checked here.
             split_head_dim, use_memory_efficient_attention: of the published signature; they chose
                 a form of attention, of which there is one here.
+            **parts: objects to use in place of the folder's: unet, vae, text_encoder, tokenizer,
+                ... Their parameters are not read: put them into params. safety_checker, a
+                FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
+                the folder's own are not read, and without them images are not checked. And
+                cache_dir, force_download, local_files_only, token of
+                huggingface_hub.hf_hub_download.
 
         Returns:
             (pipeline, params); params {"unet", "vae", "text_encoder", ...} of NumPy arrays and
-            {"scheduler"}, the scheduler's state, float32 for any dtype.
+            {"scheduler"}, the scheduler's state, float32 for any dtype; {"safety_checker"} if it
+            has parameters.
 
         Raises:
             ValueError: nothing there, another kind of pipeline, or a part that cannot be read.
         """
-        if safety_checker is not None or feature_extractor is not None:
-            raise ValueError(
-                "safety_checker and feature_extractor must be None: pictures are not checked here"
+        path, hub_options = pretrained_model_name_or_path, take_hub_options(parts)
+        if cls is FlaxDiffusionPipeline:
+            cls = _class_of(path, revision, **hub_options)
+        if "safety_checker" not in parts and has(
+            read_index(path, revision, **hub_options), "safety_checker"
+        ):
+            warn_once(
+                f"the safety checker of {path} is not read: images are not checked; give "
+                "safety_checker= and feature_extractor=, or safety_checker=None"
             )
-        path = pretrained_model_name_or_path
-        pipeline = cls.open(path, revision, dtype, scheduler)
-        return pipeline, pipeline.load_params(path, revision, variant, from_pt)
+        dtype = jnp.float32 if dtype is None else dtype
+        pipeline = cls.open(path, revision, dtype, scheduler, parts, **hub_options)
+        params = pipeline.load_params(path, revision, variant, from_pt, parts, **hub_options)
+        return pipeline, params
 
     @classmethod
-    def open(cls, pretrained_model_name_or_path, revision=None, dtype=jnp.float32, scheduler=None):
+    def open(
+        cls,
+        pretrained_model_name_or_path,
+        revision=None,
+        dtype=jnp.float32,
+        scheduler=None,
+        given=None,
+        **hub_options,
+    ):
         """The pipeline of from_pretrained without its weights, which take the time and the memory.
 
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler: as for from_pretrained.
+            given: {part: object} to use in place of the folder's.
 
         Raises:
             ValueError: nothing there, another kind of pipeline, or settings that cannot be right.
         """
         path = pretrained_model_name_or_path
-        index, configs = cls.check(path, revision)
+        names = {f.name for f in fields(cls)} & PARTS
+        if unknown := sorted((given or {}).keys() - names):
+            raise ValueError(
+                f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
+            )
+        index, configs = cls.check(path, revision, **hub_options)
+        parts = dict(given or {})
         if scheduler is None:
-            scheduler, _ = scheduler_from_pretrained(path, revision=revision)
-        parts = {"scheduler": scheduler}
-        for name in MODULES.keys() & configs.keys():
+            scheduler, _ = scheduler_from_pretrained(path, revision=revision, **hub_options)
+        parts["scheduler"] = scheduler
+        for name in MODULES.keys() & configs.keys() - parts.keys():
             parts[name] = MODULES[name].from_config(configs[name], dtype=dtype)
-        for name in TEXT_ENCODERS.keys() & configs.keys():
-            parts[name] = load_tokenizer(path, parts[TEXT_ENCODERS[name]], revision, name)
+        for name in TEXT_ENCODERS.keys() & configs.keys() - parts.keys():
+            text_encoder = parts[TEXT_ENCODERS[name]]
+            parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
         return cls(**parts, **absent, **cls._settings(index), dtype=dtype)
 
     def load_params(
-        self, pretrained_model_name_or_path, revision=None, variant=None, from_pt=False
+        self,
+        pretrained_model_name_or_path,
+        revision=None,
+        variant=None,
+        from_pt=False,
+        given=(),
+        **hub_options,
     ):
         """The parameters of from_pretrained, for a pipeline of the same folder from `open`."""
         params = {"scheduler": self.scheduler.create_state()}
+        if self.safety_checker is not None and self.safety_checker._do_init:
+            params["safety_checker"] = self.safety_checker.params
         for name, module in vars(self).items():
-            if name in MODULES and module is not None:
+            if name in MODULES and name not in given and module is not None:
+                options = {"_do_init": False} if name in TEXT_ENCODERS.values() else {}
                 _, params[name] = type(module).from_pretrained(
                     pretrained_model_name_or_path,
                     subfolder=name,
                     revision=revision,
                     variant=variant,
                     from_pt=from_pt,
+                    **hub_options,
+                    **options,
                 )
         return params
+
+    @property
+    def components(self):
+        """{name: part} of all constructor arguments but settings, to build another pipeline of."""
+        parameters = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in parameters if name in PARTS}
+
+    def progress_bar(self, iterable):
+        """A progress bar over an iterable, as set_progress_bar_config chose it.
+
+        The pipelines themselves show none: all their steps are one compiled program.
+        """
+        return tqdm(iterable, **self._progress_bar_config)
+
+    def set_progress_bar_config(self, **kwargs):
+        """Options of tqdm for progress_bar, such as disable=True."""
+        self._progress_bar_config.clear()
+        self._progress_bar_config.update(kwargs)
 
     @classmethod
     def _settings(cls, index):
         """Fields that are no parts, from model_index.json."""
         return {}
 
-    def save_pretrained(self, save_directory, params):
-        """Write a pipeline folder that PyTorch's class opens.
-
-        The folder may exist, be a mount point or a link: a model in it is replaced, other files
-        stay. It has a model_index.json only while the model in it is complete. A save that is
-        interrupted while it writes leaves the folder as it was; see writing_pipeline.
-
-        Args:
-            save_directory: folder, made if absent.
-            params: as from from_pretrained, not replicated; "scheduler" may be absent.
-        """
-        with writing_pipeline(save_directory) as folder:
-            self._write(folder, params)
-
-    def _write(self, folder, params):
+    @property
+    def config(self):
+        """The content of model_index.json, read-only: {part: (library, class)} and settings."""
         index = {
             "_class_name": self.torch_class_name,
             "_diffusers_version": importlib.metadata.version("diffusers"),
@@ -325,37 +433,84 @@ class FlaxPipeline:
             "scheduler": ["diffusers", type(self.scheduler).__name__.removeprefix("Flax")],
             **self._index(),
         }
-        for name in [f.name for f in fields(self)]:
-            part = getattr(self, name)
-            if name in PART_FILES and part is None:
+        for name, part in self.components.items():
+            if part is None:
                 index[name] = [None, None]
             elif name in MODULES:
-                part.save_pretrained(folder / name, params=params[name])
                 library = "transformers" if name.startswith("text_encoder") else "diffusers"
                 index[name] = [library, part.torch_class_name]
             elif name in TEXT_ENCODERS:
-                part.save_pretrained(folder / name)
-                # vocab.json and merges.txt, which is what transformers before 5.0 reads.
-                part.backend_tokenizer.model.save(str(folder / name))
                 index[name] = ["transformers", "CLIPTokenizer"]
-        self.scheduler.save_pretrained(folder / "scheduler")
-        write_json(folder / INDEX_NAME, index)
+            elif name == "safety_checker":
+                index[name] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+            elif name == "feature_extractor":
+                index[name] = ["transformers", "CLIPImageProcessor"]
+        return FrozenConfig(index)
+
+    def _file_content(self):
+        return self.config
+
+    @classmethod
+    def _read_config(cls, path, subfolder=None, revision=None, **hub_options):
+        return read_index(path, revision, **hub_options)
+
+    def save_pretrained(self, save_directory, params, push_to_hub=False):
+        """Write a pipeline folder that PyTorch's class opens.
+
+        The folder may exist, be a mount point or a link: a model in it is replaced, other files
+        stay. It has a model_index.json only while the model in it is complete. A save that is
+        interrupted while it writes leaves the folder as it was; see writing_pipeline.
+
+        Args:
+            save_directory: folder, made if absent.
+            params: as from from_pretrained, not replicated; "scheduler" may be absent, and
+                "safety_checker" if the safety checker has parameters.
+            push_to_hub: must be False; `hf upload` sends a folder to the Hub.
+
+        Raises:
+            ValueError: params lack a part or are not its, or push_to_hub is True.
+        """
+        refuse_push_to_hub(push_to_hub)
+        self._require_params(params)
+        parts = {name: part for name, part in self.components.items() if part is not None}
+        with writing_pipeline(save_directory) as folder:
+            for name, part in parts.items():
+                if name in MODULES:
+                    part.save_pretrained(folder / name, params=params[name])
+                elif name == "safety_checker":
+                    part.save_pretrained(folder / name, params=params.get(name))
+                else:
+                    part.save_pretrained(folder / name)
+                if name in TEXT_ENCODERS:
+                    # vocab.json and merges.txt, which is what transformers before 5.0 reads.
+                    part.backend_tokenizer.model.save(str(folder / name))
+            write_json(folder / INDEX_NAME, self.config)
+
+    def _require_params(self, params):
+        """Raise a ValueError if parameters of a module are missing."""
+        names = {name for name in MODULES if getattr(self, name, None) is not None}
+        if missing := sorted(names - params.keys()):
+            raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
 
     def _index(self):
         """Entries of model_index.json that are no parts."""
-        return {"requires_safety_checker": False, "safety_checker": [None, None]}
+        return {
+            "requires_safety_checker": self.safety_checker is not None,
+            "safety_checker": [None, None],
+        }
 
     def description(self):
         """All that a compiled program depends on in a pipeline, but for the code: one str."""
         lines = [type(self).__name__]
         for name, part in vars(self).items():
             if name in MODULES or name == "scheduler":
-                settings = None if part is None else sorted(part.config.items())
+                module = getattr(part, "module", part)  # a text encoder's config is no mapping
+                settings = None if part is None else sorted(module.config.items())
                 lines.append(f"{name} {type(part).__name__} {settings} {vars(part).get('dtype')}")
             elif name in TEXT_ENCODERS:
                 ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
                 lines.append(f"{name} {ids}")
-            elif name != "compiled":
+            elif name in ("dtype", *self._settings({})):
                 lines.append(f"{name} {part}")
         return "\n".join(lines)
 
@@ -434,20 +589,75 @@ class FlaxPipeline:
         Returns:
             prompt_ids, int32 (B, 77).
         """
-        return tokenize(self.tokenizer, prompt, self.text_encoder.config.max_position_embeddings)
+        return tokenize(self.tokenizer, prompt, self.text_encoder.module.max_position_embeddings)
 
     @staticmethod
     def numpy_to_pil(images):
-        """List of PIL pictures of images (..., H, W, 3) in [0, 1], leading axes flattened."""
+        """List of PIL images of arrays (..., H, W, 3 or 1) in [0, 1], leading axes flattened."""
         pixels = np.rint(np.asarray(images, np.float32) * 255).astype(np.uint8)
-        return [Image.fromarray(picture) for picture in pixels.reshape(-1, *pixels.shape[-3:])]
+        if pixels.shape[-1] == 1:  # grey
+            pixels = pixels[..., 0]
+            return [Image.fromarray(image) for image in pixels.reshape(-1, *pixels.shape[-2:])]
+        return [Image.fromarray(image) for image in pixels.reshape(-1, *pixels.shape[-3:])]
 
-    def _output(self, result, output_type, return_dict):
-        """What a call returns."""
-        output = FlaxStableDiffusionPipelineOutput(
-            self.numpy_to_pil(result) if output_type == "pil" else result
+    def _output(self, result, params, jit, output_type, return_dict):
+        """What a call returns: images that the safety checker has seen, if there is one."""
+        flags = False
+        if self.safety_checker is not None and output_type != "latent":
+            result, flags = self._check_images(result, params, jit)
+        if output_type == "pil":
+            result = self.numpy_to_pil(result)
+        output = FlaxStableDiffusionPipelineOutput(result, flags)
+        return output if return_dict else output.to_tuple()
+
+    def _check_images(self, images, params, jit):
+        """Blacken what the safety checker flags: (images, list of bool, devices flattened)."""
+        if "safety_checker" not in params:
+            raise ValueError("params has no safety_checker; add safety_checker.params under it")
+        params = params["safety_checker"]
+        if jit:
+            params = jax.tree.map(lambda x: x[0], params)
+        images = np.asarray(images)
+        checked, flags = self.safety_checker.filter_images(
+            images.reshape(-1, *images.shape[-3:]), self.feature_extractor, params
         )
-        return output if return_dict else tuple(output)
+        return checked.reshape(images.shape), flags
+
+
+def _class_of(path, revision, **hub_options):
+    """The pipeline class that a folder's model_index.json names."""
+    name = str(read_index(path, revision, **hub_options).get("_class_name")).removeprefix("Flax")
+    if name not in PIPELINE_FILES:
+        raise ValueError(
+            f"{path} is a {name}, which is not supported; supported are {', '.join(PIPELINE_FILES)}"
+        )
+    return getattr(importlib.import_module(PIPELINE_FILES[name]), f"Flax{name}")
+
+
+@dataclass(frozen=True, eq=False)
+class StableDiffusionParts(FlaxDiffusionPipeline):
+    """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
+
+    Fields: modules, which compute in the dtype that from_pretrained gave them, tokenizer and
+    scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and feature_extractor, its
+    CLIPImageProcessor, or None; dtype.
+    """
+
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel
+    tokenizer: CLIPTokenizer
+    unet: FlaxUNet2DConditionModel
+    scheduler: Scheduler
+    safety_checker: Any = None
+    feature_extractor: Any = None
+    dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self):
+        if self.safety_checker is not None and self.feature_extractor is None:
+            raise ValueError(
+                "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "
+                "input; give both or neither"
+            )
 
 
 def replace_leaves(function, params):
@@ -522,18 +732,15 @@ def _to_array(picture):
     return array.astype(np.float32) * 2 - 1
 
 
-def pair_up(prompt_ids, image):
-    """Repeat the one of either for the many of the other; a ValueError if they do not fit."""
-    num_prompts, num_images = len(prompt_ids), len(image)
-    if num_prompts != num_images and 1 not in (num_prompts, num_images):
+def pair_up(first, second, first_name="prompts", second_name="images"):
+    """Repeat the one of either array for the many of the other; a ValueError if they do not fit."""
+    sizes = len(first), len(second)
+    if sizes[0] != sizes[1] and 1 not in sizes:
         raise ValueError(
-            f"{num_prompts} prompts do not fit {num_images} pictures; give as many, or one"
+            f"{sizes[0]} {first_name} do not fit {sizes[1]} {second_name}; give as many, or one"
         )
-    B = max(num_prompts, num_images)
-    return (
-        np.repeat(prompt_ids, B // num_prompts, axis=0),
-        np.repeat(image, B // num_images, axis=0),
-    )
+    B = max(sizes)
+    return np.repeat(first, B // sizes[0], axis=0), np.repeat(second, B // sizes[1], axis=0)
 
 
 # --------------------------------------------------------------------- guidance
@@ -554,6 +761,8 @@ def guidance_branches(guidance_scale):
     """
     if isinstance(guidance_scale, jax.Array) or np.ndim(guidance_scale):
         return BRANCHES
+    if not isinstance(guidance_scale, Real):
+        raise ValueError(f"guidance_scale={guidance_scale!r} must be a number or an array")
     if not 0 <= guidance_scale < math.inf:
         raise ValueError(
             f"guidance_scale={guidance_scale} must be 0 or more; up to 1 there is no guidance"
@@ -636,6 +845,19 @@ def normal(keys, number, shape):
     )(keys)
 
 
+def starting_noise(latents, keys, shape):
+    """Standard normal noise to start from, float32: latents if given, else drawn from the keys.
+
+    Raises:
+        ValueError: latents are not of this shape.
+    """
+    if latents is None:
+        return normal(keys, 0, shape[1:])
+    if latents.shape != shape:
+        raise ValueError(f"latents have shape {latents.shape}, need {shape}")
+    return latents.astype(jnp.float32)
+
+
 def denoise(scheduler, state, x_t, keys, predict):
     """Sample: x_t (B, C, h, w), float32 between the steps.
 
@@ -711,7 +933,7 @@ def run(pipeline, jit, arrays, shared, options):
     """Call pipeline._generate, compiled, on one device or on all.
 
     Args:
-        pipeline: FlaxPipeline.
+        pipeline: FlaxDiffusionPipeline.
         jit: True: `arrays` have a leading axis of devices and run under pmap. False: NumPy arrays
             of params are kept on the device, see on_device.
         arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
@@ -724,7 +946,17 @@ def run(pipeline, jit, arrays, shared, options):
     Raises:
         ValueError: the number of axes of prompt_ids or params does not suit jit.
     """
-    prompt_ids, params = arrays["prompt_ids"], arrays["params"]
+    prompt_ids = arrays["prompt_ids"]
+    for name in ("prompt_ids", "neg_prompt_ids"):
+        if isinstance(arrays[name], str | list | tuple):
+            raise ValueError(
+                f"{name} is a {type(arrays[name]).__name__}, not an array of token ids; make it "
+                "with prepare_inputs, for negative prompts with prepare_text_inputs"
+            )
+    pipeline._require_params(arrays["params"])
+    # The safety checker is no part of the program.
+    params = {name: tree for name, tree in arrays["params"].items() if name != "safety_checker"}
+    arrays = arrays | {"params": params}
     text_axes = ", ".join(map(str, prompt_ids.shape[-pipeline.text_axes :]))
     shape = f"(devices, batch, {text_axes})" if jit else f"(batch, {text_axes})"
     if prompt_ids.ndim != shape.count(",") + 1:
@@ -743,7 +975,7 @@ def run(pipeline, jit, arrays, shared, options):
         batch = prompt_ids.shape[:2]
         keys = keys_per_picture(keys, math.prod(batch)).reshape(batch)
     arrays = arrays | {"prng_seed": keys}
-    image = arrays.get("image")
+    image = arrays.get("image", arrays.get("masked_image"))
     height, width = pipeline.picture_size(
         options["height"], options["width"], None if image is None else image.shape
     )
@@ -758,7 +990,8 @@ def run(pipeline, jit, arrays, shared, options):
     if not jit:
         arrays["params"] = on_device(params)
     generate = _on_devices if jit else _on_one
-    result = generate(pipeline, tuple(options.items()), arrays, shared)
+    compiled_in = tuple(options.items()), _text_modules(pipeline)
+    result = generate(pipeline, compiled_in, arrays, shared)
     pipeline.compiled.add(program)
     return result
 
@@ -793,18 +1026,17 @@ def on_device(params):
     """
     leaves, tree = jax.tree.flatten(params)
     arrays = {id(x): x for x in leaves if isinstance(x, np.ndarray)}
-    if views := [key for key, array in arrays.items() if is_writeable_through_base(array)]:
+    owned = {key: x for key, x in arrays.items() if not is_writeable_through_base(x)}
+    if len(owned) < len(arrays):
         warn_once(
             "params has views of writeable NumPy arrays, which are copied to the device in every "
             "call; jax.device_put(params) copies them once"
         )
-    for key in views:
-        del arrays[key]
-    unchanged = {key for key, array in arrays.items() if not array.flags.writeable}
+    unchanged = {key for key, array in owned.items() if not array.flags.writeable}
     # A local dict, as another thread may change the shared one.
     copies = {key: copy for key, copy in list(_latest_copies.items()) if key in unchanged}
     _latest_copies.clear()  # frees the memory of other parameters first
-    for key, array in arrays.items():
+    for key, array in owned.items():
         if key not in copies:
             array.flags.writeable = False
             forget = weakref.ref(array, lambda _, key=key: _latest_copies.pop(key, None))
@@ -826,11 +1058,19 @@ def _program_of(pipeline, jit, arrays, options):
     settings = {
         "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
         "params": "/".join(sorted(dtypes)),
+        "text encoders": str([dict(module.config) for module in _text_modules(pipeline)]),
     }
     return frozenset({"jit": jit, **options, **types, **settings}.items())
 
 
-def _call(pipeline, options, arrays, shared):
+def _text_modules(pipeline):
+    """Modules of the text encoders, whose config may change, unlike all else in a pipeline."""
+    encoders = (getattr(pipeline, name, None) for name in TEXT_ENCODERS.values())
+    return tuple(encoder.module for encoder in encoders if encoder is not None)
+
+
+def _call(pipeline, compiled_in, arrays, shared):
+    options, _ = compiled_in
     return pipeline._generate(**dict(options), **arrays, **shared)
 
 

@@ -538,7 +538,7 @@ def pixel(value, dtype):
 @pytest.mark.parametrize(
     ("prompt", "image", "message"),
     [
-        (["a", "b"], [PICTURE] * 3, "2 prompts do not fit 3 pictures"),
+        (["a", "b"], [PICTURE] * 3, "2 prompts do not fit 3 images"),
         ("a", [PICTURE, PICTURE[:8]], "found 8x16, 16x16"),
         ("a", [PICTURE, PICTURE[:8].transpose(1, 0, 2)], "found 16x8, 16x16"),
         ("a", [], "found none"),

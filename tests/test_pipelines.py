@@ -24,7 +24,7 @@ from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 import pipeline_flax_utils
-from modeling_flax_utils import warn_once
+from config_flax import warn_once
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
