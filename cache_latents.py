@@ -52,6 +52,7 @@ from tqdm import tqdm
 
 from attention_flax import by_platform
 from checkpoints_flax import tree_checksum
+from command_line import run_main
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_images import num_usable_cores
 from parquet_processing import (
@@ -390,4 +391,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from command_line import run_main
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
 CHECK_LATENT_SIZE = 32  # 256 pixels in Stable Diffusion
@@ -161,4 +162,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

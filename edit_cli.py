@@ -42,6 +42,7 @@ from flax import jax_utils
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
+from command_line import run_main
 from executables import use_compilation_cache
 from pictures import PICTURE_FORMATS, check_picture_file, load_image, save_picture
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
@@ -357,4 +358,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -32,9 +32,11 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from command_line import run_main
+from config_flax import read_json
 from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import read_json, shard_names, torch_to_flax
+from modeling_flax_utils import shard_names, torch_to_flax
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
 LARGEST_ERROR = 0.1  # of the profile; the user is warned of a larger one
@@ -290,4 +292,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -60,6 +60,7 @@ import cache_latents
 from attention_flax import by_platform
 from cache_latents import encode_pictures
 from checkpoints_flax import Checkpoints, find_checkpoint, tree_checksum
+from command_line import run_main
 from ema_flax import SIGMA_RELS, ema_plan, ema_start, ema_update
 from executables import use_compilation_cache
 from modeling_flax_clip import FlaxCLIPTextModel
@@ -300,7 +301,7 @@ def encode(batch, frozen, models):
         mean and std of the edited pictures' posterior, (B, h, w, C) float32; mode of the
         originals', (B, h, w, C); text states (B, T, D).
     """
-    text = models.text_encoder.apply({"params": frozen["text_encoder"]}, batch["input_ids"])[0]
+    text = models.text_encoder(batch["input_ids"], params=frozen["text_encoder"])[0]
     if "edited_latents" in batch:  # of cache_latents.py
         mean, std = jnp.split(batch["edited_latents"].astype(jnp.float32), 2, axis=-1)
         return mean, std, batch["original_latents"].astype(jnp.float32), text
@@ -695,7 +696,7 @@ def load_models(config: Config, dtype):
     unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, vae_params = FlaxAutoencoderKL.from_pretrained(source, subfolder="vae", **files)
     text_encoder, text_params = FlaxCLIPTextModel.from_pretrained(
-        source, subfolder="text_encoder", **files
+        source, subfolder="text_encoder", _do_init=False, **files
     )
     scheduler, scheduler_state = FlaxDDPMScheduler.from_pretrained(
         source, subfolder="scheduler", revision=revision
@@ -713,11 +714,11 @@ def load_models(config: Config, dtype):
             f"the UNet in {config.unet_model_name_or_path} has {unet.in_channels} input channels, "
             f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it: create_modified_unet.py"
         )
-    if unet.cross_attention_dim != text_encoder.hidden_size:
+    if unet.cross_attention_dim != text_encoder.module.hidden_size:
         raise ValueError(
             f"the UNet in {config.unet_model_name_or_path} reads text states "
             f"{unet.cross_attention_dim} wide, the text encoder of {source} makes "
-            f"{text_encoder.hidden_size}; take both from the same Stable Diffusion"
+            f"{text_encoder.module.hidden_size}; take both from the same Stable Diffusion"
         )
     factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
     if config.resolution % factor:
@@ -732,7 +733,7 @@ def load_models(config: Config, dtype):
     )
     # The empty prompt's states come from the text encoder itself, once.
     null_ids = pipeline.prepare_text_inputs("")
-    null_text = jax.jit(text_encoder.apply)({"params": text_params}, null_ids)[0]
+    null_text = jax.jit(text_encoder)(null_ids, params=text_params)[0]
     frozen = {
         "vae": float32(vae_params),
         "text_encoder": float32(text_params),
@@ -746,7 +747,8 @@ def run_identity(config, num_devices, max_train_steps, dataset, models, params, 
     """What makes a run this run and no other, flat: flags, devices, data, the models' weights."""
     flags = {name: value for name, value in asdict(config).items() if name not in MAY_CHANGE}
     data = dataset.state_dict()
-    configs = {name: dict(module.config) for name, module in models._asdict().items()}
+    modules = models._asdict() | {"text_encoder": models.text_encoder.module}
+    configs = {name: dict(module.config) for name, module in modules.items()}
     return flags | {
         "max_train_steps": max_train_steps,
         "number of devices": num_devices,
@@ -1287,4 +1289,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

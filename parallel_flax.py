@@ -373,7 +373,7 @@ def _lock_file(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = path.open("a")
-    except FileNotFoundError:  # the last holder has just removed the folder
+    except FileNotFoundError:  # another process released the lock and removed the folder
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -384,7 +384,7 @@ def _lock_file(path):
         logger.warning(
             "%s cannot be locked (%s); see to it that no other run uses the folder", path, error
         )
-    if os.fstat(file.fileno()).st_nlink == 0:  # opened before the last holder removed it
+    if os.fstat(file.fileno()).st_nlink == 0:  # another process released the lock, file removed
         file.close()
         return None
     file.truncate(0)

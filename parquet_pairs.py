@@ -258,7 +258,9 @@ def list_pairs(
                 images = [find_image(folders[folder], name, folder) for folder in folders]
             else:
                 images = [file.parent / texts[role] for role in required[:2]]
-            images = [path.resolve() for path in images]  # one path for each file
+            if any("\0" in str(path) for path in images):
+                raise ValueError("a path has a null byte")
+            images = [path.resolve() for path in images]  # so that each file has one path
         except ValueError as error:
             problems.append((line, str(error)))
             continue
@@ -437,7 +439,8 @@ def check_directory(folder: Path, flag: str) -> None:
     """Raise a ValueError unless a directory is empty, or absent, and can be written."""
     parent = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not parent.is_dir():
-        raise ValueError(f"--{flag} {folder}: {parent} is a file; name a directory")
+        problem = "" if parent == folder else f"cannot be made: {parent} "
+        raise ValueError(f"--{flag} {folder} {problem}is a file; name a directory")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"--{flag} {folder} cannot be written: no permission to write in {parent}")
     if parent == folder and (first := next(folder.iterdir(), None)):

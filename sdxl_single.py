@@ -32,6 +32,7 @@ import tyro
 from flax import jax_utils
 from tqdm import tqdm
 
+from command_line import run_main
 from executables import use_compilation_cache
 from pictures import (
     check_picture_file,
@@ -255,4 +256,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -35,6 +35,7 @@ import tyro
 from flax import jax_utils
 from tqdm import tqdm
 
+from command_line import run_main
 from executables import ExecutableStore, no_compilation_cache, surroundings
 from pictures import (
     check_picture_file,
@@ -320,4 +321,4 @@ def main(args=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -49,11 +49,12 @@ from jax.experimental.topologies import get_topology_desc
 
 import flax_train_instruct_pix2pix as trainer
 from attention_flax import plain_operations
+from command_line import run_main
+from config_flax import fetch_file, read_json, write_json
 from executables import no_compilation_cache
 from hlo_traffic import hbm_bytes, kernel_bytes
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import fetch_file, read_json, write_json
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import MODULES
@@ -269,7 +270,8 @@ def model_shapes(config):
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
     vae = FlaxAutoencoderKL.from_config(configs["vae"], dtype=dtype)
     text_encoder = FlaxCLIPTextModel.from_config(configs["text_encoder"], dtype=dtype)
-    scheduler, scheduler_state = FlaxDDPMScheduler.from_config(configs["scheduler"])
+    scheduler = FlaxDDPMScheduler.from_config(configs["scheduler"])
+    scheduler_state = scheduler.create_state()
     if config.unet_model_name_or_path:
         unet_config = read_config(config.unet_model_name_or_path)
     else:
@@ -279,11 +281,11 @@ def model_shapes(config):
     )
 
     text_params = param_shapes(text_encoder, dtype)
-    ids = jax.ShapeDtypeStruct((1, text_encoder.max_position_embeddings), jnp.int32)
+    ids = jax.ShapeDtypeStruct((1, text_encoder.module.max_position_embeddings), jnp.int32)
     frozen = {
         "vae": param_shapes(vae, dtype),
         "text_encoder": text_params,
-        "null_text": jax.eval_shape(text_encoder.apply, {"params": text_params}, ids)[0],
+        "null_text": jax.eval_shape(text_encoder, ids, params=text_params)[0],
         "scheduler": jax.eval_shape(lambda: scheduler_state),
     }
     models = trainer.Models(unet, vae, text_encoder, scheduler)
@@ -319,7 +321,7 @@ def train_step_job(config, devices):
     programs = trainer.make_programs(config, models, tx, params, num_slices, devices)
 
     B, R = config.train_batch_size // n, config.resolution
-    T = models.text_encoder.max_position_embeddings
+    T = models.text_encoder.module.max_position_embeddings
     batch = {"input_ids": jax.ShapeDtypeStruct((n, B, T), jnp.int32)}
     if config.cache_latents:
         del frozen["vae"]
@@ -412,7 +414,9 @@ def sdxl_job(config, devices):
     params["scheduler"] = jax.eval_shape(lambda: scheduler_state)
     params = on_all(params, n)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
-    ids = jax.ShapeDtypeStruct((n, B, 2, pipeline.text_encoder.max_position_embeddings), jnp.int32)
+    ids = jax.ShapeDtypeStruct(
+        (n, B, 2, pipeline.text_encoder.module.max_position_embeddings), jnp.int32
+    )
     scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
 
     def generate(prompt_ids, neg_prompt_ids, params, keys, guidance_scale):
@@ -791,4 +795,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

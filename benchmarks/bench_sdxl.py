@@ -51,7 +51,7 @@ from benchmarks.side_by_side import (  # noqa: E402
     time_in_turn,
     torch_pipeline,
 )
-from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
+from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline  # noqa: E402
 from tpu_compile import SDXL  # noqa: E402
@@ -86,8 +86,10 @@ def make_model(folder, size):
     write_pipeline(
         folder,
         {
-            "text_encoder": FlaxCLIPTextModel(**configs["text_encoder"], **ids),
-            "text_encoder_2": FlaxCLIPTextModelWithProjection(**configs["text_encoder_2"], **ids),
+            "text_encoder": FlaxCLIPTextModule(**configs["text_encoder"], **ids),
+            "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(
+                **configs["text_encoder_2"], **ids
+            ),
             "vae": VAE.clone(**configs["vae"]),
             "unet": FlaxUNet2DConditionModel(**configs["unet"]),
         },

@@ -45,8 +45,8 @@ from benchmarks.full_size import (  # noqa: E402
     write_json,
     write_module,
 )
-from modeling_flax_clip import FlaxCLIPTextModelWithProjection  # noqa: E402
-from modeling_flax_utils import write_json as write_config  # noqa: E402
+from config_flax import write_json as write_config  # noqa: E402
+from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule  # noqa: E402
 from scheduling_flax import FlaxEulerDiscreteScheduler  # noqa: E402
 
 SECONDS = re.compile(r"^(?:compiled|loaded).* in ([\d.]+) s$", re.MULTILINE)
@@ -86,7 +86,7 @@ def make_model(folder, size):
         "unet": unet,
         "vae": VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1),
         "text_encoder": text_encoder,
-        "text_encoder_2": FlaxCLIPTextModelWithProjection(**options),
+        "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**options),
     }
     write_pipeline(folder, modules)
 

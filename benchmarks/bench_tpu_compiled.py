@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import tpu_compile  # noqa: E402
 from benchmarks.full_size import GIB, command_line  # noqa: E402
-from modeling_flax_utils import read_json  # noqa: E402
+from config_flax import read_json  # noqa: E402
 
 STEP = ("--mixed_precision", "bf16", "--ema", "full")
 # Flags of tpu_compile.py; the batch is 8 pairs or one picture on each chip.

@@ -45,7 +45,7 @@ from benchmarks.bench_data import (  # noqa: E402
     this_command,
     write_json,
 )
-from modeling_flax_clip import FlaxCLIPTextModel  # noqa: E402
+from modeling_flax_clip import FlaxCLIPTextModule  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
 
@@ -67,7 +67,7 @@ VAE = FlaxAutoencoderKL(
     layers_per_block=2,
     sample_size=512,
 )
-TEXT_ENCODER = FlaxCLIPTextModel(
+TEXT_ENCODER = FlaxCLIPTextModule(
     hidden_size=768,
     intermediate_size=3072,
     projection_dim=768,

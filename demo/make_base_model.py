@@ -91,15 +91,18 @@ UNET = FlaxUNet2DConditionModel(
     norm_num_groups=8,
 )
 TEXT_ENCODER = FlaxCLIPTextModel(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    intermediate_size=256,
-    projection_dim=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    bos_token_id=VOCAB_SIZE - 2,
-    eos_token_id=VOCAB_SIZE - 1,
-    pad_token_id=VOCAB_SIZE - 1,
+    {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "projection_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "bos_token_id": VOCAB_SIZE - 2,
+        "eos_token_id": VOCAB_SIZE - 1,
+        "pad_token_id": VOCAB_SIZE - 1,
+    },
+    _do_init=False,
 )
 
 
@@ -113,13 +116,13 @@ class Config:
     unet_batch_size: int = 32
     num_latents: int = 16384  # pictures encoded once, to train the UNet on
     vae_learning_rate: float = 1e-2  # peak; warm-up, then cosine to zero
-    unet_learning_rate: float = 3e-3  # peak, likewise
+    unet_learning_rate: float = 3e-3  # peak; warm-up, then cosine to zero
     kl_weight: float = 5e-4  # weight of the VAE's KL term, per latent number
     seed: int = 0
 
 
 def picture_batches(seed, batch_size, recolour):
-    """Batches for ever: pictures (B, 3, SIZE, SIZE) float32 in [-1, 1] and their captions.
+    """Endless batches: pictures (B, 3, SIZE, SIZE) float32 in [-1, 1] and their captions.
 
     recolour: True permutes and scales the colour channels (for the VAE, which wants every colour).
     """
@@ -262,7 +265,7 @@ def make_tokenizer(folder):
 
 
 def latent_batches(vae, tokenizer, config):
-    """Batches for ever: scaled latents (B, 16, h, w) and token ids (B, 77), 10% of them of ""."""
+    """Endless batches: scaled latents (B, 16, h, w) and token ids (B, 77), 10% of them of ""."""
     rng = np.random.default_rng(config.seed + 4)
     pictures = picture_batches(config.seed + 5, 256, recolour=False)
     encode = jax.jit(partial(VAE.apply, method=VAE.encode))
@@ -290,7 +293,7 @@ def text_to_image_loss(params, batch, key, *, scheduler, scheduler_state):
     timesteps = jax.random.randint(timestep_key, (len(x_0),), 0, num_timesteps)
     x_t = scheduler.add_noise(scheduler_state, x_0, noise, timesteps)
     target = scheduler.get_velocity(scheduler_state, x_0, noise, timesteps)
-    text = TEXT_ENCODER.apply({"params": params["text_encoder"]}, input_ids)[0]
+    text = TEXT_ENCODER(input_ids, params=params["text_encoder"])[0]
     v_pred = UNET.apply({"params": params["unet"]}, x_t, timesteps, text).sample
     return jnp.square(v_pred - target).mean()
 
@@ -302,7 +305,8 @@ def train_unet(config, vae, tokenizer):
         "unet": jax.jit(UNET.init_weights)(keys[0]),
         "text_encoder": jax.jit(TEXT_ENCODER.init_weights)(keys[1]),
     }
-    scheduler, scheduler_state = FlaxDDPMScheduler.from_config(SCHEDULER_CONFIG)
+    scheduler = FlaxDDPMScheduler.from_config(SCHEDULER_CONFIG)
+    scheduler_state = scheduler.create_state()
     loss = partial(text_to_image_loss, scheduler=scheduler, scheduler_state=scheduler_state)
     batches = latent_batches(vae, tokenizer, config)
     rate = config.unet_learning_rate
@@ -316,25 +320,28 @@ def main():
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     output_dir = Path(config.output_dir)
     started = time.perf_counter()
-    jax.config.update("jax_num_cpu_devices", 2)  # of a device, small operations use one core
+    jax.config.update("jax_num_cpu_devices", 2)  # XLA runs small operations on one core per device
     tokenizer = make_tokenizer(Path(config.work_dir) / "tokenizer")
     vae_settings = (
         sorted(VAE.config.items()),
         config.seed,
         config.vae_steps,
         config.vae_batch_size,
+        config.vae_learning_rate,
+        config.kl_weight,
+        CAPTIONS,
     )
-    vae_settings += (config.vae_learning_rate, config.kl_weight, CAPTIONS)
     vae = stage(config.work_dir, "vae", vae_settings, partial(train_vae, config))
-    settings = (
+    unet_settings = (
         vae_settings,
         sorted(UNET.config.items()),
         config.unet_steps,
         config.unet_batch_size,
+        config.unet_learning_rate,
+        config.num_latents,
     )
-    settings += (config.unet_learning_rate, config.num_latents)
     train = partial(train_unet, config, vae, tokenizer)
-    params = stage(config.work_dir, "unet", settings, train)
+    params = stage(config.work_dir, "unet", unet_settings, train)
 
     half = dict(dtype=np.float16)
     shutil.copytree(
@@ -344,7 +351,7 @@ def main():
     scaled_vae.save_pretrained(output_dir / "vae", params=vae["params"], **half)
     UNET.save_pretrained(output_dir / "unet", params=params["unet"], **half)
     TEXT_ENCODER.save_pretrained(output_dir / "text_encoder", params["text_encoder"], **half)
-    FlaxDDIMScheduler.from_config(SCHEDULER_CONFIG)[0].save_pretrained(output_dir / "scheduler")
+    FlaxDDIMScheduler.from_config(SCHEDULER_CONFIG).save_pretrained(output_dir / "scheduler")
     index = {
         "_class_name": "StableDiffusionPipeline",
         "feature_extractor": [None, None],

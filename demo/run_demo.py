@@ -1,6 +1,6 @@
 """The main job from end to end, small: data, widen, train, edit, measure. `make demo` runs this.
 
-    python demo/run_demo.py          # 4 to 6 minutes on 2 CPU cores
+    python demo/run_demo.py          # 4 minutes on 2 CPU cores with AVX-512
 
 Every step is a command line that is printed before it runs; they are the ones used on a TPU slice.
 A CPU counts as two devices, as XLA runs the small operations of such a model on one core of each.
@@ -36,7 +36,8 @@ STEPS = (
 def main():
     """Run the steps in order; the first that fails ends the demo."""
     started = time.time()
-    shutil.rmtree(ROOT / "demo" / "output" / "latents", ignore_errors=True)  # maybe of another VAE
+    # A cache of another VAE's latents would be refused.
+    shutil.rmtree(ROOT / "demo" / "output" / "latents", ignore_errors=True)
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"
     print("$ export JAX_NUM_CPU_DEVICES=2", flush=True)
     for step in STEPS:

@@ -151,7 +151,6 @@ def test_widen_leaves_its_argument_alone(narrow):
         ({"subfolder": ""}, "no config.json in narrow;"),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
         ({"source": "xl"}, "has the UNet of an SDXL, which the trainer does not train"),
-        ({"variant": "fp16"}, "fp16"),
         ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
         ({"output_dir": ""}, "output_dir is empty; name a folder"),
         ({"output_dir": "narrow"}, "output_dir=narrow is the model that is read"),

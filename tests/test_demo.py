@@ -107,7 +107,7 @@ def test_base_model_is_a_stable_diffusion_of_at_most_6_mb():
     assert size <= 6e6
     pipeline = StableDiffusionPipeline.from_pretrained(BASE_MODEL, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    assert pipeline.unet.config.in_channels == pipeline.vae.config.latent_channels
+    assert pipeline.unet.config.in_channels == pipeline.vae.config.latent_channels == 16
     ids = pipeline.tokenizer("Make it black and white, 日本!").input_ids
     assert "".join(pipeline.tokenizer.decode(ids, skip_special_tokens=True).split()) == (
         "makeitblackandwhite,日本!"

@@ -16,7 +16,12 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import executables
 import sdxl_single
 import sdxl_single_aot
-from executables import ExecutableStore, surroundings, use_compilation_cache
+from executables import (
+    ExecutableStore,
+    initialize_cache,
+    surroundings,
+    use_compilation_cache,
+)
 from modeling_flax_utils import FlaxModelMixin
 
 PROMPTS = ("make it", "make it red", "it")
@@ -360,6 +365,13 @@ def test_compilation_cache_dir(no_programs, tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "new" / "folder")
     assert not use_compilation_cache(str(tmp_path / "other"))  # there is one
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_initialize_cache(no_programs, tmp_path):
+    for name in ("first", "second"):  # the second call counts
+        initialize_cache(tmp_path / name)
+        jax.jit(lambda x: x + 1)(1.0)
+        assert list((tmp_path / name).iterdir())
 
 
 def test_bad_compilation_cache_dir(model, tmp_path, capsys, no_programs):

@@ -290,9 +290,10 @@ def test_learning_rates_are_diffusers(name, warmup):
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_min_snr(prediction_type):
     """Hugging Face's weights on each sample's error."""
-    scheduler, state = FlaxDDPMScheduler.from_config(
+    scheduler = FlaxDDPMScheduler.from_config(
         {"prediction_type": prediction_type, "beta_schedule": "scaled_linear"}
     )
+    state = scheduler.create_state()
     rng = np.random.default_rng(0)
     shape = (6, 4, 2, 2)
     x_0, noise, condition = (rng.standard_normal(shape, np.float32) for _ in range(3))

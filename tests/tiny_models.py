@@ -13,7 +13,8 @@ from diffusers import (
     PNDMScheduler,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+from transformers import CLIPConfig, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 MERGES = [("r", "e"), ("re", "d</w>"), ("m", "a"), ("ma", "k"), ("mak", "e</w>"), ("i", "t</w>")]
@@ -226,3 +227,30 @@ def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=T
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2))
     return folder
+
+
+def make_tiny_safety_checker(folder, seed=0):
+    """Write a random safety checker of about 0.1M parameters for images of 224 x 224.
+
+    Args:
+        folder: where to.
+        seed: of the random weights.
+
+    Returns:
+        folder, a Path.
+    """
+    torch.manual_seed(seed)
+    tower = {
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "projection_dim": 16,
+    }
+    vision = tower | {"image_size": 224, "patch_size": 32}
+    config = CLIPConfig(text_config=tower, vision_config=vision, projection_dim=16)
+    checker = StableDiffusionSafetyChecker(config)
+    for name in ("concept_embeds", "special_care_embeds"):  # made of ones, as the weights are
+        torch.nn.init.normal_(getattr(checker, name))
+    checker.save_pretrained(folder)
+    return Path(folder)
