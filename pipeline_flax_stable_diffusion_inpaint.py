@@ -13,7 +13,6 @@ Source: Latent Diffusion Models (arXiv 2112.10752), section 4.5; numerics of PyT
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
