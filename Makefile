@@ -11,7 +11,7 @@ demo: .venv/installed
 
 test: .venv/installed .venv/tpu
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --durations 20
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 --durations 20
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

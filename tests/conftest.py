@@ -1,5 +1,6 @@
 """Test-wide settings: a CPU with four forced devices, strict dtype promotion, no network."""
 
+import gc
 import os
 import signal
 import sys
@@ -39,11 +40,23 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs(tmp_path_factory):
-    """Folder that keeps what a file's tests and the processes they start compile."""
-    folder = str(tmp_path_factory.mktemp("programs"))
+@pytest.fixture(autouse=True, scope="session")
+def programs(pytestconfig):
+    """Folder that keeps what all tests and the processes they start compile, for later runs too."""
+    folder = str(pytestconfig.cache.mkdir(f"programs-jax-{jax.__version__}"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_programs():
+    """Free what a file's tests have compiled.
+
+    A program takes about ten memory maps of the 65,530 that Linux allows a process by default, and
+    XLA dies of a segmentation fault where it gets no more.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
