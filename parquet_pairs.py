@@ -41,10 +41,10 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from parquet_images import (
+from images import (
     FORMATS,
     MAX_ASPECT,
-    decode_picture,
+    decode_image,
     exif_orientation,
     num_usable_cores,
     one_line,
@@ -290,7 +290,7 @@ def check_image(path: Path) -> tuple[int, int] | str:
     """
     try:
         data = path.read_bytes()
-        height, width = decode_picture(data, 16).shape[:2]
+        height, width = decode_image(data, 16).shape[:2]
         if data.startswith(b"\xff\xd8"):  # a JPEG: read to its end, but at a reduced size
             width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
             if exif_orientation(data) in (5, 6, 7, 8):

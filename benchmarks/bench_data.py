@@ -57,9 +57,9 @@ except ImportError:
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parquet_pairs import SCHEMA
-from parquet_processing import (
+from parquet_processing import ParquetImagePairs
+from parquet_shards import (
     Pair,
-    ParquetImagePairs,
     decode_pair,
     list_row_groups,
     pair_at,

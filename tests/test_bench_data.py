@@ -28,7 +28,7 @@ from benchmarks.bench_data import (
     summarize,
     torch_rows,
 )
-from parquet_processing import decode_pair
+from parquet_shards import decode_pair
 
 NUM_ROWS = 2 * BATCH_SIZE
 # The workers of torch's DataLoader are forked, and compute nothing with JAX.

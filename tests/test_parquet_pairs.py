@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 
 import parquet_pairs
 import parquet_processing
+import parquet_shards
 from edit_cli import edits_of_jsonl
 from parquet_pairs import write_pairs
 from parquet_processing import ParquetImagePairs
@@ -238,8 +239,8 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"input": "."}, "Is a directory"),
         (good | {"input": "nul\0.png"}, "null byte"),
         (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
-        (good | {"edited": "empty.png"}, "empty.png: no known picture format (0 bytes)"),
-        (good | {"edited": "text.png"}, "text.png: no known picture format (4 bytes)"),
+        (good | {"edited": "empty.png"}, "empty.png: no known image format (0 bytes)"),
+        (good | {"edited": "text.png"}, "text.png: no known image format (4 bytes)"),
         (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
         (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
         (good | {"edited": "wide.png"}, "wide.png 24x16: one shape is needed"),
@@ -427,6 +428,6 @@ def test_unfinished_directory_is_not_read(tmp_path):
     assert len(read(tmp_path / "elsewhere")) == 1
     (tmp_path / "data" / parquet_pairs.UNFINISHED).mkdir()
     with pytest.raises(ValueError, match=r"if .* --pairs was killed, remove .*data and run that"):
-        parquet_processing.list_row_groups(tmp_path / "data")
+        parquet_shards.list_row_groups(tmp_path / "data")
     with pytest.raises(ValueError, match=r"--output_dir .*data is not empty"):
         write_pairs(file, tmp_path / "data")

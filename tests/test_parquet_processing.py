@@ -23,8 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+import parquet_dataset
 import parquet_processing
-from parquet_processing import ParquetImagePairs, crop_square, decode_picture, epoch_order
+import parquet_shards
+from images import crop_square, decode_image
+from parquet_dataset import epoch_order
+from parquet_processing import ParquetImagePairs
 
 SCRIPT = Path(parquet_processing.__file__)
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -107,9 +111,9 @@ def test_pixels_are_pillows(tmp_path, resample, picture_format, height, width):
 
 def test_large_jpeg_is_scaled_while_decoding():
     data = encode(smooth(0, 256, 320), "JPEG", quality=100)
-    small = decode_picture(data, min_side=64)
+    small = decode_image(data, min_side=64)
     assert 64 <= min(small.shape[:2]) <= 128
-    assert decode_picture(data, min_side=129).shape == (256, 320, 3)
+    assert decode_image(data, min_side=129).shape == (256, 320, 3)
     direct = Image.open(io.BytesIO(data)).resize((40, 32), Image.Resampling.LANCZOS)
     error = np.asarray(direct)[:, 4:36].astype(int) - crop_square(small, 32, "lanczos")
     assert np.abs(error).mean() < 1.0
@@ -172,29 +176,29 @@ def test_every_kind_of_picture():
     ]
     blended = (encode(alpha), see_through)  # Pillow may round the other way
     for data, expected in exact:
-        decoded = decode_picture(data)
+        decoded = decode_image(data)
         assert decoded.dtype == np.uint8
         np.testing.assert_allclose(decoded.astype(int), expected, atol=data in blended)
     xmp = b"""<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF
         xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description
         xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
-    assert decode_picture(encode(image, "JPEG", xmp=xmp)).shape == (28, 20, 3)
+    assert decode_image(encode(image, "JPEG", xmp=xmp)).shape == (28, 20, 3)
     for source, options in [
         (image, {"exif": turned}), (image, {"xmp": xmp}), (image, {"progressive": True}),
         (grey, {}),
     ]:  # fmt: skip
         data = encode(source, "JPEG", **options)
         expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
-        np.testing.assert_array_equal(decode_picture(data), np.asarray(expected))
+        np.testing.assert_array_equal(decode_image(data), np.asarray(expected))
 
 
 def test_pictures_without_a_known_range_are_refused():
     for mode, value in (("I", 200), ("F", 0.5)):
         data = encode(Image.new(mode, (8, 8), value), "TIFF")
         with pytest.raises(ValueError, match=rf"image mode {mode} \((float|integer)\) has"):
-            decode_picture(data)
+            decode_image(data)
     grey = np.arange(64, dtype=np.int32).reshape(8, 8)
-    decoded = decode_picture(encode(Image.fromarray(grey * 257), "TIFF"))  # of mode I
+    decoded = decode_image(encode(Image.fromarray(grey * 257), "TIFF"))  # of mode I
     np.testing.assert_array_equal(decoded, np.stack([grey] * 3, axis=-1))
     with pytest.raises(ValueError, match="1x400 pixels are too narrow"):
         crop_square(np.zeros((400, 1, 3), np.uint8), 8)
@@ -205,7 +209,7 @@ def test_upright_exif_takes_the_fast_way(monkeypatch):
     exif = image.getexif()
     exif[0x0112], exif[0x010F] = 1, "camera"
     data = encode(image, "JPEG", exif=exif, quality=95)
-    assert b"Exif" in data and decode_picture(data, min_side=32).shape == (32, 32, 3)
+    assert b"Exif" in data and decode_image(data, min_side=32).shape == (32, 32, 3)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "turned", "PNG", "WEBP", "GIF"])
@@ -222,19 +226,19 @@ def test_truncated_picture_is_refused(kind):
         "WEBP": lambda: encode(image, "WEBP"),
         "GIF": lambda: encode(image, "GIF"),
     }[kind]()
-    decode_picture(data)
+    decode_image(data)
     # The last bytes of a PNG (20) and of a GIF hold no pixels: only what comes before is missed.
     for end in (len(data) // 3, len(data) - (24 if kind in ("PNG", "GIF") else 2)):
         with pytest.raises(ValueError, match=r"\w"):
-            decode_picture(data[:end])
+            decode_image(data[:end])
         with pytest.raises(ValueError, match=r"\w"):
-            decode_picture(data[:end], min_side=8)
+            decode_image(data[:end], min_side=8)
 
 
 @pytest.mark.parametrize("data", [b"", b"no picture", b"\xff\xd8\xff\xe0" + bytes(50)])
 def test_what_is_no_picture_is_refused_in_one_line(data):
     with pytest.raises(ValueError) as error:
-        decode_picture(data)
+        decode_image(data)
     assert str(error.value) and "\n" not in str(error.value) and "0x" not in str(error.value)
 
 
@@ -440,13 +444,15 @@ def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
     write_numbered(folder, shard_rows, data.draw(st.integers(1, 9), "row group size"))
     num_rows = sum(shard_rows)
     process_count = data.draw(st.integers(1, 4), "processes")
-    parts_each = data.draw(st.integers(1, 3), "parts each")
-    batch_size = parts_each * data.draw(st.integers(1, 2), "rows of a part in a batch")
+    batch_size = data.draw(st.integers(1, 6), "batch size")
+    global_batch = batch_size * process_count
+    divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+    num_parts = data.draw(st.sampled_from([0, *divisors]), "parts")  # 0: the default
     own = process_count <= len(shard_rows) and data.draw(st.booleans(), "own shards")
     epoch = data.draw(st.integers(0, 3), "epoch")
     buffer = data.draw(st.integers(0, 60), "shuffle buffer")
 
-    folders, rows_of = [folder] * process_count, [num_rows] * process_count
+    folders, rows_of = [folder] * global_batch, [num_rows] * process_count
     if own:
         folders = [tmp_path_factory.mktemp("own") for _ in range(process_count)]
         rows_of = [0] * process_count
@@ -465,7 +471,6 @@ def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
         dataset.set_epoch(epoch)
         return dataset
 
-    num_parts = parts_each * process_count
     threads = st.integers(1, 5)
     make_all = partial(make, num_parts=num_parts, num_threads=data.draw(threads, "threads"))
     datasets = on_processes(make_all, process_count)
@@ -502,11 +507,19 @@ def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
         assert dataset.state_dict() == states[0][-1]
     assert states[0][-1]["epoch"] == epoch + 1 and states[0][-1]["batch"] == 0
 
-    if not own and process_count > 1:  # the same global batches on one process
-        batch_size *= process_count
-        alone = list(make(0, None, process_count=1, num_parts=num_parts))
-        for step, batch in enumerate(alone):
-            assert batch["edit_prompt"] == prompts_of(stream[step] for stream in streams)
+    if not own:  # another number of processes goes on with the same global batches
+        counts = [n for n in divisors if n != process_count]
+        process_count = data.draw(st.sampled_from(counts), "other processes") if counts else 1
+        batch_size = global_batch // process_count
+        start = data.draw(st.integers(0, num_batches - 1), "first of the other's batches")
+        others = []
+        for k in range(process_count):
+            dataset = make(k, None, process_count=process_count, num_parts=num_parts)
+            dataset.load_state_dict(states[0][start])
+            others.append(list(dataset))
+        for step in range(start, num_batches):
+            expected = prompts_of(stream[step] for stream in streams)
+            assert prompts_of(other[step - start] for other in others) == expected
 
 
 def test_epochs_follow_each_other_and_loading_goes_on_in_the_middle(numbered):
@@ -529,7 +542,9 @@ def test_epochs_follow_each_other_and_loading_goes_on_in_the_middle(numbered):
 def test_state_of_another_stream_is_refused(numbered, tmp_path):
     state = ParquetImagePairs(numbered, batch_size=4).state_dict()
     other = ParquetImagePairs(numbered, batch_size=5, seed=1)
-    with pytest.raises(ValueError, match=r"seed was 0 and is 1; global_batch_size was 4 and is 5$"):
+    with pytest.raises(
+        ValueError, match=r"seed was 0 and is 1; global_batch_size was 4 and is 5; num_"
+    ):
         other.load_state_dict(state)
     write_numbered(tmp_path, [30, 4, 20])
     with pytest.raises(ValueError, match=r"data was \w+ and is \w+ \(other shards\)"):
@@ -649,7 +664,7 @@ def test_max_rows_are_too_few(numbered):
 @pytest.mark.parametrize("num_parts, window", [(1, 0), (1, 20), (2, 10), (3, 40)])
 def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
     """Counts the row groups that are alive: at most a window of each part, its ends, one ahead."""
-    read, alive, most = parquet_processing.read_row_group, set(), []
+    read, alive, most = parquet_shards.read_row_group, set(), []
 
     def watched(*args):
         cells = read(*args)
@@ -658,7 +673,7 @@ def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
         most.append(len(alive))
         return cells
 
-    monkeypatch.setattr(parquet_processing, "read_row_group", watched)
+    monkeypatch.setattr(parquet_dataset, "read_row_group", watched)
     for epoch in range(4):
         dataset = ParquetImagePairs(
             numbered, batch_size=num_parts, resolution=4, shuffle_buffer=window * num_parts,
@@ -691,6 +706,7 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
     for seed in range(3):
         caplog.clear()
         options = {"batch_size": 4, "resolution": 8, "seed": seed, "max_bad_fraction": 0.3}
+        options["num_parts"] = 1
         dataset = ParquetImagePairs(tmp_path, num_threads=1, **options)
         batches = list(dataset)
         (order,) = epoch_order(
@@ -705,11 +721,11 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
         assert dataset.num_bad == 6 and dataset.num_seen == 24
         assert dataset.bad_rows == {
             ("a.parquet", 3): "original_image: Premature end of JPEG file",
-            ("a.parquet", 4): "edited_image: no known picture format (0 bytes)",
+            ("a.parquet", 4): "edited_image: no known image format (0 bytes)",
             ("b.parquet", 2): "original_image: no picture bytes in the shard",
             ("b.parquet", 3): "edit_prompt: null",
-            ("b.parquet", 5): "original_image: no known picture format (3 bytes)",
-            ("b.parquet", 6): "original_image: no known picture format (3 bytes)",
+            ("b.parquet", 5): "original_image: no known image format (3 bytes)",
+            ("b.parquet", 6): "original_image: no known image format (3 bytes)",
         }
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == 6
@@ -737,9 +753,9 @@ def test_a_long_stretch_of_broken_pairs_is_looked_through_once(tmp_path, monkeyp
     rows += [(b"bad", "x", b"bad")] * 100
     write_shard(tmp_path / "a.parquet", rows, row_group_size=50)
     num_decoded = []
-    decode = parquet_processing.decode_pair
+    decode = parquet_shards.decode_pair
     monkeypatch.setattr(
-        parquet_processing, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
+        parquet_dataset, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
     )
     dataset = ParquetImagePairs(tmp_path, batch_size=20, resolution=4, shuffle_buffer=100)
     seen = Counter(prompts_of(dataset))
@@ -780,7 +796,7 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
     seen, error = run(max_bad_fraction=0.1)  # of an epoch's 100: more than ten
     assert "11 of the first" in error or "12 of the first" in error
     assert "max_bad_fraction=0.1" in error and "a.parquet row" in error
-    monkeypatch.setattr(parquet_processing, "MIN_ROWS_TO_JUDGE", 1)
+    monkeypatch.setattr(parquet_dataset, "MIN_ROWS_TO_JUDGE", 1)
     assert run(max_bad_fraction=0)[0] <= seen
 
 
@@ -838,9 +854,9 @@ def test_every_type_of_text_and_of_bytes(tmp_path, text):
     assert all(schema.field("edited_image").type == kind for schema, kind in zip(schemas, BYTES))
     assert "string" in str(schemas[0].field("edit_prompt").type)
     rows = []
-    for group in parquet_processing.list_row_groups(tmp_path):
-        cells = parquet_processing.read_row_group(group)
-        rows += [parquet_processing.pair_at(cells, row) for row in range(group.num_rows)]
+    for group in parquet_shards.list_row_groups(tmp_path):
+        cells = parquet_shards.read_row_group(group)
+        rows += [parquet_shards.pair_at(cells, row) for row in range(group.num_rows)]
     assert rows == list(zip(originals, edits, prompts)) * len(BYTES)
 
 
@@ -922,8 +938,8 @@ def test_columns_of_one_name(tmp_path):
     [
         ({"batch_size": 54}, "batch of a process can be 53 at most"),
         ({"batch_size": 20, "process_count": 3}, "needs 60 rows.* 53; .* process can be 17"),
-        ({"num_parts": 3, "process_count": 2}, "num_parts=3 must be a multiple of process_count"),
-        ({"num_parts": 3}, "batch_size=2 one of the parts of a process"),
+        ({"num_parts": 3, "process_count": 2}, "num_parts=3 does not divide the global batch of 4"),
+        ({"num_parts": 3}, "num_parts=3 does not divide the global batch of 2 pairs"),
         ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 must be from 0 to 1"),
         ({"batch_size": 1, "process_count": 99}, "use 53 processes at most"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
@@ -943,7 +959,7 @@ def test_bad_arguments(numbered, options, words):
 def test_every_picture_broken(tmp_path):
     all_broken(tmp_path)
     dataset = ParquetImagePairs(tmp_path, batch_size=2, resolution=8)
-    with pytest.raises(ValueError, match=r"none of the 3 pairs .*known picture format") as error:
+    with pytest.raises(ValueError, match=r"none of the 3 pairs .*known image format") as error:
         list(dataset)
     assert "\n" not in str(error.value)
 
@@ -992,7 +1008,7 @@ def test_script_describes_a_folder(tmp_path):
         "original_image: 5 x PNG 20x20 RGB, 2 x JPEG 40x30 RGB\n",
         "edited_image: 7 x PNG 20x20 RGB\n",
         "unreadable  1 of 8 rows\n",
-        "a.parquet row 2: original_image: no known picture format (3 bytes)\n",
+        "a.parquet row 2: original_image: no known image format (3 bytes)\n",
         "\nprompts     'paint it 0'\n            'paint it 3'\n            'paint it 4'\n",
         "\n            '日本 日本 ",
     ):

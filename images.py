@@ -1,0 +1,345 @@
+"""Image files: decoding, conversion to RGB, cropping, names of output files, saving, grids.
+
+Also what goes with images on the command line: prompts, latents, batches for several devices.
+"""
+
+import io
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from command_line import check_writable
+
+RESAMPLING = {
+    "dct": Image.Resampling.LANCZOS,  # for what decoding at a reduced scale has left to do
+    "lanczos": Image.Resampling.LANCZOS,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+ORIENTATION = ExifTags.Base.Orientation
+EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
+MAX_ASPECT = 20  # of an image; scaling the shorter side up would take any amount of memory
+# What Pillow may try: not the formats for which it runs programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+JPEG_QUALITY = 95
+
+
+def to_rgb(image):
+    """Convert a PIL image to RGB, on white where it is transparent.
+
+    Args:
+        image: PIL image; values of 16 bits (mode I;16, or I above 255) become 0 to 255.
+
+    Returns:
+        PIL image of mode RGB.
+
+    Raises:
+        ValueError: the range of the values is not known: mode F, or mode I that is not 16 bits.
+    """
+    if image.mode == "F":
+        raise ValueError(
+            "image mode F (float) has no known range; scale its values to 0 to 255 and convert it "
+            "to mode L"
+        )
+    if image.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        if low < 0 or high > 65535 or (image.mode == "I" and high < 256):
+            raise ValueError(
+                f"image mode {image.mode} (integer) has values from {low} to {high}, which are "
+                "not 16 bits; scale them to 0 to 255 and convert the image to mode L"
+            )
+        image = Image.fromarray((values // 257).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def prepare_images(image):
+    """Convert images to float32 (B, 3, H, W) in [-1, 1].
+
+    Args:
+        image: image or list of images of one size: PIL of any mode, or array (H, W, 3), or
+            arrays (B, H, W, 3); uint8, or float in [0, 1].
+
+    Raises:
+        ValueError: sizes differ, or it is not an image.
+    """
+    is_batch = isinstance(image, list | tuple) or np.ndim(image) == 4
+    arrays = [to_array(one) for one in (image if is_batch else [image])]
+    if len(sizes := sorted({array.shape[:2] for array in arrays})) != 1:
+        found = ", ".join(f"{height}x{width}" for height, width in sizes) or "none"
+        raise ValueError(
+            f"the images of a batch must have one size (height x width), found {found}; "
+            "resize or crop them, or call once per size"
+        )
+    return np.stack(arrays).transpose(0, 3, 1, 2)
+
+
+def to_array(image):
+    """Convert one image, PIL or array, to float32 (H, W, 3) in [-1, 1]."""
+    array = np.asarray(to_rgb(image) if isinstance(image, Image.Image) else image)
+    if array.ndim != 3 or array.shape[-1] != 3:
+        raise ValueError(f"an image has shape {array.shape}; as an array it is (H, W, 3)")
+    if array.dtype == np.uint8:
+        array = array.astype(np.float32) / 255
+    if not (array.dtype.kind == "f" and array.min() >= 0 and array.max() <= 1):
+        raise ValueError(
+            f"an image has {array.dtype} values from {array.min()} to {array.max()}; "
+            "give uint8, or float in [0, 1]"
+        )
+    return array.astype(np.float32) * 2 - 1
+
+
+def load_image(path):
+    """Read an image file completely, and turn the image as its EXIF orientation says.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        PIL image, RGB, on white where it is transparent.
+
+    Raises:
+        ValueError: no such file, no image, or a damaged one; the message starts with path.
+    """
+    try:
+        with Image.open(path) as image:
+            return to_rgb(ImageOps.exif_transpose(image))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; check the path") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is not an image that Pillow can read") from None
+    except Exception as error:  # Pillow's decoders raise errors of many types
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+
+
+def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
+    """Decode one image to upright RGB.
+
+    Args:
+        data: an encoded image, one of FORMATS. Upright JPEGs go through simplejpeg, which lets
+            other threads run meanwhile.
+        min_side: a JPEG at least twice as large may come back smaller, by a half or more, but
+            with no side below this; 0 decodes at full size.
+        out: uint8 (h, w, 3), contiguous: used for the result if that has just this size.
+
+    Returns:
+        uint8 (H, W, 3).
+
+    Raises:
+        ValueError: the data are no image, cut short, damaged, or of a mode that `to_rgb` refuses.
+    """
+    try:
+        if data.startswith(b"\xff\xd8") and exif_orientation(data) == 1:
+            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+            if colorspace in ("YCbCr", "RGB", "Gray") and height * width <= Image.MAX_IMAGE_PIXELS:
+                side = min_side if min(height, width) >= 2 * min_side else 0
+                size = simplejpeg.decode_jpeg_header(data, side, side)[:2]
+                fits = out is not None and out.shape[:2] == size
+                # Strict by default: a warning of libjpeg (premature end, corrupt data) is an error.
+                return simplejpeg.decode_jpeg(
+                    data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
+                )
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
+        return np.asarray(to_rgb(image))
+    except UnidentifiedImageError:
+        raise ValueError(f"no known image format ({len(data)} bytes)") from None
+    except MemoryError:  # says nothing about the image
+        raise
+    except Exception as error:  # damaged data make decoders raise anything
+        raise ValueError(one_line(error)) from error
+
+
+def exif_orientation(data: bytes) -> int:
+    """How a JPEG is turned, 1 to 8; 1 is upright, also if it does not say."""
+    position = 2
+    while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
+        if data[position + 1] == 0xE1 and data.startswith(EXIF_OR_XMP, position + 4):
+            return Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(ORIENTATION, 1)
+        position += 2 + int.from_bytes(data[position + 2 : position + 4])
+    return 1
+
+
+def crop_square(
+    pixels: np.ndarray, resolution: int, resample: str = "dct", crop: float = 0.5
+) -> np.ndarray:
+    """Scale the shorter side of an image to the resolution and cut a square out.
+
+    Hugging Face's trainer squeezes the whole image into the square instead, after which its
+    crop has nothing left to choose; on the square images of the public datasets both agree.
+
+    Args:
+        pixels: uint8 (H, W, 3).
+        resolution: side R of the square, pixels.
+        resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
+        crop: in [0, 1), where along the longer side the square lies; 0.5 is the middle.
+
+    Returns:
+        uint8 (R, R, 3).
+
+    Raises:
+        ValueError: one side is more than MAX_ASPECT times the other.
+    """
+    if max(pixels.shape[:2]) > MAX_ASPECT * min(pixels.shape[:2]):
+        raise ValueError(f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow to cut from")
+    scale = resolution / min(pixels.shape[:2])
+    height, width = (max(resolution, round(side * scale)) for side in pixels.shape[:2])
+    if pixels.shape[:2] != (height, width):
+        image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
+        pixels = np.asarray(image)
+    top = int(crop * (height - resolution + 1))
+    left = int(crop * (width - resolution + 1))
+    return pixels[top : top + resolution, left : left + resolution]
+
+
+def check_image_file(path):
+    """Raise a ValueError for an image file that cannot be written; it is not touched."""
+    if path.suffix.lower() not in IMAGE_FORMATS:
+        raise ValueError(
+            f"{path} ends in {path.suffix or 'no extension'}; name it {' or '.join(IMAGE_FORMATS)}"
+        )
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file")
+    check_writable(str(path), path.absolute().parent)
+
+
+def save_image(image, path):
+    """Write a image by its extension; it appears under its name when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as tmp:
+        file = Path(tmp, path.name)
+        image.save(file, IMAGE_FORMATS[path.suffix.lower()], quality=JPEG_QUALITY)
+        os.replace(file, path)
+
+
+def image_files(output, num_images, grid=None):
+    """The files to write images to.
+
+    Args:
+        output: directory; for one image also a file name with an extension.
+        num_images: number of images.
+        grid: another file that will be written, or None.
+
+    Returns:
+        Paths; in a directory 000.png, 001.png, ..., numbered on from those that exist.
+
+    Raises:
+        ValueError: output is one file for several images, cannot be written, or is the grid too.
+    """
+    is_folder = output.is_dir() or not (output.suffix or output.is_file())
+    if num_images == 1 and not is_folder:
+        files = [output]
+    elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
+        raise ValueError(
+            f"--output {output} is one file for {num_images} images; give a folder, or "
+            "--num_images 1 for one image of a prompt and not one on each device"
+        )
+    else:
+        numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
+        first = max(numbers, default=-1) + 1
+        files = [output / f"{first + i:03}.png" for i in range(num_images)]
+    if grid and grid.resolve() in [file.resolve() for file in files]:
+        raise ValueError(f"--grid {grid} is an image of --output too; give it another name")
+    for file in files:
+        check_image_file(file)
+    return files
+
+
+def image_grid(images):
+    """One image of several images of one size, in as many rows as columns if possible."""
+    from diffusers.utils import make_image_grid  # seconds to import
+
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    blank = Image.new("RGB", images[0].size, "white")
+    return make_image_grid([*images, *[blank] * (rows * columns - len(images))], rows, columns)
+
+
+def read_prompts(file):
+    """The lines of a text file that are not empty; a ValueError if there are none."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts_file {file} is not UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"--prompts_file {file} cannot be read: {error}") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts_file {file} has no prompt; write one per line")
+    return prompts
+
+
+def read_latents(file, shape):
+    """Read the noise that images start from out of a .npy file.
+
+    Args:
+        file: path.
+        shape: (images, C, h, w); the file may have more images.
+
+    Returns:
+        float32 of that shape.
+
+    Raises:
+        ValueError: the file has no such array, or one of fewer images.
+    """
+    try:
+        with open(file, "rb") as opened:
+            latents = np.load(opened, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not one, or is cut short"
+        raise ValueError(f"--latents {file} cannot be read as a .npy file: {reason}") from error
+    if not isinstance(latents, np.ndarray) or latents.dtype.kind not in "fiu":
+        raise ValueError(f"--latents {file} has no array of real numbers; numpy.save writes one")
+    if latents.shape[1:] != shape[1:]:
+        raise ValueError(f"--latents {file} has shape {latents.shape}, these images need {shape}")
+    if len(latents) < shape[0]:
+        raise ValueError(
+            f"{shape[0]} images are more than the {len(latents)} latents of {file}; give fewer "
+            "prompts or more latents"
+        )
+    latents = latents[: shape[0]].astype(np.float32)
+    if not np.isfinite(latents).all():
+        raise ValueError(f"--latents {file} has numbers that are not finite")
+    return latents
+
+
+def to_batches(arrays, num_devices, batch_size):
+    """Cut arrays of one row per image into batches for all devices; the last one is padded.
+
+    Args:
+        arrays: {name: (images, ...) or None}.
+        num_devices: number of devices.
+        batch_size: rows per device.
+
+    Yields:
+        (range of the batch's images, {name: (devices, batch_size, ...) or None}).
+    """
+    num_images = next(len(x) for x in arrays.values() if x is not None)
+    per_batch = num_devices * batch_size
+    for start in range(0, num_images, per_batch):
+        rows = np.minimum(np.arange(start, start + per_batch), num_images - 1)
+        yield (
+            range(start, min(start + per_batch, num_images)),
+            {
+                name: None if x is None else x[rows].reshape(num_devices, batch_size, *x.shape[1:])
+                for name, x in arrays.items()
+            },
+        )
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, on one short line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
