@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from command_line import run_main
 from executables import use_compilation_cache
-from pictures import PICTURE_FORMATS, check_picture_file, load_image, save_picture
+from images import IMAGE_FORMATS, check_image_file, load_image, save_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -114,7 +114,7 @@ def edits_of_flags(inputs, instructions, output):
         outputs = [path.with_name(f"{path.stem}-edited.png") for path in inputs]
     elif len(inputs) == 1 and not output.is_dir():
         outputs = [output]
-    elif output.suffix.lower() in PICTURE_FORMATS or output.is_file():
+    elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
         raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a folder")
     else:
         outputs = [output / f"{path.stem}.png" for path in inputs]
@@ -154,7 +154,7 @@ def check_outputs(edits, grid):
     """Refuse outputs that cannot be written, coincide, or would overwrite an input."""
     paths = [edit.output for edit in edits] + ([grid] if grid else [])
     for path in paths:
-        check_picture_file(path)
+        check_image_file(path)
     written = Counter(path.resolve() for path in paths)
     path, count = written.most_common(1)[0]
     if count > 1:
@@ -276,7 +276,7 @@ def run_edits(pipeline, params, edits, sizes, config):
                         "float32, and if that does not help, the model is broken"
                     )
                 for edit, picture in zip(batch, pipeline.numpy_to_pil(images)):
-                    save_picture(picture, edit.output)
+                    save_image(picture, edit.output)
                 bar.set_description(f"editing {size[0]}x{size[1]}")
                 bar.update(len(batch))
 
@@ -332,7 +332,7 @@ def run(config):
 
     run_edits(pipeline, params, edits, sizes, config)
     if config.grid:
-        save_picture(before_after_grid(edits, sizes), config.grid)
+        save_image(before_after_grid(edits, sizes), config.grid)
     for path in [edit.output for edit in edits][:10]:
         print(path)
     if len(edits) > 10:

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from attention_flax import attention
+from config_flax import ModelOutput
 from modeling_flax_blocks import LayerNorm
 from modeling_flax_pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from modeling_flax_utils import FlaxModelMixin
-from outputs_flax import ModelOutput
 
 ACTIVATIONS = {
     "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from config_flax import ModelOutput
 from modeling_flax_blocks import (
     Conv,
     Downsample2D,
@@ -29,7 +30,6 @@ from modeling_flax_blocks import (
     sinusoidal_embedding,
 )
 from modeling_flax_utils import FlaxModelMixin
-from outputs_flax import ModelOutput
 
 CROSS_ATTENTION_BLOCKS = {
     "DownBlock2D": False,

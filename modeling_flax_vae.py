@@ -20,9 +20,9 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from attention_flax import attention
+from config_flax import ModelOutput
 from modeling_flax_blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
 from modeling_flax_utils import FlaxModelMixin
-from outputs_flax import ModelOutput
 
 
 @jax.tree_util.register_pytree_with_keys_class

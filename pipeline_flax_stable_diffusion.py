@@ -21,24 +21,26 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from images import prepare_images
+from pipeline_flax_run import run
 from pipeline_flax_utils import (
     FlaxDiffusionPipeline,
     FlaxStableDiffusionPipelineOutput,
     StableDiffusionParts,
+    pair_up,
+    read_parts,
+)
+from sampling_flax import (
     decode,
     denoise,
     encode,
     guidance_branches,
     guide,
     keys_of_sequel,
-    keys_per_picture,
+    keys_per_image,
     normal,
-    pair_up,
-    prepare_images,
-    read_parts,
-    resized,
-    rows_per_picture,
-    run,
+    resize,
+    rows_per_image,
     starting_noise,
 )
 
@@ -210,7 +212,7 @@ class TextToImage(FlaxDiffusionPipeline):
         """
         branches = guidance_branches(guidance_scale) if branches is None else branches
         shape = self.latent_shape(len(prompt_ids), height, width)
-        keys = keys_per_picture(prng_seed, len(prompt_ids))
+        keys = keys_per_image(prng_seed, len(prompt_ids))
         state = self._schedule(num_inference_steps, shape)
         x_t = starting_noise(latents, keys, shape) * state.init_noise_sigma
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
@@ -223,7 +225,7 @@ class TextToImage(FlaxDiffusionPipeline):
         """What the UNet is told of each branch, its arguments after the timestep: a list."""
         if neg_prompt_ids is None:
             neg_prompt_ids = self.prepare_text_inputs("")
-        neg_prompt_ids = rows_per_picture(neg_prompt_ids, len(prompt_ids))
+        neg_prompt_ids = rows_per_image(neg_prompt_ids, len(prompt_ids))
         texts = {"text": prompt_ids, "null": neg_prompt_ids.astype(prompt_ids.dtype)}
         ids = jnp.concatenate([texts[branch] for branch in branches])
         states = self.text_encoder(ids, params=params["text_encoder"], return_dict=True)
@@ -323,7 +325,7 @@ class ImageToImage(TextToImage):
         size = self.picture_size(height, width, image.shape)
         if self._is_latents(image.shape):
             return image.astype(jnp.float32)
-        return encode(self._vae, params["vae"], resized(image, size), keys)
+        return encode(self._vae, params["vae"], resize(image, size), keys)
 
     def __call__(
         self,
@@ -406,7 +408,7 @@ class ImageToImage(TextToImage):
                 f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
                 "batch; prepare_inputs makes both"
             )
-        keys = keys_of_sequel(keys_per_picture(prng_seed, len(prompt_ids)))
+        keys = keys_of_sequel(keys_per_image(prng_seed, len(prompt_ids)))
         latents = self._encode(params, image, keys, height, width)
         state = self._schedule(num_inference_steps, latents.shape, start_timestep)
         if noise is None:

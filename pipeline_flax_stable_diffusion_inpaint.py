@@ -16,17 +16,15 @@ import jax
 import numpy as np
 from PIL import Image
 
+from images import prepare_images
 from pipeline_flax_stable_diffusion import TextToImage
-from pipeline_flax_utils import (
-    FlaxStableDiffusionPipelineOutput,
-    StableDiffusionParts,
+from pipeline_flax_utils import FlaxStableDiffusionPipelineOutput, StableDiffusionParts, pair_up
+from sampling_flax import (
     encode,
     guidance_branches,
     keys_of_sequel,
-    keys_per_picture,
-    pair_up,
-    prepare_images,
-    resized,
+    keys_per_image,
+    resize,
     starting_noise,
 )
 
@@ -185,9 +183,9 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
                 f"{shape}; they need one batch and one size; prepare_inputs makes them"
             )
         size = self.picture_size(height, width, shape)
-        keys = keys_per_picture(prng_seed, B)
+        keys = keys_per_image(prng_seed, B)
         masked_latents = encode(
-            self._vae, params["vae"], resized(masked_image, size), keys_of_sequel(keys)
+            self._vae, params["vae"], resize(masked_image, size), keys_of_sequel(keys)
         )  # (B, 4, h, w)
         factor = self.vae_scale_factor
         mask = jax.image.resize(mask, (B, 1, *size), "nearest")

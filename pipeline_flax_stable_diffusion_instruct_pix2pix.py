@@ -20,18 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from images import prepare_images
+from pipeline_flax_run import run
 from pipeline_flax_utils import (
     FlaxStableDiffusionPipelineOutput,
     StableDiffusionParts,
+    pair_up,
+    read_parts,
+)
+from sampling_flax import (
     decode,
     denoise,
-    keys_per_picture,
-    pair_up,
-    prepare_images,
-    read_parts,
-    resized,
-    rows_per_picture,
-    run,
+    keys_per_image,
+    resize,
+    rows_per_image,
     starting_noise,
 )
 
@@ -235,7 +237,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         # 1. The picture and the texts, each encoded once.
         posterior = self.vae.apply(
             {"params": params["vae"]},
-            resized(image, self.picture_size(height, width, image.shape)),
+            resize(image, self.picture_size(height, width, image.shape)),
             method=self.vae.encode,
         ).latent_dist
         # The posterior's mode, unscaled, as in training: section 3.2 of the paper.
@@ -243,7 +245,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         if neg_prompt_ids is None:
             null_ids = self.prepare_text_inputs("")
         else:
-            null_ids = rows_per_picture(neg_prompt_ids, B).astype(prompt_ids.dtype)
+            null_ids = rows_per_image(neg_prompt_ids, B).astype(prompt_ids.dtype)
         text_ids = jnp.concatenate([prompt_ids, null_ids])
         states = self.text_encoder(text_ids, params=params["text_encoder"], return_dict=True)
         text, null_text = states.last_hidden_state[:B], states.last_hidden_state[B:]
@@ -261,7 +263,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         weights = dict(zip(BRANCHES, guidance_weights(*scales)))
 
         # 3. Noise, each picture from its own key.
-        keys = keys_per_picture(prng_seed, B)
+        keys = keys_per_image(prng_seed, B)
         state = self._schedule(num_inference_steps, image_latents.shape)
         x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
 

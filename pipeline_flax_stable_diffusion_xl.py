@@ -33,8 +33,10 @@ from pipeline_flax_utils import (
     FlaxStableDiffusionXLPipelineOutput,
     has,
     read_parts,
-    rows_per_picture,
     tokenize,
+)
+from sampling_flax import (
+    rows_per_image,
 )
 from scheduling_flax import Scheduler
 
@@ -166,7 +168,7 @@ class XLParts(FlaxDiffusionPipeline):
         elif not self.force_zeros_for_empty_prompt:
             texts["null"] = self.prepare_text_inputs("")
         if "null" in texts:
-            texts["null"] = rows_per_picture(texts["null"], len(prompt_ids))
+            texts["null"] = rows_per_image(texts["null"], len(prompt_ids))
         encoded = [branch for branch in branches if branch in texts] or ["text"]
         states, pooled = self.get_embeddings(
             jnp.concatenate([texts[branch] for branch in encoded]), params

@@ -9,15 +9,12 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-import math
 import os
 import re
 import shutil
 import tempfile
-import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from transformers import CLIPTokenizer
 from config_flax import (
     ConfigMixin,
     FrozenConfig,
+    ModelOutput,
     fetch_file,
     read_json,
     refuse_push_to_hub,
@@ -43,8 +41,6 @@ from config_flax import (
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
-from outputs_flax import ModelOutput
-from pictures import to_rgb
 from scheduling_flax import CONFIG_NAME, Scheduler, scheduler_from_pretrained
 
 logger = logging.getLogger(__name__)
@@ -79,16 +75,6 @@ PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
 OLD_WEIGHTS = re.compile(
     r"(diffusion_pytorch_model|model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 )
-
-# Which of a picture's noises is its posterior's; 0, 1, ... are those of denoising.
-POSTERIOR_NOISE = 2**31 - 1
-# Which of a picture's keys a pipeline that goes on from a picture takes for its own noises.
-SEQUEL = 2**31 - 2
-
-# Pixels that the VAE decodes at once: more is no faster, and a million takes 3 GiB in float32.
-DECODED_PIXELS = 1024 * 1024
-# What the UNet is shown in each branch of guidance of a text-to-image model.
-BRANCHES = ("text", "null")
 
 
 @struct.dataclass
@@ -696,42 +682,6 @@ def tokenize(tokenizer, prompt, length):
     return rows
 
 
-def prepare_images(image):
-    """Pictures as float32 (B, 3, H, W) in [-1, 1].
-
-    Args:
-        image: picture or list of pictures of one size: PIL of any mode, or array (H, W, 3), or
-            arrays (B, H, W, 3); uint8, or float in [0, 1].
-
-    Raises:
-        ValueError: sizes differ, or it is no picture.
-    """
-    is_batch = isinstance(image, list | tuple) or np.ndim(image) == 4
-    pictures = [_to_array(picture) for picture in (image if is_batch else [image])]
-    if len(sizes := sorted({picture.shape[:2] for picture in pictures})) != 1:
-        found = ", ".join(f"{height}x{width}" for height, width in sizes) or "none"
-        raise ValueError(
-            f"the pictures of a batch must have one size (height x width), found {found}; "
-            "resize or crop them, or call once per size"
-        )
-    return np.stack(pictures).transpose(0, 3, 1, 2)
-
-
-def _to_array(picture):
-    """One picture as float32 (H, W, 3) in [-1, 1]."""
-    array = np.asarray(to_rgb(picture) if isinstance(picture, Image.Image) else picture)
-    if array.ndim != 3 or array.shape[-1] != 3:
-        raise ValueError(f"a picture has shape {array.shape}; as an array it is (H, W, 3)")
-    if array.dtype == np.uint8:
-        array = array.astype(np.float32) / 255
-    if not (array.dtype.kind == "f" and array.min() >= 0 and array.max() <= 1):
-        raise ValueError(
-            f"a picture has {array.dtype} values from {array.min()} to {array.max()}; "
-            "give uint8, or float in [0, 1]"
-        )
-    return array.astype(np.float32) * 2 - 1
-
-
 def pair_up(first, second, first_name="prompts", second_name="images"):
     """Repeat the one of either array for the many of the other; a ValueError if they do not fit."""
     sizes = len(first), len(second)
@@ -741,338 +691,3 @@ def pair_up(first, second, first_name="prompts", second_name="images"):
         )
     B = max(sizes)
     return np.repeat(first, B // sizes[0], axis=0), np.repeat(second, B // sizes[1], axis=0)
-
-
-# --------------------------------------------------------------------- guidance
-
-
-def guidance_branches(guidance_scale):
-    """Choose the branches that are computed: PyTorch's pipelines guide above a scale of 1.
-
-    Args:
-        guidance_scale: number >= 0, or array, which may have any value and so needs both; the
-            scales of 0 to 1 in it go from the null text to the text.
-
-    Returns:
-        A part of BRANCHES, in its order.
-
-    Raises:
-        ValueError: the scale is negative or not finite.
-    """
-    if isinstance(guidance_scale, jax.Array) or np.ndim(guidance_scale):
-        return BRANCHES
-    if not isinstance(guidance_scale, Real):
-        raise ValueError(f"guidance_scale={guidance_scale!r} must be a number or an array")
-    if not 0 <= guidance_scale < math.inf:
-        raise ValueError(
-            f"guidance_scale={guidance_scale} must be 0 or more; up to 1 there is no guidance"
-        )
-    return BRANCHES if guidance_scale > 1 else ("text",)
-
-
-def guide(eps_pred, branches, guidance_scale, guidance_rescale):
-    """The guided prediction of the branches' predictions.
-
-    Args:
-        eps_pred: float32 (branches * B, C, h, w).
-        branches: BRANCHES or one of them.
-        guidance_scale: scalar or one per picture, (B,).
-        guidance_rescale: phi, scalar in [0, 1]; 0 leaves the result as it is.
-
-    Returns:
-        (B, C, h, w).
-
-    Source: classifier-free guidance (arXiv 2207.12598), equation 6; its rescaling, arXiv
-        2305.08891, equations 15 and 16.
-    """
-    if len(branches) == 1:
-        return eps_pred
-    text, null = jnp.split(eps_pred, 2)
-    scale = jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1, 1, 1)
-    phi = jnp.asarray(guidance_rescale, jnp.float32)
-    guided = null + scale * (text - null)
-    std_text, std_guided = (x.std((1, 2, 3), keepdims=True, ddof=1) for x in (text, guided))
-    return guided * jnp.where(phi > 0, 1 - phi + phi * std_text / std_guided, 1)
-
-
-# --------------------------------------------------------------------- inside the program
-
-
-def as_keys(prng_seed):
-    """PRNG keys as typed ones; old uint32 keys have one axis more."""
-    if np.ndim(prng_seed) == 0 and not isinstance(prng_seed, jax.Array):
-        raise ValueError(f"prng_seed={prng_seed} is no PRNG key; make one: jax.random.key(0)")
-    if jnp.issubdtype(prng_seed.dtype, jax.dtypes.prng_key):
-        return prng_seed
-    return jax.random.wrap_key_data(prng_seed)
-
-
-def keys_per_picture(prng_seed, num_pictures):
-    """The keys given, or fold_in(key, 0), fold_in(key, 1), ... of one; (num_pictures,)."""
-    keys = as_keys(prng_seed)
-    if keys.ndim:
-        if keys.shape != (num_pictures,):
-            raise ValueError(
-                f"prng_seed has {keys.shape} keys for {num_pictures} pictures; give one key, or "
-                "one per picture"
-            )
-        return keys
-    return jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(num_pictures))
-
-
-def keys_of_sequel(keys):
-    """Keys of the same pictures for what goes on from them: noise used twice would show."""
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, SEQUEL)
-
-
-def rows_per_picture(ids, num_pictures):
-    """Token ids of negative prompts, one for each picture, or one for all of them."""
-    if len(ids) not in (1, num_pictures):
-        raise ValueError(
-            f"neg_prompt_ids has shape {ids.shape} for {num_pictures} pictures; give one row, or "
-            "one per picture"
-        )
-    return jnp.broadcast_to(ids, (num_pictures, *ids.shape[1:]))
-
-
-def normal(keys, number, shape):
-    """Standard normal noise, float32 (len(keys), *shape), of each picture's own key.
-
-    number: 0 is what a picture starts from, i + 1 the noise of step i, or POSTERIOR_NOISE.
-    """
-    return jax.vmap(
-        lambda key: jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
-    )(keys)
-
-
-def starting_noise(latents, keys, shape):
-    """Standard normal noise to start from, float32: latents if given, else drawn from the keys.
-
-    Raises:
-        ValueError: latents are not of this shape.
-    """
-    if latents is None:
-        return normal(keys, 0, shape[1:])
-    if latents.shape != shape:
-        raise ValueError(f"latents have shape {latents.shape}, need {shape}")
-    return latents.astype(jnp.float32)
-
-
-def denoise(scheduler, state, x_t, keys, predict):
-    """Sample: x_t (B, C, h, w), float32 between the steps.
-
-    Args:
-        scheduler: Scheduler.
-        state: from set_timesteps.
-        x_t: noisy sample.
-        keys: per picture, for schedulers that draw noise in each step.
-        predict: (model_input, t) -> guided prediction, float32.
-
-    Returns:
-        x_0, like x_t.
-    """
-
-    def body(i, carry):
-        x_t, state = carry
-        t = state.timesteps[i]
-        guided = predict(scheduler.scale_model_input(state, x_t, t), t)
-        noise = normal(keys, i + 1, x_t.shape[1:])
-        return scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False)
-
-    return jax.lax.fori_loop(0, len(state.timesteps), body, (x_t, state))[0]
-
-
-def encode(vae, params, image, keys):
-    """Scaled latents of pictures, drawn from the posterior.
-
-    Args:
-        vae: FlaxAutoencoderKL.
-        params: its.
-        image: (B, 3, H, W) in [-1, 1].
-        keys: per picture.
-
-    Returns:
-        float32 (B, C, h, w).
-    """
-    posterior = vae.apply({"params": params}, image, method=vae.encode).latent_dist
-    noise = normal(keys, POSTERIOR_NOISE, posterior.mean.shape[1:])
-    latents = (posterior.mean + posterior.std * noise) * vae.config.scaling_factor
-    return jnp.transpose(latents, (0, 3, 1, 2))
-
-
-def resized(image, size):
-    """Pictures (B, C, H, W) in [-1, 1] at another size (height, width), by Lanczos."""
-    if size == image.shape[2:]:
-        return image
-    return jax.image.resize(image, (*image.shape[:2], *size), "lanczos3").clip(-1, 1)
-
-
-def decode(vae, params, latents):
-    """Pictures, float32 (B, H, W, 3) in [0, 1], of scaled latents (B, C, h, w)."""
-
-    def decode_some(latents):
-        latents = latents / vae.config.scaling_factor
-        decoded = vae.apply({"params": params}, latents, method=vae.decode).sample  # (n, 3, H, W)
-        images = jnp.transpose(decoded.astype(jnp.float32), (0, 2, 3, 1))
-        return (images / 2 + 0.5).clip(0, 1)
-
-    B, _, h, w = latents.shape
-    factor = 2 ** (len(vae.block_out_channels) - 1)
-    most = max(1, DECODED_PIXELS // (h * w * factor**2))
-    n = max(n for n in range(1, B + 1) if B % n == 0 and n <= most)
-    if n == B:
-        return decode_some(latents)
-    images = jax.lax.map(decode_some, latents.reshape(-1, n, *latents.shape[1:]))
-    return images.reshape(B, *images.shape[2:])
-
-
-# --------------------------------------------------------------------- running
-
-
-def run(pipeline, jit, arrays, shared, options):
-    """Call pipeline._generate, compiled, on one device or on all.
-
-    Args:
-        pipeline: FlaxDiffusionPipeline.
-        jit: True: `arrays` have a leading axis of devices and run under pmap. False: NumPy arrays
-            of params are kept on the device, see on_device.
-        arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
-        shared: {argument: number}, the same on all devices, not compiled in.
-        options: {argument: hashable}, compiled in.
-
-    Returns:
-        What _generate returns; with jit with a leading axis of devices.
-
-    Raises:
-        ValueError: the number of axes of prompt_ids or params does not suit jit.
-    """
-    prompt_ids = arrays["prompt_ids"]
-    for name in ("prompt_ids", "neg_prompt_ids"):
-        if isinstance(arrays[name], str | list | tuple):
-            raise ValueError(
-                f"{name} is a {type(arrays[name]).__name__}, not an array of token ids; make it "
-                "with prepare_inputs, for negative prompts with prepare_text_inputs"
-            )
-    pipeline._require_params(arrays["params"])
-    # The safety checker is no part of the program.
-    params = {name: tree for name, tree in arrays["params"].items() if name != "safety_checker"}
-    arrays = arrays | {"params": params}
-    text_axes = ", ".join(map(str, prompt_ids.shape[-pipeline.text_axes :]))
-    shape = f"(devices, batch, {text_axes})" if jit else f"(batch, {text_axes})"
-    if prompt_ids.ndim != shape.count(",") + 1:
-        raise ValueError(
-            f"prompt_ids has shape {prompt_ids.shape}, jit={jit} takes {shape}; with jit=True "
-            "shard prompt_ids (and the picture), and replicate params"
-        )
-    kernel = params["unet"]["conv_in"]["kernel"]
-    if kernel.ndim != (5 if jit else 4):
-        raise ValueError(
-            f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
-            "with jit=True replicate them, with jit=False do not"
-        )
-    keys = as_keys(arrays["prng_seed"])
-    if jit and keys.ndim == 0:  # so that pictures do not depend on the number of devices
-        batch = prompt_ids.shape[:2]
-        keys = keys_per_picture(keys, math.prod(batch)).reshape(batch)
-    arrays = arrays | {"prng_seed": keys}
-    image = arrays.get("image", arrays.get("masked_image"))
-    height, width = pipeline.picture_size(
-        options["height"], options["width"], None if image is None else image.shape
-    )
-    options = options | {"height": height, "width": width}
-    shared = {name: np.float32(number) for name, number in shared.items()}
-    program = _program_of(pipeline, jit, arrays, options)
-    if pipeline.compiled and program not in pipeline.compiled:
-        nearest = min(pipeline.compiled, key=lambda other: len(program - other))
-        before = dict(nearest)
-        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
-        logger.warning("compiling again, for %s", ", ".join(changes))
-    if not jit:
-        arrays["params"] = on_device(params)
-    generate = _on_devices if jit else _on_one
-    compiled_in = tuple(options.items()), _text_modules(pipeline)
-    result = generate(pipeline, compiled_in, arrays, shared)
-    pipeline.compiled.add(program)
-    return result
-
-
-# {id of a NumPy array: (weak reference that removes the entry, the array's copy on the device)}
-_latest_copies = {}
-
-
-def is_writeable_through_base(array):
-    """Whether a NumPy array is a view of a writeable one."""
-    base = array.base
-    while isinstance(base, np.ndarray) and not base.flags.writeable:
-        base = base.base
-    return isinstance(base, np.ndarray)
-
-
-def on_device(params):
-    """Put NumPy arrays of parameters on the device, once for calls in a row with the same arrays.
-
-    The copies of the latest call are kept, array by array: an array that is replaced in params is
-    copied, the rest is not. They are dropped when a call has other arrays, or when nothing else
-    holds the NumPy array (on a CPU, where both may share memory, only by a later call). NumPy
-    arrays become read-only, as a change in place would not reach the copy. One that is writeable
-    at the next call is copied again. Views of writeable arrays are left to be copied in every call,
-    with a warning.
-
-    Args:
-        params: tree of NumPy and JAX arrays.
-
-    Returns:
-        The same tree of JAX arrays and such views.
-    """
-    leaves, tree = jax.tree.flatten(params)
-    arrays = {id(x): x for x in leaves if isinstance(x, np.ndarray)}
-    owned = {key: x for key, x in arrays.items() if not is_writeable_through_base(x)}
-    if len(owned) < len(arrays):
-        warn_once(
-            "params has views of writeable NumPy arrays, which are copied to the device in every "
-            "call; jax.device_put(params) copies them once"
-        )
-    unchanged = {key for key, array in owned.items() if not array.flags.writeable}
-    # A local dict, as another thread may change the shared one.
-    copies = {key: copy for key, copy in list(_latest_copies.items()) if key in unchanged}
-    _latest_copies.clear()  # frees the memory of other parameters first
-    for key, array in owned.items():
-        if key not in copies:
-            array.flags.writeable = False
-            forget = weakref.ref(array, lambda _, key=key: _latest_copies.pop(key, None))
-            copies[key] = forget, jax.device_put(array)
-    _latest_copies.update(copies)
-    return jax.tree.unflatten(tree, [copies[id(x)][1] if id(x) in copies else x for x in leaves])
-
-
-def _program_of(pipeline, jit, arrays, options):
-    """What makes a call's program another one than that of other calls: a frozenset of pairs."""
-    scheduler = pipeline.scheduler
-    types = {
-        name: f"{x.dtype}{list(x.shape)}"
-        for name, x in arrays.items()
-        if name != "params" and x is not None
-    }
-    weights = {name: tree for name, tree in arrays["params"].items() if name in MODULES}
-    dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
-    settings = {
-        "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
-        "params": "/".join(sorted(dtypes)),
-        "text encoders": str([dict(module.config) for module in _text_modules(pipeline)]),
-    }
-    return frozenset({"jit": jit, **options, **types, **settings}.items())
-
-
-def _text_modules(pipeline):
-    """Modules of the text encoders, whose config may change, unlike all else in a pipeline."""
-    encoders = (getattr(pipeline, name, None) for name in TEXT_ENCODERS.values())
-    return tuple(encoder.module for encoder in encoders if encoder is not None)
-
-
-def _call(pipeline, compiled_in, arrays, shared):
-    options, _ = compiled_in
-    return pipeline._generate(**dict(options), **arrays, **shared)
-
-
-_on_one = jax.jit(_call, static_argnums=(0, 1))
-_on_devices = jax.pmap(_call, static_broadcasted_argnums=(0, 1), in_axes=(None, None, 0, None))

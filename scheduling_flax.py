@@ -35,9 +35,6 @@ from scheduling_flax_noise import (
     broadcast_to_shape_from_left,
     get_sqrt_alpha_prod,
     get_velocity_common,
-    predict_x0_and_eps,
-    timestep_grid,
-    to_device,
 )
 from scheduling_flax_sigma import (
     DPMSolverMultistepSchedulerState,
@@ -56,11 +53,14 @@ from scheduling_flax_utils import (
     CHOICES,
     CONFIG_NAME,
     DEFAULTS,
+    AlphaScheduler,
     FlaxKarrasDiffusionSchedulers,
     FlaxSchedulerMixin,
     FlaxSchedulerOutput,
     Scheduler,
     SchedulerState,
+    alpha_bar_at,
+    as_index,
     load_config,
 )
 
@@ -176,70 +176,6 @@ class FlaxDDIMSchedulerOutput(FlaxSchedulerOutput):
 @struct.dataclass
 class FlaxPNDMSchedulerOutput(FlaxSchedulerOutput):
     """What FlaxPNDMScheduler.step returns."""
-
-
-class AlphaScheduler(FlaxSchedulerMixin):
-    """What DDPM, DDIM and PNDM share: steps between values of alpha_bar, looked up by timestep."""
-
-    state_class = None
-    count = "step_index"  # the state's field that counts steps
-
-    def create_state(self, common=None):
-        """The state before set_timesteps: enough for add_noise and get_velocity in training.
-
-        Args:
-            common: CommonSchedulerState.create(self), to share it between schedulers.
-        """
-        common = CommonSchedulerState.create(self) if common is None else common
-        fields = {self.count: to_device(0)}
-        if "set_alpha_to_one" in self.defaults:
-            clean = self.config.set_alpha_to_one
-            fields["final_alpha_cumprod"] = to_device(1.0) if clean else common.alphas_cumprod[0]
-        return self.state_class(
-            common=common,
-            init_noise_sigma=to_device(1.0),
-            timesteps=to_device(np.arange(len(self))[::-1]),
-            **fields,
-        )
-
-    def _plan(self, num_inference_steps, first_step):
-        return {"timesteps": self._grid(num_inference_steps, first_step), self.count: 0}
-
-    def _grid(self, num_inference_steps, first_step):
-        """Whole timesteps, falling, without the first ones."""
-        timesteps = np.round(timestep_grid(self.config, num_inference_steps)).astype(int)
-        timesteps = timesteps[first_step:]
-        is_blind = self.config.prediction_type == "epsilon" and timesteps[0] == len(self) - 1
-        if is_blind and self._option("rescale_betas_zero_snr"):
-            raise ValueError(
-                "prediction_type='epsilon' tells nothing at the last training timestep, which "
-                "rescale_betas_zero_snr=True leaves without signal; "
-                "use v_prediction or timestep_spacing='leading'"
-            )
-        return timesteps
-
-    def _predict(self, alpha_bar, x_t, model_output):
-        """(x0, eps), x0 within clip_sample_range if the options say so."""
-        x_0, eps = predict_x0_and_eps(
-            self.config.prediction_type,
-            jnp.sqrt(alpha_bar),
-            jnp.sqrt(1 - alpha_bar),
-            x_t,
-            model_output,
-        )
-        if self.config.clip_sample:
-            x_0 = jnp.clip(x_0, -self.config.clip_sample_range, self.config.clip_sample_range)
-        return x_0, eps
-
-
-def as_index(timestep):
-    """A timestep of any integer type as int32."""
-    return jnp.asarray(timestep).astype(jnp.int32)
-
-
-def alpha_bar_at(state, timestep, final=1.0):
-    """alpha_bar at a timestep; `final` below the first."""
-    return jnp.where(timestep < 0, final, state.common.alphas_cumprod[timestep])
 
 
 class FlaxDDPMScheduler(AlphaScheduler):

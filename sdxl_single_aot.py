@@ -37,17 +37,18 @@ from tqdm import tqdm
 
 from command_line import run_main
 from executables import ExecutableStore, no_compilation_cache, surroundings
-from pictures import (
-    check_picture_file,
-    picture_files,
-    picture_grid,
+from images import (
+    check_image_file,
+    image_files,
+    image_grid,
     read_latents,
     read_prompts,
-    save_picture,
+    save_image,
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from pipeline_flax_utils import guidance_branches, keys_per_picture, replace_leaves
+from pipeline_flax_utils import replace_leaves
+from sampling_flax import guidance_branches, keys_per_image
 from scheduling_flax import SCHEDULERS, make_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
@@ -145,7 +146,7 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 def replicate_all(params, devices, seed, num_pictures):
     """(parameters on every device; a key for each picture, which depends on its number alone)."""
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    return params, keys_per_picture(jax.random.key(seed), num_pictures)
+    return params, keys_per_image(jax.random.key(seed), num_pictures)
 
 
 # 6. Generate
@@ -245,7 +246,7 @@ def check_config(config):
             f"--scheduler {config.scheduler} is unknown; choose from {', '.join(SCHEDULERS)}"
         )
     if config.grid:
-        check_picture_file(config.grid)
+        check_image_file(config.grid)
 
 
 def run(config):
@@ -254,7 +255,7 @@ def run(config):
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices))
-    outputs = picture_files(config.output, len(prompts), config.grid)
+    outputs = image_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
@@ -290,12 +291,12 @@ def run(config):
                     "that does not help, the model is broken"
                 )
             for i, picture in zip(indices, pipeline.numpy_to_pil(images)):
-                save_picture(picture, outputs[i])
+                save_image(picture, outputs[i])
                 if config.grid:
                     pictures.append(picture)
             bar.update(len(indices))
     if config.grid:
-        save_picture(picture_grid(pictures), config.grid)
+        save_image(image_grid(pictures), config.grid)
     for path in outputs[:10]:
         print(path)
     if len(outputs) > 10:

@@ -15,8 +15,8 @@ from PIL import Image, ImageOps
 from tiny_models import make_tiny_pipeline
 
 import edit_cli
-from edit_cli import edit_size, edits_of_flags, load_fitted, save_picture
-from pictures import load_image
+from edit_cli import edit_size, edits_of_flags, load_fitted, save_image
+from images import load_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -191,7 +191,7 @@ def test_interrupted_writing_leaves_the_old_picture(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save_picture(Broken(), path)
+        save_image(Broken(), path)
     assert [file.name for file in tmp_path.iterdir()] == ["a.png"]
     assert path.read_bytes() == before
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import struct
 
-from outputs_flax import ModelOutput
+from config_flax import ModelOutput
 
 
 @struct.dataclass

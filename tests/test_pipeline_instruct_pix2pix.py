@@ -19,7 +19,7 @@ from mount_points import refuse_to_rename_folders
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
 
-from pictures import to_rgb
+from images import to_rgb
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     guidance_branches,
@@ -564,7 +564,7 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
         ({"guidance_scale": -1}, "guidance_scale=-1.0 must be 0 or more"),
         ({"image_guidance_scale": float("nan")}, "image_guidance_scale=nan"),
         ({"num_inference_steps": 0}, "num_inference_steps=0"),
-        ({"prng_seed": 0}, "prng_seed=0 is no PRNG key"),
+        ({"prng_seed": 0}, "prng_seed=0 is not a PRNG key"),
         ({"latents": np.zeros((1, 4, 2, 2), np.float32)}, r"\(1, 4, 2, 2\), need \(1, 4, 4, 4\)"),
         (
             {"image": np.zeros((1, 3, 18, 16), np.float32)},

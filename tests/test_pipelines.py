@@ -23,7 +23,9 @@ from diffusers import (
 from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
+import pipeline_flax_run
 import pipeline_flax_utils
+import sampling_flax
 from config_flax import warn_once
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion import (
@@ -34,7 +36,7 @@ from pipeline_flax_stable_diffusion_xl import (
     FlaxStableDiffusionXLImg2ImgPipeline,
     FlaxStableDiffusionXLPipeline,
 )
-from pipeline_flax_utils import decode
+from sampling_flax import decode
 from scheduling_flax import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
@@ -216,7 +218,7 @@ def test_many_pictures_are_decoded_in_parts(folders, monkeypatch, pixels, at_onc
     vae, params = FlaxAutoencoderKL.from_pretrained(folders["sd"], subfolder="vae")
     latents = np.random.default_rng(0).standard_normal((6, 4, 2, 2), np.float32)
     whole = decode(vae, params, jnp.asarray(latents))
-    monkeypatch.setattr(pipeline_flax_utils, "DECODED_PIXELS", pixels)
+    monkeypatch.setattr(sampling_flax, "DECODED_PIXELS", pixels)
     jaxpr = str(jax.make_jaxpr(lambda x: decode(vae, params, x))(latents))
     assert f"f32[{at_once},16,16,3]" in jaxpr
     np.testing.assert_allclose(decode(vae, params, latents), whole, atol=1e-5)
@@ -231,7 +233,7 @@ def test_what_compiles_again_is_told(folders, caplog):
         pipeline(*inputs, num_inference_steps=1, **options)
         return " ".join(record.message for record in caplog.records)
 
-    with caplog.at_level(logging.WARNING, "pipeline_flax_utils"):
+    with caplog.at_level(logging.WARNING, "pipeline_flax_run"):
         with pytest.raises(ValueError, match="divisible by 8"):
             told(pipeline, *inputs, height=20)
         assert told(pipeline, *inputs) == ""
@@ -247,7 +249,7 @@ def test_what_compiles_again_is_told(folders, caplog):
 def params_of_program(monkeypatch):
     """Calls return the parameters that reach the compiled program."""
     monkeypatch.setattr(
-        pipeline_flax_utils, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
+        pipeline_flax_run, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
     )
 
 
@@ -355,9 +357,9 @@ def test_negative_prompts_and_keys_that_do_not_fit(folders):
     one, two, three = (pipeline.prepare_inputs([NEGATIVE] * n) for n in (1, 2, 3))
     for negative in (one, two):
         pipeline(prompt_ids, params, key, neg_prompt_ids=negative, **options)
-    with pytest.raises(ValueError, match=r"neg_prompt_ids has shape \(3, 77\) for 2 pictures"):
+    with pytest.raises(ValueError, match=r"neg_prompt_ids has shape \(3, 77\) for 2 images"):
         pipeline(prompt_ids, params, key, neg_prompt_ids=three, **options)
-    with pytest.raises(ValueError, match=r"prng_seed has \(3,\) keys for 2 pictures"):
+    with pytest.raises(ValueError, match=r"prng_seed has \(3,\) keys for 2 images"):
         pipeline(prompt_ids, params, jax.random.split(key, 3), **options)
 
 

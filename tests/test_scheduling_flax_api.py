@@ -23,7 +23,7 @@ from test_scheduling_flax import (
 )
 
 import scheduling_flax
-from outputs_flax import ModelOutput
+from config_flax import ModelOutput
 from scheduling_flax import (
     SCHEDULERS,
     CommonSchedulerState,
