@@ -1,0 +1,110 @@
+"""README and docs: links, commands and their flags exist."""
+
+import dataclasses
+import importlib
+import re
+
+import pytest
+from conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+USERS_FILES = {"old_names.py"}  # that a page tells to write
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+(?:\n[^`\n]+)?`", re.MULTILINE | re.DOTALL)
+
+
+def anchors(text):
+    """The anchors that GitHub gives the headings of a page."""
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(text))
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def commands(text):
+    """The commands in indented blocks and in code spans: lists of words."""
+    blocks = re.findall(
+        r"(?:^    .*\n)+", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M
+    )
+    spans = [span.strip("`") for span in CODE.findall(text) if not span.startswith("```")]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines += [span.replace("\n", " ") for span in spans]
+    for line in lines:
+        words = line.split("#")[0].split()
+        words = [
+            word for word in words if "=" not in word or word.startswith("-")
+        ]  # VARIABLE=value
+        if words[:1] and words[0] in ("python", "bash", "make", "pytest"):
+            yield words
+
+
+def flags_of(script):
+    """The flags that a script takes: the fields of its Config, with --no_ for switches."""
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    fields = dataclasses.fields(module.Config)
+    return {f"--{field.name}" for field in fields} | {
+        f"--no_{field.name}" for field in fields if field.type in (bool, "bool")
+    }
+
+
+def faults(text, folder):
+    """What is wrong with a page: links, anchors, files and flags that do not exist."""
+    for target in LINK.findall(CODE.sub("", text)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"https?:", target):
+            continue
+        file = folder / path if path else None
+        if file is not None and not file.exists():
+            yield f"{target} does not exist"
+        elif anchor and anchor not in anchors(file.read_text() if file else text):
+            yield f"{target} has no such heading"
+    for words in commands(text):
+        program, *rest = words
+        if program == "make":
+            targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.M))
+            if rest and rest[0] not in targets:
+                yield f"make {rest[0]}: no such target"
+            continue
+        files = [word for word in rest if re.fullmatch(r"[\w/-]+\.(py|sh)", word)]
+        if USERS_FILES & set(files):
+            continue
+        if missing := [name for name in files if not (ROOT / name).exists()]:
+            yield f"{' '.join(words)}: {', '.join(missing)} does not exist"
+        elif program == "python" and files:
+            known = flags_of(files[0])
+            for flag in re.findall(r"--\w+", " ".join(rest)):
+                if flag not in known:
+                    yield f"{files[0]} has no flag {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_commands(page):
+    assert list(faults(page.read_text(), page.parent)) == []
+
+
+def test_faults_are_found():
+    text = """
+[a](missing.md) [b](data.md#no-such) [c](#nor-this) [d](data.md#speed)
+
+# One
+
+    python edit_cli.py --modle x --input a.jpg  # a comment
+    python edit_clip.py \\
+        --model x
+    make tests
+    bash script.sh
+
+`python script.py --dataset a` and `python flax_train_instruct_pix2pix.py --no_shard_optimizer`
+"""
+    assert list(faults(text, ROOT / "docs")) == [
+        "missing.md does not exist",
+        "data.md#no-such has no such heading",
+        "#nor-this has no such heading",
+        "edit_cli.py has no flag --modle",
+        "python edit_clip.py --model x: edit_clip.py does not exist",
+        "make tests: no such target",
+        "flax_train_instruct_pix2pix.py has no flag --no_shard_optimizer",
+    ]
+
+
+def test_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
