@@ -1,17 +1,27 @@
 # make demo: train and try a small editing model, 4 minutes on two CPU cores with AVX-512.
-# make test: the test suite.  make lint: style.  Each makes .venv first, and only once.
+# make test: the tests.  make test-all: slow tests too, and those of the benchmarks.
+# make lint: style.  Each makes .venv first, and only once.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test lint
+# A worker takes a file of tests at a time; one that dies ends the run, which would hang otherwise.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	--max-worker-restart 0
+
+.PHONY: demo test test-all aria2 lint
 demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
-test: .venv/installed .venv/tpu
+test: .venv/installed .venv/tpu aria2
+	$(BIN)/python -m pytest $(PARALLEL) --durations 10
+
+test-all: .venv/installed .venv/tpu aria2
+	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m ""
+
+aria2:
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 --durations 20
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -123,16 +123,16 @@ def ema_plan(
     Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
     """
     if ema != "late" and start_step is not None:
-        raise ValueError(f"ema_start_step={start_step} goes with --ema late, not {ema}")
+        raise ValueError(f"--ema_start_step {start_step} goes with --ema late, not {ema}")
     if ema in ("none", "power"):
         for name, value in (("ema_decay", decay), ("ema_warmup", warmup or None)):
             if value is not None:
-                raise ValueError(f"{name}={value} goes with --ema late or full, not {ema}")
+                raise ValueError(f"--{name} {value} goes with --ema late or full, not {ema}")
     if ema == "none":
         return EmaPlan(None, 1, lambda n: [])
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"ema_fraction={fraction} must be above 0 and at most 1, a window as long as the run"
+            f"--ema_fraction {fraction} must be above 0 and at most 1, a window as long as the run"
         )
     if ema in ("full", "power"):
         start = 0
@@ -142,19 +142,19 @@ def ema_plan(
         start = start_step
     if not 0 <= start < max_train_steps:
         raise ValueError(
-            f"ema_start_step={start} must be from 0 to max_train_steps-1, {max_train_steps - 1}; "
-            "or use --ema none"
+            f"--ema_start_step {start} must be from 0 to --max_train_steps - 1, "
+            f"{max_train_steps - 1}; or use --ema none"
         )
     window = max_train_steps - start
     if not 1 <= every <= window:
-        raise ValueError(f"ema_every={every} must be from 1 to the averaged steps, {window}")
+        raise ValueError(f"--ema_every {every} must be from 1 to the averaged steps, {window}")
     if ema == "power":
         gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
         return EmaPlan(start, every, lambda n: [power_decay(n, gamma) for gamma in gammas])
     if decay is None:
         decay = window_decay(window)
     if not 0 <= decay < 1:
-        raise ValueError(f"ema_decay={decay} must be at least 0 and below 1")
+        raise ValueError(f"--ema_decay {decay} must be at least 0 and below 1")
     decay **= every
     return EmaPlan(start, every, lambda n: [warmup_decay(n, decay) if warmup else decay])
 

@@ -49,8 +49,9 @@ from jax.experimental.topologies import get_topology_desc
 
 import flax_train_instruct_pix2pix as trainer
 from attention_flax import plain_operations
-from command_line import run_main
+from command_line import check_writable, run_main, save_whole
 from config_flax import fetch_file, read_json, write_json
+from ema_flax import ema_plan
 from executables import no_compilation_cache
 from hlo_traffic import hbm_bytes, kernel_bytes
 from modeling_flax_clip import FlaxCLIPTextModel
@@ -59,6 +60,10 @@ from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import MODULES
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_config
+from sharding_flax import shard_axes, state_shapes
+from training_flags import check_config, ema_flags
+from training_models import Models, encode_text
+from training_run import IN_FLIGHT, make_update_average
 
 GIB = 2**30
 
@@ -285,10 +290,10 @@ def model_shapes(config):
     frozen = {
         "vae": param_shapes(vae, dtype),
         "text_encoder": text_params,
-        "null_text": jax.eval_shape(text_encoder, ids, params=text_params)[0],
+        "null_text": jax.eval_shape(partial(encode_text, text_encoder), text_params, ids),
         "scheduler": jax.eval_shape(lambda: scheduler_state),
     }
-    models = trainer.Models(unet, vae, text_encoder, scheduler)
+    models = Models(unet, vae, text_encoder, scheduler)
     return models, frozen, param_shapes(unet, jnp.float32)
 
 
@@ -304,7 +309,7 @@ def on_all(tree, num_devices):
 
 
 def train_step_job(config, devices):
-    """The trainer's own step, and the update of its averages, as train() wraps them.
+    """The trainer's step and the update of its averages, under pmap as in training.
 
     Args:
         config: Config.
@@ -315,10 +320,11 @@ def train_step_job(config, devices):
     """
     n = len(devices)
     models, frozen, params = model_shapes(config)
-    plan, schedule = trainer.make_plans(config, config.max_train_steps)
-    tx = trainer.optimizer_of(config, schedule)
-    num_slices = n if config.shard_optimizer else 1
-    programs = trainer.make_programs(config, models, tx, params, num_slices, devices)
+    plan = ema_plan(*ema_flags(config, config.max_train_steps))
+    tx, _ = trainer.make_optimizer(config, config.max_train_steps)
+    axes = shard_axes(params, n)
+    options = trainer.step_options(config)
+    train_step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
 
     B, R = config.train_batch_size // n, config.resolution
     T = models.text_encoder.module.max_position_embeddings
@@ -331,23 +337,23 @@ def train_step_job(config, devices):
     else:
         pictures = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
         batch |= {"original_pixel_values": pictures, "edited_pixel_values": pictures}
-    params, frozen = on_all((params, frozen), n)
-    state = jax.eval_shape(programs.init, params)
-    average = jax.eval_shape(programs.ema_start, params)
+    frozen = on_all(frozen, n)
+    state = state_shapes(params, tx, axes, n)
+    average = state.params  # sharded alike
     num_averages = 0 if plan.first_step is None else len(plan.decays(1))
     return Job(
-        step=programs.train_step,
+        step=jax.pmap(train_step, axis_name="batch", donate_argnums=0, devices=devices),
         args=(state, frozen, batch, on_all(jax.random.PRNGKey(0), n)),
         held={
             "parameters": state.params,
             "optimizer": state.opt_state,
             "ema": [average] * num_averages,
             "frozen models": frozen,
-            "batches": [batch] * (1 + trainer.IN_FLIGHT),
+            "batches": [batch] * (1 + IN_FLIGHT),
         },
         batch_per_chip=B,
         trips=config.gradient_accumulation_steps,
-        update=programs.ema_update if num_averages else None,
+        update=make_update_average(devices) if num_averages else None,
         update_args=(average, state.params, jax.ShapeDtypeStruct((n,), jnp.float32)),
         updates_per_step=num_averages / plan.every,
     )
@@ -366,11 +372,12 @@ def unet_grad_job(config, devices):
     n = len(devices)
     models, frozen, params = model_shapes(config)
     unet, B = models.unet, config.train_batch_size // n
+    null_text = frozen["null_text"]["states"]
     side = config.resolution // 2 ** (len(models.vae.block_out_channels) - 1)
     inputs = (
         jax.ShapeDtypeStruct((n, B, unet.in_channels, side, side), jnp.float32),
         jax.ShapeDtypeStruct((n, B), jnp.int32),
-        jax.ShapeDtypeStruct((n, B, *frozen["null_text"].shape[1:]), frozen["null_text"].dtype),
+        jax.ShapeDtypeStruct((n, B, *null_text.shape[1:]), null_text.dtype),
     )
 
     def loss(params, sample, timesteps, text):
@@ -682,7 +689,7 @@ def check_flags(config, num_devices):
     else:
         wrong = changed & SDXL_FLAGS
         # It writes nothing.
-        trainer.check_config(replace(config, overwrite_output_dir=True), num_devices)
+        check_config(replace(config, overwrite_output_dir=True), num_devices)
     if wrong:
         raise ValueError(
             f"--{', --'.join(sorted(wrong))} has no meaning for --program {config.program}; leave "
@@ -752,7 +759,7 @@ def report_file(config):
     file = Path(config.output or f"{name}.json")
     if file.is_dir():
         raise ValueError(f"output={file} is a folder; name a file")
-    trainer.check_writable("output", file, file.absolute().parent)
+    check_writable(f"--output {file}", file.absolute().parent)
     if file.is_file():
         try:
             kept, flags = json.loads(file.read_text())["flags"], changed_flags(config)
@@ -776,7 +783,7 @@ def run(config):
     )
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
-    trainer.save_whole(output, partial(write_json, content=report))
+    save_whole(output, partial(write_json, content=report))
     print(f"wrote {output}")
 
 

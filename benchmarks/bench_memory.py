@@ -37,7 +37,6 @@ from benchmarks.full_size import (  # noqa: E402
 NUM_DEVICES = 4
 VARIANTS = {
     "plain": {},
-    "optimizer not shared out": {"shard_optimizer": False},
     "4 micro-batches": {"gradient_accumulation_steps": 4},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "bf16": {"mixed_precision": "bf16"},

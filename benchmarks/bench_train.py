@@ -63,7 +63,10 @@ from benchmarks.side_by_side import (  # noqa: E402
     synchronize,
     time_in_turn,
 )
-from parallel_flax import put  # noqa: E402
+from sharding_flax import replicate, shard_axes, start_state  # noqa: E402
+from training_checkpoints import release_memory  # noqa: E402
+from training_models import load_models  # noqa: E402
+from training_run import make_update_average, start_average  # noqa: E402
 
 EMA_DECAY = 0.9999
 
@@ -106,23 +109,28 @@ def our_step(folder, config, device, latents=False):
         gradient_checkpointing=config.gradient_checkpointing,
     )
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
-    models, _, frozen, params = trainer.load_models(flags, dtype)
-    tx = trainer.optimizer_of(flags, flags.learning_rate)
-    programs = trainer.make_programs(flags, models, tx, jax.eval_shape(lambda p: p, params), 1)
+    models, _, frozen, params = load_models(flags, dtype)
+    tx, _ = trainer.make_optimizer(flags, flags.max_train_steps)
+    axes = shard_axes(params, 1)
+    step = partial(
+        trainer.train_step, models=models, tx=tx, axes=axes, **trainer.step_options(flags)
+    )
+    p_train_step = jax.pmap(step, axis_name="batch", donate_argnums=0)
+    p_update_average = make_update_average()
     cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
-    frozen = put(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
+    frozen = replicate(frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")})
     if latents:
         del frozen["vae"]
-    batch, rng = put(make_batch(config, latents)), put(np.asarray(jax.random.PRNGKey(0)))
-    held = {"state": programs.init(put(params))}
+    batch, rng = replicate((make_batch(config, latents), np.asarray(jax.random.PRNGKey(0))))
+    held = {"state": start_state(params, tx, axes)}
     del params
-    trainer.release_memory()
-    held["average"] = programs.ema_start(held["state"].params)
-    decay = put(np.float32(EMA_DECAY))
+    release_memory()
+    held["average"] = start_average(held["state"].params)
+    decay = replicate(np.float32(EMA_DECAY))
 
     def run():
-        held["state"], metrics = programs.train_step(held["state"], frozen, batch, rng)
-        held["average"] = programs.ema_update(held["average"], held["state"].params, decay)
+        held["state"], metrics = p_train_step(held["state"], frozen, batch, rng)
+        held["average"] = p_update_average(held["average"], held["state"].params, decay)
         jax.block_until_ready((metrics, held))
 
     return run

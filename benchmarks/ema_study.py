@@ -43,14 +43,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -68,8 +70,10 @@ from benchmarks.full_size import (  # noqa: E402
 from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
 from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
-from parallel_flax import put, to_host  # noqa: E402
 from parquet_processing import ParquetImagePairs  # noqa: E402
+from sharding_flax import replicate, shard_axes, start_state, to_host  # noqa: E402
+from training_models import encode_batch, load_models  # noqa: E402
+from training_run import Batches, make_update_average, start_average  # noqa: E402
 
 RESOLUTION = 64  # of the demo
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
@@ -105,18 +109,37 @@ class Config:
     plot: str = "benchmarks/results/ema_study.png"
 
 
+class Programs(NamedTuple):
+    """The trainer's programs for a model and an optimizer, shared by all runs."""
+
+    train_step: Callable
+    update_average: Callable
+    tx: optax.GradientTransformation
+    axes: Any  # shard_axes of the parameters
+
+
+def make_programs(config, models, params):
+    """Programs with these flags of the trainer."""
+    tx, _ = trainer.make_optimizer(config, config.max_train_steps)
+    axes = shard_axes(params, jax.device_count())
+    options = trainer.step_options(config)
+    step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
+    p_train_step = jax.pmap(step, axis_name="batch", donate_argnums=0)
+    return Programs(p_train_step, make_update_average(), tx, axes)
+
+
 class Run:
     """The trainer's loop in the hand: a step at a time, with the averages of several plans.
 
     Args:
-        programs: trainer.Programs.
+        programs: Programs.
         plans: {name: EmaPlan}.
         params: the UNet's, NumPy arrays.
     """
 
     def __init__(self, programs, plans, params):
         self.programs, self.plans = programs, plans
-        self.state = programs.init(put(params))
+        self.state = start_state(params, programs.tx, programs.axes)
         self.averages = {name: [] for name in plans}
         self.num_steps = 0
 
@@ -124,14 +147,15 @@ class Run:
         """One optimizer step, and the updates that are due after it; arguments on the devices."""
         for name, plan in self.plans.items():
             if self.num_steps == plan.first_step:
-                start = self.programs.ema_start
-                self.averages[name] = [start(self.state.params) for _ in plan.decays(1)]
+                params = self.state.params
+                self.averages[name] = [start_average(params) for _ in plan.decays(1)]
         self.state, _ = self.programs.train_step(self.state, frozen, batch, base_rng)
         self.num_steps += 1
         for name, plan in self.plans.items():
             if num_updates := plan.update_of(self.num_steps):
+                update, params = self.programs.update_average, self.state.params
                 self.averages[name] = [
-                    self.programs.ema_update(average, self.state.params, put(np.float32(decay)))
+                    update(average, params, replicate(np.float32(decay)))
                     for average, decay in zip(self.averages[name], plan.decays(num_updates))
                 ]
 
@@ -182,20 +206,14 @@ def study_plans(num_steps):
     }
 
 
-def make_tx(config):
-    """The optimizer of a run with these flags of the trainer."""
-    _, schedule = trainer.make_plans(config, config.max_train_steps)
-    return trainer.optimizer_of(config, schedule)
-
-
 def train(config, programs, plans, pipeline, frozen, params):
     """A run of the trainer, with all plans' averages.
 
     Args:
         config: trainer.Config; what it says of averages is not looked at.
-        programs: trainer.Programs.
+        programs: Programs.
         plans: {name: EmaPlan}, with "power" the plan of that kind.
-        pipeline, frozen, params: from trainer.load_models.
+        pipeline, frozen, params: from load_models.
 
     Returns:
         ({name: the UNet's parameters at the end, averaged by the plan if it has one};
@@ -209,16 +227,15 @@ def train(config, programs, plans, pipeline, frozen, params):
         random_crop=config.random_crop,
         random_flip=config.random_flip,
         resample=config.image_interpolation_mode,
-        num_parts=jax.device_count(),
         shuffle_buffer=config.shuffle_buffer,
     )
-    batches = trainer.batches_ahead(dataset, pipeline.prepare_text_inputs)
-    host = partial(to_host, like=params, num_slices=jax.device_count())
-    p_frozen, base_rng = put(frozen), put(np.asarray(jax.random.PRNGKey(config.seed)))
+    batches = Batches(dataset, pipeline.prepare_text_inputs)
+    host = partial(to_host, axes=programs.axes)
+    p_frozen, base_rng = replicate((frozen, np.asarray(jax.random.PRNGKey(config.seed))))
     run, snapshots = Run(programs, plans, params), []
     with tqdm(total=config.max_train_steps, desc="train", unit="step", mininterval=5) as bar:
         while run.num_steps < config.max_train_steps:
-            run.step(p_frozen, next(batches)[0], base_rng)
+            run.step(p_frozen, next(batches), base_rng)
             run.wait()
             bar.update()
             if run.num_steps % (config.max_train_steps // NUM_SNAPSHOTS) == 0:
@@ -226,7 +243,7 @@ def train(config, programs, plans, pipeline, frozen, params):
                     half = jax.tree.map(lambda x: x.astype(np.float16), host(average))
                     snapshots.append((run.num_steps, sigma_rel, half))
     batches.close()
-    ends = {"none": to_host(run.state.params, params)}
+    ends = {"none": host(run.state.params)}
     ends |= {name: host(a[0]) for name, a in run.averages.items() if len(a) == 1}
     return ends, snapshots
 
@@ -269,7 +286,7 @@ def make_loss(models, pipeline, frozen, held_out, num_draws):
         "edited_pixel_values": truths,
         "input_ids": pipeline.prepare_text_inputs(instructions),
     }
-    mean, _, mode, text = jax.jit(partial(trainer.encode, models=models))(batch, frozen)
+    mean, _, mode, text = jax.jit(partial(encode_batch, models=models))(batch, frozen)
     x_0 = jnp.transpose(mean * models.vae.config.scaling_factor, (0, 3, 1, 2))  # (N, C, h, w)
     condition = jnp.transpose(mode, (0, 3, 1, 2))
     shape = (num_draws, len(pictures))
@@ -330,7 +347,7 @@ def study_quality(config, folder):
         learning_rate=config.learning_rate,
         lr_warmup_steps=config.max_train_steps // 20,
     )
-    models, pipeline, frozen, params = trainer.load_models(flags(), jnp.float32)
+    models, pipeline, frozen, params = load_models(flags(), jnp.float32)
     held_out = read_held_out(folder)
     loss = make_loss(models, pipeline, frozen, held_out, config.loss_draws)
     others = {name: frozen[name] for name in ("vae", "text_encoder")}
@@ -338,8 +355,7 @@ def study_quality(config, folder):
 
     for lr_scheduler in config.lr_schedulers:
         results = []
-        tx = make_tx(flags(lr_scheduler=lr_scheduler))
-        programs = trainer.make_programs(flags(), models, tx, params, jax.device_count())
+        programs = make_programs(flags(lr_scheduler=lr_scheduler), models, params)
         for seed in config.seeds:
             started = time.perf_counter()
             run_config = flags(lr_scheduler=lr_scheduler, seed=seed)
@@ -384,63 +400,59 @@ def compiled_figures(compiled):
 
 
 def measure_cost(folder, rounds, num_steps):
-    """Time, memory and bytes of a step with each of COST_PLANS, sharded and not.
+    """Time, memory and bytes of a step with each of COST_PLANS.
 
     The training step is one compiled program, whatever the average; what an average adds is its
     own arrays and a program that updates them. To be called in a process of its own that has not
     used JAX, as it takes COST_DEVICES devices.
 
     Returns:
-        {"sharded" or "unsharded": {"state_bytes", "step" and "update" of compiled_figures,
-        "plans": {name: {"average_bytes", "seconds": [of a step, in each round]}}}}.
+        {"state_bytes", "step" and "update" of compiled_figures, "plans": {name:
+        {"average_bytes", "seconds": [of a step, in each round]}}}.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", COST_DEVICES)
     config = trainer_config(folder)
-    models, pipeline, frozen, params = trainer.load_models(config, jnp.float32)
+    models, pipeline, frozen, params = load_models(config, jnp.float32)
     dataset = ParquetImagePairs(
         config.train_data_dir,
         batch_size=config.train_batch_size,
         resolution=config.resolution,
-        num_parts=COST_DEVICES,
     )
-    batch, _ = next(trainer.batches_ahead(dataset, pipeline.prepare_text_inputs))
-    inputs = put(frozen), batch, put(np.asarray(jax.random.PRNGKey(0)))
+    batch = next(Batches(dataset, pipeline.prepare_text_inputs))
+    inputs = replicate(frozen), batch, replicate(np.asarray(jax.random.PRNGKey(0)))
 
-    runs, figures = {}, {}
-    for sharing, num_slices in (("sharded", COST_DEVICES), ("unsharded", 1)):
-        programs = trainer.make_programs(config, models, make_tx(config), params, num_slices)
-        state, decay = programs.init(put(params)), put(np.float32(0.9999))
-        average = programs.ema_start(state.params)
-        step = programs.train_step.lower(state, *inputs).compile()
-        update = programs.ema_update.lower(average, state.params, decay).compile()
-        figures[sharing] = {
-            "state_bytes": bytes_held(state),
-            "step": compiled_figures(step),
-            "update": compiled_figures(update),
-            "plans": {},
-        }
-        programs = programs._replace(train_step=step, ema_update=update)
-        for name, plan in COST_PLANS.items():
-            run = Run(programs, {name: plan}, params)
-            run.step(*inputs)  # allocates
-            run.wait()
-            runs[sharing, name] = run
-            average_bytes = bytes_held(run.averages)
-            figures[sharing]["plans"][name] = {"average_bytes": average_bytes, "seconds": []}
+    programs = make_programs(config, models, params)
+    state = start_state(params, programs.tx, programs.axes)
+    average, decay = start_average(state.params), replicate(np.float32(0.9999))
+    step = programs.train_step.lower(state, *inputs).compile()
+    update = programs.update_average.lower(average, state.params, decay).compile()
+    figures = {
+        "state_bytes": bytes_held(state),
+        "step": compiled_figures(step),
+        "update": compiled_figures(update),
+        "plans": {},
+    }
+    programs = programs._replace(train_step=step, update_average=update)
+    runs = {}
+    for name, plan in COST_PLANS.items():
+        runs[name] = Run(programs, {name: plan}, params)
+        runs[name].step(*inputs)  # allocates
+        runs[name].wait()
+        average_bytes = bytes_held(runs[name].averages)
+        figures["plans"][name] = {"average_bytes": average_bytes, "seconds": []}
 
     names = list(runs)
-    with tqdm(total=rounds * len(names), desc="step times", unit="slice") as bar:
+    with tqdm(total=rounds * len(names), desc="step times", unit="run") as bar:
         for number in range(rounds):
             shift = number % len(names)  # none always comes after the same other
-            for sharing, name in names[shift:] + names[:shift]:
-                run = runs[sharing, name]
+            for name in names[shift:] + names[:shift]:
                 started = time.perf_counter()
                 for _ in range(num_steps):
-                    run.step(*inputs)
-                    run.wait()
+                    runs[name].step(*inputs)
+                    runs[name].wait()
                 seconds = (time.perf_counter() - started) / num_steps
-                figures[sharing]["plans"][name]["seconds"].append(seconds)
+                figures["plans"][name]["seconds"].append(seconds)
                 bar.update()
     return figures
 
@@ -474,20 +486,17 @@ def summarize_quality(runs):
 
 
 def summarize_cost(figures):
-    """{sharing: {"update_share", name: spread of the step's time over that of "none"}}.
+    """{"update_share", name: spread of the step's time over that of "none"}.
 
     The ratios are within a round; update_share is the bytes that the update accesses over those
     of the step.
     """
-    summary = {}
-    for sharing, row in figures.items():
-        update, step = row["update"]["bytes_accessed"], row["step"]["bytes_accessed"]
-        none = row["plans"]["none"]["seconds"]
-        summary[sharing] = {"update_share": update / step} | {
-            name: spread([a / b for a, b in zip(plan["seconds"], none)])
-            for name, plan in row["plans"].items()
-        }
-    return summary
+    update, step = (figures[name]["bytes_accessed"] for name in ("update", "step"))
+    none = figures["plans"]["none"]["seconds"]
+    return {"update_share": update / step} | {
+        name: spread([a / b for a, b in zip(plan["seconds"], none)])
+        for name, plan in figures["plans"].items()
+    }
 
 
 def format_tables(results):
@@ -514,17 +523,15 @@ def format_tables(results):
         lines.append("")
     if cost := results.get("cost"):
         lines += ["| cost | step time to none | held by the average, MB |", "|---|---|---|"]
-        for sharing, row in cost["figures"].items():
-            for name, plan in row["plans"].items():
-                ratio = cell(cost["summary"][sharing][name], ".3f")
-                lines.append(f"| {name}, {sharing} | {ratio} | {plan['average_bytes'] / 1e6:.2f} |")
-        for sharing, row in cost["figures"].items():
-            lines.append(
-                f"\n{sharing}: the step, the same program with all of them, has "
-                f"{row['step']['temporary_bytes'] / 1e6:.1f} MB of temporaries on each of "
-                f"{COST_DEVICES} devices; an update accesses "
-                f"{cost['summary'][sharing]['update_share']:.2%} of its bytes."
-            )
+        figures, summary = cost["figures"], cost["summary"]
+        for name, plan in figures["plans"].items():
+            held = plan["average_bytes"] / 1e6
+            lines.append(f"| {name} | {cell(summary[name], '.3f')} | {held:.2f} |")
+        lines.append(
+            f"\nOn each of {COST_DEVICES} devices the step, the same program with all averages, "
+            f"has {figures['step']['temporary_bytes'] / 1e6:.1f} MB of temporaries; an update "
+            f"accesses {summary['update_share']:.2%} of its bytes."
+        )
     return "\n".join(lines)
 
 

@@ -314,7 +314,7 @@ def bench(folder, quick):
     figures["widen"], _ = run_command(widen)
     figures["train, killed"], _ = run_command(train, kill_when=saved)
     figures["train, resumed"], output = run_command(train)
-    if "going on after step" not in output:
+    if "resuming after step" not in output:
         raise ChildProcessError("the trainer did not resume from the checkpoint")
     metrics = (model / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in metrics]

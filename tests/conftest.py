@@ -20,6 +20,13 @@ import torch
 from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent
+BENCHMARK_TESTS = ("test_bench_", "test_profile_unet", "test_full_size", "test_ema_study")
+# The files that take longest start first, so that no worker is left alone with one at the end.
+LONGEST_FILES = (
+    *("test_resume", "test_train", "test_models", "test_pipelines", "test_drop_in"),
+    *("test_sdxl_single", "test_tpu_compile", "test_pipeline_instruct_pix2pix", "test_blocks"),
+    *("test_pipelines_published", "test_reference_snippets", "test_cache_latents"),
+)
 
 # Shells start background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +37,16 @@ if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [os.environ.get("PYTHONPATH"), str(tpu)])
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the benchmarks' tests slow, and order the files."""
+    for item in items:
+        if item.path.stem.startswith(BENCHMARK_TESTS):
+            item.add_marker("slow")
+    rank = {name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture

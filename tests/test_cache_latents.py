@@ -29,22 +29,30 @@ from tiny_models import make_tiny_pipeline
 
 import cache_latents
 import parquet_processing
+import parquet_shards
+import training_latents
 from attention_flax import plain_operations
-from cache_latents import Config, encode_pictures, fill
+from cache_latents import Config
 from modeling_flax_vae import FlaxAutoencoderKL
-from parquet_processing import (
-    ParquetImagePairs,
+from parquet_processing import ParquetImagePairs
+from parquet_shards import (
     identify_shards,
     list_row_groups,
     pair_at,
     read_row_group,
 )
+from training_latents import write_latents
+from training_models import encode_images
 
 
 def config_for(model, data, output_dir, **options):
     options = {"resolution": 16, "batch_size": 1, **options}
     names = ("pretrained_model_name_or_path", "train_data_dir", "output_dir")
     return Config(**dict(zip(names, map(str, (model, data, output_dir)))), **options)
+
+
+def fill(config):
+    write_latents(config, config.output_dir, config.batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +77,7 @@ def test_latents_are_pytorchs(model, data, kept):
                 assert ours.original is ours.edited is None
                 continue
             pixels = np.empty((2, 16, 16, 3), np.uint8)
-            parquet_processing.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
+            parquet_shards.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
             both = np.stack((pixels, pixels[:, :, ::-1]), 1).reshape(4, 16, 16, 3)
             pictures = torch.from_numpy(both.copy()).permute(0, 3, 1, 2) / 127.5 - 1
             with torch.no_grad():
@@ -90,7 +98,7 @@ def test_batches_are_flipped_as_pictures_are(model, data, kept):
     options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
     pictures, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
-    encode = jax.jit(lambda pictures: encode_pictures(vae, params, pictures))
+    encode = jax.jit(lambda pictures: encode_images(vae, params, pictures))
     for _ in range(2):  # epochs
         for ours, theirs in zip(latents, pictures, strict=True):
             assert ours["edit_prompt"] == theirs["edit_prompt"]
@@ -108,9 +116,9 @@ def test_pictures_encoded_one_by_one_or_together(model):
     """As CPUs do, and as the other platforms do."""
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
     pictures = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), np.uint8)
-    alone = jax.jit(lambda x: encode_pictures(vae, params, x)).lower(pictures)
+    alone = jax.jit(lambda x: encode_images(vae, params, x)).lower(pictures)
     with plain_operations():
-        together = jax.jit(lambda x: encode_pictures(vae, params, x)).lower(pictures)
+        together = jax.jit(lambda x: encode_images(vae, params, x)).lower(pictures)
     assert "stablehlo.while" in alone.as_text()
     assert "stablehlo.while" not in together.as_text()
     for ours, theirs in zip(*(jax.tree.leaves(x.compile()(pictures)) for x in (alone, together))):
@@ -120,9 +128,9 @@ def test_pictures_encoded_one_by_one_or_together(model):
 @pytest.mark.parametrize("batch_size", [None, 100, 1])
 def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
     """Filling up costs as much as pairs do. The largest row group has nine."""
-    sizes, write = set(), cache_latents.write_shard
+    sizes, write = set(), training_latents.write_shard
     monkeypatch.setattr(
-        cache_latents, "write_shard", lambda *args: sizes.add(args[4]) or write(*args)
+        training_latents, "write_shard", lambda *args: sizes.add(args[4]) or write(*args)
     )
     fill(config_for(model, data, tmp_path / "latents", batch_size=batch_size))
     n = jax.local_device_count()
@@ -163,14 +171,14 @@ def test_training_is_the_same(model, data, tmp_path, monkeypatch):
 
 
 def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
-    folder, write = tmp_path / "latents", cache_latents.write_shard
+    folder, write = tmp_path / "latents", training_latents.write_shard
 
     def write_until_b(path, *args):
         if path.name == "b.parquet":
             raise KeyboardInterrupt
         write(path, *args)
 
-    monkeypatch.setattr(cache_latents, "write_shard", write_until_b)
+    monkeypatch.setattr(training_latents, "write_shard", write_until_b)
     flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
     flags += ["--output_dir", str(folder), "--resolution", "16"]
     with pytest.raises(SystemExit) as ended:
@@ -190,7 +198,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_p
     for folder in (old, new):
         folder.mkdir(parents=True)
         (folder / "a.parquet").write_bytes(b"a half")
-    long_ago = time.time() - 2 * cache_latents.LEFT_SECONDS
+    long_ago = time.time() - 2 * training_latents.LEFT_SECONDS
     os.utime(old, (long_ago, long_ago))
     touch, touched = os.utime, []
     monkeypatch.setattr(os, "utime", lambda folder: touched.append(folder) or touch(folder))
@@ -207,7 +215,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_p
 
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
     """The second of two begins with the second shard, and leaves what it finds done."""
-    folder, write, written = tmp_path / "latents", cache_latents.write_shard, []
+    folder, write, written = tmp_path / "latents", training_latents.write_shard, []
 
     def write_both(path, *args):
         written.append(path.name)
@@ -215,7 +223,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
         if path.name == "b.parquet":  # meanwhile the other process
             shutil.copy(path, path.with_name("a.parquet"))
 
-    monkeypatch.setattr(cache_latents, "write_shard", write_both)
+    monkeypatch.setattr(training_latents, "write_shard", write_both)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     fill(config_for(model, data, folder))
@@ -223,7 +231,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
 
 
 def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_latents, "MIN_ROWS_TO_JUDGE", 1)
+    monkeypatch.setattr(training_latents, "MIN_ROWS_TO_JUDGE", 1)
     with pytest.raises(
         ValueError, match=r"1 of the first . pairs of .* for one a\.parquet row 3: "
     ):
@@ -265,12 +273,12 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
         (dict(train_data_dir="KEPT", output_dir="NEW"), "holds latents already; train on it"),
         (dict(output_dir="DATA"), "is the folder of the data; name another"),
         (dict(output_dir="COPY"), "a.parquet holds no latents; name a folder of its own"),
-        (dict(resolution=15, output_dir="NEW"), "resolution=15 must be a multiple of 2"),
+        (dict(resolution=15, output_dir="NEW"), "--resolution 15 must be a multiple of 2"),
         (dict(train_data_dir="NONE"), "is not a folder; give the one with the shards"),
         (dict(output_dir="FILE"), "cannot be a folder of latents ("),
-        (dict(batch_size=0), "batch_size=0 must be at least 1"),
-        (dict(dataloader_num_workers=-1), "dataloader_num_workers=-1 must be at least 0"),
-        (dict(max_bad_fraction=-1.0), "max_bad_fraction=-1.0 must be from 0 to 1"),
+        (dict(batch_size=0), "--batch_size 0 must be at least 1"),
+        (dict(dataloader_num_workers=-1), "--dataloader_num_workers -1 must be at least 0"),
+        (dict(max_bad_fraction=-1.0), "--max_bad_fraction -1.0 must be from 0 to 1"),
     ],
 )
 def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options, message):
@@ -308,7 +316,7 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
         (run(model, data, cache_latents="x", random_crop=True), "add --no_random_crop"),
         (run(model, kept, random_crop=True), "random_crop=True does not go with latents"),
         (run(model, kept, resolution=32), "holds latents of resolution=16, not 32"),
-        (run(other, kept), "holds latents of another VAE than"),
+        (run(other, kept), "has latents of another VAE than"),
         (run(model, mixed), "do not go together: latents and pictures"),
     ):
         with pytest.raises(SystemExit) as ended:

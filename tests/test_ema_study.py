@@ -20,7 +20,7 @@ from benchmarks.ema_study import (
     COST_PLANS,
     make_demo,
     make_loss,
-    make_tx,
+    make_programs,
     read_held_out,
     rebuild,
     study_plans,
@@ -32,6 +32,7 @@ from benchmarks.ema_study import (
 from demo.photographs import EDITS
 from ema_flax import SIGMA_RELS, ema_plan, power_decay, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
+from training_models import load_models
 
 NUM_STEPS = 8
 
@@ -65,15 +66,15 @@ def config(demo, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(config):
-    """What trainer.load_models gives."""
-    return trainer.load_models(config, jnp.float32)
+    """What load_models returns."""
+    return load_models(config, jnp.float32)
 
 
 @pytest.fixture(scope="module")
 def studied(config, loaded):
     """The study's run: what train returns."""
     models, pipeline, frozen, params = loaded
-    programs = trainer.make_programs(config, models, make_tx(config), params, jax.device_count())
+    programs = make_programs(config, models, params)
     plan = ema_plan("late", NUM_STEPS, fraction=0.5, decay=0.5)
     plans = study_plans(NUM_STEPS) | {"late 50%": plan}
     return train(config, programs, plans, pipeline, frozen, params)
@@ -197,7 +198,7 @@ def test_summaries():
         "update": {"bytes_accessed": 3.0},
         "plans": {"none": {"seconds": [1.0, 2.0, 4.0]}, "full": {"seconds": [2.0, 2.0, 5.0]}},
     }
-    summary = summarize_cost({"sharded": rows})["sharded"]
+    summary = summarize_cost(rows)
     assert summary["update_share"] == 0.015
     assert summary["full"] == {"mean": pytest.approx(17 / 12), "median": 1.25, "min": 1, "max": 2}
     assert summary["none"]["max"] == 1
@@ -226,16 +227,14 @@ def test_command_line(tmp_path):
     best = variants["post-hoc, best"]["loss"]["mean"]
     assert best <= min(variants[f"post-hoc {s}"]["loss"]["mean"] for s in (0.05, 0.1))
 
-    size = results["cost"]["figures"]["unsharded"]["plans"]["full"]["average_bytes"]
-    for sharing, num_slices in (("sharded", 4), ("unsharded", 1)):
-        plans = results["cost"]["figures"][sharing]["plans"]
-        assert plans.keys() == COST_PLANS.keys()
-        none, before, after, full = (plan["average_bytes"] for plan in plans.values())
-        assert none == before == 0
-        # A slice on each device (a few small arrays cannot be cut).
-        assert after == full == pytest.approx(size / num_slices, rel=0.01)
-        assert len(plans["full"]["seconds"]) == 1
-    assert "| late, before its start, sharded |" in done.stdout
+    plans = results["cost"]["figures"]["plans"]
+    assert plans.keys() == COST_PLANS.keys()
+    none, before, after, full = (plan["average_bytes"] for plan in plans.values())
+    assert none == before == 0 < after == full
+    # Parameters, two moments and an average are sharded alike.
+    assert full == pytest.approx(results["cost"]["figures"]["state_bytes"] / 3, rel=0.01)
+    assert len(plans["full"]["seconds"]) == 1
+    assert "| late, before its start |" in done.stdout
     assert "| full 0.9999, warm-up |" in done.stdout
 
 

@@ -68,7 +68,7 @@ def test_command_line(tmp_path, capfd, monkeypatch):
     killed, resumed = (results["figures"][name]["command"] for name in names[1:3])
     assert killed == resumed
     assert (tmp_path / "work" / "edited.png").is_file()
-    assert "going on after step" in capfd.readouterr().out
+    assert "resuming after step" in capfd.readouterr().out
 
     with pytest.raises(SystemExit) as ended:
         full_size.main([*arguments, "--work_dir", str(tmp_path / "work")])

@@ -24,8 +24,6 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel, compute_snr
-from flax.jax_utils import replicate
-from flax.training.common_utils import shard
 from flax.traverse_util import flatten_dict
 from hub_upload_server import UploadHub
 from PIL import ExifTags, Image, ImageOps
@@ -34,14 +32,24 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
+from ema_flax import ema_plan, ema_start, ema_update
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch
-from parallel_flax import mean_slice, split_axis
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from scheduling_flax import FlaxDDPMScheduler
+from sharding_flax import (
+    REPLICATED,
+    gather,
+    global_norm,
+    replicate,
+    shard_axes,
+    start_state,
+    to_host,
+)
+from training_models import Models, load_models
 
 SCRIPT = Path(trainer.__file__)
 NUM_DEVICES = 4  # conftest.py's
@@ -73,10 +81,9 @@ def lenient_optimizer():
     make_optimizer = trainer.make_optimizer
 
     def make_lenient_optimizer(*args):
-        tx = make_optimizer(*args)
-        return optax.GradientTransformation(
-            tx.init, jax.numpy_dtype_promotion("standard")(tx.update)
-        )
+        tx, schedule = make_optimizer(*args)
+        update = jax.numpy_dtype_promotion("standard")(tx.update)
+        return optax.GradientTransformation(tx.init, update), schedule
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "make_optimizer", make_lenient_optimizer)
@@ -155,25 +162,31 @@ def params_of(folder, subfolder=None):
     return flatten_dict(params, sep="/")
 
 
-def replica(tree, device=0):
-    """One device's copy, flat, on the host."""
-    return {k: np.array(x[device]) for k, x in flatten_dict(tree, sep="/").items()}
-
-
 # conditioning_dropout
 
 
 @pytest.mark.parametrize("rate", [0, 0.05, 0.2, 1 / 3])
 def test_dropout_follows_the_table(rate):
-    B, key = 20000, jax.random.key(5)
+    B = 20000
+    keys = jax.random.split(jax.random.key(5), B)
     rng = np.random.default_rng(0)
     text = rng.standard_normal((B, 2, 3), np.float32)
     null_text = rng.standard_normal((1, 2, 3), np.float32)
     latents = rng.standard_normal((B, 4, 1, 2), np.float32)
     latents[:, 0] = np.inf  # nothing may leak, as it would if dropping were multiplying by 0
-    new_text, new_latents = trainer.conditioning_dropout(key, text, null_text, latents, rate)
+    pooled, ids = text[:, 0], np.arange(B)
+    new_text, new_latents = trainer.conditioning_dropout(
+        keys,
+        {"states": text, "pooled": pooled, "ids": ids},
+        {"states": null_text, "pooled": null_text[:, 0]},
+        latents,
+        rate,
+    )
+    np.testing.assert_array_equal(new_text["ids"], ids)  # the null text has none
+    np.testing.assert_array_equal(new_text["pooled"], new_text["states"][:, 0])
+    new_text = new_text["states"]
 
-    u = np.asarray(jax.random.uniform(key, (B,)))
+    u = np.asarray(jax.vmap(jax.random.uniform)(keys))
     q = [np.float32(k * rate) for k in range(4)]
     cases = {  # name: (samples, text is null, latents are zero)
         "text": (u < q[1], True, False),
@@ -193,7 +206,8 @@ def test_dropout_follows_the_table(rate):
 
 
 def test_what_is_dropped_gets_no_gradient():
-    key, rate, B = jax.random.key(1), 0.25, 64
+    rate, B = 0.25, 64
+    keys = jax.random.split(jax.random.key(1), B)
     rng = np.random.default_rng(0)
     text, null_text, latents = (
         jnp.asarray(rng.standard_normal(shape, np.float32))
@@ -201,11 +215,13 @@ def test_what_is_dropped_gets_no_gradient():
     )
 
     def total(text, latents):
-        new_text, new_latents = trainer.conditioning_dropout(key, text, null_text, latents, rate)
-        return new_text.sum() + new_latents.sum()
+        new_text, new_latents = trainer.conditioning_dropout(
+            keys, {"states": text}, {"states": null_text}, latents, rate
+        )
+        return new_text["states"].sum() + new_latents.sum()
 
     text_grad, latents_grad = jax.grad(total, (0, 1))(text, latents)
-    u = np.asarray(jax.random.uniform(key, (B,)))
+    u = np.asarray(jax.vmap(jax.random.uniform)(keys))
     kept = {"text": u >= 0.5, "image": (u < 0.25) | (u >= 0.75)}
     assert all(0 < where.sum() < B for where in kept.values())
     np.testing.assert_array_equal(text_grad[:, 0, 0], kept["text"])
@@ -249,7 +265,7 @@ def test_loss_and_gradients_are_pytorchs(model, prediction_type):
         scheduler_state=state,
         x_0=x_0,
         condition=condition,
-        text=text,
+        text={"states": text},
         noise=noise,
         timesteps=jnp.asarray(timesteps, jnp.int32),
     )
@@ -303,8 +319,9 @@ def test_min_snr(prediction_type):
         def apply(self, variables, x_in, timesteps, text):
             return SimpleNamespace(sample=x_in[:, :4] * variables["params"])
 
+    text = {"states": None}
     loss = trainer.diffusion_loss(
-        0.5, Unet(), scheduler, state, x_0, condition, None, noise, timesteps, snr_gamma=5.0
+        0.5, Unet(), scheduler, state, x_0, condition, text, noise, timesteps, snr_gamma=5.0
     )
     reference = diffusers.DDPMScheduler(
         prediction_type=prediction_type, beta_schedule="scaled_linear"
@@ -323,8 +340,10 @@ def test_optimizer_is_pytorchs_adamw_with_clipping():
     shapes = {"kernel": (5, 3), "bias": (3,), "scale": (1,)}
     params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     betas, epsilon, weight_decay, max_norm, peak, num_steps = (0.9, 0.999), 1e-8, 1e-2, 1.0, 0.05, 6
-    schedule = trainer.lr_schedule("linear", peak, 2, num_steps)
-    tx = trainer.make_optimizer(schedule, *betas, epsilon, weight_decay)
+    config = trainer.Config("", "", learning_rate=peak, lr_scheduler="linear", lr_warmup_steps=2)
+    assert betas == (config.adam_beta1, config.adam_beta2)
+    assert (epsilon, weight_decay) == (config.adam_epsilon, config.adam_weight_decay)
+    tx, _ = trainer.make_optimizer(config, num_steps)
     opt_state = tx.init(params)
     theirs = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in params.items()}
     reference = torch.optim.AdamW(
@@ -345,9 +364,9 @@ def test_optimizer_is_pytorchs_adamw_with_clipping():
         norms.append(torch.nn.utils.clip_grad_norm_(theirs.values(), max_norm).item())
         reference.step()
         lr_scheduler.step()
-        norm = trainer.norm_of_slices(grads, params, 1)
+        norm = float(global_norm(grads, shard_axes(grads, 1)))
         np.testing.assert_allclose(norm, norms[-1], rtol=1e-6)
-        grads = trainer.clip_by_norm(grads, norm, max_norm)
+        grads = {name: g * min(1, max_norm / norm) for name, g in grads.items()}
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         for name, p in theirs.items():
@@ -370,46 +389,38 @@ def make_batch(seed):
 
 
 class Parallel:
-    """train_step compiled for four devices as train() does it; `run` starts it afresh."""
+    """train_step compiled as train() does it; `run` starts it afresh."""
 
-    def __init__(self, config, **options):
+    def __init__(self, config, num_devices=NUM_DEVICES, **options):
         self.config = config
-        self.models, _, self.frozen, self.params = trainer.load_models(config, jnp.float32)
-        schedule = trainer.lr_schedule(
-            config.lr_scheduler,
-            config.learning_rate,
-            config.lr_warmup_steps,
-            config.max_train_steps,
-        )
-        tx = trainer.make_optimizer(
-            schedule,
-            config.adam_beta1,
-            config.adam_beta2,
-            config.adam_epsilon,
-            config.adam_weight_decay,
-        )
-        options = {"max_grad_norm": config.max_grad_norm, "num_slices": NUM_DEVICES} | options
+        self.models, _, self.frozen, self.params = load_models(config, jnp.float32)
+        self.tx, _ = trainer.make_optimizer(config, config.max_train_steps)
+        self.axes = shard_axes(self.params, num_devices)
+        self.devices = jax.devices()[:num_devices]
         step = partial(
             trainer.train_step,
             models=self.models,
-            tx=tx,
-            dropout_rate=config.conditioning_dropout_prob,
-            **options,
+            tx=self.tx,
+            axes=self.axes,
+            **trainer.step_options(config) | options,
         )
-        self.step = jax.pmap(step, axis_name="batch", donate_argnums=0)
-        cut = partial(trainer.my_slice, num_slices=options["num_slices"])
-        self.init = jax.pmap(
-            lambda p: trainer.TrainState(jnp.int32(0), p, tx.init(cut(p))), axis_name="batch"
-        )
+        self.step = jax.pmap(step, axis_name="batch", donate_argnums=0, devices=self.devices)
 
     def run(self, batches, seed):
         """Yield (state, metrics) after each batch."""
-        on_devices = partial(replicate, axis_name="batch")
-        state, frozen = self.init(on_devices(self.params)), on_devices(self.frozen)
-        base_rng = on_devices(jax.random.PRNGKey(seed))
+        n = len(self.devices)
+        state = start_state(self.params, self.tx, self.axes, self.devices)
+        frozen, base_rng = replicate(
+            (self.frozen, np.asarray(jax.random.PRNGKey(seed))), self.devices
+        )
         for batch in batches:
-            state, metrics = self.step(state, frozen, shard(batch), base_rng)
+            batch = {name: x.reshape(n, -1, *x.shape[1:]) for name, x in batch.items()}
+            state, metrics = self.step(state, frozen, batch, base_rng)
             yield state, metrics
+
+    def whole(self, state):
+        """The parameters of a state, flat, on the host."""
+        return flatten_dict(to_host(state.params, self.axes), sep="/")
 
 
 @pytest.fixture(scope="module")
@@ -417,30 +428,22 @@ def parallel(model, data, lenient_optimizer):
     return Parallel(config_of(model, data, "unused"))
 
 
-def test_a_single_device_copies_no_gradients():
-    """XLA's CPU compiler would, in an all-reduce of one."""
-
-    def lowered(num_devices):
-        mean = partial(mean_slice, num_slices=1)
-        mean = jax.pmap(mean, axis_name="batch", devices=jax.devices()[:num_devices])
-        return mean.lower(jnp.ones((num_devices, 8))).as_text()
-
-    assert "all_reduce" in lowered(2)
-    assert "all_reduce" not in lowered(1)
-
-
-def draws_by_hand(seed, step, device):
-    """What one device draws at one step, from the seed, the step and the device's number alone."""
-    B = RUN["train_batch_size"] // NUM_DEVICES
+def draws_by_hand(seed, step):
+    """What a step draws for the rows of a global batch, from seed, step and row alone."""
     side = RUN["resolution"] // 2
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), step), device)
-    keys = jax.random.split(key, 4)
-    return {
-        "posterior": np.asarray(jax.random.normal(keys[0], (B, side, side, 4))),
-        "noise": np.asarray(jax.random.normal(keys[1], (B, 4, side, side))),
-        "timesteps": np.asarray(jax.random.randint(keys[2], (B,), 0, 1000)),
-        "u": np.asarray(jax.random.uniform(keys[3], (B,))),
-    }
+    rows = []
+    for row in range(RUN["train_batch_size"]):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), step), row)
+        keys = jax.random.split(key, 4)
+        rows.append(
+            {
+                "posterior": jax.random.normal(keys[0], (side, side, 4)),
+                "noise": jax.random.normal(keys[1], (side, side, 4)).transpose(2, 0, 1),
+                "timesteps": jax.random.randint(keys[2], (), 0, 1000),
+                "u": jax.random.uniform(keys[3]),
+            }
+        )
+    return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
 def train_with_torch(model, batches, draws):
@@ -469,7 +472,9 @@ def train_with_torch(model, batches, draws):
     null_ids = tokenizer([""], padding="max_length", return_tensors="pt").input_ids
     losses, norms = [], []
     for batch, drawn in zip(batches, draws):
-        posterior, noise, timesteps, u = map(torch.tensor, drawn.values())
+        posterior, noise, timesteps, u = (
+            torch.tensor(drawn[name]) for name in ("posterior", "noise", "timesteps", "u")
+        )
         edited, original = (
             torch.tensor(batch[f"{name}_pixel_values"]).permute(0, 3, 1, 2) / 127.5 - 1
             for name in ("edited", "original")
@@ -500,18 +505,12 @@ def test_four_devices_are_pytorch_on_one(model, parallel):
     """All from pixels to weights: latents, draws, dropout, loss, the devices' mean, AdamW."""
     num_steps, seed = 4, 3
     batches = [make_batch(i) for i in range(num_steps)]
-    per_device = [
-        [draws_by_hand(seed, step, d) for d in range(NUM_DEVICES)] for step in range(num_steps)
-    ]
-    draws = [
-        {name: np.concatenate([d[name] for d in devices]) for name in devices[0]}
-        for devices in per_device
-    ]
+    draws = [draws_by_hand(seed, step) for step in range(num_steps)]
 
-    # No two devices and no two steps draw alike, and every row of the dropout table occurs.
-    for name in ("posterior", "noise", "timesteps", "u"):
-        drawn = {d[name].tobytes() for devices in per_device for d in devices}
-        assert len(drawn) == num_steps * NUM_DEVICES
+    # No two samples and no two steps draw alike, and every row of the dropout table occurs.
+    for name in ("posterior", "noise", "u"):
+        drawn = {x.tobytes() for d in draws for x in d[name]}
+        assert len(drawn) == num_steps * RUN["train_batch_size"]
     rows = np.floor(np.concatenate([d["u"] for d in draws]) / RUN["conditioning_dropout_prob"])
     assert set(rows) == {0, 1, 2, 3, 4}
 
@@ -525,67 +524,129 @@ def test_four_devices_are_pytorch_on_one(model, parallel):
 
     start = flatten_dict(parallel.params, sep="/")
     theirs = torch_unet.state_dict()
-    for key, trained in replica(steps[-1][0].params).items():
+    for key, trained in parallel.whole(steps[-1][0]).items():
         name, change = flax_to_torch(key, trained - start[key])
         expected = theirs[name].numpy() - flax_to_torch(key, start[key])[1]
         assert np.linalg.norm(expected) > 0
         assert np.linalg.norm(change - expected) <= 2e-3 * np.linalg.norm(expected), name
 
 
-def test_replicas_stay_equal_and_seeds_decide(parallel):
+def test_seeds_decide(parallel):
     batches = [make_batch(i) for i in range(3)]
-    steps = list(parallel.run(batches, seed=7))
-    state, _ = steps[-1]
+    *_, (state, metrics) = parallel.run(batches, seed=7)
     assert np.asarray(state.step).tolist() == [3] * NUM_DEVICES
-    for leaf in jax.tree.leaves(state.params):
-        shards = [np.asarray(s.data).tobytes() for s in leaf.addressable_shards]
-        assert len(shards) == NUM_DEVICES
-        assert len(set(shards)) == 1
+    expected = {**parallel.whole(state), "loss": np.asarray(metrics["loss"])}
 
     def outcome(seed):
         *_, (state, metrics) = parallel.run(batches, seed)
-        return {**replica(state.params), "loss": np.asarray(metrics["loss"])}
+        return {**parallel.whole(state), "loss": np.asarray(metrics["loss"])}
 
     again, other = outcome(7), outcome(8)
-    assert all(again[k].tobytes() == x.tobytes() for k, x in replica(state.params).items())
-    assert again["loss"].tobytes() == np.asarray(steps[-1][1]["loss"]).tobytes()
+    assert all(again[k].tobytes() == x.tobytes() for k, x in expected.items())
     assert (again["loss"] != other["loss"]).all()
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_slices": 1}, {"num_micro_batches": 2}, {"num_slices": 1, "num_micro_batches": 2}],
+    [{"num_micro_batches": 2}, {"num_devices": 2}, {"num_devices": 1, "num_micro_batches": 4}],
     ids=str,
 )
-def test_sharing_out_and_accumulating_change_nothing(parallel, options):
-    """Slices of the optimizer on each device or all of it, a device's pairs at once or in parts."""
+def test_devices_and_micro_batches_change_nothing(parallel, options):
     batches = [make_batch(seed) for seed in range(3)]
-    runs = [
-        [(replica(state.params), jax.device_get(metrics)) for state, metrics in run]
-        for run in (parallel.run(batches, 0), Parallel(parallel.config, **options).run(batches, 0))
-    ]
-    for (params, metrics), (other_params, other_metrics) in zip(*runs):
+    other = Parallel(parallel.config, **options)
+    for (a, metrics_a), (b, metrics_b) in zip(parallel.run(batches, 0), other.run(batches, 0)):
         for name in ("loss", "grad_norm"):
-            np.testing.assert_allclose(metrics[name], other_metrics[name], rtol=1e-5)
-        for name, x in params.items():
-            np.testing.assert_allclose(x, other_params[name], atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(metrics_a[name][0], metrics_b[name][0], rtol=1e-5)
+        b = other.whole(b)
+        for name, x in parallel.whole(a).items():
+            np.testing.assert_allclose(x, b[name], atol=2e-5, err_msg=name)
 
 
-def test_each_device_holds_its_slice_of_the_moments(parallel):
+def test_every_device_holds_its_shard(parallel):
     (state, _), *_ = parallel.run([make_batch(0)], 0)
-    params, moments = flatten_dict(state.params), flatten_dict(state.opt_state[0].mu)
-    for name, x in params.items():
-        axis = split_axis(x.shape[1:], NUM_DEVICES)
-        shape = list(x.shape)
-        if axis is not None:
-            shape[axis + 1] //= NUM_DEVICES
-        assert moments[name].shape == tuple(shape)
-    sizes = [sum(x.size for x in tree.values()) for tree in (moments, params)]
-    assert sizes[0] / sizes[1] < 0.26  # a few small ones do not divide
-    assert split_axis((3, 3, 320, 640), 8) == 3
-    assert split_axis((3, 3, 320, 4), 8) == 2
-    assert split_axis((3, 3, 4, 4), 8) is None and split_axis((8,), 1) is None
-    assert split_axis((), 8) is None
+    sizes, whole = {}, parallel.whole(state)
+    for name, tree in (("params", state.params), ("moments", state.opt_state[0].mu)):
+        for key, x in flatten_dict(tree, sep="/").items():
+            shape = list(whole[key].shape)
+            axis = flatten_dict(parallel.axes, sep="/")[key]
+            if axis != REPLICATED:
+                shape[axis] //= NUM_DEVICES
+            assert x.shape == (NUM_DEVICES, *shape)
+        sizes[name] = sum(x.nbytes for x in jax.tree.leaves(tree)) / NUM_DEVICES
+    total = sum(x.nbytes for x in whole.values())
+    assert sizes["params"] == sizes["moments"] < 0.26 * total  # a few small arrays do not divide
+
+
+def test_shard_axes():
+    shapes = [(3, 3, 320, 640), (3, 3, 320, 4), (3, 3, 4, 4), (8,), ()]
+    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert shard_axes(trees, 8) == [3, 2, REPLICATED, 0, REPLICATED]
+    assert shard_axes(trees, 1) == [REPLICATED] * 5
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
+    """Also of a gather in bfloat16, whose sum over devices would lose small gradients."""
+    rng = np.random.default_rng(0)
+    params = {"a": rng.standard_normal((8, 4), np.float32), "b": rng.standard_normal(3, np.float32)}
+    weights = {k: 2.0 ** rng.integers(-12, 1, (num_devices, *x.shape)) for k, x in params.items()}
+    weights = jax.tree.map(lambda x: x.astype(np.float32), weights)  # exact in bfloat16
+    axes, devices = shard_axes(params, num_devices), jax.devices()[:num_devices]
+    state = start_state(params, optax.identity(), axes, devices)
+
+    def grads_of(shards, weights, dtype):
+        def loss(shards):
+            whole = gather(shards, axes, dtype)
+            return sum((whole[k].astype(jnp.float32) * weights[k]).sum() for k in whole)
+
+        return jax.grad(loss)(shards)
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        p_grads = jax.pmap(partial(grads_of, dtype=dtype), axis_name="batch", devices=devices)
+        grads = to_host(p_grads(state.params, weights), axes)
+        for name, x in grads.items():
+            assert x.dtype == np.float32
+            np.testing.assert_allclose(x, weights[name].mean(axis=0), rtol=1e-6)
+
+
+def test_one_device_copies_no_parameters(optimized):
+    """What the step keeps besides its arguments is no more than the gradients."""
+    params = {"a": np.ones((512, 1024), np.float32), "b": np.ones((1024, 512), np.float32)}
+    axes, devices = shard_axes(params, 1), jax.devices()[:1]
+    config = trainer.Config("", "")
+    tx, _ = trainer.make_optimizer(config, 10)
+
+    class Unet:
+        dtype = jnp.float32
+
+        def apply(self, variables, x_in, timesteps, text):
+            a, b = variables["params"].values()
+            y = (x_in.reshape(-1, 512) @ a) @ b
+            return SimpleNamespace(sample=y[:, :256].reshape(-1, 4, 8, 8))
+
+    models = Models(
+        Unet(),
+        SimpleNamespace(config=SimpleNamespace(scaling_factor=1.0)),
+        lambda ids, params: (jnp.zeros((*ids.shape, 1)),),
+        FlaxDDPMScheduler(),
+    )
+    frozen = {
+        "text_encoder": {},
+        "null_text": {"states": np.zeros((1, 7, 1), np.float32)},
+        "scheduler": models.scheduler.create_state(),
+    }
+    batch = {
+        "input_ids": np.zeros((1, 2, 7), np.int32),
+        "original_latents": np.zeros((1, 2, 8, 8, 4), np.float16),
+        "edited_latents": np.ones((1, 2, 8, 8, 8), np.float16),
+    }
+    step = partial(trainer.train_step, models=models, tx=tx, axes=axes, dropout_rate=0.0)
+    p_step = jax.pmap(step, axis_name="batch", donate_argnums=0, devices=devices)
+    args = start_state(params, tx, axes, devices), *replicate((frozen,), devices)
+    memory = p_step.lower(*args, batch, jnp.zeros((1, 2), jnp.uint32)).compile().memory_analysis()
+    size = sum(x.nbytes for x in params.values())
+    assert memory.alias_size_in_bytes >= 3 * size
+    assert memory.temp_size_in_bytes < 1.2 * size
 
 
 # The average of the weights
@@ -593,7 +654,7 @@ def test_each_device_holds_its_slice_of_the_moments(parallel):
 
 def test_ema_plan():
     def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None, **options):
-        average = trainer.ema_plan(ema, steps, fraction, start, decay, **options)
+        average = ema_plan(ema, steps, fraction, start, decay, **options)
         return average.first_step, *average.decays(1000)
 
     assert plan() == (964, pytest.approx(1 - 5 / 36))
@@ -616,23 +677,23 @@ def test_ema_plan():
     assert plan(steps=10, fraction=1e-9) == (9, 0.0)
     assert plan(fraction=1.0) == (0, pytest.approx(0.995))
 
-    average = trainer.ema_plan("late", 20, start_step=10, every=3)
+    average = ema_plan("late", 20, start_step=10, every=3)
     assert [step for step in range(21) if average.update_of(step)] == [13, 16, 19]
     assert [average.update_of(step) for step in (12, 13, 16)] == [0, 1, 2]
-    assert not any(map(trainer.ema_plan("none", 20).update_of, range(21)))
+    assert not any(map(ema_plan("none", 20).update_of, range(21)))
 
 
 def test_ema_is_the_closed_form_and_diffusers():
     rng = np.random.default_rng(0)
     decay, num_steps = 0.9, 40
     steps = rng.standard_normal((num_steps + 1, 5), np.float32)
-    ema = trainer.ema_start({"w": jnp.asarray(steps[0])})
+    ema = ema_start({"w": jnp.asarray(steps[0])})
     parameter = torch.nn.Parameter(torch.tensor(steps[0]))
     # With both ends equal its decay is constant, after a first call that only copies.
     reference = EMAModel([parameter], decay=decay, min_decay=decay)
     reference.step([parameter])
     for w in steps[1:]:
-        ema = trainer.ema_update(ema, {"w": jnp.asarray(w)}, decay)
+        ema = ema_update(ema, {"w": jnp.asarray(w)}, decay)
         parameter.data = torch.tensor(w)
         reference.step([parameter])
     age = np.arange(num_steps)[::-1]
@@ -644,52 +705,23 @@ def test_ema_is_the_closed_form_and_diffusers():
 # The loop
 
 
-def watch_programs(monkeypatch):
-    """Record the calls of the trainer's programs: a list of [name, programs compiled]."""
-    calls, make_programs = [], trainer.make_programs
-
-    def listen(event, seconds, **details):
-        calls[-1][1] += event == "/jax/core/compile/backend_compile_duration"
-
-    def watched(name, program):
-        def call(*args):
-            calls.append([name, 0])
-            jax.monitoring.register_event_duration_secs_listener(listen)
-            try:
-                return program(*args)
-            finally:
-                jax.monitoring.unregister_event_duration_listener(listen)
-
-        def lower(*args):
-            compiled = watched(f"compile {name}", program.lower(*args).compile)()
-            return SimpleNamespace(compile=lambda: watched(name, compiled))
-
-        call.lower = lower
-        return call
-
-    def make_watched(*args):
-        programs = make_programs(*args)
-        return trainer.Programs(*map(watched, programs._fields, programs))
-
-    monkeypatch.setattr(trainer, "make_programs", make_watched)
-    return calls
-
-
 def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsys):
     """Against the same run by hand: the same batches, step and closed form of the average."""
     start, decay, out = 2, 0.6, tmp_path / "out"
     config = config_of(model, data, out, ema_start_step=start, ema_decay=decay, save_raw_unet=True)
-    calls = watch_programs(monkeypatch)
-    run_main(config, monkeypatch)
+    compiled = []
 
-    # Nothing is averaged before its time or compiled twice; the first init gives shapes only.
-    step, update = "train_step", "ema_update"
-    assert [name for name, _ in calls] == [
-        *["init", f"compile {step}", "init", step, step],
-        *["ema_start", step, update, step, update, step, update],
-    ]
-    assert [name for name, num in calls if num] == [f"compile {step}", "init", "ema_start", update]
-    assert dict(map(tuple, reversed(calls)))[f"compile {step}"] == 1
+    def listen(event, seconds, fun_name="", **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run_main(config, monkeypatch)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    # Under pmap: moments, step, start and update of the average, each compiled once.
+    assert compiled.count("jit(_fun)") == 4
 
     monkeypatch.undo()
     dataset = ParquetImagePairs(
@@ -697,7 +729,6 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
         batch_size=config.train_batch_size,
         resolution=config.resolution,
         seed=config.seed,
-        num_parts=jax.device_count(),
     )
     tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
     batches, num_bad = [], []
@@ -710,7 +741,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     assert num_bad[3] == 2  # both epochs met the broken picture
     by_hand, losses, norms = [], [], []
     for state, metrics in parallel.run(batches[: config.max_train_steps], config.seed):
-        by_hand.append(replica(state.params))
+        by_hand.append(parallel.whole(state))
         losses.append(float(metrics["loss"][0]))
         norms.append(float(metrics["grad_norm"][0]))
 
@@ -989,41 +1020,44 @@ def edit_json(file, **values):
 
 # flags, {relative path: what is wrong there}, message
 BAD_FLAGS = [
-    ({"train_batch_size": 6}, "train_batch_size=6 is not divisible by 4 devices; try 4 or 8"),
-    ({"train_batch_size": 3}, "train_batch_size=3 is not divisible by 4 devices; try 4\n"),
-    ({"train_batch_size": 0}, "train_batch_size=0 must be at least 1"),
-    ({"train_batch_size": -8}, "train_batch_size=-8 must be at least 1"),
-    ({"max_train_steps": 0}, "max_train_steps=0 must be at least 1"),
-    ({"logging_steps": 0}, "logging_steps=0 must be at least 1"),
-    ({"learning_rate": 0.0}, "learning_rate=0.0 must be above 0"),
-    ({"learning_rate": -1e-4}, "learning_rate=-0.0001 must be above 0"),
-    ({"learning_rate": float("nan")}, "learning_rate=nan must be above 0"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 must be above 0"),
-    ({"adam_beta1": 1.0}, "adam_beta1=1.0 must be at least 0 and below 1"),
-    ({"adam_beta2": -0.1}, "adam_beta2=-0.1 must be at least 0 and below 1"),
-    ({"adam_epsilon": 0.0}, "adam_epsilon=0.0 must be above 0"),
-    ({"adam_weight_decay": -0.1}, "adam_weight_decay=-0.1 must be at least 0"),
-    ({"conditioning_dropout_prob": 0.34}, "conditioning_dropout_prob=0.34 must be from 0 to 1/3"),
-    ({"conditioning_dropout_prob": -0.1}, "conditioning_dropout_prob=-0.1 must be from 0 to 1/3"),
-    ({"lr_warmup_steps": -1}, "lr_warmup_steps=-1 must be at least 0"),
-    ({"lr_warmup_steps": 5}, "lr_warmup_steps=5 must be at least 0 and below max_train_steps=5"),
-    ({"ema_fraction": 0.0}, "ema_fraction=0.0 must be above 0 and at most 1"),
-    ({"ema_fraction": 1.5}, "ema_fraction=1.5 must be above 0 and at most 1"),
-    ({"ema": "full", "ema_start_step": 3}, "ema_start_step=3 goes with --ema late, not full"),
-    ({"ema": "none", "ema_start_step": 3}, "ema_start_step=3 goes with --ema late, not none"),
-    ({"ema": "none", "ema_decay": 0.9}, "ema_decay=0.9 goes with --ema late or full, not none"),
-    ({"num_train_epochs": 2}, "num_train_epochs=2 and max_train_steps=5 both say how long"),
-    ({"max_train_samples": 0}, "max_train_samples=0 must be at least 1"),
-    ({"checkpointing_steps": -1}, "checkpointing_steps=-1 must be at least 0"),
-    ({"checkpoints_total_limit": 0}, "checkpoints_total_limit=0 must be at least 1"),
-    ({"ema_snapshot_steps": 2}, "ema_snapshot_steps=2 goes with --ema power, not late"),
-    ({"ema": "power", "ema_decay": 0.9}, "ema_decay=0.9 goes with --ema late or full, not power"),
+    ({"train_batch_size": 6}, "--train_batch_size 6 is not divisible by 4 devices; try 4 or 8"),
+    ({"train_batch_size": 3}, "--train_batch_size 3 is not divisible by 4 devices; try 4\n"),
+    ({"train_batch_size": 0}, "--train_batch_size 0 must be at least 1"),
+    ({"train_batch_size": -8}, "--train_batch_size -8 must be at least 1"),
+    ({"max_train_steps": 0}, "--max_train_steps 0 must be at least 1"),
+    ({"logging_steps": 0}, "--logging_steps 0 must be at least 1"),
+    ({"learning_rate": 0.0}, "--learning_rate 0.0 must be above 0"),
+    ({"learning_rate": -1e-4}, "--learning_rate -0.0001 must be above 0"),
+    ({"learning_rate": float("nan")}, "--learning_rate nan must be above 0"),
+    ({"max_grad_norm": 0.0}, "--max_grad_norm 0.0 must be above 0"),
+    ({"adam_beta1": 1.0}, "--adam_beta1 1.0 must be at least 0 and below 1"),
+    ({"adam_beta2": -0.1}, "--adam_beta2 -0.1 must be at least 0 and below 1"),
+    ({"adam_epsilon": 0.0}, "--adam_epsilon 0.0 must be above 0"),
+    ({"adam_weight_decay": -0.1}, "--adam_weight_decay -0.1 must be at least 0"),
+    ({"conditioning_dropout_prob": 0.34}, "--conditioning_dropout_prob 0.34 must be from 0 to 1/3"),
+    ({"conditioning_dropout_prob": -0.1}, "dropout_prob -0.1 must be from 0 to 1/3"),
+    ({"lr_warmup_steps": -1}, "--lr_warmup_steps -1 must be at least 0"),
+    (
+        {"lr_warmup_steps": 5},
+        "steps 5 must be at least 0 and below --max_train_steps 5",
+    ),
+    ({"ema_fraction": 0.0}, "--ema_fraction 0.0 must be above 0 and at most 1"),
+    ({"ema_fraction": 1.5}, "--ema_fraction 1.5 must be above 0 and at most 1"),
+    ({"ema": "full", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not full"),
+    ({"ema": "none", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not none"),
+    ({"ema": "none", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not none"),
+    ({"num_train_epochs": 2}, "--num_train_epochs 2 and --max_train_steps 5 both say how long"),
+    ({"max_train_samples": 0}, "--max_train_samples 0 must be at least 1"),
+    ({"checkpointing_steps": -1}, "--checkpointing_steps -1 must be at least 0"),
+    ({"checkpoints_total_limit": 0}, "--checkpoints_total_limit 0 must be at least 1"),
+    ({"ema_snapshot_steps": 2}, "--ema_snapshot_steps 2 goes with --ema power, not late"),
+    ({"ema": "power", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not power"),
     (
         {"validation_image": ("a.png", "b.png"), "validation_prompt": ("x", "y", "z")},
-        "2 validation_image and 3 validation_prompt do not go together",
+        "2 --validation_image and 3 --validation_prompt do not go together",
     ),
-    ({"validation_prompt": ("x",)}, "0 validation_image and 1 validation_prompt do not go"),
-    ({"validation_image": ("file",)}, "1 validation_image and 0 validation_prompt do not go"),
+    ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not go"),
+    ({"validation_image": ("file",)}, "1 --validation_image and 0 --validation_prompt do not go"),
     (
         {"validation_image": ("a.png",), "validation_prompt": ("x",)},
         "--validation_image a.png does not exist",
@@ -1036,35 +1070,41 @@ BAD_FLAGS = [
         {"validation_image": ("cut.png",), "validation_prompt": ("x",)},
         "--validation_image cut.png cannot be read as an image",
     ),
-    ({"validation_steps": 0}, "validation_steps=0 must be at least 1"),
-    ({"profile_steps": "3"}, "profile_steps=3 must be FIRST:LAST"),
-    ({"output_dir": "own"}, "output_dir=own holds README.md of no training run"),
-    ({"output_dir": "file/out"}, "output_dir=file/out cannot be written: "),
-    ({"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3}, "=3 must be a multiple of ema"),
-    ({"profile_steps": "5:3"}, "profile_steps=5:3 must be FIRST:LAST"),
-    ({"hub_model_id": "me/model"}, "hub_model_id=me/model goes with --push_to_hub"),
-    ({"num_processes": 2}, "num_processes=2, process_id=None: give all three"),
+    ({"validation_steps": 0}, "--validation_steps 0 must be at least 1"),
+    ({"profile_steps": "3"}, "--profile_steps 3 must be FIRST:LAST"),
+    ({"output_dir": "own"}, "--output_dir own contains README.md of no training run"),
+    ({"output_dir": "file/out"}, "--output_dir file/out cannot be written: "),
+    (
+        {"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3},
+        "3 must be a multiple",
+    ),
+    ({"profile_steps": "5:3"}, "--profile_steps 5:3 must be FIRST:LAST"),
+    ({"hub_model_id": "me/model"}, "--hub_model_id me/model goes with --push_to_hub"),
+    ({"num_processes": 2}, "--num_processes 2, --process_id None: give all three"),
     (
         {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2},
-        "process_id=2: give all three, process_id from 0 to num_processes-1",
+        "--process_id 2: give all three, process_id from 0 to num_processes-1",
     ),
-    ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
-    ({"seed": 2**32}, "seed=4294967296 must be from 0 to 4294967295"),
-    ({"gradient_accumulation_steps": 3}, "=3 must divide the 2 pairs of a device"),
-    ({"snr_gamma": 0.0}, "snr_gamma=0.0 must be above 0 and finite"),
-    ({"ema_every": 0}, "ema_every=0 must be from 1 to the averaged steps"),
-    ({"ema_fraction": 1.5}, "ema_fraction=1.5 must be above 0 and at most 1, a window as long"),
-    ({"ema": "none", "ema_warmup": True}, "ema_warmup=True goes with --ema late or full"),
-    ({"ema_start_step": -1}, "ema_start_step=-1 must be from 0 to max_train_steps-1, 4"),
-    ({"ema_start_step": 5}, "ema_start_step=5 must be from 0 to max_train_steps-1, 4"),
-    ({"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
-    ({"ema_decay": -0.5, "ema": "full"}, "ema_decay=-0.5 must be at least 0 and below 1"),
-    ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
-    ({"output_dir": ""}, "output_dir is empty; name a folder"),
-    ({"output_dir": "nowhere"}, "output_dir=nowhere is or holds pretrained_model_name_or_path"),
-    ({"output_dir": "finished"}, "output_dir=finished holds a model already"),
-    ({"output_dir": "."}, "output_dir=. is or holds pretrained_model_name_or_path"),
-    ({"learning_rate": float("inf")}, "learning_rate=inf must be above 0 and finite"),
+    ({"seed": -1}, "--seed -1 must be from 0 to 4294967295"),
+    ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
+    ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs of a device"),
+    ({"snr_gamma": 0.0}, "--snr_gamma 0.0 must be above 0 and finite"),
+    ({"ema_every": 0}, "--ema_every 0 must be from 1 to the averaged steps"),
+    ({"ema_fraction": 1.5}, "--ema_fraction 1.5 must be above 0 and at most 1, a window as long"),
+    ({"ema": "none", "ema_warmup": True}, "--ema_warmup True goes with --ema late or full"),
+    ({"ema_start_step": -1}, "--ema_start_step -1 must be from 0 to --max_train_steps - 1, 4"),
+    ({"ema_start_step": 5}, "--ema_start_step 5 must be from 0 to --max_train_steps - 1, 4"),
+    ({"ema_decay": 1.0}, "--ema_decay 1.0 must be at least 0 and below 1"),
+    ({"ema_decay": -0.5, "ema": "full"}, "--ema_decay -0.5 must be at least 0 and below 1"),
+    ({"output_dir": "file"}, "--output_dir file is a file; name a directory"),
+    ({"output_dir": ""}, "--output_dir is empty; name a directory"),
+    (
+        {"output_dir": "nowhere"},
+        "--output_dir nowhere is or contains --pretrained_model",
+    ),
+    ({"output_dir": "finished"}, "--output_dir finished contains a model; name another"),
+    ({"output_dir": "."}, "--output_dir . is or contains --pretrained_model_name_or_path"),
+    ({"learning_rate": float("inf")}, "--learning_rate inf must be above 0 and finite"),
 ]
 
 
@@ -1159,10 +1199,10 @@ BAD_FOLDERS = [
         changed("model/scheduler/scheduler_config.json", prediction_type="sample"),
         "has prediction_type=sample",
     ),
-    ({"resolution": 18}, None, "resolution=18 is not a multiple of 4; try 16 or 20"),
-    ({"resolution": 2}, None, "resolution=2 is not a multiple of 4; try 4\n"),
-    ({"resolution": -6}, None, "resolution=-6 must be at least 1"),
-    ({"resolution": 0}, None, "resolution=0 must be at least 1"),
+    ({"resolution": 18}, None, "--resolution 18 is not a multiple of 4; try 16 or 20"),
+    ({"resolution": 2}, None, "--resolution 2 is not a multiple of 4; try 4\n"),
+    ({"resolution": -6}, None, "--resolution -6 must be at least 1"),
+    ({"resolution": 0}, None, "--resolution 0 must be at least 1"),
     ({"dataloader_num_workers": -1}, None, "=-1 must be at least 0"),
     ({"train_data_dir": NOWHERE}, None, f"train_data_dir={NOWHERE} is not a folder"),
     ({"train_data_dir": "model"}, None, "train_data_dir=model holds no *.parquet file"),
@@ -1178,7 +1218,7 @@ BAD_FOLDERS = [
     (
         {"ema": "power", "ema_snapshot_steps": 100},
         None,
-        "ema_snapshot_steps=100 is more than the run's 5 steps",
+        "--ema_snapshot_steps 100 is more than the run's 5 steps",
     ),
 ]
 

@@ -11,6 +11,7 @@ of what identifies the run. One that was not finished is never taken for one tha
 """
 
 import contextlib
+import ctypes
 import json
 import shutil
 import zlib
@@ -19,6 +20,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+from processes_flax import from_process_0, wait_for_all
+from sharding_flax import TrainState, replicate, shard, shard_axes
+from training_flags import fixed_flags
+
+ARRAYS_AT_ONCE = 32  # arrays of a checkpoint that the host holds while it reads one
 
 
 class Checkpoints:
@@ -163,6 +170,23 @@ def tree_checksum(tree):
     return checksum
 
 
+def run_identity(config, max_train_steps, dataset, models, params, frozen):
+    """What makes two starts the same run, a flat dict for JSON: flags, data, models' weights."""
+    data = dataset.state_dict()
+    modules = models._asdict() | {"text_encoder": models.text_encoder.module}
+    configs = {name: dict(module.config) for name, module in modules.items()}
+    return fixed_flags(config, "may_change") | {
+        "max_train_steps": max_train_steps,
+        "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
+        "columns of train_data_dir": data["columns"],
+        "shards of train_data_dir": data["data"],
+        "weights of unet_model_name_or_path": tree_checksum(params),
+        "weights of pretrained_model_name_or_path": tree_checksum(
+            [frozen["vae"], frozen["text_encoder"]]
+        ),
+    }
+
+
 def find_checkpoint(output_dir, which, identity):
     """Where a run has to go on.
 
@@ -220,3 +244,47 @@ def find_checkpoint(output_dir, which, identity):
             "with --resume_from_checkpoint none"
         )
     return checkpoints, step, run
+
+
+def by_name(tree):
+    """A tree as a flat dict: names such as "opt_state/0/mu/conv_in/kernel" -> arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def checkpoint_shapes(params, tx, num_averages):
+    """Shapes of all arrays of a checkpoint, not sharded, given those of the UNet's parameters."""
+    opt_state = jax.eval_shape(tx.init, params)
+    return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
+
+
+def read_state(checkpoints, step, shapes):
+    """Read a checkpoint onto the devices: process 0 reads it, in parts, and sends it to all.
+
+    Args:
+        checkpoints: Checkpoints on process 0, None on the others.
+        step: of the checkpoint.
+        shapes: checkpoint_shapes.
+
+    Returns:
+        (TrainState, list of averages).
+    """
+    shape_of, axis_of = by_name(shapes), by_name(shard_axes(shapes, jax.device_count()))
+    names, arrays = list(shape_of), []
+    for start in range(0, len(names), ARRAYS_AT_ONCE):
+        part = names[start : start + ARRAYS_AT_ONCE]
+        saved = checkpoints.read_state(step, part) if checkpoints else {}
+        wait_for_all("process 0 has read")
+        for name in part:
+            shape = shape_of[name]
+            x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
+            arrays.append(shard(from_process_0(x), axis_of[name]))
+        release_memory()
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    return TrainState(replicate(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
+
+
+def release_memory():
+    """Return freed memory to the system; glibc keeps gigabytes of it otherwise."""
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)

@@ -1,0 +1,251 @@
+"""What the processes of a training run do together, and how one of them ends.
+
+Joining the other processes, agreeing on flags, waiting for each other, doing something on process 0
+alone, keeping other runs out of a directory, and stopping together at SIGTERM. Every function also
+works for a single process.
+"""
+
+import contextlib
+import fcntl
+import importlib.util
+import itertools
+import logging
+import os
+import platform
+import signal
+import time
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 3600  # timeout of wait_for_all: other processes compile, process 0 saves or uploads
+GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
+COLLECTIVE_SECONDS = 90  # timeout of a collective operation on CPUs; below HEARTBEAT_SECONDS
+HEARTBEAT_SECONDS = 100  # a process that is silent for this long counts as dead and ends the run
+LOCK_SECONDS = 120  # timeout for the lock: a run that ends still saves; NFS keeps a crashed host's
+MESSAGE_BYTES = 4096  # of an error message that process 0 sends to all processes
+_numbers = itertools.count()
+
+
+def several_tasks():
+    """Whether Slurm, Open MPI or a TPU's environment variables name several processes."""
+    env = os.environ
+    tasks = env.get("SLURM_NTASKS", env.get("OMPI_COMM_WORLD_SIZE", "1"))
+    return tasks != "1" or "," in env.get("TPU_WORKER_HOSTNAMES", "")
+
+
+def on_tpu_vm():
+    """Whether jax will use a TPU here, whose metadata server knows the other hosts."""
+    if os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] not in ("", "tpu"):
+        return False
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    is_google = any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors)
+    return is_google and importlib.util.find_spec("libtpu") is not None
+
+
+def start_distributed(coordinator_address=None, num_processes=None, process_id=None):
+    """Join the other processes that the arguments, a TPU slice, Slurm or Open MPI name, if any.
+
+    Args:
+        coordinator_address: HOST:PORT of process 0.
+        num_processes: number of processes.
+        process_id: number of this process, from 0.
+
+    Raises:
+        ValueError: some arguments are missing, process_id is out of range, or jax finds several
+            processes and not their coordinator.
+    """
+    arguments = (coordinator_address, num_processes, process_id)
+    if any(argument is not None for argument in arguments):
+        if any(argument is None for argument in arguments) or not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"--coordinator_address {coordinator_address}, --num_processes {num_processes}, "
+                f"--process_id {process_id}: give all three, process_id from 0 to num_processes-1"
+            )
+    elif jax.distributed.is_initialized():
+        return
+    elif not (several_tasks() or on_tpu_vm()):
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"jax finds {jax.process_count()} processes and no coordinator; give "
+                "--coordinator_address, --num_processes and --process_id"
+            )
+        return
+    # On CPUs the default is half a minute, less than a busy machine takes to compile a step.
+    timeout = "--xla_cpu_collective_timeout_seconds"
+    if timeout not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} {timeout}={COLLECTIVE_SECONDS}"
+    jax.distributed.initialize(*arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    # Connect the devices now: later a process may compile for longer than the others wait.
+    jax.pmap(lambda x: jax.lax.psum(x, "batch"), "batch")(np.ones(jax.local_device_count()))
+
+
+def check_agreement(text):
+    """Check that all processes have the same text, for example of their flags.
+
+    Raises:
+        ValueError: it names the processes that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    checksums = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
+    different = np.flatnonzero(checksums != checksums[0]).tolist()
+    if different:
+        raise ValueError(
+            f"process {', '.join(map(str, different))} was started with other flags or "
+            "models than process 0; start all with the same command"
+        )
+
+
+def wait_for_all(name):
+    """Wait until all processes have made the same call; `name` is for error messages.
+
+    Collective operations of the devices would time out after half a minute.
+    """
+    if jax.process_count() > 1:
+        import orbax.checkpoint as ocp  # seconds to import
+
+        everyone = set(range(jax.process_count()))
+        name = f"{name} {next(_numbers)}"  # every barrier needs a name of its own
+        ocp.multihost.sync_global_processes(name, timeout=WAIT_SECONDS, processes=everyone)
+
+
+def from_process_0(x):
+    """Process 0's array, on all processes."""
+    if jax.process_count() == 1:
+        return x
+    bits = multihost_utils.broadcast_one_to_all(x.view(np.int32))  # a sum of floats loses -0.0
+    return np.asarray(bits).view(x.dtype)
+
+
+def on_process_0(function):
+    """Call function() on process 0 alone; all processes call this together.
+
+    Returns:
+        The function's result on process 0, None on the other processes.
+
+    Raises:
+        ValueError: function raised a ValueError or an OSError; all processes raise its message.
+    """
+    result, error = None, None
+    if jax.process_index() == 0:
+        try:
+            result = function()
+        except (ValueError, OSError) as raised:
+            error = raised
+    message = "" if error is None else str(error) or repr(error)
+    if jax.process_count() > 1:
+        wait_for_all("process 0 has checked")
+        text = np.zeros(MESSAGE_BYTES, np.uint8)
+        encoded = np.frombuffer(message.encode()[:MESSAGE_BYTES], np.uint8)
+        text[: len(encoded)] = encoded
+        message = from_process_0(text).tobytes().rstrip(b"\0").decode(errors="ignore")
+    if message:
+        raise ValueError(message) from error
+    return result
+
+
+@contextlib.contextmanager
+def lock_folder(folder):
+    """A context that keeps other runs out of --output_dir, by flock on FOLDER/.lock.
+
+    The system releases the lock when its process ends, also after SIGKILL, and it holds for all
+    paths to the folder. The file names its holder; a file that is left behind locks nothing. On a
+    file system without flock there is a warning and no lock. File systems in user space, such as
+    gcsfuse, lock among the processes of one host only.
+
+    Args:
+        folder: Path; made if it does not exist, and then removed if it is empty at the end.
+
+    Raises:
+        ValueError: another process holds the lock for LOCK_SECONDS.
+    """
+    is_new, path = not folder.exists(), folder / ".lock"
+    deadline = None
+    while (file := _lock_file(path)) is None:
+        with contextlib.suppress(FileNotFoundError):  # released just now
+            holder = path.read_text() or "another process"
+            if deadline is None:
+                deadline = time.monotonic() + LOCK_SECONDS
+                print(f"waiting for {holder}, which uses {folder}", flush=True)
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"--output_dir {folder} is in use by {holder}; wait until it ends, stop it, or "
+                    "name another folder"
+                )
+        time.sleep(0.5)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the folder may be gone
+            path.unlink()
+        file.close()
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _lock_file(path):
+    """The file at path, open, locked and naming this process; None if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("a")
+    except FileNotFoundError:  # another process released the lock and removed the folder
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError as error:
+        logger.warning(
+            "%s cannot be locked (%s); make sure that no other run uses the folder", path, error
+        )
+    if os.fstat(file.fileno()).st_nlink == 0:  # another process released the lock, file removed
+        file.close()
+        return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
+
+
+class StopSignal:
+    """A context that turns SIGTERM (preemption) and Ctrl-C into a request to stop after a step.
+
+    If one of several processes gets the signal, `requested` is true on all of them at the same
+    step. A second signal ends the process at once.
+    """
+
+    def __enter__(self):
+        self.number = None
+        self.handlers = {}
+        # jax's own handler of SIGTERM tells the other processes.
+        numbers = (
+            [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGTERM, signal.SIGINT]
+        )
+        for number in numbers:
+            self.handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number, frame):
+        if jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.number = number
+        self.__exit__()
+
+    def requested(self, step):
+        """Whether to stop after this step; all processes ask after every step."""
+        if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(step):
+            self.number = signal.SIGTERM
+        return self.number is not None
+
+    def __exit__(self, *exception):
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())

@@ -1,0 +1,283 @@
+"""Training state that is sharded over all devices, under pmap(axis_name="batch").
+
+Parameters, optimizer moments and averages are split along one axis of every array, so that each
+device holds its shard (ZeRO, stage 3, arXiv 1910.02054). A training step gathers the parameters in
+the compute dtype; the gradient of the gather is a reduce-scatter in float32:
+
+    axes = shard_axes(params, jax.device_count())
+    state = start_state(params, tx, axes)                         # host to devices
+
+    def loss_fn(shards):                                          # inside the pmapped step
+        return loss(gather(shards, axes, dtype), batch)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)       # shards of the mean, float32
+    grads = clip(grads, global_norm(grads, axes))
+
+On one device each of these operations returns its argument.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.experimental import multihost_utils
+
+from attention_flax import by_platform
+
+REPLICATED = -1  # in a tree of axes: every device has the whole array
+
+
+@struct.dataclass
+class TrainState:
+    """What a training step changes: its number, float32 shards of parameters and moments."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def shard_axes(tree, num_shards):
+    """The axis along which each array is split: the longest that num_shards divides.
+
+    Args:
+        tree: arrays or their shapes (ShapeDtypeStructs), not sharded.
+        num_shards: number of devices.
+
+    Returns:
+        The tree with integers; REPLICATED where no axis can be split, and for one device.
+    """
+
+    def axis_of(x):
+        axes = [axis for axis, size in enumerate(x.shape) if size and size % num_shards == 0]
+        if num_shards == 1 or not axes:
+            return REPLICATED
+        return max(axes, key=lambda axis: x.shape[axis])
+
+    return jax.tree.map(axis_of, tree)
+
+
+def gather(shards, axes, dtype):
+    """The whole parameters, on every device; the gradient is reduce_scatter_mean.
+
+    Args:
+        shards: this device's shards, float32.
+        axes: of shard_axes.
+        dtype: of the matrices and kernels that are returned. Vectors (biases, scales of norms)
+            stay in float32: they are few, and the norms compute in float32.
+
+    Source: ZeRO (arXiv 1910.02054), section 5.3.
+    """
+
+    @jax.custom_vjp
+    def gather_all(shards):
+        return jax.tree.map(gather_array, wait_for_devices(shards), axes)
+
+    def gather_array(x, axis):
+        x = x.astype(dtype) if x.ndim > 1 else x
+        return x if axis == REPLICATED else jax.lax.all_gather(x, "batch", axis=axis, tiled=True)
+
+    def forward(shards):
+        return gather_all(shards), None
+
+    def backward(_, grads):
+        return (reduce_scatter_mean(grads, axes),)
+
+    gather_all.defvjp(forward, backward)
+    return gather_all(shards)
+
+
+def reduce_scatter_mean(grads, axes):
+    """This device's shard of the mean over all devices, in float32.
+
+    Args:
+        grads: gradients of the whole parameters, of any dtype.
+        axes: of shard_axes.
+    """
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    num_devices = jax.lax.axis_size("batch")
+    if num_devices == 1:  # XLA copies what it reduces over one device
+        return grads
+
+    def reduce_array(g, axis):
+        if axis == REPLICATED:
+            return jax.lax.pmean(g, "batch")
+        total = jax.lax.psum_scatter(g, "batch", scatter_dimension=axis, tiled=True)
+        return total / num_devices
+
+    return jax.tree.map(reduce_array, wait_for_devices(grads), axes)
+
+
+def wait_for_devices(tree):
+    """The same tree, once all devices are here; only CPUs of several processes need it.
+
+    Gloo's other collectives wait half a minute for a process, which may still be compiling. Its
+    all-reduce waits for xla_cpu_collective_timeout_seconds.
+    """
+    if jax.default_backend() != "cpu" or jax.process_count() == 1:
+        return tree
+    n = jax.lax.axis_size("batch")
+    one = jax.lax.psum(jax.lax.axis_index("batch"), "batch") - (n * (n - 1) // 2 - 1)
+    return jax.tree.map(lambda x: x * one.astype(x.dtype), tree)
+
+
+def global_norm(shards, axes):
+    """L2 norm of a tree of which every device has its shards; the same on all devices."""
+    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), shards)
+    pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(axes)))
+    total = sum(square for square, axis in pairs if axis == REPLICATED)
+    split = [square for square, axis in pairs if axis != REPLICATED]
+    return jnp.sqrt(total + jax.lax.psum(sum(split), "batch") if split else total)
+
+
+def in_place(update):
+    """Make XLA update donated arrays in place.
+
+    pmap removes the device axis of its arguments and adds it to its results. Between the two
+    reshapes XLA's CPU compiler copies every donated array. The wrapped function gets the arrays
+    with the axis, where the reshapes cancel. TPUs move fewer bytes without.
+
+    Args:
+        update: trees of arrays -> tree of arrays, elementwise.
+
+    Returns:
+        A function like update, to be called under pmap.
+    """
+
+    def with_axis(*args):
+        args = jax.tree.map(lambda x: x[None] if x.ndim else x, args)
+        return jax.tree.map(lambda x: x[0] if x.ndim else x, update(*args))
+
+    return lambda *args: by_platform(*args, tpu=update, default=with_axis)
+
+
+# On the host: arrays to the devices and back
+
+
+def replicate(tree, devices=None):
+    """Put a copy of NumPy arrays on every device.
+
+    Args:
+        tree: arrays or numbers.
+        devices: of this process; None: all of them.
+
+    Returns:
+        The tree with arrays (local devices, ...), which a program may overwrite (donate).
+    """
+    devices = devices or jax.local_devices()
+    return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * len(devices), devices), tree)
+
+
+def shard(tree, axes, devices=None):
+    """Put each device's shard of NumPy arrays on it.
+
+    Args:
+        tree: whole arrays, the same on all processes.
+        axes: of shard_axes.
+        devices: all that there are shards for; None: all of all processes.
+
+    Returns:
+        The tree with arrays (local devices, ...), which a program may overwrite (donate).
+    """
+    devices = devices or jax.devices()
+    local = [device for device in devices if device.process_index == jax.process_index()]
+
+    def shard_array(x, axis):
+        if axis == REPLICATED:
+            return replicate(x, local)
+        shards = np.split(np.asarray(x), len(devices), axis)
+        return _place([shards[devices.index(device)][None] for device in local], local)
+
+    return jax.tree.map(shard_array, tree, axes)
+
+
+def shard_batch(batch):
+    """Put equal shares of this process's rows, dict of (B, ...), on its devices."""
+    devices = jax.local_devices()
+    shape = len(devices), 1, -1
+    return {k: _place(list(x.reshape(*shape, *x.shape[1:])), devices) for k, x in batch.items()}
+
+
+def to_host(tree, axes):
+    """Whole NumPy arrays of shards on the devices; all processes call it together.
+
+    Args:
+        tree: arrays (local devices, ...), as pmap returns them.
+        axes: of shard_axes.
+    """
+
+    def gather_array(x, axis):
+        if axis == REPLICATED:
+            return first_replica(x)
+        if jax.process_count() > 1:
+            x = multihost_utils.process_allgather(x, tiled=True)
+        return np.concatenate(np.asarray(x), axis)
+
+    return jax.tree.map(gather_array, tree, axes)
+
+
+def start_state(params, tx, axes, devices=None):
+    """The TrainState (local devices, ...) of a run that starts.
+
+    Args:
+        params: whole NumPy arrays, float32.
+        tx: optax optimizer that works on each number by itself, as Adam does.
+        axes: of shard_axes(params).
+        devices: as for shard.
+    """
+    shards = shard(params, axes, devices)
+    opt_state = jax.pmap(tx.init, axis_name="batch", devices=devices)(shards)
+    local = [device for device in devices or [] if device.process_index == jax.process_index()]
+    return TrainState(replicate(np.int32(0), local), shards, opt_state)
+
+
+def state_shapes(params, tx, axes, num_devices):
+    """The shapes and dtypes of start_state, (num_devices, ...).
+
+    Args:
+        params: whole arrays or their shapes.
+        tx, axes: as for start_state.
+        num_devices: that the axes are for.
+    """
+
+    def shard_shape(x, axis):
+        shape = [n // num_devices if i == axis else n for i, n in enumerate(x.shape)]
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    shards = jax.tree.map(shard_shape, params, axes)
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), shards, jax.eval_shape(tx.init, shards))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), state)
+
+
+def first_replica(x):
+    """A replicated array's copy on this process's first device, as a NumPy array."""
+    copy = np.asarray(x.addressable_shards[0].data)
+    return copy.reshape(copy.shape[1:])
+
+
+def local_rows(x):
+    """The rows (B, ...) that this process's devices hold of (devices, B / devices, ...)."""
+    return np.concatenate([np.asarray(shard.data)[0] for shard in x.addressable_shards])
+
+
+def _place(parts, devices):
+    """One array (devices, ...) of an array (1, ...) for each device of this process."""
+    sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
+    arrays = [jax.device_put(_unaligned(x), device) for x, device in zip(parts, devices)]
+    shape = (len(devices), *parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _unaligned(x):
+    """A copy of x for CPUs, with its data off the boundaries of 64 bytes.
+
+    JAX uses aligned NumPy data in place, and no program may overwrite these: a step would hold what
+    it updates twice.
+    """
+    if jax.default_backend() != "cpu":
+        return x
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    start = (x.itemsize - memory.ctypes.data) % 64
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy

@@ -1,0 +1,600 @@
+"""The output directory of a training run: start or resume, log, save, validate, finish.
+
+    run = TrainRun(config, ...)
+    start_step = run.find_start()
+    state, averages = run.start_or_resume(params)
+    for step in run.steps(start_step):
+        state, metrics = p_train_step(state, ...)
+        run.log(step + 1, metrics, schedule)
+        if run.save_due(step + 1):
+            run.save(step + 1, state, averages)
+    run.finish(run.final_weights(state, averages))
+
+TrainRun handles files and steps, not gradients. All processes make the same calls; process 0 alone
+writes.
+"""
+
+import contextlib
+import itertools
+import json
+import resource
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from PIL import Image, ImageOps
+from tqdm import tqdm
+
+from command_line import save_whole
+from ema_flax import SIGMA_RELS, ema_start, ema_update
+from images import load_image
+from processes_flax import (
+    StopSignal,
+    check_agreement,
+    from_process_0,
+    lock_folder,
+    on_process_0,
+    wait_for_all,
+)
+from sharding_flax import (
+    first_replica,
+    gather,
+    in_place,
+    local_rows,
+    replicate,
+    shard_axes,
+    shard_batch,
+    start_state,
+    to_host,
+)
+from training_checkpoints import (
+    Checkpoints,
+    by_name,
+    checkpoint_shapes,
+    find_checkpoint,
+    read_state,
+    release_memory,
+    run_identity,
+)
+from training_flags import Config, fixed_flags, profile_window, snapshot_steps
+from training_report import MetricsLog, check_hub, push_to_hub, validation_grid, write_model_card
+
+VALIDATION_INFERENCE_STEPS = 20
+IN_FLIGHT = 2  # steps that the devices may be behind the host, and batches on them ahead of time
+
+
+class TrainRun:
+    """One run and its output directory.
+
+    Args:
+        config: Config, checked.
+        max_train_steps: length of the run.
+        models, pipeline, frozen: as load_models returns them.
+        params: the UNet's parameters to start from, NumPy arrays, float32.
+        tx: optax optimizer that works on each number by itself, as Adam does.
+        dtype: that validation computes in.
+        dataset: ParquetImagePairs.
+        plan: EmaPlan.
+        validation_images: as load_validation_images returns them.
+
+    Raises:
+        ValueError: the processes have different flags or data, or the model cannot be uploaded.
+    """
+
+    def __init__(
+        self,
+        config,
+        *,
+        max_train_steps,
+        models,
+        pipeline,
+        frozen,
+        params,
+        tx,
+        dtype,
+        dataset,
+        plan,
+        validation_images,
+    ):
+        self.config, self.max_train_steps = config, max_train_steps
+        self.models, self.pipeline, self.frozen = models, pipeline, frozen
+        self.tx, self.dataset, self.plan = tx, dataset, plan
+        self.output_dir = Path(config.output_dir)
+        self.is_main = jax.process_index() == 0
+        self.shapes = jax.eval_shape(lambda: params)
+        self.axes = shard_axes(self.shapes, jax.device_count())
+        self.p_gather = jax.pmap(partial(gather, axes=self.axes, dtype=dtype), axis_name="batch")
+        self.snapshot_steps = snapshot_steps(config, max_train_steps)
+        self.validation_images = validation_images
+        prompts = list(config.validation_prompt)  # one for each image, or one for all
+        self.validation_prompts = prompts * (len(validation_images) if len(prompts) == 1 else 1)
+        self.identity = run_identity(config, max_train_steps, dataset, models, params, frozen)
+        shared = fixed_flags(config, "per_process")
+        check_agreement(json.dumps([self.identity, shared, bool(dataset.latents)]))
+        if config.push_to_hub:
+            self.repo_id = on_process_0(partial(check_hub, config.hub_model_id, self.output_dir))
+
+        self.pending = deque()  # metrics of steps that may still run
+        self.losses = []  # [loss, grad_norm] of the steps since the last line of metrics.jsonl
+        self.num_bad_before = 0  # undecodable pairs before this start
+        self.num_images, self.timed_from = 0, None
+        self.last_row = None
+        self.is_stopping = False
+
+    def find_start(self):
+        """The step to start from: that of the newest checkpoint, or 0. Sets the dataset to it.
+
+        Raises:
+            ValueError: the checkpoint is damaged or of another run.
+        """
+        which = self.config.resume_from_checkpoint
+        find = partial(find_checkpoint, self.output_dir, which, self.identity)
+        self.source, start_step, self.saved = on_process_0(find) or (None, 0, {})
+        self.start_step = int(from_process_0(np.int32(start_step)))
+        epoch, batch = divmod(self.start_step, len(self.dataset))
+        position = {"epoch": epoch, "batch": batch}
+        self.dataset.load_state_dict(self.dataset.state_dict() | position)
+        return self.start_step
+
+    def start_or_resume(self, params):
+        """The training state on the devices, of step find_start(), and the open files of the run.
+
+        Args:
+            params: the UNet's parameters that a new run starts from.
+
+        Returns:
+            (TrainState, list of averages).
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        if self.start_step:
+            first_step = self.plan.first_step
+            has_averages = first_step is not None and self.start_step > first_step
+            num_averages = len(self.plan.decays(1)) if has_averages else 0
+            shapes = checkpoint_shapes(self.shapes, self.tx, num_averages)
+            state, averages = read_state(self.source, self.start_step, shapes)
+            if self.source:
+                self.source.close()
+            self.losses = self.saved.get("losses", [])
+            self.num_bad_before = self.saved.get("num_bad", 0)
+        else:
+            state, averages = start_state(params, self.tx, self.axes), []
+        release_memory()
+        if self.is_main:
+            self._open_files()
+            self._announce()
+        return state, averages
+
+    def _open_files(self):
+        """Open the run's files; metrics.jsonl comes first, as it marks a run's directory."""
+        config, output_dir = self.config, self.output_dir
+        flags = asdict(config)
+        self.metrics_log = MetricsLog(
+            output_dir, flags, config.report_to, config.tracker_project_name, self.start_step
+        )
+        (output_dir / "config.json").write_text(json.dumps(flags, indent=2) + "\n")
+        self.checkpoints = Checkpoints(
+            output_dir / "checkpoints", config.checkpoints_total_limit, self.start_step
+        )
+        if not self.start_step:  # snapshots of an earlier run
+            shutil.rmtree(output_dir / "ema_snapshots", ignore_errors=True)
+
+    def _announce(self):
+        """Print what is trained, on what, and from where."""
+        num_params = sum(x.size for x in jax.tree.leaves(self.shapes))
+        batch_size, num_devices = self.config.train_batch_size, jax.device_count()
+        print(
+            f"training {num_params / 1e6:.1f}M parameters on "
+            f"{len(self.dataset) * batch_size} of {self.dataset.num_rows} pairs an epoch: "
+            f"{batch_size} pairs a step on {num_devices} device(s), {jax.devices()[0].device_kind}"
+        )
+        if self.start_step:
+            before = self.saved.get("num_devices", num_devices)
+            elsewhere = "" if before == num_devices else f", which ran on {before} device(s)"
+            print(f"resuming after step {self.start_step}{elsewhere}")
+        if self.plan.first_step is not None:
+            decays = ", ".join(f"{d:.6g}" for d in self.plan.decays(self.max_train_steps))
+            print(f"averaging the weights from step {self.plan.first_step} with decay {decays}")
+
+    def next_batches(self, tokenize):
+        """The batches to train on, Batches, from step find_start() on."""
+        self.batches = Batches(self.dataset, tokenize)
+        return self.batches
+
+    def steps(self, start_step):
+        """The numbers of the steps to do, with progress bar and profiler.
+
+        Ends early after SIGTERM or Ctrl-C, when save_due has asked for a checkpoint.
+        """
+        first_profiled, last_profiled = profile_window(self.config.profile_steps)
+        is_profiling = False
+        with (
+            StopSignal() as self.stop_signal,
+            tqdm(
+                total=self.max_train_steps,
+                initial=start_step,
+                unit="step",
+                desc="train",
+                disable=not self.is_main,
+            ) as self.progress,
+        ):
+            for step in range(start_step, self.max_train_steps):
+                if self.is_main and step == first_profiled:
+                    is_profiling = True
+                    jax.profiler.start_trace(self.output_dir / "profile")
+                yield step
+                if is_profiling and (step == last_profiled or self._is_last(step + 1)):
+                    is_profiling = False
+                    jax.block_until_ready(list(self.pending))
+                    jax.profiler.stop_trace()
+                if self.is_stopping:
+                    break
+
+    def _is_last(self, step):
+        return step == self.max_train_steps
+
+    def log(self, step, metrics, schedule):
+        """Take note of a step; every logging_steps append a line to metrics.jsonl.
+
+        The devices may be IN_FLIGHT steps behind: metrics are fetched when a line is due.
+
+        Args:
+            step: steps done.
+            metrics: {"loss", "grad_norm"}, replicated arrays.
+            schedule: step, from 0 -> learning rate.
+
+        Raises:
+            FloatingPointError: a loss or gradient since the last line is not finite.
+        """
+        config = self.config
+        self.pending.append(metrics)
+        if self.timed_from is None:  # the first step includes compilation
+            jax.block_until_ready(metrics)
+            self._restart_clock()
+        else:
+            if len(self.pending) > IN_FLIGHT:  # the progress bar must not run ahead
+                jax.block_until_ready(self.pending[-1 - IN_FLIGHT])
+            self.num_images += config.train_batch_size
+        self.progress.update()
+        if step % config.logging_steps and not self._is_last(step):
+            return
+        self._fetch(step)
+        seconds = time.perf_counter() - self.timed_from
+        plan, timed = self.plan, self.num_images > 0
+        is_averaging = plan.first_step is not None and step > plan.first_step
+        num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
+        self.last_row = {
+            "step": step,
+            "loss": float(np.mean(self.losses, axis=0)[0]),
+            "lr": float(schedule(step - 1)),
+            "grad_norm": self.losses[-1][1],
+            "images_per_second": self.num_images / seconds if timed else None,
+            "data_wait": self.batches.seconds_waited / seconds if timed else None,  # a share
+            "memory_gb": peak_memory() / 1e9,
+            "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
+            "num_bad": self._num_bad(),
+        }
+        self.losses.clear()
+        self._restart_clock()
+        if self.is_main:
+            self.metrics_log.write(self.last_row)
+            rate = self.last_row["images_per_second"]
+            self.progress.set_postfix_str(
+                f"loss={self.last_row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
+            )
+
+    def _restart_clock(self):
+        self.num_images, self.timed_from = 0, time.perf_counter()
+        self.batches.seconds_waited = 0.0
+
+    def _fetch(self, step):
+        """Wait for the steps on the devices; their losses and norms join self.losses."""
+        while self.pending:
+            metrics = self.pending.popleft()
+            self.losses.append(
+                [float(first_replica(metrics[name])) for name in ("loss", "grad_norm")]
+            )
+        sums = np.reshape(self.losses, (-1, 2)).sum(axis=1)
+        check_finite(sums, step - len(self.losses) + 1)
+
+    def _num_bad(self):
+        """Undecodable pairs in the run's batches so far, over all processes."""
+        here = np.int32(self.batches.num_bad)
+        total = process_allgather(here).sum() if jax.process_count() > 1 else here
+        return self.num_bad_before + int(total)
+
+    @contextlib.contextmanager
+    def _untimed(self):
+        """A context for work that is no training time; it ends when process 0 is done."""
+        began = time.perf_counter()
+        yield
+        wait_for_all("process 0 has written")
+        self.timed_from += time.perf_counter() - began
+
+    def snapshot_due(self, step):
+        """Whether the averages are to be kept for ema_posthoc.py."""
+        return self.snapshot_steps and (step % self.snapshot_steps == 0 or self._is_last(step))
+
+    def save_due(self, step):
+        """Whether to save a checkpoint: at intervals, at the end, and before stopping.
+
+        All processes ask once after every step, and stop at the same one.
+        """
+        self.is_stopping = self.stop_signal.requested(step) and not self._is_last(step)
+        every = self.config.checkpointing_steps
+        return self.is_stopping or (every and (step % every == 0 or self._is_last(step)))
+
+    def validation_due(self, step):
+        """Whether to edit the validation images; not before stopping, as time may be short."""
+        every = self.config.validation_steps
+        due = self.validation_images and (step % every == 0 or self._is_last(step))
+        return due and not self.is_stopping
+
+    def save(self, step, state, averages):
+        """Save a checkpoint; files are written in the background.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._untimed():
+            self._fetch(step)
+            if self.is_main:
+                self.checkpoints.wait()  # or the arrays of two checkpoints are held at once
+            release_memory()  # writing takes gigabytes
+            content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
+            axes = shard_axes(
+                checkpoint_shapes(self.shapes, self.tx, len(averages)), jax.device_count()
+            )
+            content = by_name(to_host(content, axes))
+            run = {
+                "identity": self.identity,
+                "losses": self.losses,
+                "num_bad": self._num_bad(),
+                "num_devices": jax.device_count(),
+            }
+            if self.is_main:
+                self.checkpoints.save(step, content, run)
+                if jax.default_backend() == "cpu":  # the next step overwrites the arrays' memory
+                    self.checkpoints.wait()
+                    release_memory()
+
+    def save_snapshots(self, step, averages):
+        """Write the averages in half precision to OUTPUT_DIR/ema_snapshots."""
+        with self._untimed():
+            # --ema_every need not divide the last step.
+            updated = self.plan.last_update_step(step)
+            for sigma_rel, average in zip(SIGMA_RELS, averages):
+                average = to_host(average, self.axes)
+                if self.is_main:
+                    name = f"{updated:08d}-{sigma_rel:.3f}"
+                    half = jax.tree.map(lambda x: x.astype(np.float16), average)
+                    save = partial(self.models.unet.save_pretrained, params=half)
+                    save_whole(self.output_dir / "ema_snapshots" / name, save)
+
+    def validate(self, step, state, averages, p_frozen):
+        """Edit the validation images with the average, or with the parameters if there is none."""
+        with self._untimed():
+            unet = self.p_gather(averages[0] if averages else state.params)
+            params = {"unet": unet, **p_frozen}
+            images, prompts = self.validation_images, self.validation_prompts
+            edits = edit_images(self.pipeline, params, images, prompts, self.config.seed)
+            if self.is_main:
+                path = self.output_dir / "validation" / f"step-{step:06d}.png"
+                save_whole(path, validation_grid(list(zip(images, edits)), prompts).save)
+                self.metrics_log.pictures(
+                    "validation", path, f"before and after, step {step}", step
+                )
+
+    def final_weights(self, state, averages):
+        """The weights that the run ends with, as NumPy arrays: {"unet"} and, if asked for,
+        {"unet_raw"}; empty if the run stops before its last step."""
+        self.batches.close()
+        if self.is_stopping:
+            return {}
+        weights = {"unet": to_host(averages[0] if averages else state.params, self.axes)}
+        if self.config.save_raw_unet:
+            weights["unet_raw"] = to_host(state.params, self.axes)
+        return weights
+
+    def finish(self, weights):
+        """Write the model, its card and what is pending; or say how to resume, and exit.
+
+        Args:
+            weights: of final_weights. Writing takes their size once more: free the devices first.
+
+        Raises:
+            SystemExit: the run was stopped; the code is 128 + the signal's number.
+        """
+        release_memory()
+        if self.is_main:
+            if weights:
+                self._save_model(weights)
+            self.checkpoints.close()
+            self.metrics_log.close()
+            if self.config.push_to_hub and weights:
+                print(f"uploaded {push_to_hub(self.output_dir, self.repo_id)}")
+        wait_for_all("process 0 has saved")
+        if weights:
+            return
+        number, step = self.stop_signal.number, self.progress.n
+        resumes = self.config.resume_from_checkpoint == "latest"
+        print(
+            f"stopped by {signal.Signals(number).name} after step {step} of "
+            f"{self.max_train_steps}, which is saved; to resume, run the same command"
+            + ("" if resumes else " with --resume_from_checkpoint latest")
+        )
+        sys.exit(128 + number)
+
+    def _save_model(self, weights):
+        """Write the pipeline; model_index.json comes last, as it marks a finished run."""
+        config, output_dir, unet = self.config, self.output_dir, self.models.unet
+        if "unet_raw" in weights:
+            unet.save_pretrained(output_dir / "unet_raw", params=weights["unet_raw"])
+        grid = f"validation/step-{self.max_train_steps:06d}.png"
+        write_model_card(
+            output_dir,
+            name=self.repo_id if config.push_to_hub else str(output_dir),
+            base_model=config.pretrained_model_name_or_path,
+            dataset=config.train_data_dir,
+            command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+            config=asdict(config),
+            metrics=self.last_row,
+            picture=grid if self.validation_images else None,
+        )
+        parts = {name: self.frozen[name] for name in ("vae", "text_encoder")}
+        self.pipeline.save_pretrained(output_dir, {"unet": weights["unet"], **parts})
+        print(f"saved {config.output_dir}")
+
+
+class Batches:
+    """Epoch after epoch of batches on the devices, IN_FLIGHT of them ahead of time.
+
+    Args:
+        dataset: ParquetImagePairs.
+        tokenize: prompts -> ids (B, T).
+
+    Attributes:
+        num_bad: undecodable pairs in the batches so far, in this process.
+        seconds_waited: for batches; whoever reads it may reset it.
+    """
+
+    def __init__(self, dataset, tokenize):
+        self.num_bad, self.seconds_waited = 0, 0.0
+        self.stream = self._put(dataset, tokenize)
+        self.ahead = deque(itertools.islice(self.stream, IN_FLIGHT))
+
+    @staticmethod
+    def _put(dataset, tokenize):
+        while True:
+            for batch in dataset:
+                batch = {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
+                yield shard_batch(batch), dataset.num_bad
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        began = time.perf_counter()
+        batch, self.num_bad = self.ahead.popleft()
+        self.ahead.append(next(self.stream))
+        self.seconds_waited += time.perf_counter() - began
+        return batch
+
+    def peek(self):
+        """The next batch, which stays the next one."""
+        return self.ahead[0][0]
+
+    def close(self):
+        """End the dataset's threads and let go of the batches."""
+        self.stream.close()
+        self.ahead.clear()
+
+
+@contextlib.contextmanager
+def lock_output_dir(config: Config):
+    """A context in which no other run uses --output_dir; all processes enter it together.
+
+    Raises:
+        ValueError: another run uses the directory, or has just written a model to it.
+    """
+    output_dir = Path(config.output_dir)
+    model_before = finished_at(output_dir)
+    with contextlib.ExitStack() as held:
+
+        def lock():
+            held.enter_context(lock_folder(output_dir))
+            # --overwrite_output_dir is for models that were there when this run started.
+            if finished_at(output_dir) != model_before:
+                raise ValueError(
+                    f"a run that has just ended has written a model to --output_dir {output_dir}; "
+                    "name another directory, or replace the model with --overwrite_output_dir"
+                )
+
+        on_process_0(lock)
+        yield
+
+
+def finished_at(output_dir):
+    """When the model in a directory was written, in ns; None: there is none."""
+    model = output_dir / "model_index.json"
+    return model.stat().st_mtime_ns if model.exists() else None
+
+
+def load_validation_images(config: Config):
+    """The images to edit while training: PIL, RGB, cropped to squares of the run's resolution."""
+    side = (config.resolution, config.resolution)
+    try:
+        return [
+            ImageOps.fit(load_image(path), side, Image.Resampling.LANCZOS)
+            for path in config.validation_image
+        ]
+    except ValueError as error:
+        raise ValueError(f"--validation_image {error}") from error
+
+
+def start_average(params):
+    """A copy of the sharded parameters: an average starts where they are."""
+    return jax.pmap(ema_start, axis_name="batch")(params)
+
+
+def make_update_average(devices=None):
+    """The pmapped update of a sharded average: (average, params, decay) -> average."""
+    return jax.pmap(in_place(ema_update), axis_name="batch", donate_argnums=0, devices=devices)
+
+
+def edit_images(pipeline, p_params, images, prompts, seed):
+    """Edit images on the devices of this process; all processes make the same call.
+
+    Args:
+        pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
+        p_params: its parameters, on every device; those of the scheduler are not used.
+        images: N PIL images of one size.
+        prompts: N instructions.
+        seed: of the noise.
+
+    Returns:
+        N PIL images.
+    """
+    n = jax.local_device_count()
+    B = -(-len(images) // n)  # per device
+    padding = n * B - len(images)
+    prompt_ids, image = pipeline.prepare_inputs(
+        prompts + prompts[-1:] * padding, images + images[-1:] * padding
+    )
+    p_params = p_params | {"scheduler": replicate(pipeline.scheduler.create_state())}
+    images = pipeline(
+        prompt_ids.reshape(n, B, -1),
+        image.reshape(n, B, *image.shape[1:]),
+        p_params,
+        jax.random.key(seed),
+        num_inference_steps=VALIDATION_INFERENCE_STEPS,
+        jit=True,
+    ).images
+    return pipeline.numpy_to_pil(local_rows(images))[: len(prompts)]
+
+
+def peak_memory():
+    """Most bytes that the first device has held; on a CPU, those of the process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def check_finite(numbers, first_step):
+    """Raise a FloatingPointError that names the first step with a number that is not finite."""
+    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
+    if bad:
+        raise FloatingPointError(
+            f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
+            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start anew with "
+            "a lower --learning_rate, or without --mixed_precision bf16"
+        )
