@@ -50,7 +50,7 @@ from jax.experimental.topologies import get_topology_desc
 import flax_train_instruct_pix2pix as trainer
 from attention_flax import plain_operations
 from command_line import check_writable, run_main, save_whole
-from config_flax import fetch_file, read_json, write_json
+from config_flax import PUBLISHED_CONFIGS, fetch_file, read_json, write_json
 from ema_flax import ema_plan
 from executables import no_compilation_cache
 from hlo_traffic import hbm_bytes, kernel_bytes
@@ -87,54 +87,6 @@ CHIPS = {
 # Slices have three dimensions (v4, v5p) or two.
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-
-# Stable Diffusion 1.5, where it is not what the classes have as defaults.
-SD15 = {
-    "unet": {"cross_attention_dim": 768},
-    "vae": {
-        "block_out_channels": (128, 256, 512, 512),
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "layers_per_block": 2,
-    },
-    "text_encoder": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
-    "scheduler": {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"},
-}
-
-# Stable Diffusion XL base 1.0, likewise.
-SDXL = {
-    "unet": {
-        "sample_size": 128,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "block_out_channels": (320, 640, 1280),
-        "attention_head_dim": (5, 10, 20),
-        "transformer_layers_per_block": (1, 2, 10),
-        "cross_attention_dim": 2048,
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-    },
-    "vae": {**SD15["vae"], "sample_size": 1024, "scaling_factor": 0.13025, "force_upcast": True},
-    "text_encoder": SD15["text_encoder"],
-    "text_encoder_2": {
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "num_attention_heads": 20,
-        "num_hidden_layers": 32,
-        "projection_dim": 1280,
-        "hidden_act": "gelu",
-    },
-    "scheduler": {
-        "_class_name": "EulerDiscreteScheduler",
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "timestep_spacing": "leading",
-        "steps_offset": 1,
-    },
-}
 
 # Without it the compiler asks the network which TPU it is on, complains, leaves logs in /tmp, and
 # runs in one process at a time only, or in none beside a training run.
@@ -266,7 +218,7 @@ def model_shapes(config):
     Raises:
         ValueError: a config file is missing, or is not of such a model.
     """
-    configs = SD15
+    configs = PUBLISHED_CONFIGS["stable-diffusion-v1-5"]
     if source := config.pretrained_model_name_or_path:
         read = partial(read_config, source, revision=config.revision)
         configs = {name: read(name) for name in ("vae", "text_encoder")}
@@ -404,7 +356,7 @@ def sdxl_job(config, devices):
         Job.
     """
     n, B, dtype = len(devices), config.num_images, jnp.bfloat16
-    configs, settings = SDXL, {}
+    configs, settings = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"], {}
     if source := config.pretrained_model_name_or_path:
         index, configs = FlaxStableDiffusionXLPipeline.check(source, config.revision)
         settings = FlaxStableDiffusionXLPipeline._settings(index)

@@ -51,10 +51,10 @@ from benchmarks.side_by_side import (  # noqa: E402
     time_in_turn,
     torch_pipeline,
 )
+from config_flax import PUBLISHED_CONFIGS  # noqa: E402
 from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline  # noqa: E402
-from tpu_compile import SDXL  # noqa: E402
 
 PROMPT = "invert the colors"
 GUIDANCE_SCALE = 5.0
@@ -77,7 +77,10 @@ def make_model(folder, size):
     jax.config.update("jax_platforms", "cpu")
     ids = {"bos_token_id": END_OF_TEXT - 1, "eos_token_id": END_OF_TEXT}
     ids |= {"pad_token_id": END_OF_TEXT}
-    configs = {name: dict(SDXL[name]) for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
+    configs = {
+        name: dict(PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"][name])
+        for name in ("unet", "vae", "text_encoder", "text_encoder_2")
+    }
     if size == "tiny":
         configs["unet"] |= TINY
         configs["vae"] |= {"block_out_channels": (32,) * 4, "layers_per_block": 1}

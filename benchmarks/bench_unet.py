@@ -48,8 +48,8 @@ from benchmarks.side_by_side import (  # noqa: E402
     synchronize,
     time_in_this_process,
 )
+from config_flax import PUBLISHED_CONFIGS  # noqa: E402
 from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
-from tpu_compile import SDXL  # noqa: E402
 
 SD15 = {"in_channels": 8, "cross_attention_dim": 768, "sample_size": 64}
 TEXT_LENGTH = 77
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 CASES = {
     "sd15_256": Case(SD15, 32),
     "sd15_512": Case(SD15, 64),
-    "sdxl_1024": Case(SDXL["unet"], 128),
+    "sdxl_1024": Case(PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"], 128),
     "tiny": Case(SD15 | TINY_UNET, 16),
 }
 

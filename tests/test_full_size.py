@@ -23,8 +23,8 @@ from flax.traverse_util import flatten_dict
 
 from benchmarks import full_size
 from benchmarks.full_size import TEXT_ENCODER, UNET, VAE, run_command
+from config_flax import PUBLISHED_CONFIGS
 from modeling_flax_unet import FlaxUNet2DConditionModel
-from tpu_compile import SDXL
 
 
 def test_shapes_are_stable_diffusions():
@@ -138,7 +138,7 @@ def sdxl_inputs():
 
 def sdxl_of_pytorch(folder):
     torch.manual_seed(0)
-    unet = UNet2DConditionModel(**SDXL["unet"]).eval()
+    unet = UNet2DConditionModel(**PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"]).eval()
     unet.save_pretrained(folder)
     latents, t, text, added = jax.tree.map(torch.from_numpy, sdxl_inputs())
     with torch.inference_mode():
