@@ -24,15 +24,11 @@ Needs what the VAE needs: a GPU, a TPU, or a CPU with patience (5 s a pair on tw
 shards of their own have a folder of their own each; hosts that share both share the work.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-import tyro
-
 from command_line import run_main
-from training_latents import write_latents
+from training_models import write_latents
 
 
 @dataclass(frozen=True)
@@ -55,24 +51,23 @@ class Config:
     dataloader_num_workers: int = 0  # decoding threads; 0 takes one per core
 
 
-def main(args=None):
-    """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    try:
-        write_latents(config, config.output_dir, config.batch_size)
-    except KeyboardInterrupt:
-        print("interrupted; the shards finished so far are kept", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        message = " ".join(str(error).split())
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            if "RESOURCE_EXHAUSTED" not in message:
-                raise
-            message = "out of device memory; lower --batch_size, or use --mixed_precision bf16"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+def run(config):
+    """Write the latents of all pairs."""
+    write_latents(config, config.output_dir, config.batch_size)
     print(f"latents of {config.train_data_dir} are in {config.output_dir}")
 
 
+def main(args=None):
+    """Command line."""
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="the shards finished so far are kept",
+        out_of_memory="lower --batch_size, or use --mixed_precision bf16",
+    )
+
+
 if __name__ == "__main__":
-    run_main(main)
+    main()

@@ -1,26 +1,80 @@
-"""What the scripts share of a command line: how they end, and the files they write."""
+"""What the scripts share: how they run and end, and how they write files."""
 
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import tyro
 
 
-def run_main(main: Callable[[], None]) -> None:
-    """Call a script's main; exit code 130 (Ctrl-C) ends the process at once.
+def run_main(
+    config_class: Any,
+    description: str,
+    work: Callable[[Any], None],
+    args: list[str] | None = None,
+    *,
+    interrupted: str = "nothing was written",
+    out_of_memory: str | None = None,
+    explain: Callable[[Exception], str | None] = lambda error: None,
+) -> None:
+    """Parse a script's flags and call its work; errors end in one line on stderr.
 
-    XLA's compiler threads outlive the Python interpreter, so that an orderly exit in the middle of
-    a compilation ends in a segmentation fault.
+    Exit codes: 0; 2 for a user's mistake (ValueError, OSError, too little device memory); 130 for
+    Ctrl-C; 1 for failed arithmetic and for what `explain` explains. Other exceptions are raised.
+
+    Args:
+        config_class: dataclass of the flags, or a union of dataclasses, one per subcommand.
+        description: for --help.
+        work: takes the config.
+        args: the flags; None takes those of this process.
+        interrupted: what Ctrl-C leaves, unless the KeyboardInterrupt says it.
+        out_of_memory: what helps against too little device memory; None raises the error.
+        explain: the message for an exception, or None.
     """
+    config = tyro.cli(config_class, description=description, args=args, use_underscores=True)
     try:
-        main()
-    except SystemExit as stop:
-        if stop.code == 130:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(130)
-        raise
+        work(config)
+        return
+    except KeyboardInterrupt as stop:
+        code, message = 130, f"interrupted; {one_line(stop) if stop.args else interrupted}"
+    except (ValueError, OSError) as error:
+        code, message = 2, f"error: {one_line(error)}"
+    except Exception as error:
+        # jaxlib's class is known by name, as scripts without jax do not import it.
+        ran_out = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+        if ran_out and out_of_memory:
+            code, message = 2, f"error: out of device memory; {out_of_memory}"
+        elif reason := explain(error):
+            code, message = 1, f"error: {reason}"
+        elif isinstance(error, ArithmeticError):
+            code, message = 1, f"error: {one_line(error)}"
+        elif is_distributed():
+            code, message = 1, traceback.format_exc()
+        else:
+            raise
+    print(message, file=sys.stderr)
+    # XLA's compiler threads outlive the interpreter and die of a segmentation fault after Ctrl-C;
+    # a process of several would wait for the others at an orderly exit.
+    if args is None and (code == 130 or is_distributed()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def is_distributed() -> bool:
+    """Whether this process has joined others through jax.distributed."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """What an exception says, on one line of at most `limit` characters; its type if nothing."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def check_writable(given: str, directory: Path) -> None:
@@ -28,7 +82,7 @@ def check_writable(given: str, directory: Path) -> None:
     parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise ValueError(
-            f"{given} cannot be written: {parent} is no directory or not yours to write to; name "
+            f"{given} cannot be written: {parent} is not a directory that you can write to; name "
             "another"
         )
 

@@ -11,14 +11,24 @@ output.sample, output["sample"], output[0], output.to_tuple()[0]  # the same arr
 import functools
 import json
 import logging
+import math
 import os
+import re
+import shutil
+import tempfile
+import typing
 from collections import OrderedDict
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+from command_line import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +235,7 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
             f"{source} is no folder here and cannot be a Hub id (owner/name); check the path"
         ) from None
     except HfHubHTTPError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"{source} is no folder here, and the Hub refuses it: {reason}") from error
 
 
@@ -290,3 +300,243 @@ class ModelOutput(OrderedDict):
         raise TypeError(f"{type(self).__name__} has fixed fields; use replace(name=value)")
 
     __delitem__ = pop = popitem = setdefault = update = clear = _refuse
+
+
+# Types of entries
+
+
+def lists_to_tuples(value):
+    """Linen modules must be hashable, so their fields hold tuples."""
+    return tuple(map(lists_to_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def types_of(annotation):
+    """The types in an annotation such as int | tuple | None."""
+    return typing.get_args(annotation) or (annotation,)
+
+
+def has_type(value, annotation):
+    """Whether a value of JSON is of a field's type; 1 is a float as well, true is no int."""
+    kinds = types_of(annotation)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+# A shard lies beside its index: letters, digits and a few signs, no path.
+SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
+
+
+def shard_names(index):
+    """The names of the files that an index of a sharded checkpoint lists, sorted.
+
+    Args:
+        index: Path of a *.index.json.
+
+    Raises:
+        ValueError: it lists none, or one that is not in its own folder.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
+            raise ValueError(
+                f"{index} lists the shard {name!r}, which is no file name in its own folder; "
+                "fetch it again, from a source that you trust"
+            )
+    return sorted(set(weight_map.values()))
+
+
+# Options of the schedulers
+
+# Options every scheduler has, and the values that some of them may take.
+DEFAULTS = {
+    "num_train_timesteps": 1000,
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "trained_betas": None,
+    "prediction_type": "epsilon",
+    "timestep_spacing": "leading",
+    "steps_offset": 0,
+}
+CHOICES = {
+    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "prediction_type": ("epsilon", "v_prediction", "sample"),
+    "timestep_spacing": ("leading", "linspace", "trailing"),
+}
+# The constructor's first arguments; each class has its own after them.
+FIRST_ARGUMENTS = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+)
+# Options are of their default's type; those without a default are numbers.
+TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+SMALLEST_SIGMA = 1e-6
+RANGES = {
+    "num_train_timesteps": (1, math.inf),
+    "beta_start": (0, 1),
+    "beta_end": (0, 2),  # above 1 only the timesteps before beta reaches 1 are usable
+    "sigma_min": (SMALLEST_SIGMA, math.inf),
+    "sigma_max": (SMALLEST_SIGMA, math.inf),
+}
+
+
+def checked_option(name, value, default):
+    """The value as its default's type; a ValueError if it is not of that type or out of range.
+
+    An integer may be written as 1.0, and true or false as 1 or 0.
+    """
+    if name == "trained_betas":
+        is_array = isinstance(value, list | tuple) or np.ndim(value) > 0
+        if not is_array or not all(isinstance(beta, Real) for beta in np.asarray(value).tolist()):
+            raise ValueError("trained_betas must be a list of numbers, one per training timestep")
+        betas = np.asarray(value)
+        if not ((betas >= 0) & (betas <= 1)).all():
+            raise ValueError("trained_betas has values outside 0 to 1; give variances")
+        return tuple(map(float, betas))
+    kind = float if default is None else type(default)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if kind is bool and is_number and value in (0, 1):
+        return bool(value)
+    if kind is int and is_number and math.isfinite(value) and value == int(value):
+        value = int(value)
+    elif kind is int or not (is_number if kind is float else isinstance(value, kind)):
+        raise ValueError(f"{name}={value!r} has the wrong type, it must be {TYPES[kind]}")
+    lowest, highest = RANGES.get(name, (-math.inf, math.inf))
+    if kind in (int, float) and not lowest <= value <= highest:
+        limits = f"at least {lowest}" if highest == math.inf else f"from {lowest} to {highest}"
+        raise ValueError(f"{name}={value!r} must be {limits}")
+    return value
+
+
+# Pipeline directories
+
+INDEX_NAME = "model_index.json"
+# Which file shows that a part of a pipeline folder is there.
+PART_FILES = {
+    **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2"), "config.json"),
+    **dict.fromkeys(("tokenizer", "tokenizer_2"), "tokenizer_config.json"),
+    "scheduler": "scheduler_config.json",
+}
+PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
+
+
+def weights_pattern(names, dot_variant=""):
+    """Pattern of the safetensors files of a model: single, sharded, index.
+
+    Args:
+        names: weights_name, or several as alternatives of a pattern.
+        dot_variant: "" or the variant with its dot, ".fp16".
+    """
+    variant = re.escape(dot_variant)
+    return re.compile(
+        rf"({names})({variant}(-\d{{5}}-of-\d{{5}})?\.safetensors|\.safetensors\.index{variant}\.json)"
+    )
+
+
+def read_index(path, revision=None, **hub_options):
+    """The content of model_index.json; arguments and errors as of read_parts."""
+    index = fetch_file(path, INDEX_NAME, None, revision, **hub_options)
+    if index is None:
+        found = (
+            ""
+            if os.path.isdir(path)
+            else " (no such folder here, nor on the Hub as far as it can be reached)"
+        )
+        raise ValueError(
+            f"{path} has no model_index.json{found}; give the folder or Hub id of a whole pipeline"
+        )
+    return read_json(index)
+
+
+def has(index, part):
+    """Whether a model_index.json lists a part."""
+    return (index.get(part) or [None])[0] is not None
+
+
+def read_parts(path, parts, revision=None, **hub_options):
+    """Read the settings of a pipeline folder, no weights.
+
+    Args:
+        path: folder or Hub id.
+        parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
+        revision: branch, tag or commit on the Hub.
+        hub_options: see fetch_file.
+
+    Returns:
+        (model_index.json's content; {part: the content of its PART_FILES}).
+
+    Raises:
+        ValueError: nothing there, or parts are missing.
+    """
+    index = read_index(path, revision, **hub_options)
+    parts = parts(index) if callable(parts) else parts
+    files = {
+        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options) for part in parts
+    }
+    if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
+    configs = {part: read_json(file) for part, file in files.items()}
+    if not isinstance(configs["vae"].get("block_out_channels"), list):
+        raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
+    return index, configs
+
+
+@contextmanager
+def writing_pipeline(save_directory):
+    """Write a pipeline folder: give an empty one, then move its files into save_directory.
+
+    Only files are moved, so save_directory may be a mount point or a link to a folder. An old
+    model_index.json is removed first and the new one is moved last: a folder that has one is
+    complete. Files that are not of the model stay.
+
+    If the caller fails, save_directory is left as it was. If a file cannot be moved, it stays in
+    save_directory/.saving-*.
+
+    Args:
+        save_directory: folder, made if absent.
+
+    Yields:
+        Path of an empty folder.
+
+    Raises:
+        ValueError: save_directory has a file where the model has a folder, or the reverse. The old
+            model is untouched then, and the message says where the new one is.
+    """
+    folder = Path(save_directory).resolve()
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    written = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
+    try:
+        yield written
+    except BaseException:
+        shutil.rmtree(written)
+        if is_new:
+            with suppress(OSError):  # another process has put a file there
+                folder.rmdir()
+        raise
+    for new in sorted(written.rglob("*")):
+        path = new.relative_to(written)
+        old = folder / path
+        if old.exists() and old.is_dir() != new.is_dir():
+            raise ValueError(
+                f"{old} is in the way of the model's {path}; remove it and save again, or take the "
+                f"complete model from {written}"
+            )
+    files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    # PyTorch prefers the index of an earlier save to a single file.
+    old_weights = weights_pattern("diffusion_pytorch_model|model")
+    for part in {file.parts[0] for file in files if len(file.parts) > 1}:
+        for old in (folder / part).glob("*"):
+            if old_weights.fullmatch(old.name):
+                old.unlink()
+    for file in sorted(files, key=lambda file: (file.name == INDEX_NAME, file)):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(written / file, folder / file)  # copies if a part is on another disk
+    shutil.rmtree(written)

@@ -15,14 +15,12 @@ about 8 GB of memory for Stable Diffusion 1.5, and no accelerator.
 Paper: InstructPix2Pix (arXiv 2211.09800), section 3.2.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from command_line import run_main
 from modeling_flax_unet import FlaxUNet2DConditionModel
@@ -95,6 +93,7 @@ def largest_difference(narrow, narrow_params, wide, wide_params, key):
 
 def create_modified_unet(config: Config):
     """Load, widen, check, save."""
+    jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     if not config.output_dir:
         raise ValueError("output_dir is empty; name a folder")
     if Path(config.output_dir).is_file():
@@ -147,19 +146,16 @@ def create_modified_unet(config: Config):
     print(f"saved {config.output_dir}: {in_channels} input channels, the rest as it was")
 
 
-def main():
-    """Read the flags, widen; the user's mistakes end in one line and exit code 2."""
-    config = tyro.cli(Config, description=__doc__, use_underscores=True)
-    jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
-    try:
-        create_modified_unet(config)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was saved", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, ArithmeticError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, ArithmeticError) else 2)
+def main(args=None):
+    """Command line."""
+    run_main(
+        Config,
+        __doc__,
+        create_modified_unet,
+        args,
+        interrupted="nothing was saved",
+    )
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

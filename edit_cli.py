@@ -27,7 +27,6 @@ Source: InstructPix2Pix (arXiv 2211.09800).
 
 import json
 import math
-import sys
 import textwrap
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import jax_utils
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
@@ -341,21 +339,15 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; the pictures finished so far are in place", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        message = " ".join(str(error).split())
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            if "RESOURCE_EXHAUSTED" not in message:
-                raise
-            message = "out of device memory; lower --batch_size or --resolution, or use bfloat16"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="the images finished so far are in place",
+        out_of_memory="lower --batch_size or --resolution, or use --dtype bfloat16",
+    )
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

@@ -27,7 +27,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
@@ -246,6 +245,7 @@ def output_folders(config):
 
 def run(config):
     """Check everything that can be checked, then rebuild one average after the other."""
+    jax.config.update("jax_platforms", "cpu")  # for shapes alone
     source = Path(config.train_output_dir)
     if not source.is_dir():
         raise ValueError(f"train_output_dir={source} is no folder; name one that was trained into")
@@ -277,19 +277,16 @@ def run(config):
         print(f"saved {folder}")
 
 
-def main():
-    """Read the flags, rebuild; the user's mistakes end in one line and exit code 2."""
-    config = tyro.cli(Config, description=__doc__, use_underscores=True)
-    jax.config.update("jax_platforms", "cpu")  # only shapes are asked of it: leave accelerators be
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; the models named as saved are complete", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+def main(args=None):
+    """Command line."""
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="the models named as saved are complete",
+    )
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

@@ -26,20 +26,16 @@ MosaicML's Stable Diffusion 2 for the late EMA.
 """
 
 import logging
-import os
 import re
-import sys
-import traceback
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.experimental.multihost_utils import process_allgather
 
-from command_line import run_main
+from command_line import one_line, run_main
 from ema_flax import ema_plan
 from executables import use_compilation_cache
 from parquet_dataset import ParquetImagePairs
@@ -53,11 +49,15 @@ from sharding_flax import (
     state_shapes,
 )
 from training_flags import Config, check_config, check_schedules, ema_flags
-from training_latents import check_vae, write_latents
-from training_models import encode_batch, load_models
+from training_models import (
+    check_vae,
+    encode_batch,
+    load_models,
+    load_validation_images,
+    write_latents,
+)
 from training_run import (
     TrainRun,
-    load_validation_images,
     lock_output_dir,
     make_update_average,
     start_average,
@@ -406,47 +406,37 @@ def run_training(config: Config, validation_images):
     run.finish(weights)
 
 
-def main():
-    """Read the flags, train; the user's mistakes end in one line and exit code 2."""
+def explain_error(error):
+    """What an error of another process looks like here; None for other errors."""
+    reason = one_line(error, 200)
+    if (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        and jax.process_count() > 1
+        and re.search(LOST, reason)
+    ):
+        return (
+            f"process {jax.process_index()} has lost another process ({reason}); start all with "
+            "the same command to resume from the last checkpoint"
+        )
+    return None
+
+
+def main(args=None):
+    """Command line."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     for name in ("absl", "asyncio"):  # orbax logs every action, twice
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = tyro.cli(Config, description=__doc__, use_underscores=True)
-    try:
-        train(config)
-        return
-    except KeyboardInterrupt:
-        code = 130
-        message = "interrupted; the same command resumes from the last checkpoint, if there is one"
-    except FloatingPointError as error:
-        code, message = 1, f"error: {error}"
-    except (ValueError, OSError) as error:
-        code, message = 2, f"error: {' '.join(str(error).split())}"
-    except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        if "RESOURCE_EXHAUSTED" in reason:
-            code = 2
-            message = (
-                "error: out of device memory; raise --gradient_accumulation_steps, lower "
-                "--train_batch_size, or use --mixed_precision bf16 and --gradient_checkpointing"
-            )
-        elif jax.process_count() > 1 and re.search(LOST, reason):
-            code = 1
-            message = (
-                f"error: process {jax.process_index()} has lost another one ({reason}); start all "
-                "with the same command to resume from the last checkpoint"
-            )
-        else:
-            code, message = 1, traceback.format_exc()
-    except Exception:
-        code, message = 1, traceback.format_exc()
-    print(message, file=sys.stderr)
-    if jax.distributed.is_initialized():  # an orderly exit would wait for the other processes
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    run_main(
+        Config,
+        __doc__,
+        train,
+        args,
+        interrupted="the same command resumes from the last checkpoint, if there is one",
+        out_of_memory="raise --gradient_accumulation_steps, lower --train_batch_size, or use "
+        "--mixed_precision bf16 and --gradient_checkpointing",
+        explain=explain_error,
+    )
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

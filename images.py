@@ -13,7 +13,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from command_line import check_writable
+from command_line import check_writable, one_line
 
 RESAMPLING = {
     "dct": Image.Resampling.LANCZOS,  # for what decoding at a reduced scale has left to do
@@ -155,7 +155,7 @@ def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) 
     except MemoryError:  # says nothing about the image
         raise
     except Exception as error:  # damaged data make decoders raise anything
-        raise ValueError(one_line(error)) from error
+        raise ValueError(one_line(error, 200)) from error
 
 
 def exif_orientation(data: bytes) -> int:
@@ -338,8 +338,3 @@ def to_batches(arrays, num_devices, batch_size):
 def num_usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def one_line(error: Exception) -> str:
-    """What an exception says, on one short line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__

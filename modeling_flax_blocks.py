@@ -12,10 +12,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.typing import DTypeLike
 
-from attention_flax import attention
-from convolution_flax import convolve
+from config_flax import ModelOutput
+from kernels_flax import attention, convolve
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -402,3 +403,157 @@ class TimestepEmbedding(nn.Module):
     def __call__(self, x):
         x = nn.silu(nn.Dense(self.dim, dtype=self.dtype, name="linear_1")(x))
         return nn.Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
+
+
+# CLIP
+
+ACTIVATIONS = {
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
+    "gelu": partial(nn.gelu, approximate=False),
+}
+
+
+@struct.dataclass
+class FlaxBaseModelOutput(ModelOutput):
+    """last_hidden_state (B, T, D) before any final norm, hidden_states and attentions as below."""
+
+    last_hidden_state: jax.Array | None = None
+    hidden_states: tuple | None = None
+    attentions: tuple | None = None
+
+
+class CLIPEmbeddings(nn.Module):
+    """Token plus position embeddings."""
+
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, input_ids, position_ids):
+        embed = partial(
+            nn.Embed,
+            features=self.hidden_size,
+            dtype=self.dtype,
+            embedding_init=nn.initializers.normal(0.02),
+        )
+        tokens = embed(self.vocab_size, name="token_embedding")(input_ids)
+        positions = embed(self.max_position_embeddings, name="position_embedding")(position_ids)
+        return tokens + positions
+
+
+class CLIPAttention(nn.Module):
+    """Self-attention; projections with bias."""
+
+    num_heads: int
+    dtype: DTypeLike
+    is_causal: bool
+    dropout: float
+
+    @nn.compact
+    def __call__(self, x, mask, deterministic, output_attentions):
+        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
+        dense = partial(nn.Dense, x.shape[-1], dtype=self.dtype)
+        query, key, value = (dense(name=f"{name}_proj")(x) for name in "qkv")
+        weights = None
+        if output_attentions or (self.dropout and not deterministic):
+            weights = attention_weights(query, key, self.num_heads, mask, self.is_causal)
+            weights = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
+            value = value.reshape(*value.shape[:2], self.num_heads, -1)
+            out = jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape)
+        else:
+            out = attention(query, key, value, self.num_heads, mask, self.is_causal)
+        return dense(name="out_proj")(out), weights if output_attentions else None
+
+
+def attention_weights(query, key, num_heads, mask, is_causal):
+    """The softmax weights of attention, which its kernels do not return.
+
+    Args:
+        query, key, num_heads, mask, is_causal: as for attention.
+
+    Returns:
+        (B, num_heads, T, S) in query's dtype; the softmax is float32.
+    """
+    query, key = (x.reshape(*x.shape[:2], num_heads, -1) for x in (query, key))
+    logits = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
+    seen = jnp.ones(logits.shape[-2:], bool) if mask is None else mask
+    seen = seen & jnp.tri(*logits.shape[-2:], dtype=bool) if is_causal else seen
+    logits = jnp.where(seen, logits / query.shape[-1] ** 0.5, jnp.finfo(jnp.float32).min)
+    return nn.softmax(logits).astype(query.dtype)
+
+
+class CLIPMLP(nn.Module):
+    """Two dense layers with the configured activation between."""
+
+    intermediate_size: int
+    hidden_act: str
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act={self.hidden_act} is not supported; {' and '.join(ACTIVATIONS)} are"
+            )
+        h = nn.Dense(self.intermediate_size, dtype=self.dtype, name="fc1")(x)
+        h = ACTIVATIONS[self.hidden_act](h)
+        return nn.Dense(x.shape[-1], dtype=self.dtype, name="fc2")(h)
+
+
+class CLIPEncoderLayer(nn.Module):
+    """Attention and MLP, each on a normed copy and added back."""
+
+    num_heads: int
+    intermediate_size: int
+    hidden_act: str
+    epsilon: float
+    dtype: DTypeLike
+    is_causal: bool
+    attention_dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, mask, deterministic, output_attentions):
+        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
+        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm1")(x)
+        attend = CLIPAttention(
+            self.num_heads, self.dtype, self.is_causal, self.attention_dropout, name="self_attn"
+        )
+        attended, weights = attend(normed, mask, deterministic, output_attentions)
+        x = x + attended
+        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm2")(x)
+        mlp = CLIPMLP(self.intermediate_size, self.hidden_act, self.dtype, name="mlp")
+        return x + mlp(normed), weights
+
+
+class CLIPLayers(nn.Module):
+    """The stack, named "0", "1", ... as published."""
+
+    num_layers: int
+    layer: partial
+
+    @nn.compact
+    def __call__(self, x, mask, deterministic, output_attentions):
+        """(B, T, D) -> FlaxBaseModelOutput with hidden_states of num_layers + 1 entries."""
+        states, attentions = [x], []
+        for i in range(self.num_layers):
+            layer = self.layer(name=str(i))
+            x, weights = layer(x, mask, deterministic, output_attentions)
+            states.append(x)
+            attentions.append(weights)
+        return FlaxBaseModelOutput(
+            x, tuple(states), tuple(attentions) if output_attentions else None
+        )
+
+
+class CLIPEncoder(nn.Module):
+    """Only the level "encoder" of the published tree."""
+
+    num_layers: int
+    layer: partial
+
+    @nn.compact
+    def __call__(self, x, mask=None, deterministic=True, output_attentions=False):
+        layers = CLIPLayers(self.num_layers, self.layer, name="layers")
+        return layers(x, mask, deterministic, output_attentions)

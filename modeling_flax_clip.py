@@ -1,8 +1,8 @@
 """FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection: prompts to text states.
 
 The published class names and parameter trees; CLIP-L (quick-GELU) of SD 1.x, OpenCLIP-H (GELU) of
-SD 2.x, OpenCLIP-bigG of SDXL, from their transformers `config.json`. FlaxCLIPVisionModule is the
-image encoder of the safety checker.
+SD 2.x, OpenCLIP-bigG of SDXL, from their transformers `config.json`; and the safety
+checker with its image encoder.
 
     text_encoder, params = FlaxCLIPTextModel.from_pretrained(
         "MODEL", subfolder="text_encoder", _do_init=False
@@ -12,33 +12,29 @@ image encoder of the safety checker.
 Source: CLIP (arXiv 2103.00020), section 2.4; the numerics are those of PyTorch transformers.
 """
 
+import logging
 from functools import partial
 
 import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.core import FrozenDict
 from jax.typing import DTypeLike
+from PIL import Image
 
-from attention_flax import attention
 from config_flax import ModelOutput
-from modeling_flax_blocks import LayerNorm
+from modeling_flax_blocks import (
+    CLIPEmbeddings,
+    CLIPEncoder,
+    CLIPEncoderLayer,
+    LayerNorm,
+)
 from modeling_flax_pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
-from modeling_flax_utils import FlaxModelMixin
+from modeling_flax_utils import RUNTIME_FIELDS, FlaxModelMixin
 
-ACTIVATIONS = {
-    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
-    "gelu": partial(nn.gelu, approximate=False),
-}
-
-
-@flax.struct.dataclass
-class FlaxBaseModelOutput(ModelOutput):
-    """last_hidden_state (B, T, D) before any final norm, hidden_states and attentions as below."""
-
-    last_hidden_state: jax.Array | None = None
-    hidden_states: tuple | None = None
-    attentions: tuple | None = None
+logger = logging.getLogger(__name__)
 
 
 @flax.struct.dataclass
@@ -69,141 +65,18 @@ class FlaxCLIPTextModelOutput(ModelOutput):
     attentions: tuple | None = None
 
 
-class CLIPEmbeddings(nn.Module):
-    """Token plus position embeddings."""
-
-    vocab_size: int
-    hidden_size: int
-    max_position_embeddings: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, input_ids, position_ids):
-        embed = partial(
-            nn.Embed,
-            features=self.hidden_size,
-            dtype=self.dtype,
-            embedding_init=nn.initializers.normal(0.02),
-        )
-        tokens = embed(self.vocab_size, name="token_embedding")(input_ids)
-        positions = embed(self.max_position_embeddings, name="position_embedding")(position_ids)
-        return tokens + positions
-
-
-class CLIPAttention(nn.Module):
-    """Self-attention; projections with bias."""
-
-    num_heads: int
-    dtype: DTypeLike
-    is_causal: bool
-    dropout: float
-
-    @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
-        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
-        dense = partial(nn.Dense, x.shape[-1], dtype=self.dtype)
-        query, key, value = (dense(name=f"{name}_proj")(x) for name in "qkv")
-        weights = None
-        if output_attentions or (self.dropout and not deterministic):
-            weights = attention_weights(query, key, self.num_heads, mask, self.is_causal)
-            weights = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
-            value = value.reshape(*value.shape[:2], self.num_heads, -1)
-            out = jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape)
-        else:
-            out = attention(query, key, value, self.num_heads, mask, self.is_causal)
-        return dense(name="out_proj")(out), weights if output_attentions else None
-
-
-def attention_weights(query, key, num_heads, mask, is_causal):
-    """The softmax weights of attention, which its kernels do not return.
-
-    Args:
-        query, key, num_heads, mask, is_causal: as for attention.
-
-    Returns:
-        (B, num_heads, T, S) in query's dtype; the softmax is float32.
-    """
-    query, key = (x.reshape(*x.shape[:2], num_heads, -1) for x in (query, key))
-    logits = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
-    seen = jnp.ones(logits.shape[-2:], bool) if mask is None else mask
-    seen = seen & jnp.tri(*logits.shape[-2:], dtype=bool) if is_causal else seen
-    logits = jnp.where(seen, logits / query.shape[-1] ** 0.5, jnp.finfo(jnp.float32).min)
-    return nn.softmax(logits).astype(query.dtype)
-
-
-class CLIPMLP(nn.Module):
-    """Two dense layers with the configured activation between."""
-
-    intermediate_size: int
-    hidden_act: str
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x):
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(
-                f"hidden_act={self.hidden_act} is not supported; {' and '.join(ACTIVATIONS)} are"
-            )
-        h = nn.Dense(self.intermediate_size, dtype=self.dtype, name="fc1")(x)
-        h = ACTIVATIONS[self.hidden_act](h)
-        return nn.Dense(x.shape[-1], dtype=self.dtype, name="fc2")(h)
-
-
-class CLIPEncoderLayer(nn.Module):
-    """Attention and MLP, each on a normed copy and added back."""
-
-    num_heads: int
-    intermediate_size: int
-    hidden_act: str
-    epsilon: float
-    dtype: DTypeLike
-    is_causal: bool
-    attention_dropout: float = 0.0
-
-    @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
-        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
-        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm1")(x)
-        attend = CLIPAttention(
-            self.num_heads, self.dtype, self.is_causal, self.attention_dropout, name="self_attn"
-        )
-        attended, weights = attend(normed, mask, deterministic, output_attentions)
-        x = x + attended
-        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm2")(x)
-        mlp = CLIPMLP(self.intermediate_size, self.hidden_act, self.dtype, name="mlp")
-        return x + mlp(normed), weights
-
-
-class CLIPLayers(nn.Module):
-    """The stack, named "0", "1", ... as published."""
-
-    num_layers: int
-    layer: partial
-
-    @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
-        """(B, T, D) -> FlaxBaseModelOutput with hidden_states of num_layers + 1 entries."""
-        states, attentions = [x], []
-        for i in range(self.num_layers):
-            layer = self.layer(name=str(i))
-            x, weights = layer(x, mask, deterministic, output_attentions)
-            states.append(x)
-            attentions.append(weights)
-        return FlaxBaseModelOutput(
-            x, tuple(states), tuple(attentions) if output_attentions else None
-        )
-
-
-class CLIPEncoder(nn.Module):
-    """Only the level "encoder" of the published tree."""
-
-    num_layers: int
-    layer: partial
-
-    @nn.compact
-    def __call__(self, x, mask=None, deterministic=True, output_attentions=False):
-        layers = CLIPLayers(self.num_layers, self.layer, name="layers")
-        return layers(x, mask, deterministic, output_attentions)
+def encoder_layer(module, is_causal, dropout=0.0):
+    """CLIPEncoderLayer with the settings of a text or vision module."""
+    return partial(
+        CLIPEncoderLayer,
+        module.num_attention_heads,
+        module.intermediate_size,
+        module.hidden_act,
+        module.layer_norm_eps,
+        module.dtype,
+        is_causal,
+        dropout,
+    )
 
 
 class CLIPTextTransformer(nn.Module):
@@ -269,16 +142,7 @@ class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
                 f"{self.max_position_embeddings}; truncate the prompt"
             )
         mask = None if attention_mask is None else attention_mask.astype(bool)[:, None, None, :]
-        layer = partial(
-            CLIPEncoderLayer,
-            self.num_attention_heads,
-            self.intermediate_size,
-            self.hidden_act,
-            self.layer_norm_eps,
-            self.dtype,
-            is_causal=True,
-            attention_dropout=self.attention_dropout or 0.0,
-        )
+        layer = encoder_layer(self, is_causal=True, dropout=self.attention_dropout or 0.0)
         embeddings_args = (self.vocab_size, self.hidden_size, self.max_position_embeddings)
         transformer = CLIPTextTransformer(
             embeddings_args,
@@ -524,15 +388,7 @@ class FlaxCLIPVisionModule(nn.Module, FlaxModelMixin):
                 f"images have the shape {pixel_values.shape[1:]} (height, width, channels), this "
                 f"image encoder takes {expected}; resize them with its CLIPImageProcessor"
             )
-        layer = partial(
-            CLIPEncoderLayer,
-            self.num_attention_heads,
-            self.intermediate_size,
-            self.hidden_act,
-            self.layer_norm_eps,
-            self.dtype,
-            is_causal=False,
-        )
+        layer = encoder_layer(self, is_causal=False)
         transformer = CLIPVisionTransformer(
             (self.hidden_size, self.image_size, self.patch_size),
             self.num_hidden_layers,
@@ -542,3 +398,175 @@ class FlaxCLIPVisionModule(nn.Module, FlaxModelMixin):
             name="vision_model",
         )
         return transformer(pixel_values)
+
+
+# Safety checker
+
+NUM_CONCEPTS, NUM_SPECIAL_CARE = 17, 3
+# How much closer all concepts count for an image that calls for special care.
+ADJUSTMENT = 0.01
+VISION_ENTRIES = FlaxCLIPVisionModule.__dataclass_fields__.keys() - RUNTIME_FIELDS
+
+
+class FlaxStableDiffusionSafetyCheckerModule(nn.Module, FlaxModelMixin):
+    """The Linen module of FlaxStableDiffusionSafetyChecker.
+
+    Args:
+        vision_config: fields of FlaxCLIPVisionModule.
+        projection_dim: size of the concepts' embeddings.
+        dtype: what the image encoder computes in; distances are float32.
+    """
+
+    vision_config: FrozenDict
+    projection_dim: int = 512
+    dtype: DTypeLike = jnp.float32
+
+    weights_name = "model"
+    torch_class_name = "StableDiffusionSafetyChecker"
+    fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
+
+    @classmethod
+    def from_config(cls, config=None, dtype=jnp.float32, **overrides):
+        """Build the module from the content of a CLIPConfig's config.json.
+
+        As in transformers, vision_config_dict wins over vision_config as a whole.
+        """
+        if unknown := overrides.keys() - {"projection_dim"}:
+            raise ValueError(
+                f"{cls.__name__} has no setting {', '.join(sorted(unknown))}; it has "
+                "projection_dim and dtype; to change others pass a CLIPConfig as config="
+            )
+        config = {**(config or {}), **overrides}
+        vision = config.get("vision_config_dict") or config.get("vision_config") or {}
+        vision = {name: vision[name] for name in VISION_ENTRIES & vision.keys()}
+        vision = FlaxCLIPVisionModule.from_config(vision).config
+        projection_dim = config.get("projection_dim", cls.projection_dim)
+        return cls(FrozenDict(vision), projection_dim, dtype)
+
+    def _file_content(self):
+        return {
+            "architectures": [self.torch_class_name],
+            "model_type": "clip",
+            "projection_dim": self.projection_dim,
+            "vision_config": {"model_type": "clip_vision_model", **self.vision_config},
+        }
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration; concepts are ones. rng: a PRNG key."""
+        channels, side = self.vision_config["num_channels"], self.vision_config["image_size"]
+        return self.init(rng, jnp.zeros((1, channels, side, side)))["params"]
+
+    def setup(self):
+        self.vision_model = FlaxCLIPVisionModule(**self.vision_config, dtype=self.dtype)
+        self.visual_projection = nn.Dense(self.projection_dim, use_bias=False, dtype=self.dtype)
+        ones = partial(self.param, init_fn=nn.initializers.ones)
+        self.concept_embeds = ones("concept_embeds", shape=(NUM_CONCEPTS, self.projection_dim))
+        self.special_care_embeds = ones(
+            "special_care_embeds", shape=(NUM_SPECIAL_CARE, self.projection_dim)
+        )
+        self.concept_embeds_weights = ones("concept_embeds_weights", shape=(NUM_CONCEPTS,))
+        self.special_care_embeds_weights = ones(
+            "special_care_embeds_weights", shape=(NUM_SPECIAL_CARE,)
+        )
+
+    def cosine_distances(self, clip_input):
+        """Cosines between the images' embeddings and the concepts'.
+
+        Args:
+            clip_input: (B, 3, H, W), from a CLIPImageProcessor.
+
+        Returns:
+            float32 (B, 17) to the concepts, (B, 3) to those of special care.
+        """
+        pixels = jnp.transpose(clip_input, (0, 2, 3, 1)).astype(self.dtype)
+        embeds = normalize(self.visual_projection(self.vision_model(pixels).pooler_output))
+        concepts, special = map(normalize, (self.concept_embeds, self.special_care_embeds))
+        cosines = partial(jnp.matmul, embeds, precision="highest")  # thresholds have 3 decimals
+        return cosines(concepts.T), cosines(special.T)
+
+    def __call__(self, clip_input):
+        """Find images that show a concept; clip_input as above. Returns bool (B,)."""
+        concept_cosines, special_cosines = self.cosine_distances(clip_input)
+        weights, special_weights = (
+            x.astype(jnp.float32)
+            for x in (self.concept_embeds_weights, self.special_care_embeds_weights)
+        )
+        needs_care = jnp.any(jnp.round(special_cosines - special_weights, 3) > 0, axis=1)
+        adjustment = jnp.where(needs_care, ADJUSTMENT, 0.0)[:, None]
+        scores = jnp.round(concept_cosines - weights + adjustment, 3)
+        return jnp.any(scores > 0, axis=1)
+
+
+def normalize(rows):
+    """Rows of length 1, float32."""
+    rows = rows.astype(jnp.float32)
+    return rows / jnp.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
+
+
+class FlaxStableDiffusionSafetyChecker(FlaxPreTrainedModel):
+    """Tells which images show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
+
+    config_class = FromTransformers("CLIPConfig")
+    module_class = FlaxStableDiffusionSafetyCheckerModule
+    main_input_name = "clip_input"
+
+    def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
+        super().__init__(config, input_shape or (1, 224, 224, 3), seed, dtype, _do_init)
+
+    @classmethod
+    def _entries(cls, config):
+        vision = {name: getattr(config.vision_config, name) for name in VISION_ENTRIES}
+        return {"projection_dim": config.projection_dim, "vision_config": vision}
+
+    @classmethod
+    def _entry_names(cls):
+        return {"projection_dim"}
+
+    def __call__(self, clip_input, params=None):
+        """Find images that show a concept.
+
+        Args:
+            clip_input: (B, 3, H, W), the pixel_values of a CLIPImageProcessor.
+            params: nested dict of arrays; None or {} for the model's own.
+
+        Returns:
+            bool (B,).
+
+        Raises:
+            ValueError: clip_input of another size, or the parameters are missing.
+        """
+        return _flags(self.module, self._variables(params), jnp.asarray(clip_input))
+
+    def filter_images(self, images, feature_extractor, params=None):
+        """Blacken the images that show a concept.
+
+        Args:
+            images: (B, H, W, 3), float in [0, 1].
+            feature_extractor: CLIPImageProcessor of this model.
+            params: nested dict of arrays; None for the model's own.
+
+        Returns:
+            (images, has_nsfw_concepts): a NumPy array like images, and a list of B bools, True
+            where the image is black.
+
+        Raises:
+            ValueError: the feature extractor makes images of another size than the model takes.
+        """
+        images = np.asarray(images)
+        pixels = (images * 255).round().astype(np.uint8)
+        features = feature_extractor([Image.fromarray(image) for image in pixels])
+        flags = np.asarray(self(np.stack(features.pixel_values), params))
+        if flags.any():
+            logger.warning(
+                "%d of %d images may not be safe for work and are black; "
+                "try another prompt or another seed",
+                flags.sum(),
+                len(flags),
+            )
+            images = np.where(flags[:, None, None, None], np.zeros((), images.dtype), images)
+        return images, flags.tolist()
+
+
+@partial(jax.jit, static_argnums=0)
+def _flags(module, variables, clip_input):
+    return module.apply(variables, clip_input)

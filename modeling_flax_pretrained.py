@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax.core import FrozenDict, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from command_line import one_line
 from config_flax import refuse_push_to_hub, take_hub_options
 from modeling_flax_utils import RUNTIME_FIELDS, FloatingCasts
 
@@ -86,7 +87,7 @@ class FlaxPreTrainedModel(FloatingCasts):
         try:
             return self.config_class.from_dict(self._content)
         except Exception as error:  # transformers' checks raise errors of many types
-            name, reason = self.config_class.__name__, " ".join(str(error).split())
+            name, reason = self.config_class.__name__, one_line(error)
             raise ValueError(f"{name} refuses the config: {reason}") from error
 
     @classmethod

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import tempfile
-import typing
 import zipfile
 from pathlib import Path
 
@@ -30,15 +29,21 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from command_line import one_line
 from config_flax import (
     ConfigMixin,
     FrozenConfig,
     fetch_file,
+    has_type,
+    lists_to_tuples,
     place_in_words,
     read_json,
     refuse_push_to_hub,
+    shard_names,
     take_hub_options,
+    types_of,
     warn_once,
+    weights_pattern,
     write_json,
 )
 
@@ -80,9 +85,6 @@ VAE_TORCH_TO_FLAX = {
     ".to_v.": ".value.",
     ".to_out.0.": ".proj_attn.",
 }
-
-# A shard lies beside its index: letters, digits and a few signs, no path.
-SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
 
 # safetensors' names of the dtypes that its NumPy API does not read.
 FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
@@ -216,7 +218,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """The entries of config.json this model understands; lists are tuples."""
         names = [field.name for field in dataclasses.fields(self)]
         return FrozenConfig(
-            {n: _lists_to_tuples(getattr(self, n)) for n in names if n not in RUNTIME_FIELDS}
+            {n: lists_to_tuples(getattr(self, n)) for n in names if n not in RUNTIME_FIELDS}
         )
 
     def init_weights(self, rng):
@@ -246,17 +248,17 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         settings, unused = {}, {}
         for key, value in {**(config or {}), **overrides}.items():
-            value = _lists_to_tuples(value)
+            value = lists_to_tuples(value)
             if key in cls.fixed_config:
                 supported = cls.fixed_config[key]
-                if value is not None and value != _lists_to_tuples(supported):
+                if value is not None and value != lists_to_tuples(supported):
                     raise ValueError(
                         f"{cls.__name__} does not implement {key}={value!r}; "
                         f"it supports {key}={supported!r} only"
                     )
             elif key in fields and (key not in RUNTIME_FIELDS or key in overrides):
-                if key not in RUNTIME_FIELDS and not _has_type(value, fields[key]):
-                    kinds = " or ".join(kind.__name__ for kind in _kinds(fields[key]))
+                if key not in RUNTIME_FIELDS and not has_type(value, fields[key]):
+                    kinds = " or ".join(kind.__name__ for kind in types_of(fields[key]))
                     raise ValueError(f"{key}={value!r} has the wrong type, it must be {kinds}")
                 settings[key] = value
             elif key in overrides and return_unused_kwargs:
@@ -431,9 +433,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 os.replace(tmp / name, folder / name)
 
         # PyTorch would prefer a left-over index to the new single file.
-        ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
         for file in folder.iterdir():
-            if (ours.fullmatch(file.name) or file.name == index_name) and file.name not in written:
+            is_old = weights_pattern(re.escape(self.weights_name), dot_variant).fullmatch(file.name)
+            if is_old and file.name not in written:
                 file.unlink()
 
     def _file_content(self):
@@ -477,28 +479,10 @@ def _trace_shapes(module):
     return {key: leaf.shape for key, leaf in flatten_dict(params, sep="/").items()}
 
 
-def _lists_to_tuples(value):
-    """Linen modules must be hashable, so their fields hold tuples."""
-    return tuple(map(_lists_to_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-def _kinds(annotation):
-    """The types in an annotation such as int | tuple | None."""
-    return typing.get_args(annotation) or (annotation,)
-
-
-def _has_type(value, annotation):
-    """Whether a value of JSON is of a field's type; 1 is a float as well, true is no int."""
-    kinds = _kinds(annotation)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, (*kinds, int) if float in kinds else kinds)
-
-
 def _reason(error):
-    """One line that says what went wrong."""
-    line = " ".join(str(error).partition("\n")[0].split())
-    return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"
+    """What went wrong, on one line; the type of errors that are not meant for users."""
+    is_ours = isinstance(error, ValueError)
+    return one_line(error, 200) if is_ours else f"{type(error).__name__}: {one_line(error, 200)}"
 
 
 def _find_weights(fetch, weights_name, variant, from_pt, where):
@@ -533,27 +517,6 @@ def _weight_files(fetch, stem, suffix, dot_variant):
             "download or copy them again"
         )
     return list(shards.values())
-
-
-def shard_names(index):
-    """The names of the files that an index of a sharded checkpoint lists, sorted.
-
-    Args:
-        index: Path of a *.index.json.
-
-    Raises:
-        ValueError: it lists none, or one that is not in its own folder.
-    """
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
-            raise ValueError(
-                f"{index} lists the shard {name!r}, which is no file name in its own folder; "
-                "fetch it again, from a source that you trust"
-            )
-    return sorted(set(weight_map.values()))
 
 
 def _read_weights(file):

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from attention_flax import attention
 from config_flax import ModelOutput
+from kernels_flax import attention
 from modeling_flax_blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
 from modeling_flax_utils import FlaxModelMixin
 

@@ -41,13 +41,13 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
+from command_line import one_line
 from images import (
     FORMATS,
     MAX_ASPECT,
     decode_image,
     exif_orientation,
     num_usable_cores,
-    one_line,
 )
 
 NAMES = {  # what a list may call each column of the shards
@@ -301,9 +301,9 @@ def check_image(path: Path) -> tuple[int, int] | str:
     except FileNotFoundError:
         return "does not exist"
     except OSError as error:
-        return error.strerror or one_line(error)
+        return error.strerror or one_line(error, 200)
     except ValueError as error:
-        return one_line(error)
+        return one_line(error, 200)
 
 
 def check_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:

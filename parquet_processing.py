@@ -26,7 +26,6 @@ Needs a CPU only. A pair of 512x512 JPEGs takes about 3 ms of one core to decode
 import dataclasses
 import io
 import math
-import sys
 import textwrap
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -35,7 +34,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
@@ -276,35 +274,34 @@ def inspect(config: Config) -> None:
         print(f"preview     {config.preview}")
 
 
-def main(args: list[str] | None = None) -> None:
-    """Write shards if there are pairs, and describe the directory.
-
-    A user's mistake and Ctrl-C end in one line.
-    """
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    advice = "run the same command again"
+def run(config: Config) -> None:
+    """Write shards if there are pairs, and describe the directory."""
+    check(config)
+    if config.pairs:
+        report = write_pairs(
+            Path(config.pairs),
+            Path(config.output_dir),
+            max_pairs=config.max_pairs,
+            num_held_out=config.num_held_out,
+            held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
+            seed=config.seed,
+        )
+        print(report, flush=True)
+        config = dataclasses.replace(config, train_data_dir=config.output_dir)
     try:
-        check(config)
-        if config.pairs:
-            report = write_pairs(
-                Path(config.pairs),
-                Path(config.output_dir),
-                max_pairs=config.max_pairs,
-                num_held_out=config.num_held_out,
-                held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
-                seed=config.seed,
-            )
-            advice = f"the shards are complete; --train_data_dir {config.output_dir} describes them"
-            print(report, flush=True)
-            config = dataclasses.replace(config, train_data_dir=config.output_dir)
         inspect(config)
     except KeyboardInterrupt:
-        tqdm.write(f"interrupted; {advice}", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        if config.pairs:
+            raise KeyboardInterrupt(
+                f"the shards are complete; --train_data_dir {config.output_dir} describes them"
+            ) from None
+        raise
+
+
+def main(args: list[str] | None = None) -> None:
+    """Command line."""
+    run_main(Config, __doc__, run, args, interrupted="run the same command again")
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

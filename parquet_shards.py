@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from images import crop_square, decode_image, one_line
+from command_line import one_line
+from images import crop_square, decode_image
 from parquet_pairs import UNFINISHED
 
 # What the public datasets call the three columns, by the flag that names another.
@@ -96,7 +97,7 @@ def list_row_groups(
         try:
             shards.append((path, pq.read_metadata(path)))
         except (pa.ArrowException, OSError) as error:
-            unreadable.append(f"{path.name} ({one_line(error)})")
+            unreadable.append(f"{path.name} ({one_line(error, 200)})")
     if unreadable:
         raise ValueError(
             f"{len(unreadable)} of {len(paths)} shards in {folder} cannot be read as parquet: "
@@ -256,7 +257,7 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
         if latents_of(group.metadata) is not None:
             way = "make it again with cache_latents.py, or by training with --cache_latents"
         raise ValueError(
-            f"{group.path}: row group {group.index} cannot be read ({one_line(error)}); "
+            f"{group.path}: row group {group.index} cannot be read ({one_line(error, 200)}); "
             f"delete the shard and {way}"
         ) from error
     return Cells(*columns)

@@ -20,14 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from config_flax import read_parts
+from executables import run
 from images import prepare_images
-from pipeline_flax_run import run
-from pipeline_flax_utils import (
-    FlaxStableDiffusionPipelineOutput,
-    StableDiffusionParts,
-    pair_up,
-    read_parts,
-)
+from pipeline_flax_utils import FlaxStableDiffusionPipelineOutput, StableDiffusionParts, pair_up
 from sampling_flax import (
     decode,
     denoise,

@@ -23,6 +23,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from transformers import CLIPTokenizer
 
+from config_flax import has, read_parts
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -31,8 +32,6 @@ from pipeline_flax_utils import (
     TEXT_ENCODERS,
     FlaxDiffusionPipeline,
     FlaxStableDiffusionXLPipelineOutput,
-    has,
-    read_parts,
     tokenize,
 )
 from sampling_flax import (

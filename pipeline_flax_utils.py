@@ -9,13 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-import os
-import re
-import shutil
-import tempfile
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,21 +21,26 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
+from command_line import one_line
 from config_flax import (
+    INDEX_NAME,
+    PART_FILES,
+    PARTS,
     ConfigMixin,
     FrozenConfig,
     ModelOutput,
-    fetch_file,
-    read_json,
+    has,
+    read_index,
     refuse_push_to_hub,
     take_hub_options,
     warn_once,
     write_json,
+    writing_pipeline,
 )
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
-from scheduling_flax import CONFIG_NAME, Scheduler, scheduler_from_pretrained
+from scheduling_flax import Scheduler, scheduler_from_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +52,15 @@ MODULES = {
 }
 TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 
-INDEX_NAME = "model_index.json"
 # The file that has each pipeline class, by the class name in model_index.json, without "Flax".
 PIPELINE_FILES = {
     "StableDiffusionPipeline": "pipeline_flax_stable_diffusion",
     "StableDiffusionImg2ImgPipeline": "pipeline_flax_stable_diffusion",
-    "StableDiffusionInpaintPipeline": "pipeline_flax_stable_diffusion_inpaint",
+    "StableDiffusionInpaintPipeline": "pipeline_flax_stable_diffusion",
     "StableDiffusionInstructPix2PixPipeline": "pipeline_flax_stable_diffusion_instruct_pix2pix",
     "StableDiffusionXLPipeline": "pipeline_flax_stable_diffusion_xl",
     "StableDiffusionXLImg2ImgPipeline": "pipeline_flax_stable_diffusion_xl",
 }
-# Which file shows that a part of a pipeline folder is there.
-PART_FILES = {
-    **dict.fromkeys(MODULES, "config.json"),
-    **dict.fromkeys(TEXT_ENCODERS, "tokenizer_config.json"),
-    "scheduler": CONFIG_NAME,
-}
-PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
-
-# Weight files that a model's earlier save leaves; PyTorch prefers an index to a single file.
-OLD_WEIGHTS = re.compile(
-    r"(diffusion_pytorch_model|model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
-)
 
 
 @struct.dataclass
@@ -103,110 +89,6 @@ class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
     nsfw_content_detected: list | bool
 
 
-# --------------------------------------------------------------------- folders
-
-
-def read_index(path, revision=None, **hub_options):
-    """The content of model_index.json; arguments and errors as of read_parts."""
-    index = fetch_file(path, INDEX_NAME, None, revision, **hub_options)
-    if index is None:
-        found = (
-            ""
-            if os.path.isdir(path)
-            else " (no such folder here, nor on the Hub as far as it can be reached)"
-        )
-        raise ValueError(
-            f"{path} has no model_index.json{found}; give the folder or Hub id of a whole pipeline"
-        )
-    return read_json(index)
-
-
-def has(index, part):
-    """Whether a model_index.json lists a part."""
-    return (index.get(part) or [None])[0] is not None
-
-
-def read_parts(path, parts, revision=None, **hub_options):
-    """Read the settings of a pipeline folder, no weights.
-
-    Args:
-        path: folder or Hub id.
-        parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
-        revision: branch, tag or commit on the Hub.
-        hub_options: see fetch_file.
-
-    Returns:
-        (model_index.json's content; {part: the content of its PART_FILES}).
-
-    Raises:
-        ValueError: nothing there, or parts are missing.
-    """
-    index = read_index(path, revision, **hub_options)
-    parts = parts(index) if callable(parts) else parts
-    files = {
-        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options) for part in parts
-    }
-    if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
-    configs = {part: read_json(file) for part, file in files.items()}
-    if not isinstance(configs["vae"].get("block_out_channels"), list):
-        raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
-    return index, configs
-
-
-@contextmanager
-def writing_pipeline(save_directory):
-    """Write a pipeline folder: give an empty one, then move its files into save_directory.
-
-    Only files are moved, so save_directory may be a mount point or a link to a folder. An old
-    model_index.json is removed first and the new one is moved last: a folder that has one is
-    complete. Files that are not of the model stay.
-
-    If the caller fails, save_directory is left as it was. If a file cannot be moved, it stays in
-    save_directory/.saving-*.
-
-    Args:
-        save_directory: folder, made if absent.
-
-    Yields:
-        Path of an empty folder.
-
-    Raises:
-        ValueError: save_directory has a file where the model has a folder, or the reverse. The old
-            model is untouched then, and the message says where the new one is.
-    """
-    folder = Path(save_directory).resolve()
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    written = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
-    try:
-        yield written
-    except BaseException:
-        shutil.rmtree(written)
-        if is_new:
-            with suppress(OSError):  # another process has put a file there
-                folder.rmdir()
-        raise
-    for new in sorted(written.rglob("*")):
-        path = new.relative_to(written)
-        old = folder / path
-        if old.exists() and old.is_dir() != new.is_dir():
-            raise ValueError(
-                f"{old} is in the way of the model's {path}; remove it and save again, or take the "
-                f"complete model from {written}"
-            )
-    files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
-    (folder / INDEX_NAME).unlink(missing_ok=True)
-    for part in {file.parts[0] for file in files if len(file.parts) > 1}:
-        for old in (folder / part).glob("*"):
-            if OLD_WEIGHTS.fullmatch(old.name):
-                old.unlink()
-    for file in sorted(files, key=lambda file: (file.name == INDEX_NAME, file)):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(written / file, folder / file)  # copies if a part is on another disk
-    shutil.rmtree(written)
-
-
 def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
     """Open a CLIP tokenizer of a pipeline folder.
 
@@ -225,7 +107,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
             path, subfolder=subfolder, revision=revision, **hub_options
         )
     except Exception as error:  # what the tokenizers library raises has no class of its own
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"the {subfolder} of {path} cannot be read: {reason}") from error
     # Without its files transformers makes a tokenizer of two tokens and says nothing.
     if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:

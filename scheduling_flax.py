@@ -17,8 +17,8 @@ array lives in its state:
 
     latents, state = jax.lax.fori_loop(0, len(state.timesteps), body, (latents, state))
 
-DDPM, DDIM and PNDM are here, those that step in sigma in scheduling_flax_sigma.py, what they share
-in scheduling_flax_utils.py and scheduling_flax_noise.py.
+DDPM, DDIM and PNDM are here, those that step in sigma in scheduling_flax_sigma.py, shared parts
+in scheduling_flax_utils.py.
 """
 
 from itertools import pairwise
@@ -28,14 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from scheduling_flax_noise import (
-    CommonSchedulerState,
-    add_noise_common,
-    betas_for_alpha_bar,
-    broadcast_to_shape_from_left,
-    get_sqrt_alpha_prod,
-    get_velocity_common,
-)
+from config_flax import CHOICES, DEFAULTS
 from scheduling_flax_sigma import (
     DPMSolverMultistepSchedulerState,
     EulerDiscreteSchedulerState,
@@ -50,18 +43,21 @@ from scheduling_flax_sigma import (
     append,
 )
 from scheduling_flax_utils import (
-    CHOICES,
     CONFIG_NAME,
-    DEFAULTS,
     AlphaScheduler,
+    CommonSchedulerState,
     FlaxKarrasDiffusionSchedulers,
     FlaxSchedulerMixin,
     FlaxSchedulerOutput,
     Scheduler,
     SchedulerState,
+    add_noise_common,
     alpha_bar_at,
     as_index,
-    load_config,
+    betas_for_alpha_bar,
+    broadcast_to_shape_from_left,
+    get_sqrt_alpha_prod,
+    get_velocity_common,
 )
 
 # All that scripts import; users of diffusers' Flax schedulers find every name here.
@@ -540,7 +536,9 @@ def scheduler_from_pretrained(
     pretrained_model_name_or_path, subfolder="scheduler", revision=None, **hub_options
 ):
     """Build (scheduler, state) of the class that scheduler_config.json names; see load_config."""
-    config = load_config(pretrained_model_name_or_path, subfolder, revision, **hub_options)
+    config = FlaxSchedulerMixin._read_config(
+        pretrained_model_name_or_path, subfolder, revision, **hub_options
+    )
     return scheduler_from_config(config, pretrained_model_name_or_path)
 
 

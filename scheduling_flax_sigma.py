@@ -10,19 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from scheduling_flax_noise import (
+from config_flax import CHOICES, DEFAULTS
+from scheduling_flax_utils import (
     CommonSchedulerState,
+    FlaxSchedulerMixin,
+    FlaxSchedulerOutput,
+    SchedulerState,
     mix,
     predict_x0_and_eps,
     timestep_grid,
     to_device,
-)
-from scheduling_flax_utils import (
-    CHOICES,
-    DEFAULTS,
-    FlaxSchedulerMixin,
-    FlaxSchedulerOutput,
-    SchedulerState,
 )
 
 # A zero-SNR schedule ends at sigma = infinity; the schedulers in sigma end at this alpha_bar.

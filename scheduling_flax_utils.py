@@ -4,9 +4,7 @@ FlaxSchedulerMixin is the class they derive from; scheduling_flax.py says how th
 """
 
 import inspect
-import math
 from enum import Enum
-from numbers import Real
 from pathlib import Path
 
 import jax
@@ -15,59 +13,17 @@ import numpy as np
 from flax import struct
 
 from config_flax import (
+    CHOICES,
+    DEFAULTS,
+    FIRST_ARGUMENTS,
     ConfigMixin,
     FrozenConfig,
     ModelOutput,
-    fetch_file,
-    read_json,
+    checked_option,
     take_hub_options,
-)
-from scheduling_flax_noise import (
-    CommonSchedulerState,
-    add_noise_common,
-    get_velocity_common,
-    noise_schedule,
-    predict_x0_and_eps,
-    timestep_grid,
-    to_device,
 )
 
 CONFIG_NAME = "scheduler_config.json"
-
-# Options every scheduler has, and the values that some of them may take.
-DEFAULTS = {
-    "num_train_timesteps": 1000,
-    "beta_start": 0.0001,
-    "beta_end": 0.02,
-    "beta_schedule": "linear",
-    "trained_betas": None,
-    "prediction_type": "epsilon",
-    "timestep_spacing": "leading",
-    "steps_offset": 0,
-}
-CHOICES = {
-    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
-    "prediction_type": ("epsilon", "v_prediction", "sample"),
-    "timestep_spacing": ("leading", "linspace", "trailing"),
-}
-# The constructor's first arguments; each class has its own after them.
-FIRST_ARGUMENTS = (
-    "num_train_timesteps",
-    "beta_start",
-    "beta_end",
-    "beta_schedule",
-    "trained_betas",
-)
-# Options are of their default's type; those without a default are numbers.
-TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-SMALLEST_SIGMA = 1e-6
-RANGES = {
-    "num_train_timesteps": (1, math.inf),
-    "beta_start": (0, 1),
-    "beta_end": (0, 2),  # above 1 only the timesteps before beta reaches 1 are usable
-    "sigma_min": (SMALLEST_SIGMA, math.inf),
-    "sigma_max": (SMALLEST_SIGMA, math.inf),
-}
 
 
 class FlaxKarrasDiffusionSchedulers(Enum):
@@ -99,55 +55,179 @@ class SchedulerState:
         return cls(*args, **kwargs)
 
 
-def load_config(pretrained_model_name_or_path, subfolder=None, revision=None, **hub_options):
-    """Read scheduler_config.json.
+# Noise schedules, timestep grids and the forward process
+
+
+def to_device(array):
+    """Any array as float32, int32 or bool, also where 64-bit types are switched on."""
+    array = np.asarray(array)
+    return jnp.asarray(array, {"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_}[array.dtype.kind])
+
+
+@struct.dataclass
+class CommonSchedulerState:
+    """The training noise schedule, float32 arrays of (num_train_timesteps,)."""
+
+    alphas: jax.Array
+    betas: jax.Array
+    alphas_cumprod: jax.Array
+
+    @classmethod
+    def create(cls, scheduler):
+        """The schedule that a scheduler's config describes."""
+        return cls(*map(to_device, scheduler._noise_schedule()))
+
+
+def training_betas(config):
+    """Noise variance added by each training timestep, float32 (num_train_timesteps,).
+
+    Source: linear, DDPM (arXiv 2006.11239) section 4; scaled_linear, latent diffusion
+    (arXiv 2112.10752); squaredcos_cap_v2, cosine_betas.
+    """
+    num_steps = config.num_train_timesteps
+    if config.trained_betas is not None:
+        betas = np.asarray(config.trained_betas)
+    elif config.beta_schedule == "linear":
+        betas = np.linspace(config.beta_start, config.beta_end, num_steps)
+    elif config.beta_schedule == "scaled_linear":
+        betas = np.linspace(config.beta_start**0.5, config.beta_end**0.5, num_steps) ** 2
+    else:
+        betas = cosine_betas(num_steps)
+    return betas.astype(np.float32)
+
+
+def cosine_betas(num_steps, max_beta=0.999):
+    """Betas of the cosine schedule, at most max_beta, float64 (num_steps,).
+
+    Source: improved DDPM (arXiv 2102.09672), equation 17.
+    """
+    time = np.arange(num_steps + 1) / num_steps
+    alpha_bar = np.cos((time + 0.008) / 1.008 * np.pi / 2) ** 2
+    return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], max_beta)
+
+
+def zero_terminal_snr(alpha_bar):
+    """Shift and scale alpha_bar, (num_train_timesteps,), so that its last value is 0.
+
+    Source: arXiv 2305.08891, algorithm 1.
+    """
+    root = np.sqrt(alpha_bar)
+    return ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
+
+
+def noise_schedule(config, zero_snr=False):
+    """The training schedule: float32 (alphas, betas, alphas_cumprod), each (num_train_timesteps,).
 
     Args:
-        pretrained_model_name_or_path: folder or Hub id.
-        subfolder: folder inside it, "scheduler" in a pipeline.
-        revision: branch, tag or commit on the Hub.
-        hub_options: see take_hub_options.
+        config: num_train_timesteps, beta_start, beta_end, beta_schedule, trained_betas.
+        zero_snr: True rescales it to end without signal, see zero_terminal_snr.
+    """
+    # Betas round to float32 before the product, as they did for the published weights: where beta
+    # nears 1, the rounding of 1 - beta is worth 3e-5.
+    betas = training_betas(config)
+    alphas = 1 - betas
+    alpha_bar = np.cumprod(alphas, dtype=np.float64)
+    if zero_snr:
+        alpha_bar = zero_terminal_snr(alpha_bar)
+        alphas = np.append(alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1])
+        betas = 1 - alphas
+    return tuple(table.astype(np.float32) for table in (alphas, betas, alpha_bar))
+
+
+def timestep_grid(config, num_steps, last=None):
+    """Choose the timesteps to visit.
+
+    Args:
+        config: timestep_spacing, num_train_timesteps, steps_offset.
+        num_steps: how many, 1 to num_train_timesteps.
+        last: number of training timesteps to spread them over; None takes all.
 
     Returns:
-        The options, a dict.
+        Timesteps, falling, float64 (num_steps,); whole numbers unless the spacing is linspace.
 
-    Raises:
-        ValueError: there is no such file, or it is no JSON object.
+    Source: arXiv 2305.08891, table 2.
     """
-    path = pretrained_model_name_or_path
-    file = fetch_file(path, CONFIG_NAME, subfolder, revision, **hub_options)
-    if file is None:
-        where = "/".join(map(str, filter(None, (pretrained_model_name_or_path, subfolder))))
-        raise ValueError(f"{where} has no {CONFIG_NAME}; give a model's scheduler folder")
-    return read_json(file)
+    last = last or config.num_train_timesteps
+    if config.timestep_spacing == "linspace":
+        return np.linspace(0, last - 1, num_steps)[::-1]
+    if config.timestep_spacing == "leading":
+        return (np.arange(num_steps) * (last // num_steps) + config.steps_offset)[::-1] * 1.0
+    # The slice drops an extra entry that rounding adds for some counts (61, 103, ...).
+    return np.round(np.arange(last, 0, -config.num_train_timesteps / num_steps)[:num_steps]) - 1
 
 
-def checked_option(name, value, default):
-    """The value as its default's type; a ValueError if it is not of that type or out of range.
+def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
+    """Read a model's output as the clean sample and as the noise in x_t = alpha_t x0 + sigma_t eps.
 
-    An integer may be written as 1.0, and true or false as 1 or 0.
+    Args:
+        prediction_type: epsilon, v_prediction or sample: what model_output is.
+        alpha_t: sqrt(alpha_bar_t), scalar in [0, 1]; above 0 where model_output is epsilon.
+        sigma_t: sqrt(1 - alpha_bar_t), scalar in (0, 1].
+        x_t: noisy sample, any shape.
+        model_output: same shape.
+
+    Returns:
+        (x0, eps), same shape.
+
+    Source: DDPM (arXiv 2006.11239) equation 15; for v, arXiv 2202.00512 appendix D.
     """
-    if name == "trained_betas":
-        is_array = isinstance(value, list | tuple | np.ndarray | jax.Array)
-        if not is_array or not all(isinstance(beta, Real) for beta in np.asarray(value).tolist()):
-            raise ValueError("trained_betas must be a list of numbers, one per training timestep")
-        betas = np.asarray(value)
-        if not ((betas >= 0) & (betas <= 1)).all():
-            raise ValueError("trained_betas has values outside 0 to 1; give variances")
-        return tuple(map(float, betas))
-    kind = float if default is None else type(default)
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if kind is bool and is_number and value in (0, 1):
-        return bool(value)
-    if kind is int and is_number and math.isfinite(value) and value == int(value):
-        value = int(value)
-    elif kind is int or not (is_number if kind is float else isinstance(value, kind)):
-        raise ValueError(f"{name}={value!r} has the wrong type, it must be {TYPES[kind]}")
-    lowest, highest = RANGES.get(name, (-math.inf, math.inf))
-    if kind in (int, float) and not lowest <= value <= highest:
-        limits = f"at least {lowest}" if highest == math.inf else f"from {lowest} to {highest}"
-        raise ValueError(f"{name}={value!r} must be {limits}")
-    return value
+    if prediction_type == "epsilon":
+        return (x_t - sigma_t * model_output) / alpha_t, model_output
+    if prediction_type == "v_prediction":
+        return alpha_t * x_t - sigma_t * model_output, alpha_t * model_output + sigma_t * x_t
+    return model_output, (x_t - alpha_t * model_output) / sigma_t
+
+
+def betas_for_alpha_bar(num_diffusion_timesteps, max_beta=0.999, dtype=jnp.float32):
+    """cosine_betas as a JAX array of the given dtype."""
+    return jnp.asarray(cosine_betas(num_diffusion_timesteps, max_beta), dtype)
+
+
+def broadcast_to_shape_from_left(x, shape):
+    """Broadcast x over new last axes to shape, whose first axes are x's."""
+    return jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(shape) - x.ndim)), shape)
+
+
+def get_sqrt_alpha_prod(state, original_samples, noise, timesteps):
+    """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at the timesteps, shaped to multiply a sample.
+
+    Args:
+        state: CommonSchedulerState.
+        original_samples: (B, ...).
+        noise: not used; part of the published signature.
+        timesteps: (B,) or scalar integers.
+
+    Returns:
+        Two float32 arrays of shape (B, 1, ...), or (1, ...) for a scalar.
+    """
+    alpha_bar = state.alphas_cumprod[jnp.asarray(timesteps)]
+    alpha_bar = alpha_bar.reshape(-1, *(1,) * (original_samples.ndim - 1))
+    return jnp.sqrt(alpha_bar), jnp.sqrt(1 - alpha_bar)
+
+
+def add_noise_common(state, original_samples, noise, timesteps):
+    """sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) eps, in original_samples' dtype.
+
+    Args as in get_sqrt_alpha_prod; noise: standard normal, like original_samples.
+
+    Source: DDPM (arXiv 2006.11239) equation 4.
+    """
+    alpha_t, sigma_t = get_sqrt_alpha_prod(state, original_samples, noise, timesteps)
+    return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
+
+
+def get_velocity_common(state, sample, noise, timesteps):
+    """sqrt(alpha_bar) eps - sqrt(1 - alpha_bar) x0, in sample's dtype; args as in add_noise_common.
+
+    Source: progressive distillation (arXiv 2202.00512) appendix D.
+    """
+    alpha_t, sigma_t = get_sqrt_alpha_prod(state, sample, noise, timesteps)
+    return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
+
+
+def mix(weight, x, other_weight, other):
+    """weight x + other_weight other in float32."""
+    return weight * x.astype(jnp.float32) + other_weight * other.astype(jnp.float32)
 
 
 class FlaxSchedulerMixin(ConfigMixin):
@@ -271,7 +351,7 @@ class FlaxSchedulerMixin(ConfigMixin):
         if config is None:
             raise ValueError("config=None; give a mapping, such as another scheduler's config")
         if isinstance(config, str | Path):
-            config = load_config(config)
+            config = cls._read_config(config)
         known = {*cls.defaults, *cls.choices, "dtype"}
         left_open = config.get("_use_default_values", ())
         config = {k: v for k, v in config.items() if k not in left_open and not k.startswith("_")}
@@ -309,7 +389,7 @@ class FlaxSchedulerMixin(ConfigMixin):
             ValueError: there is no such file, or as in from_config.
         """
         hub = take_hub_options(kwargs)
-        config = load_config(pretrained_model_name_or_path, subfolder, revision, **hub)
+        config = cls._read_config(pretrained_model_name_or_path, subfolder, revision, **hub)
         source = pretrained_model_name_or_path
         if return_unused_kwargs:
             scheduler, unused = cls.from_file_content(config, source, True, **kwargs)
@@ -326,8 +406,6 @@ class FlaxSchedulerMixin(ConfigMixin):
             return cls.from_config(config, return_unused_kwargs, **overrides)
         except ValueError as error:
             raise ValueError(f"{CONFIG_NAME} of {source}: {error}") from error
-
-    _read_config = staticmethod(load_config)
 
     def save_pretrained(self, save_directory, push_to_hub=False):
         """Write scheduler_config.json as PyTorch diffusers reads it."""

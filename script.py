@@ -50,10 +50,12 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tyro
 from huggingface_hub import constants, get_token, hf_hub_url
 from huggingface_hub.utils import get_session, parse_ratelimit_headers, validate_repo_id
 from tqdm import tqdm
+
+from command_line import run_main
+from processes_flax import which_worker
 
 CONVERTED = "refs/convert/parquet"  # the revision under which the hub keeps its conversion
 SPLIT_WORDS = frozenset(
@@ -66,7 +68,6 @@ RETRY_ERRORS = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProto
 REQUEST_TIMEOUT = 30  # seconds without an answer
 MAX_TOLD_WAIT = 600  # seconds, where the server says how long; the hub counts over 300
 MAX_OUTAGE_WAIT = 60  # seconds, where it does not
-METADATA_TIMEOUT = 2  # seconds; the metadata server is on the host itself
 NUM_FOOTER_THREADS = 8
 MAX_LEFT_OUT = 0.05  # of the rows, each epoch, before a plan is warned of
 FOOTER_BYTES = 64 * 1024  # fetched at first; few footers are longer
@@ -396,68 +397,6 @@ def deal(sizes, num_workers):
     return workers
 
 
-def vm_metadata(attribute):
-    """An attribute of this VM from Google's metadata server; None where there is none."""
-    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-    url = f"http://{host}/computeMetadata/v1/instance/attributes/{attribute}"
-    options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": METADATA_TIMEOUT}
-    try:
-        response = httpx2.get(url, trust_env=False, **options)  # past any proxy
-    except httpx2.HTTPError:
-        return None
-    return response.text if response.status_code == 200 else None
-
-
-def tpu_worker():
-    """(index, count) of this host in its TPU slice or slices, None on other machines.
-
-    Source: jax._src.clusters.cloud_tpu_cluster, for the variables that GKE sets and the attributes
-    of TPU VMs: worker-network-endpoints is a,b,c; tpu-env has lines KEY: 'value'.
-    """
-    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
-    index = os.environ.get("TPU_WORKER_ID")
-    if not (hosts and index):
-        index, hosts = vm_metadata("agent-worker-number"), vm_metadata("worker-network-endpoints")
-        if not (hosts and index):
-            return None
-    slices = os.environ
-    if "MEGASCALE_NUM_SLICES" not in slices:
-        tpu_env = vm_metadata("tpu-env") or ""
-        slices = dict(re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*)", tpu_env, re.MULTILINE))
-    try:
-        per_slice, index = len(hosts.split(",")), int(index)
-        slice_id = int(slices.get("MEGASCALE_SLICE_ID") or 0)
-        num_slices = int(slices.get("MEGASCALE_NUM_SLICES") or 1)
-        fits = 0 <= index < per_slice and 0 <= slice_id < num_slices
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"the TPU's environment says worker {index} of {hosts}, which does not fit together; "
-            "give --worker and --num_workers"
-        )
-    return slice_id * per_slice + index, num_slices * per_slice
-
-
-def which_worker(worker, num_workers):
-    """(index or None, count, where it is known from), by flags, TPU environment or JAX."""
-    if num_workers is not None:
-        return worker, num_workers, "flags"
-    if found := tpu_worker():
-        return *found, "the TPU's environment"
-    import jax  # only here: it takes its time, and hold of an accelerator
-
-    counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    try:
-        if max(int(os.environ.get(name, 1)) for name in counts) > 1:
-            jax.distributed.initialize()  # without it every process is 0 of 1
-        found = jax.process_index(), jax.process_count()
-        jax.distributed.shutdown()
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"JAX does not start; give --worker, --num_workers ({error})") from error
-    return *found, "JAX"
-
-
 def read_footer(url):
     """Read what a parquet file says of itself, by its last bytes.
 
@@ -641,16 +580,14 @@ def run(config):
 
 
 def main(args=None):
-    """Command line; the user's mistakes, and a hub that does not answer, end in one line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        tqdm.write("interrupted; run the same command again", file=sys.stderr)  # threads write too
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    """Command line."""
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="run the same command again",
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ Source: SDXL (arXiv 2307.01952).
 """
 
 import math
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import jax_utils
 from tqdm import tqdm
 
@@ -240,21 +238,15 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; the pictures finished so far are in place", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        message = " ".join(str(error).split())
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            if "RESOURCE_EXHAUSTED" not in message:
-                raise
-            message = "out of device memory; lower --batch_size or the size, or use bfloat16"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="the images finished so far are in place",
+        out_of_memory="lower --batch_size or the size, or use --dtype bfloat16",
+    )
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

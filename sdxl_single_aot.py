@@ -31,11 +31,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import jax_utils
 from tqdm import tqdm
 
-from command_line import run_main
+from command_line import one_line, run_main
 from executables import ExecutableStore, no_compilation_cache, surroundings
 from images import (
     check_image_file,
@@ -226,7 +225,7 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     try:
         store.save(name, what, compiled)
     except Exception as error:  # a full disk, or a runtime that cannot: the pictures can be made
-        how += f"; not kept: {' '.join(str(error).split())}"
+        how += f"; not kept: {one_line(error)}"
     return compiled, how
 
 
@@ -305,21 +304,15 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-    try:
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; the pictures finished so far are in place", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        message = " ".join(str(error).split())
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            if "RESOURCE_EXHAUSTED" not in message:
-                raise
-            message = "out of device memory; lower --batch_size or the size, or use bfloat16"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="the images finished so far are in place",
+        out_of_memory="lower --batch_size or the size, or use --dtype bfloat16",
+    )
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

@@ -23,8 +23,6 @@ import numpy as np
 from flax import struct
 from jax.experimental import multihost_utils
 
-from attention_flax import by_platform
-
 REPLICATED = -1  # in a tree of axes: every device has the whole array
 
 
@@ -148,7 +146,7 @@ def in_place(update):
         args = jax.tree.map(lambda x: x[None] if x.ndim else x, args)
         return jax.tree.map(lambda x: x[0] if x.ndim else x, update(*args))
 
-    return lambda *args: by_platform(*args, tpu=update, default=with_axis)
+    return lambda *args: jax.lax.platform_dependent(*args, tpu=update, default=with_axis)
 
 
 # On the host: arrays to the devices and back

@@ -48,12 +48,11 @@ import tyro
 from jax.experimental.topologies import get_topology_desc
 
 import flax_train_instruct_pix2pix as trainer
-from attention_flax import plain_operations
 from command_line import check_writable, run_main, save_whole
 from config_flax import PUBLISHED_CONFIGS, fetch_file, read_json, write_json
 from ema_flax import ema_plan
 from executables import no_compilation_cache
-from hlo_traffic import hbm_bytes, kernel_bytes
+from kernels_flax import plain_operations
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -61,6 +60,7 @@ from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import MODULES
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_config
 from sharding_flax import shard_axes, state_shapes
+from tpu_programs import hbm_bytes, kernel_bytes
 from training_flags import check_config, ema_flags
 from training_models import Models, encode_text
 from training_run import IN_FLIGHT, make_update_average

@@ -31,12 +31,10 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from command_line import save_whole
 from ema_flax import SIGMA_RELS, ema_start, ema_update
-from images import load_image
 from processes_flax import (
     StopSignal,
     check_agreement,
@@ -49,26 +47,28 @@ from sharding_flax import (
     first_replica,
     gather,
     in_place,
-    local_rows,
-    replicate,
     shard_axes,
     shard_batch,
     start_state,
     to_host,
 )
-from training_checkpoints import (
+from training_flags import Config, fixed_flags, profile_window, snapshot_steps
+from training_models import edit_images
+from training_output import (
     Checkpoints,
+    MetricsLog,
     by_name,
+    check_hub,
     checkpoint_shapes,
     find_checkpoint,
+    push_to_hub,
     read_state,
     release_memory,
     run_identity,
+    validation_grid,
+    write_model_card,
 )
-from training_flags import Config, fixed_flags, profile_window, snapshot_steps
-from training_report import MetricsLog, check_hub, push_to_hub, validation_grid, write_model_card
 
-VALIDATION_INFERENCE_STEPS = 20
 IN_FLIGHT = 2  # steps that the devices may be behind the host, and batches on them ahead of time
 
 
@@ -530,18 +530,6 @@ def finished_at(output_dir):
     return model.stat().st_mtime_ns if model.exists() else None
 
 
-def load_validation_images(config: Config):
-    """The images to edit while training: PIL, RGB, cropped to squares of the run's resolution."""
-    side = (config.resolution, config.resolution)
-    try:
-        return [
-            ImageOps.fit(load_image(path), side, Image.Resampling.LANCZOS)
-            for path in config.validation_image
-        ]
-    except ValueError as error:
-        raise ValueError(f"--validation_image {error}") from error
-
-
 def start_average(params):
     """A copy of the sharded parameters: an average starts where they are."""
     return jax.pmap(ema_start, axis_name="batch")(params)
@@ -550,37 +538,6 @@ def start_average(params):
 def make_update_average(devices=None):
     """The pmapped update of a sharded average: (average, params, decay) -> average."""
     return jax.pmap(in_place(ema_update), axis_name="batch", donate_argnums=0, devices=devices)
-
-
-def edit_images(pipeline, p_params, images, prompts, seed):
-    """Edit images on the devices of this process; all processes make the same call.
-
-    Args:
-        pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
-        p_params: its parameters, on every device; those of the scheduler are not used.
-        images: N PIL images of one size.
-        prompts: N instructions.
-        seed: of the noise.
-
-    Returns:
-        N PIL images.
-    """
-    n = jax.local_device_count()
-    B = -(-len(images) // n)  # per device
-    padding = n * B - len(images)
-    prompt_ids, image = pipeline.prepare_inputs(
-        prompts + prompts[-1:] * padding, images + images[-1:] * padding
-    )
-    p_params = p_params | {"scheduler": replicate(pipeline.scheduler.create_state())}
-    images = pipeline(
-        prompt_ids.reshape(n, B, -1),
-        image.reshape(n, B, *image.shape[1:]),
-        p_params,
-        jax.random.key(seed),
-        num_inference_steps=VALIDATION_INFERENCE_STEPS,
-        jit=True,
-    ).images
-    return pipeline.numpy_to_pil(local_rows(images))[: len(prompts)]
 
 
 def peak_memory():

@@ -29,7 +29,6 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attention_flax import attention, plain_operations  # noqa: E402
 from benchmarks.full_size import command_line, describe_machine  # noqa: E402
 from benchmarks.side_by_side import (  # noqa: E402
     PACKAGES,
@@ -40,7 +39,11 @@ from benchmarks.side_by_side import (  # noqa: E402
     synchronize,
     time_in_this_process,
 )
-from convolution_flax import convolve  # noqa: E402
+from kernels_flax import (  # noqa: E402
+    attention,
+    convolve,
+    plain_operations,
+)
 
 BATCH_SIZE = 2
 NUM_HEADS = 8

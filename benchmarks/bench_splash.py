@@ -37,8 +37,8 @@ from benchmarks.full_size import (  # noqa: E402
     report,
 )
 from executables import no_compilation_cache  # noqa: E402
-from hlo_traffic import kernel_bytes  # noqa: E402
 from modeling_flax_blocks import Attention  # noqa: E402
+from tpu_programs import kernel_bytes  # noqa: E402
 
 # {name: ((B, T, C), heads, with gradients)}
 CASES = {
@@ -58,7 +58,7 @@ SMALL_BLOCKS = {
     "block_kv_dkv": 512,
     "block_kv_dkv_compute": 512,
 }
-VARIANTS = {  # changes to the BlockSizes of attention_flax.splash
+VARIANTS = {  # changes to the BlockSizes of kernels_flax.splash
     "ours": {},
     "head dimension last": HEAD_DIM_LAST,
     "blocks of 512": SMALL_BLOCKS,

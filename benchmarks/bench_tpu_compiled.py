@@ -13,7 +13,7 @@ as they are; --again compiles all anew. With the demo's model:
 
 "Accessed" is the compiler's count of bytes, which has what stays on the chip, and what its kernels
 access, which the compiler does not count (of others' classes there are none); "HBM" is what moves
-to and from the chip's memory (hlo_traffic.py). The rows of others are measured with the same
+to and from the chip's memory (tpu_programs.py). The rows of others are measured with the same
 compiler: the classes that diffusers 0.39 had, and MaxDiffusion's. Needs a CPU, 18 GB of memory and
 `pip install "jax[tpu]"`; 5 to 75 minutes per chip and job on two cores.
 """

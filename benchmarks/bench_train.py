@@ -64,8 +64,8 @@ from benchmarks.side_by_side import (  # noqa: E402
     time_in_turn,
 )
 from sharding_flax import replicate, shard_axes, start_state  # noqa: E402
-from training_checkpoints import release_memory  # noqa: E402
 from training_models import load_models  # noqa: E402
+from training_output import release_memory  # noqa: E402
 from training_run import make_update_average, start_average  # noqa: E402
 
 EMA_DECAY = 0.9999

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +26,7 @@ def narrow(tmp_path_factory):
 def run_main(monkeypatch, source, output_dir, **flags):
     flags = {"pretrained_model_name_or_path": source, "output_dir": output_dir} | flags
     args = [f"--{name}={value}" for name, value in flags.items()]
-    monkeypatch.setattr(sys, "argv", ["create_modified_unet.py", *args])
-    create_modified_unet.main()
+    create_modified_unet.main(args)
 
 
 def read(folder):

@@ -258,8 +258,7 @@ def files_of(folder):
 
 
 def run_main(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["ema_posthoc.py", *map(str, args)])
-    ema_posthoc.main()
+    ema_posthoc.main([*map(str, args)])
 
 
 def test_the_command_line(run, tmp_path):

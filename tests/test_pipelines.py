@@ -23,7 +23,7 @@ from diffusers import (
 from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
-import pipeline_flax_run
+import executables
 import pipeline_flax_utils
 import sampling_flax
 from config_flax import warn_once
@@ -233,7 +233,7 @@ def test_what_compiles_again_is_told(folders, caplog):
         pipeline(*inputs, num_inference_steps=1, **options)
         return " ".join(record.message for record in caplog.records)
 
-    with caplog.at_level(logging.WARNING, "pipeline_flax_run"):
+    with caplog.at_level(logging.WARNING, "executables"):
         with pytest.raises(ValueError, match="divisible by 8"):
             told(pipeline, *inputs, height=20)
         assert told(pipeline, *inputs) == ""
@@ -249,7 +249,7 @@ def test_what_compiles_again_is_told(folders, caplog):
 def params_of_program(monkeypatch):
     """Calls return the parameters that reach the compiled program."""
     monkeypatch.setattr(
-        pipeline_flax_run, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
+        executables, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
     )
 
 

@@ -18,12 +18,13 @@ from transformers import CLIPImageProcessor
 
 import pipeline_flax_utils
 from config_flax import warn_once
-from modeling_flax_safety_checker import FlaxStableDiffusionSafetyChecker
+from modeling_flax_clip import FlaxStableDiffusionSafetyChecker
 from pipeline_flax_stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
+    FlaxStableDiffusionInpaintPipeline,
     FlaxStableDiffusionPipeline,
+    prepare_masks,
 )
-from pipeline_flax_stable_diffusion_inpaint import FlaxStableDiffusionInpaintPipeline, prepare_masks
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )

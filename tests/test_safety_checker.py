@@ -18,7 +18,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import (
 from flax.traverse_util import flatten_dict
 from transformers import CLIPConfig, CLIPImageProcessorPil
 
-from modeling_flax_safety_checker import FlaxStableDiffusionSafetyChecker
+from modeling_flax_clip import FlaxStableDiffusionSafetyChecker
 
 VISION = dict(
     hidden_size=16,

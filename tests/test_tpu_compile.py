@@ -23,7 +23,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import flax_train_instruct_pix2pix as trainer
 import sampling_flax
 import tpu_compile
-from hlo_traffic import hbm_bytes, kernel_bytes
 from sharding_flax import (
     gather,
     global_norm,
@@ -35,6 +34,7 @@ from sharding_flax import (
     state_shapes,
 )
 from tpu_compile import Config, find_slice, largest_fitting, measure, num_bytes, roofline_seconds
+from tpu_programs import hbm_bytes, kernel_bytes
 from training_models import load_models
 from training_run import start_average
 
@@ -625,9 +625,8 @@ def test_training_step(model, tmp_path):
 
 def mistake(monkeypatch, capsys, *args):
     """The one line that a mistake ends in."""
-    monkeypatch.setattr(sys, "argv", ["tpu_compile.py", *args])
     with pytest.raises(SystemExit) as stopped:
-        tpu_compile.main()
+        tpu_compile.main([*args])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

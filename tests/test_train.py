@@ -150,7 +150,7 @@ def flags_of(config):
 
 def run_main(config, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags_of(config)])
-    trainer.main()
+    trainer.main(sys.argv[1:])
 
 
 def read_metrics(folder):
@@ -1142,7 +1142,7 @@ def test_an_unknown_schedule_is_refused_by_name(monkeypatch, capsys):
     args = flags_of(config_of("nowhere", "nowhere", "out", lr_scheduler="polynomial"))
     monkeypatch.setattr(sys, "argv", ["train", *args])
     with pytest.raises(SystemExit) as stop:
-        trainer.main()
+        trainer.main(sys.argv[1:])
     assert stop.value.code == 2
     assert "polynomial" in capsys.readouterr().err
 

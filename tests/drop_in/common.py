@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from modeling_flax_safety_checker import FlaxStableDiffusionSafetyChecker
+from modeling_flax_clip import FlaxStableDiffusionSafetyChecker
 from pipeline_flax_stable_diffusion import FlaxStableDiffusionPipeline
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
