@@ -1,6 +1,6 @@
 """The VAE's latents of every pair, computed once and kept, so that training need not compute them.
 
-Encoding two pictures takes about as much work as the rest of a training step at 256 pixels, and
+Encoding two images takes about as much work as the rest of a training step at 256 pixels, and
 the VAE is frozen: the trainer makes such a folder by itself with --cache_latents DIR, and later
 runs with the same flag find it. To make it beforehand, perhaps on another machine:
 
@@ -13,7 +13,7 @@ With the demo's model and data, two minutes on a CPU:
         --train_data_dir demo/output/data --resolution 64 --output_dir /tmp/latents
 
 Every shard becomes one of the same name, with the same rows: `original_image` holds the mode of the
-picture's posterior, `edited_image` its mean and standard deviation, each of the picture as it is
+image's posterior, `edited_image` its mean and standard deviation, each of the image as it is
 and mirrored, float16; `edit_prompt` is copied. Pairs that cannot be decoded are named and have
 nulls, and training replaces them as it would have. A pair takes 49 kB at 256 pixels. What is there
 already is not made again, and what another VAE, size, precision or dataset left there is refused.
@@ -42,7 +42,7 @@ class Config:
     edited_image_column: str = ""  # "" finds edited_image
     edit_prompt_column: str = ""  # "" finds edit_prompt
     max_train_samples: int | None = None  # only the shards that hold the first so many pairs
-    resolution: int = 256  # side of the square pictures, pixels
+    resolution: int = 256  # side of the square images, pixels
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # dct: while decoding
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
     # Pairs at once on each device, at most a row group's; None: 8 at 256 pixels.

@@ -1,4 +1,4 @@
-"""Widen a Stable Diffusion UNet so that it also sees the picture to edit: 4 to 8 input channels.
+"""Widen a Stable Diffusion UNet so that it also sees the image to edit: 4 to 8 input channels.
 
     python create_modified_unet.py --output_dir modified_unet \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5

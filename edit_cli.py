@@ -1,4 +1,4 @@
-"""Edit pictures with an InstructPix2Pix model, over all devices of this machine.
+"""Edit images with an InstructPix2Pix model, over all devices of this machine.
 
     python edit_cli.py --model MODEL --input in.jpg --edit "make it red" --output out.png
     python edit_cli.py --model MODEL --input a.jpg b.jpg --edit "make it red" --output edited/
@@ -13,12 +13,12 @@ model of `make demo`, on a CPU:
 
 Sizes: the EXIF orientation is applied; the longer side becomes --resolution, the shorter one what
 the aspect ratio makes of it, each rounded to the nearest multiple of the VAE's factor (8). The
-picture is scaled (Lanczos), up or down, until it covers that size, and what stands over, less than
+image is scaled (Lanczos), up or down, until it covers that size, and what stands over, less than
 one multiple in all, is cropped evenly from both sides. Transparent parts become white.
 
 The noise of an edit depends on --seed and on its place in the list (0, 1, ...), not on batch size,
-number of devices or the other edits: the same command gives the same pictures anywhere, up to
-rounding. Pictures of one size run together; each size compiles once, which takes most of the time
+number of devices or the other edits: the same command gives the same images anywhere, up to
+rounding. Images of one size run together; each size compiles once, which takes most of the time
 of a short list; --compilation_cache_dir keeps the programs for the next start. Runs on TPU, GPU and
 CPU; --batch_size times devices is what runs at once.
 
@@ -49,8 +49,8 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
 from pipeline_flax_utils import replace_leaves
 from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
 
-GRID_EDITS = 64  # at most; more cannot be looked at in one picture
-GRID_PICTURE_SIZE = 256  # pixels, longer side
+GRID_EDITS = 64  # at most; more cannot be looked at in one image
+GRID_IMAGE_SIZE = 256  # pixels, longer side
 GRID_MARGIN = 8  # pixels
 
 
@@ -59,9 +59,9 @@ class Config:
     """What to edit, with what, how."""
 
     model: str  # folder or Hub id of an InstructPix2Pix pipeline
-    input: tuple[Path, ...] = ()  # pictures
-    edit: tuple[str, ...] = ()  # instructions: one per picture, or one for all
-    output: Path | None = None  # picture (.png, .jpg); several edits: folder; default: beside input
+    input: tuple[Path, ...] = ()  # images
+    edit: tuple[str, ...] = ()  # instructions: one per image, or one for all
+    output: Path | None = None  # image (.png, .jpg); several edits: folder; default: beside input
     edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
     num_inference_steps: int = 50
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
@@ -70,15 +70,15 @@ class Config:
     seed: int = 0
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    batch_size: int = 1  # pictures per device at once
+    batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
-    grid: Path | None = None  # picture of the first 64 edits, before and after
+    grid: Path | None = None  # image of the first 64 edits, before and after
     compilation_cache_dir: str = "~/.cache/jax"  # programs for the next start; "" keeps none
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One picture to edit; index is its place in the list, which its noise depends on."""
+    """One image to edit; index is its place in the list, which its noise depends on."""
 
     index: int
     input: Path
@@ -87,7 +87,7 @@ class Edit:
 
 
 def edits_of_flags(inputs, instructions, output):
-    """Pair the pictures and instructions of the command line and name the outputs.
+    """Pair the images and instructions of the command line and name the outputs.
 
     Args:
         inputs: paths.
@@ -156,19 +156,19 @@ def check_outputs(edits, grid):
     written = Counter(path.resolve() for path in paths)
     path, count = written.most_common(1)[0]
     if count > 1:
-        raise ValueError(f"{count} pictures would be written to {path}; give each its own output")
+        raise ValueError(f"{count} images would be written to {path}; give each its own output")
     for edit in edits:
         if edit.input.resolve() in written:
             raise ValueError(f"{edit.input} is to be edited and would be overwritten; name another")
 
 
 def load_fitted(path, size):
-    """The picture in a file, scaled to cover size (width, height) and cropped to it evenly."""
+    """The image in a file, scaled to cover size (width, height) and cropped to it evenly."""
     return ImageOps.fit(load_image(path), size, Image.Resampling.LANCZOS)
 
 
 def edit_size(size, resolution, factor):
-    """Width and height a picture is edited at.
+    """Width and height an image is edited at.
 
     Args:
         size: its (width, height).
@@ -183,17 +183,17 @@ def edit_size(size, resolution, factor):
 
 
 def before_after_grid(edits, sizes):
-    """One picture of the first edits: each before and after, the instruction written under.
+    """One image of the first edits: each before and after, the instruction written under.
 
     Args:
         edits: list of Edit, their outputs written.
         sizes: per edit the (width, height) it ran at.
 
     Returns:
-        PIL picture.
+        PIL image.
     """
     edits = edits[:GRID_EDITS]
-    box = (GRID_PICTURE_SIZE, GRID_PICTURE_SIZE)
+    box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     font = ImageFont.load_default(14)
     tiles = []
     for edit, size in zip(edits, sizes):
@@ -219,7 +219,7 @@ def before_after_grid(edits, sizes):
 
 
 def run_edits(pipeline, params, edits, sizes, config):
-    """Edit and write all pictures, those of one size together, over the local devices.
+    """Edit and write all images, those of one size together, over the local devices.
 
     The parameters are moved there, so params holds no NumPy arrays afterwards.
 
@@ -232,7 +232,7 @@ def run_edits(pipeline, params, edits, sizes, config):
     """
     devices = jax.local_devices()[: len(edits)]
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    # All texts before the first picture, so that a warning about one comes early and once.
+    # All texts before the first image, so that a warning about one comes early and once.
     all_prompt_ids = pipeline.prepare_text_inputs([edit.instruction for edit in edits])
     neg_prompt_ids = pipeline.prepare_text_inputs(config.negative_prompt)
     base_key = jax.random.key(config.seed)
@@ -273,8 +273,8 @@ def run_edits(pipeline, params, edits, sizes, config):
                         f"the edit of {batch[0].input} and others came out as NaN; try --dtype "
                         "float32, and if that does not help, the model is broken"
                     )
-                for edit, picture in zip(batch, pipeline.numpy_to_pil(images)):
-                    save_image(picture, edit.output)
+                for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
+                    save_image(edited, edit.output)
                 bar.set_description(f"editing {size[0]}x{size[1]}")
                 bar.update(len(batch))
 
@@ -301,9 +301,9 @@ def run(config):
         )
     check_outputs(edits, config.grid)
     use_compilation_cache(config.compilation_cache_dir)
-    picture_sizes = [
+    image_sizes = [
         load_image(edit.input).size
-        for edit in tqdm(edits, "checking pictures", unit="edit", disable=len(edits) < 100)
+        for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
     ]
 
     _, configs = FlaxStableDiffusionInstructPix2PixPipeline.check(config.model)
@@ -311,10 +311,10 @@ def run(config):
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     if config.resolution < factor:
         raise ValueError(
-            f"--resolution {config.resolution} is too small; this model's pictures are multiples "
+            f"--resolution {config.resolution} is too small; this model's images are multiples "
             f"of {factor}; give the resolution that it was trained at"
         )
-    sizes = [edit_size(size, config.resolution, factor) for size in picture_sizes]
+    sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     scheduler, state = scheduler_from_pretrained(config.model)
     if config.scheduler:
         scheduler, state = make_scheduler(config.scheduler, scheduler.config)
@@ -334,7 +334,7 @@ def run(config):
     for path in [edit.output for edit in edits][:10]:
         print(path)
     if len(edits) > 10:
-        print(f"... {len(edits)} pictures")
+        print(f"... {len(edits)} images")
 
 
 def main(args=None):

@@ -3,7 +3,7 @@
 A program from disk is neither traced nor compiled again:
 
     store = ExecutableStore("~/.cache/jax_executables")
-    what = {"program": "f of 8 pictures"} | surroundings(devices, [__file__])
+    what = {"program": "f of 8 images"} | surroundings(devices, [__file__])
     in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(result)
     compiled, reason = store.load(name, what, devices, in_tree, out_tree)
     if compiled is None:
@@ -300,7 +300,7 @@ def run(pipeline, jit, arrays, shared, options):
         keys = keys_per_image(keys, math.prod(batch)).reshape(batch)
     arrays = arrays | {"prng_seed": keys}
     image = arrays.get("image", arrays.get("masked_image"))
-    height, width = pipeline.picture_size(
+    height, width = pipeline.image_size(
         options["height"], options["width"], None if image is None else image.shape
     )
     options = options | {"height": height, "width": width}

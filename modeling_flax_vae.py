@@ -1,4 +1,4 @@
-"""FlaxAutoencoderKL: pictures to latents and back.
+"""FlaxAutoencoderKL: images to latents and back.
 
 The published class name, call signature and parameter tree; any `AutoencoderKL` config.json of
 Stable Diffusion 1.x, 2.x and SDXL.
@@ -168,7 +168,7 @@ class LevelBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Pictures (B, H, W, 3) to moments before quant_conv, (B, h, w, 2 * latent_channels)."""
+    """Images (B, H, W, 3) to moments before quant_conv, (B, h, w, 2 * latent_channels)."""
 
     latent_channels: int
     block_out_channels: tuple
@@ -202,7 +202,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents after post_quant_conv, (B, h, w, latent_channels), to pictures (B, H, W, 3)."""
+    """Latents after post_quant_conv, (B, h, w, latent_channels), to images (B, H, W, 3)."""
 
     out_channels: int
     block_out_channels: tuple
@@ -300,10 +300,10 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         return self.init(rng, sample)["params"]
 
     def encode(self, sample, deterministic=True, return_dict=True):
-        """The posterior over latents of pictures.
+        """The posterior over latents of images.
 
         Args:
-            sample: pictures (B, in_channels, H, W) in [-1, 1]; H and W multiples of
+            sample: images (B, in_channels, H, W) in [-1, 1]; H and W multiples of
                 2 ** (len(block_out_channels) - 1).
             deterministic: part of the published signature; there is no dropout.
             return_dict: False returns a plain tuple.
@@ -319,7 +319,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         factor = 2 ** (len(self.block_out_channels) - 1)
         if sample.shape[2] % factor or sample.shape[3] % factor:
             raise ValueError(
-                f"picture size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
+                f"image size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
                 "resize or crop it first"
             )
         moments = self.encoder(jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1)))
@@ -329,7 +329,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
         return FlaxAutoencoderKLOutput(posterior) if return_dict else (posterior,)
 
     def decode(self, latents, deterministic=True, return_dict=True):
-        """Pictures of latents.
+        """Images of latents.
 
         Args:
             latents: unscaled, (B, latent_channels, h, w); (B, h, w, latent_channels) is taken as

@@ -109,7 +109,7 @@ def in_torch_worker() -> bool:
 
 
 class ParquetImagePairs:
-    """Batches of picture pairs and instructions from a folder of parquet shards.
+    """Batches of image pairs and instructions from a folder of parquet shards.
 
     Iterating gives one epoch of this process's batches, `len()` of them, the same number on every
     process, and the next iteration the next epoch; `set_epoch` chooses another. Made where torch is
@@ -119,7 +119,7 @@ class ParquetImagePairs:
         original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3)
         edit_prompt: B strings
 
-    or, from a folder of cache_latents.py, instead of the pictures
+    or, from a folder of cache_latents.py, instead of the images
 
         original_latents, edited_latents: float16 (B, h, w, C), (B, h, w, 2 C)
 
@@ -149,7 +149,7 @@ class ParquetImagePairs:
     Args:
         train_data_dir: folder with *.parquet files.
         batch_size: pairs per batch of this process.
-        resolution: side R of the pictures, pixels.
+        resolution: side R of the images, pixels.
         seed: at least 0.
         random_crop: cut the square out anywhere along the longer side; else from the middle, as
             latents are.

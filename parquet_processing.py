@@ -65,21 +65,21 @@ class Config:
     num_held_out: int = 0  # with --pairs: original images left out of the shards, with their edits
     held_out_dir: str = ""  # with --num_held_out: empty or new directory for these
     seed: int = 0  # with --num_held_out: of their choice, at least 0
-    original_image_column: str = ""  # picture to edit; "" finds original_image or input_image
-    edited_image_column: str = ""  # picture after the edit; "" finds edited_image
+    original_image_column: str = ""  # image to edit; "" finds original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "" finds edited_image
     edit_prompt_column: str = ""  # instruction; "" finds edit_prompt
     num_checked: int = 2000  # rows to decode, from row groups all over the folder; 0: all rows
     num_named: int = 20  # unreadable rows to name
-    preview: str = "preview.png"  # picture of some pairs; "" draws none
+    preview: str = "preview.png"  # image of some pairs; "" draws none
     num_preview: int = 8  # pairs in it
-    resolution: int = 256  # side of its pictures, pixels
+    resolution: int = 256  # side of its images, pixels
 
 
 def describe(groups: list[RowGroup]) -> str:
     """Shards, rows, columns and row groups of a folder in a few lines."""
     shards = {group.path: group.metadata for group in groups}
     schema = next(iter(shards.values())).schema.to_arrow_schema()
-    roles = dict(zip(groups[0].columns, ("original picture", "edited picture", "prompt")))
+    roles = dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
     rows = [group.num_rows for group in groups]
     stored = [
         sum(row_group.column(c).total_compressed_size for c in range(row_group.num_columns))
@@ -105,7 +105,7 @@ def describe(groups: list[RowGroup]) -> str:
 def check_pair(
     cells: Cells, position: int, columns: tuple[str, str, str]
 ) -> tuple[Pair, list[str]]:
-    """Decode a pair; it, and format, size and mode of both pictures.
+    """Decode a pair; it, and format, size and mode of both images.
 
     Raises:
         ValueError: something of the pair is missing or cannot be decoded.
@@ -232,7 +232,7 @@ def inspect(config: Config) -> None:
         config.edit_prompt_column,
     )
     if latents_of(groups[0].metadata):
-        raise ValueError(f"{config.train_data_dir} holds latents; only pictures can be looked at")
+        raise ValueError(f"{config.train_data_dir} holds latents; only images can be looked at")
     print(describe(groups), flush=True)
 
     num_rows, kinds, bad, shown = 0, (Counter(), Counter()), [], []

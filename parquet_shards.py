@@ -37,7 +37,7 @@ READ_BYTES = 8 << 20  # from disk at a time; without it pyarrow fetches whole co
 
 
 class Pair(NamedTuple):
-    """One row as it is stored: two encoded pictures and the instruction."""
+    """One row as it is stored: two encoded images and the instruction."""
 
     original: bytes | None
     edited: bytes | None
@@ -49,7 +49,7 @@ class RowGroup(NamedTuple):
 
     path: Path
     metadata: pq.FileMetaData
-    columns: tuple[str, str, str]  # original picture, edited picture, prompt
+    columns: tuple[str, str, str]  # original image, edited image, prompt
     index: int  # among the row groups of the shard
     first_row: int  # row of the shard it begins at
     num_rows: int
@@ -65,8 +65,8 @@ def list_row_groups(
 
     Args:
         train_data_dir: folder with *.parquet files; they are taken in the order of their names.
-        original_image_column: column of the picture to edit; "" looks for the known names.
-        edited_image_column: column of the edited picture; "" looks for the known name.
+        original_image_column: column of the image to edit; "" looks for the known names.
+        edited_image_column: column of the edited image; "" looks for the known name.
         edit_prompt_column: column of the instruction; "" looks for the known name.
 
     Returns:
@@ -120,13 +120,13 @@ def list_row_groups(
 
 
 def latents_of(metadata: pq.FileMetaData) -> dict | None:
-    """What cache_latents.py made a shard's latents with; None of a shard of pictures."""
+    """What cache_latents.py made a shard's latents with; None of a shard of images."""
     kept = (metadata.metadata or {}).get(LATENTS)
     return None if kept is None else json.loads(kept)
 
 
 def columns_of(group: RowGroup) -> list[str]:
-    """The columns that a row group's data come from; of latents, those of the pictures."""
+    """The columns that a row group's data come from; of latents, those of the images."""
     latents = latents_of(group.metadata)
     return latents["columns"] if latents else list(group.columns)
 
@@ -137,7 +137,7 @@ def find_columns(
     """Names of the original, edited and prompt columns of a shard, each given or "" to look for.
 
     Raises:
-        ValueError: a column is missing, or is neither text nor encoded pictures as it should be.
+        ValueError: a column is missing, or is neither text nor encoded images as it should be.
     """
     found = []
     for flag, given in zip(KNOWN_COLUMNS, (original, edited, prompt)):
@@ -157,7 +157,7 @@ def find_columns(
         if flag == "edit_prompt_column":
             wanted, kinds = "text", TEXT_TYPES
         else:
-            wanted = "encoded pictures (binary, or a struct with a binary field bytes)"
+            wanted = "encoded images (binary, or a struct with a binary field bytes)"
             kinds = BINARY_TYPES
             if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
                 stored = kind.field("bytes").type
@@ -172,11 +172,11 @@ def find_columns(
     return tuple(found)
 
 
-class Pictures:
-    """Encoded pictures of a row group's column, one after the other in one buffer.
+class Images:
+    """Encoded images of a row group's column, one after the other in one buffer.
 
     A fresh buffer of 200 MB costs as much time as copying into it, and memory of which row groups
-    come and go is soon in pieces: buffers go back to `spare` when their pictures are let go.
+    come and go is soon in pieces: buffers go back to `spare` when their images are let go.
     """
 
     def __init__(self, column: Iterator[pa.Array], num_bytes: int, spare: list[np.ndarray]):
@@ -192,7 +192,7 @@ class Pictures:
             kind = np.int64 if pa.types.is_large_binary(part.type) else np.int32
             offsets = np.frombuffer(offsets, kind)[part.offset : part.offset + len(part) + 1]
             start, size = int(offsets[0]), int(offsets[-1] - offsets[0])
-            if stop + size > len(self._buffer):  # a picture many rows share is stored once
+            if stop + size > len(self._buffer):  # an image many rows share is stored once
                 self._buffer = np.concatenate([self._buffer, np.empty(stop + size, np.uint8)])
             if size:
                 self._buffer[stop : stop + size] = np.frombuffer(data, np.uint8, size, start)
@@ -214,8 +214,8 @@ class Pictures:
 class Cells(NamedTuple):
     """The rows of a row group, still encoded."""
 
-    originals: Pictures
-    edits: Pictures
+    originals: Images
+    edits: Images
     prompts: pa.ChunkedArray  # turned into text one by one: one that is none is its row's fault
 
 
@@ -249,7 +249,7 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
                 if is_struct:
                     parts = (pc.struct_field(part, "bytes") for part in parts)
                 if len(columns) < 2:
-                    columns.append(Pictures(parts, sizes[leaf], spare))
+                    columns.append(Images(parts, sizes[leaf], spare))
                 else:
                     columns.append(pa.chunked_array(list(parts)))
     except (pa.ArrowException, OSError) as error:
@@ -284,13 +284,13 @@ def decode_pair(
     crop: float,
     flip: bool,
 ) -> None:
-    """Decode both pictures of a pair into out, cropped and flipped alike.
+    """Decode both images of a pair into out, cropped and flipped alike.
 
     Args:
         pair: encoded.
         out: original and edited, uint8 (R, R, 3) each, contiguous; written to.
         columns: names to put in the error.
-        resample: "dct" lets libjpeg scale pictures of twice the size or more down while it
+        resample: "dct" lets libjpeg scale images of twice the size or more down while it
             decodes, and Lanczos do the rest; "lanczos" (the paper) and "bicubic" (Hugging Face)
             leave them at least the last halving.
         crop: as for crop_square.
@@ -303,7 +303,7 @@ def decode_pair(
         raise ValueError(f"{columns[2]}: null")
     for data, pixels, column in zip(pair[:2], out, columns[:2]):
         if data is None:
-            raise ValueError(f"{column}: no picture bytes in the shard")
+            raise ValueError(f"{column}: no image bytes in the shard")
         resolution = len(pixels)
         try:
             min_side = resolution if resample == "dct" else 2 * resolution
@@ -321,7 +321,7 @@ def decode_pair(
 def copy_latents(
     pair: Pair, out: tuple[np.ndarray, np.ndarray], columns: tuple[str, str, str], flip: bool
 ) -> None:
-    """Copy a pair of cache_latents.py into out, of the pictures or of their mirror images.
+    """Copy a pair of cache_latents.py into out, of the images or of their mirror images.
 
     Args:
         pair: as it is stored.
@@ -336,7 +336,7 @@ def copy_latents(
         raise ValueError(f"{columns[2]}: null")
     for data, latents, column in zip(pair[:2], out, columns[:2]):
         if data is None or len(data) != 2 * latents.nbytes:
-            raise ValueError(f"{column}: no latents in the shard, as of a picture that is broken")
+            raise ValueError(f"{column}: no latents in the shard, as of an image that is broken")
         latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
 
 
@@ -411,7 +411,7 @@ def compare_folders(
 def check_latents(
     group: RowGroup, first: dict | None, resolution: int, resample: str, random_crop: bool
 ) -> None:
-    """Raise a ValueError if a row group's latents, or pictures, do not go with the arguments.
+    """Raise a ValueError if a row group's latents, or images, do not go with the arguments.
 
     Args:
         group: of any shard.
@@ -423,14 +423,14 @@ def check_latents(
         if (kept or {}).get(name) != (first or {}).get(name):
             raise ValueError(
                 f"{group.path.name} and others of {group.path.parent} do not go together: latents "
-                "and pictures, or latents of two VAEs or sizes; keep them in folders of their own"
+                "and images, or latents of two VAEs or sizes; keep them in folders of their own"
             )
     if kept is None:
         return
     if random_crop:
         raise ValueError(
-            "random_crop=True does not go with latents, which are of the middle of each picture; "
-            "switch it off (for square pictures it changes nothing)"
+            "random_crop=True does not go with latents, which are of the middle of each image; "
+            "switch it off (for square images it changes nothing)"
         )
     for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
         if kept[name] != value:

@@ -1,4 +1,4 @@
-"""FlaxStableDiffusionPipeline and FlaxStableDiffusionImg2ImgPipeline: pictures from text.
+"""FlaxStableDiffusionPipeline and FlaxStableDiffusionImg2ImgPipeline: images from text.
 
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained("MODEL")
     prompt_ids = pipeline.prepare_inputs("a red panda reading")
@@ -13,7 +13,7 @@ On several devices, each with its share of the prompts:
 Any Stable Diffusion 1.x or 2.x folder. Text encoding, denoising and decoding are one compiled
 program; `jax.pmap(pipeline._generate)` makes the same.
 
-Source: Latent Diffusion Models (arXiv 2112.10752); from a picture, SDEdit (arXiv 2108.01073).
+Source: Latent Diffusion Models (arXiv 2112.10752); from an image, SDEdit (arXiv 2108.01073).
 """
 
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ class TextToImage(FlaxDiffusionPipeline):
         output_type="np",
         guidance_rescale=0.0,
     ):
-        """Make a batch of pictures; compiles at the first call of each size, see the class.
+        """Make a batch of images; compiles at the first call of each size, see the class.
 
         Args:
             prompt_ids: int32 (B, 77), as from prepare_inputs; with jit all arrays are
@@ -134,13 +134,13 @@ class TextToImage(FlaxDiffusionPipeline):
             params: as from from_pretrained; with jit replicated. Without jit the first call puts
                 NumPy arrays on the device, where they stay for further calls, and makes them
                 read-only. To alternate between models, use jax.device_put(params) for each.
-            prng_seed: one PRNG key, typed or uint32, or one per picture (B,); with jit also one
-                per device. With one key, picture i gets the noise of fold_in(key, i), so it does
-                not depend on how many pictures or devices there are.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
             num_inference_steps: of the scheduler, at least 1.
-            height, width: of the pictures, multiples of 8; None takes the size that the model was
+            height, width: of the images, multiples of 8; None takes the size that the model was
                 trained at.
-            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per picture;
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image;
                 a number up to 1: no guidance, half of the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
@@ -207,7 +207,7 @@ class TextToImage(FlaxDiffusionPipeline):
         guidance_rescale=0.0,
         branches=None,
     ):
-        """Text to picture as one pure function of arrays, for one device; jit or pmap it.
+        """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__. guidance_scale may be traced, then both branches run, unless
         `branches` (static) says which; None works it out.
@@ -288,11 +288,11 @@ class ImageToImage(TextToImage):
     """
 
     def prepare_inputs(self, prompt, image):
-        """Turn prompts and pictures into arrays; one of either goes with many of the other.
+        """Turn prompts and images into arrays; one of either goes with many of the other.
 
         Args:
             prompt: str or list of str.
-            image: picture or list of pictures of one size: PIL of any mode, or array (H, W, 3),
+            image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
                 or arrays (B, H, W, 3); uint8, or float in [0, 1]; or what output_type="latent"
                 gave, (B, 4, h, w).
 
@@ -300,14 +300,14 @@ class ImageToImage(TextToImage):
             (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1], or the latents.
 
         Raises:
-            ValueError: numbers or sizes of the pictures do not fit, or it is no picture.
+            ValueError: numbers or sizes of the images do not fit, or it is no image.
         """
         if getattr(image, "ndim", 0) != 4 or not self._is_latents(image.shape):
             image = prepare_images(image)
         return pair_up(super().prepare_inputs(prompt), image)
 
     def get_timestep_start(self, num_inference_steps, strength):
-        """How many of the steps are left out: the picture takes the place of what they would make.
+        """How many of the steps are left out: the image takes the place of what they would make.
 
         Args:
             num_inference_steps: of the whole schedule.
@@ -327,8 +327,8 @@ class ImageToImage(TextToImage):
         return num_inference_steps - num_done
 
     def _encode(self, params, image, keys, height, width):
-        """Scaled latents of pictures, or those given, float32 (B, 4, h, w)."""
-        size = self.picture_size(height, width, image.shape)
+        """Scaled latents of images, or those given, float32 (B, 4, h, w)."""
+        size = self.image_size(height, width, image.shape)
         if self._is_latents(image.shape):
             return image.astype(jnp.float32)
         return encode(self._vae, params["vae"], resize(image, size), keys)
@@ -351,13 +351,13 @@ class ImageToImage(TextToImage):
         output_type="np",
         guidance_rescale=0.0,
     ):
-        """Make a batch of pictures from others; arguments as in FlaxStableDiffusionPipeline, and:
+        """Make a batch of images from others; arguments as in FlaxStableDiffusionPipeline, and:
 
         Args:
-            image: pictures, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
+            image: images, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
                 latents (B, 4, h, w), as from output_type="latent".
             strength: share of the steps that are done, in (0, 1]; 1 keeps almost nothing of image.
-            height, width: of the result; the pictures are resized to it. None takes their own; the
+            height, width: of the result; the images are resized to it. None takes their own; the
                 size of latents stays.
             noise: standard normal noise that is added at first, like latents.
         """
@@ -401,7 +401,7 @@ class ImageToImage(TextToImage):
         guidance_rescale=0.0,
         branches=None,
     ):
-        """Picture to picture as one pure function of arrays, for one device; jit or pmap it.
+        """Image to image as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__; start_timestep, a Python int, is get_timestep_start's.
 
@@ -576,7 +576,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
                 f"prompt_ids has shape {prompt_ids.shape}, mask {mask.shape}, masked_image "
                 f"{shape}; they need one batch and one size; prepare_inputs makes them"
             )
-        size = self.picture_size(height, width, shape)
+        size = self.image_size(height, width, shape)
         keys = keys_per_image(prng_seed, B)
         masked_latents = encode(
             self._vae, params["vae"], resize(masked_image, size), keys_of_sequel(keys)

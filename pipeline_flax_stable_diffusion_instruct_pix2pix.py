@@ -1,10 +1,10 @@
-"""FlaxStableDiffusionInstructPix2PixPipeline: edit pictures as instructed, in one compiled program.
+"""FlaxStableDiffusionInstructPix2PixPipeline: edit images as instructed, in one compiled program.
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained("MODEL")
     prompt_ids, image = pipeline.prepare_inputs("make it red", Image.open("in.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0)).images    # (1, H, W, 3), [0, 1]
 
-On several devices, each with its share of the pictures:
+On several devices, each with its share of the images:
 
     p_params = flax.jax_utils.replicate(params)
     prompt_ids, image = flax.training.common_utils.shard((prompt_ids, image))
@@ -35,7 +35,7 @@ from sampling_flax import (
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
-# What the UNet is shown in each branch of guidance: instruction and picture, picture, nothing.
+# What the UNet is shown in each branch of guidance: instruction and image, image, nothing.
 BRANCHES = ("text", "image", "null")
 
 
@@ -82,7 +82,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
     """
 
     torch_class_name = "StableDiffusionInstructPix2PixPipeline"
-    text_axes = 1  # of one picture's prompt_ids
+    text_axes = 1  # of one image's prompt_ids
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
@@ -101,7 +101,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         if in_channels == latent_channels:
             raise ValueError(
                 f"{path} is no InstructPix2Pix: its UNet has in_channels={in_channels}, so it "
-                "makes pictures from text and sees none; widen it with create_modified_unet.py and "
+                "makes images from text and sees none; widen it with create_modified_unet.py and "
                 "train it with flax_train_instruct_pix2pix.py"
             )
         if in_channels != 2 * latent_channels:
@@ -112,18 +112,18 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         return index, configs
 
     def prepare_inputs(self, prompt, image):
-        """Turn instructions and pictures into arrays; one of either goes with many of the other.
+        """Turn instructions and images into arrays; one of either goes with many of the other.
 
         Args:
             prompt: str or list of str.
-            image: picture or list of pictures of one size: PIL of any mode, or array (H, W, 3),
+            image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
                 or arrays (B, H, W, 3); uint8, or float in [0, 1].
 
         Returns:
             (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1].
 
         Raises:
-            ValueError: numbers or sizes of the pictures do not fit, or it is no picture.
+            ValueError: numbers or sizes of the images do not fit, or it is no image.
         """
         return pair_up(self.prepare_text_inputs(prompt), prepare_images(image))
 
@@ -143,23 +143,23 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         return_dict=True,
         jit=False,
     ):
-        """Edit a batch of pictures; compiles at the first call of each size, see the class.
+        """Edit a batch of images; compiles at the first call of each size, see the class.
 
         Args:
             prompt_ids: instructions, int32 (B, 77); with jit all arrays are (devices, B, ...).
-            image: pictures, float32 (B, 3, H, W) in [-1, 1].
+            image: images, float32 (B, 3, H, W) in [-1, 1].
             params: as from from_pretrained; with jit replicated. Without jit the first call puts
                 NumPy arrays on the device, where they stay for further calls, and makes them
                 read-only. To alternate between models, use jax.device_put(params) for each.
-            prng_seed: one PRNG key, typed or uint32, or one per picture (B,); with jit also one
-                per device. With one key, picture i gets the noise of fold_in(key, i), so it does
-                not depend on how many pictures or devices there are.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
             num_inference_steps: of the scheduler, at least 1.
             guidance_scale: weight of the instruction, >= 0.
-            image_guidance_scale: likeness to the picture, >= 0. Both 1: no guidance, a third
+            image_guidance_scale: likeness to the image, >= 0. Both 1: no guidance, a third
                 of the work; image_guidance_scale 1, or both alike: two thirds.
-            height, width: of the result, multiples of the VAE's factor (8); the pictures are
-                resized to it. None takes the pictures' own.
+            height, width: of the result, multiples of the VAE's factor (8); the images are
+                resized to it. None takes the images' own.
             latents: standard normal noise to start from, (B, 4, H / 8, W / 8); None draws it.
             neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None is the empty text.
             return_dict: False returns a plain tuple (images, nsfw_content_detected).
@@ -230,10 +230,10 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
                 "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
             )
 
-        # 1. The picture and the texts, each encoded once.
+        # 1. The image and the texts, each encoded once.
         posterior = self.vae.apply(
             {"params": params["vae"]},
-            resize(image, self.picture_size(height, width, image.shape)),
+            resize(image, self.image_size(height, width, image.shape)),
             method=self.vae.encode,
         ).latent_dist
         # The posterior's mode, unscaled, as in training: section 3.2 of the paper.
@@ -258,7 +258,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         scales = (jnp.asarray(s, jnp.float32) for s in (guidance_scale, image_guidance_scale))
         weights = dict(zip(BRANCHES, guidance_weights(*scales)))
 
-        # 3. Noise, each picture from its own key.
+        # 3. Noise, each image from its own key.
         keys = keys_per_image(prng_seed, B)
         state = self._schedule(num_inference_steps, image_latents.shape)
         x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
@@ -274,5 +274,5 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
 
         x_0 = denoise(self.scheduler, state, x_t, keys, predict)
 
-        # 5. Back to a picture.
+        # 5. Back to an image.
         return decode(self.vae, params["vae"], x_0)

@@ -39,7 +39,7 @@ from sampling_flax import (
 )
 from scheduling_flax import Scheduler
 
-AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # what the refiner is told of each branch's picture
+AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # what the refiner is told of each branch's image
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +61,11 @@ class XLParts(FlaxDiffusionPipeline):
     force_zeros_for_empty_prompt: bool = True
     requires_aesthetics_score: bool = False
 
-    text_axes = 2  # of one picture's prompt_ids
+    text_axes = 2  # of one image's prompt_ids
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; takes SDXL, and its refiner to go on from pictures."""
+        """See FlaxDiffusionPipeline.check; takes SDXL, and its refiner to go on from images."""
         path = pretrained_model_name_or_path
 
         def parts(index):
@@ -79,7 +79,7 @@ class XLParts(FlaxDiffusionPipeline):
             if absent and not issubclass(cls, ImageToImage):
                 raise ValueError(
                     f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs a "
-                    "picture; make that with the base model, and refine it with "
+                    "image; make that with the base model, and refine it with "
                     "FlaxStableDiffusionXLImg2ImgPipeline"
                 )
             names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
@@ -231,7 +231,7 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
         jit=False,
         guidance_rescale=0.0,
     ):
-        """Make a batch of pictures; arguments as in FlaxStableDiffusionPipeline, but:
+        """Make a batch of images; arguments as in FlaxStableDiffusionPipeline, but:
 
         Args:
             prompt_ids, neg_prompt_ids: int32 (B, 2, 77); neg_prompt_ids=None: no text at all.

@@ -389,13 +389,13 @@ class FlaxDiffusionPipeline(ConfigMixin):
         """Pixels of a latent's side: 8."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
-    def picture_size(self, height=None, width=None, image_shape=None):
+    def image_size(self, height=None, width=None, image_shape=None):
         """Height and width of the result, in pixels.
 
         Args:
-            height, width: as asked for; None takes those of the picture to begin with, or, without
+            height, width: as asked for; None takes those of the image to begin with, or, without
                 one, the size that the model was trained at.
-            image_shape: (..., 3, H, W) of the picture, or (..., 4, h, w) of its latents, whose size
+            image_shape: (..., 3, H, W) of the image, or (..., 4, h, w) of its latents, whose size
                 is the result's.
 
         Raises:
@@ -434,8 +434,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
         return image_shape[-3] == self.vae.config.latent_channels
 
     def latent_shape(self, batch_size, height=None, width=None):
-        """(B, 4, height / 8, width / 8), see picture_size."""
-        height, width = self.picture_size(height, width)
+        """(B, 4, height / 8, width / 8), see image_size."""
+        height, width = self.image_size(height, width)
         factor = self.vae_scale_factor
         return batch_size, self.vae.config.latent_channels, height // factor, width // factor
 

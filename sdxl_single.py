@@ -1,18 +1,18 @@
-"""Pictures from text with Stable Diffusion XL on all devices of this machine, compiled by jit.
+"""Images from text with Stable Diffusion XL on all devices of this machine, compiled by jit.
 
     python sdxl_single.py --prompt "a red panda reading a map" --output panda/
     python sdxl_single.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output out/
     python sdxl_single.py --prompts_file prompts.txt --batch_size 2 --output out/ --grid grid.png
 
-Each device makes its share, --batch_size pictures at once; numbers that do not come out even are
-filled up and the surplus thrown away. Picture i of the list (--num_images of each prompt in a row)
-gets its noise from --seed and i alone, so the same command gives the same pictures on any number of
+Each device makes its share, --batch_size images at once; numbers that do not come out even are
+filled up and the surplus thrown away. Image i of the list (--num_images of each prompt in a row)
+gets its noise from --seed and i alone, so the same command gives the same images on any number of
 devices, up to rounding. The first batch compiles, and --compilation_cache_dir keeps the program.
 
 Its twin sdxl_single_aot.py compiles ahead of time and keeps the executable, which starts sooner;
 `diff sdxl_single.py sdxl_single_aot.py` shows what that takes.
 
-For TPU (v4, v5e and later), GPU and CPU (minutes per picture). SDXL's weights take 7 GB in bfloat16
+For TPU (v4, v5e and later), GPU and CPU (minutes per image). SDXL's weights take 7 GB in bfloat16
 and 14 GB in float32, which is the default on a CPU.
 
 Source: SDXL (arXiv 2307.01952).
@@ -52,7 +52,7 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 
 @dataclass(frozen=True)
 class Config:
-    """What to picture, with what, how."""
+    """What images to make, with what, how."""
 
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
     revision: str | None = None  # branch, tag or commit on the Hub
@@ -68,11 +68,11 @@ class Config:
     height: int | None = None  # pixels; default: what the model was trained at (1024)
     width: int | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    latents: Path | None = None  # .npy with noise to start from, (pictures, 4, height/8, width/8)
-    batch_size: int = 1  # pictures per device at once, at most
+    latents: Path | None = None  # .npy with noise to start from, (images, 4, height/8, width/8)
+    batch_size: int = 1  # images per device at once, at most
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
-    output: Path = Path("sdxl")  # folder; of a single picture also a file (.png, .jpg)
-    grid: Path | None = None  # all pictures in one
+    output: Path = Path("sdxl")  # folder; of a single image also a file (.png, .jpg)
+    grid: Path | None = None  # all images in one
     compilation_cache_dir: str = "~/.cache/jax"  # programs for the next start; "" keeps none
 
 
@@ -109,13 +109,13 @@ def cast(params, dtype):
     return params | {"scheduler": scheduler_state}
 
 
-# 3. Defaults: what to picture
+# 3. Defaults
 
 
 def list_prompts(config, num_devices):
-    """Each picture's prompt."""
+    """Each image's prompt."""
     if config.prompts_file and config.prompt != Config.prompt:
-        raise ValueError("--prompt and --prompts_file both say what to picture; give one of them")
+        raise ValueError("--prompt and --prompts_file are both given; give one of them")
     prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
@@ -128,7 +128,7 @@ def list_prompts(config, num_devices):
 
 
 def tokenize_prompts(pipeline, prompts, negative_prompt):
-    """(prompt_ids, neg_prompt_ids or None), int32 (pictures, 2, 77)."""
+    """(prompt_ids, neg_prompt_ids or None), int32 (images, 2, 77)."""
     prompt_ids = pipeline.prepare_inputs(prompts)
     if not negative_prompt:  # zeros, which SDXL was trained with, and not the empty text
         return prompt_ids, None
@@ -138,17 +138,17 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 # 5. Replicate
 
 
-def replicate_all(params, devices, seed, num_pictures):
-    """(parameters on every device; a key for each picture, which depends on its number alone)."""
+def replicate_all(params, devices, seed, num_images):
+    """(parameters on every device; a key for each image, which depends on its number alone)."""
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    return params, keys_per_image(jax.random.key(seed), num_pictures)
+    return params, keys_per_image(jax.random.key(seed), num_images)
 
 
 # 6. Generate
 
 
 def generate(pipeline, p_params, batch, config):
-    """Pictures of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
+    """Images of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
     images = pipeline(
         batch["prompt_ids"],
         p_params,
@@ -186,7 +186,7 @@ def check_config(config):
 
 
 def run(config):
-    """Check everything that can be checked, load the model, make the pictures, write them."""
+    """Check everything that can be checked, load the model, make the images, write them."""
     check_config(config)
     use_compilation_cache(config.compilation_cache_dir)
     devices = jax.local_devices()
@@ -211,29 +211,29 @@ def run(config):
     }
 
     # 7. The first batch compiles; 8. from then on it is fast.
-    pictures = []
-    with tqdm(total=len(prompts), desc="compiling", unit="picture") as bar:
+    batch_images = []
+    with tqdm(total=len(prompts), desc="compiling", unit="image") as bar:
         for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
             images = generate(pipeline, p_params, batch, config)[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
             if not np.isfinite(images).all():
                 raise ValueError(
-                    f"pictures from {indices[0]} on came out as NaN; try --dtype float32, and if "
+                    f"images from {indices[0]} on came out as NaN; try --dtype float32, and if "
                     "that does not help, the model is broken"
                 )
-            for i, picture in zip(indices, pipeline.numpy_to_pil(images)):
-                save_image(picture, outputs[i])
+            for i, image in zip(indices, pipeline.numpy_to_pil(images)):
+                save_image(image, outputs[i])
                 if config.grid:
-                    pictures.append(picture)
-            bar.set_description("picturing")
+                    batch_images.append(image)
+            bar.set_description("generating")
             bar.update(len(indices))
     if config.grid:
-        save_image(image_grid(pictures), config.grid)
+        save_image(image_grid(batch_images), config.grid)
     for path in outputs[:10]:
         print(path)
     if len(outputs) > 10:
-        print(f"... {len(outputs)} pictures")
+        print(f"... {len(outputs)} images")
 
 
 def main(args=None):

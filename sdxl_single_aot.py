@@ -1,19 +1,19 @@
-"""Pictures from text with Stable Diffusion XL on all devices, compiled ahead of time and kept.
+"""Images from text with Stable Diffusion XL on all devices, compiled ahead of time and kept.
 
     python sdxl_single_aot.py --prompt "a red panda reading a map" --output panda/
     python sdxl_single_aot.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output o/
     python sdxl_single_aot.py --prompts_file prompts.txt --batch_size 2 --output o/ --grid grid.png
 
-Makes the pictures of sdxl_single.py, its twin, which explains how they are shared out: the same
-flags, the same pictures. Here `jax.pmap(pipeline._generate).lower(...).compile()` compiles before
-the first picture, for one number of steps and one size, and the executable is kept in
+Makes the images of sdxl_single.py, its twin, which explains how they are shared out: the same
+flags, the same images. Here `jax.pmap(pipeline._generate).lower(...).compile()` compiles before
+the first image, for one number of steps and one size, and the executable is kept in
 --executable_dir: the next start loads it and neither traces nor compiles. One that another jax,
 another device, other code or other settings made is compiled again, and it is said why.
 
 An executable is code. --executable_dir is made for its owner alone (mode 0700); one that others may
 write to is refused. Never take executables from others.
 
-For TPU (v4, v5e and later), GPU and CPU (minutes per picture). SDXL's weights take 7 GB in bfloat16
+For TPU (v4, v5e and later), GPU and CPU (minutes per image). SDXL's weights take 7 GB in bfloat16
 and 14 GB in float32, which is the default on a CPU.
 
 Source: SDXL (arXiv 2307.01952); jax's documentation, "Ahead-of-time lowering and compilation".
@@ -56,7 +56,7 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 
 @dataclass(frozen=True)
 class Config:
-    """What to picture, with what, how."""
+    """What images to make, with what, how."""
 
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
     revision: str | None = None  # branch, tag or commit on the Hub
@@ -72,11 +72,11 @@ class Config:
     height: int | None = None  # pixels; default: what the model was trained at (1024)
     width: int | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    latents: Path | None = None  # .npy with noise to start from, (pictures, 4, height/8, width/8)
-    batch_size: int = 1  # pictures per device at once, at most
+    latents: Path | None = None  # .npy with noise to start from, (images, 4, height/8, width/8)
+    batch_size: int = 1  # images per device at once, at most
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
-    output: Path = Path("sdxl")  # folder; of a single picture also a file (.png, .jpg)
-    grid: Path | None = None  # all pictures in one
+    output: Path = Path("sdxl")  # folder; of a single image also a file (.png, .jpg)
+    grid: Path | None = None  # all images in one
     executable_dir: str = "~/.cache/sdxl_single_aot"  # yours alone; "" keeps none
 
 
@@ -113,13 +113,13 @@ def cast(params, dtype):
     return params | {"scheduler": scheduler_state}
 
 
-# 3. Defaults: what to picture
+# 3. Defaults
 
 
 def list_prompts(config, num_devices):
-    """Each picture's prompt."""
+    """Each image's prompt."""
     if config.prompts_file and config.prompt != Config.prompt:
-        raise ValueError("--prompt and --prompts_file both say what to picture; give one of them")
+        raise ValueError("--prompt and --prompts_file are both given; give one of them")
     prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
@@ -132,7 +132,7 @@ def list_prompts(config, num_devices):
 
 
 def tokenize_prompts(pipeline, prompts, negative_prompt):
-    """(prompt_ids, neg_prompt_ids or None), int32 (pictures, 2, 77)."""
+    """(prompt_ids, neg_prompt_ids or None), int32 (images, 2, 77)."""
     prompt_ids = pipeline.prepare_inputs(prompts)
     if not negative_prompt:  # zeros, which SDXL was trained with, and not the empty text
         return prompt_ids, None
@@ -142,17 +142,17 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 # 5. Replicate
 
 
-def replicate_all(params, devices, seed, num_pictures):
-    """(parameters on every device; a key for each picture, which depends on its number alone)."""
+def replicate_all(params, devices, seed, num_images):
+    """(parameters on every device; a key for each image, which depends on its number alone)."""
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    return params, keys_per_image(jax.random.key(seed), num_pictures)
+    return params, keys_per_image(jax.random.key(seed), num_images)
 
 
 # 6. Generate
 
 
 def generate(p_generate, p_params, batch, config):
-    """Pictures of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
+    """Images of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
     images = p_generate(*arguments(p_params, batch, config))  # (devices, batch_size, H, W, 3)
     images = np.asarray(images)
     return images.reshape(-1, *images.shape[2:])
@@ -224,7 +224,7 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
     try:
         store.save(name, what, compiled)
-    except Exception as error:  # a full disk, or a runtime that cannot: the pictures can be made
+    except Exception as error:  # a full disk, or a runtime that cannot: the images can be made
         how += f"; not kept: {one_line(error)}"
     return compiled, how
 
@@ -249,7 +249,7 @@ def check_config(config):
 
 
 def run(config):
-    """Check everything that can be checked, load the model, make the pictures, write them."""
+    """Check everything that can be checked, load the model, make the images, write them."""
     check_config(config)
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
@@ -273,33 +273,33 @@ def run(config):
         "latents": latents,
     }
 
-    # 8. Compiled before the first picture; every batch is fast.
+    # 8. Compiled before the first image; every batch is fast.
     _, batch = next(to_batches(arrays, len(devices), batch_size))
     p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)
     print(how, file=sys.stderr)
 
-    pictures = []
-    with tqdm(total=len(prompts), desc="picturing", unit="picture") as bar:
+    batch_images = []
+    with tqdm(total=len(prompts), desc="generating", unit="image") as bar:
         for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
             images = generate(p_generate, p_params, batch, config)[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
             if not np.isfinite(images).all():
                 raise ValueError(
-                    f"pictures from {indices[0]} on came out as NaN; try --dtype float32, and if "
+                    f"images from {indices[0]} on came out as NaN; try --dtype float32, and if "
                     "that does not help, the model is broken"
                 )
-            for i, picture in zip(indices, pipeline.numpy_to_pil(images)):
-                save_image(picture, outputs[i])
+            for i, image in zip(indices, pipeline.numpy_to_pil(images)):
+                save_image(image, outputs[i])
                 if config.grid:
-                    pictures.append(picture)
+                    batch_images.append(image)
             bar.update(len(indices))
     if config.grid:
-        save_image(image_grid(pictures), config.grid)
+        save_image(image_grid(batch_images), config.grid)
     for path in outputs[:10]:
         print(path)
     if len(outputs) > 10:
-        print(f"... {len(outputs)} pictures")
+        print(f"... {len(outputs)} images")
 
 
 def main(args=None):

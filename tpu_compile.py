@@ -10,7 +10,7 @@ command; of the models only the config.json is read, and without any it is Stabl
     python tpu_compile.py --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
 
-Pictures from text with SDXL, two on each chip, as sdxl_single.py makes them in bfloat16:
+Images from text with SDXL, two on each chip, as sdxl_single.py makes them in bfloat16:
 
     python tpu_compile.py --tpu v5e-4 --program sdxl --num_images 2
 
@@ -19,7 +19,7 @@ minutes on two cores and 13 GB of memory (27 GB at 32 pairs per chip). Prints a 
 as JSON, into the current folder.
 
 The memory is what the compiler lays out, at the time of the run that needs most: with the averages,
-if there will be any. (Validation pictures are not in it.) The time of a step is a lower bound, a
+if there will be any. (Validation images are not in it.) The time of a step is a lower bound, a
 roofline: all FLOPs at the chip's peak, or all that moves to and from its memory at the memory's
 rate, whichever takes longer; communication between chips is not in it, nor is waiting for data. The
 report has the bytes accessed as well, which the compiler counts wherever they are, also those that
@@ -102,10 +102,10 @@ LIBTPU_ENVIRONMENT = {
 @dataclass(frozen=True, kw_only=True)
 class Config(trainer.Config):
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
-    # unet_grad: the bare UNet's part of a step; sdxl: pictures from text; sdxl_unet: its UNet, once
+    # unet_grad: the bare UNet's part of a step; sdxl: images from text; sdxl_unet: its UNet, once
     program: Literal["train_step", "unet_grad", "sdxl", "sdxl_unet"] = "train_step"
     find_batch: bool = False  # find the largest batch that fits, starting from train_batch_size
-    num_images: int = 1  # of sdxl and sdxl_unet: pictures at once on each chip
+    num_images: int = 1  # of sdxl and sdxl_unet: images at once on each chip
     num_inference_steps: int = 20  # of sdxl
     image_size: int = 1024  # of sdxl and sdxl_unet, pixels of a side
     # JSON; "" is tpu_compile_TPU_PROGRAM.json in the current folder, never one of other flags
@@ -136,7 +136,7 @@ class Job(NamedTuple):
     step: Callable
     args: tuple
     held: dict[str, Any]  # what a step finds in memory: trees by their names in the report
-    batch_per_chip: int  # pairs or pictures
+    batch_per_chip: int  # pairs or images
     trips: int = 1  # of the loop in the step
     body: Callable | None = None  # what is in that loop; None: all of the step's work
     body_args: tuple = ()
@@ -287,8 +287,8 @@ def train_step_job(config, devices):
         for name, channels in (("original_latents", C), ("edited_latents", 2 * C)):
             batch[name] = jax.ShapeDtypeStruct((n, B, side, side, channels), jnp.float16)
     else:
-        pictures = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
-        batch |= {"original_pixel_values": pictures, "edited_pixel_values": pictures}
+        images = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
+        batch |= {"original_pixel_values": images, "edited_pixel_values": images}
     frozen = on_all(frozen, n)
     state = state_shapes(params, tx, axes, n)
     average = state.params  # sharded alike
@@ -346,7 +346,7 @@ def unet_grad_job(config, devices):
 
 
 def sdxl_job(config, devices):
-    """sdxl_single.py's program in bfloat16: prompts, noise and guidance to pictures.
+    """sdxl_single.py's program in bfloat16: prompts, noise and guidance to images.
 
     Args:
         config: Config.
@@ -484,10 +484,10 @@ def count_flops(config, share):
 
     Args:
         config: Config.
-        share: of the batch, pairs or pictures of a chip.
+        share: of the batch, pairs or images of a chip.
     """
-    one_picture = replace(config, train_batch_size=share, num_images=1)
-    job = JOBS[config.program](one_picture, jax.devices("cpu")[:1])
+    one_image = replace(config, train_batch_size=share, num_images=1)
+    job = JOBS[config.program](one_image, jax.devices("cpu")[:1])
 
     def count(program, args):
         with plain_operations():
@@ -498,7 +498,7 @@ def count_flops(config, share):
         return flops * job.trips
     if job.trips > 1:
         flops += (job.trips - 1) * count(job.body, job.body_args)
-    return flops * share  # of one picture, as many are decoded in a loop
+    return flops * share  # of one image, as many are decoded in a loop
 
 
 def memory_parts(job, step, update):

@@ -268,11 +268,11 @@ def encode_pairs(vae, params, originals, edits):
 
     Returns:
         float16 (B, 2, h, w, C), the modes of the originals, and (B, 2, h, w, 2 C), mean and
-        standard deviation of the edits; the second of two is of the picture mirrored.
+        standard deviation of the edits; the second of two is of the image mirrored.
     """
     B = len(originals)
-    pictures = jnp.concatenate((originals, edits))
-    posterior = encode_images(vae, params, jnp.concatenate((pictures, pictures[:, :, ::-1])))
+    images = jnp.concatenate((originals, edits))
+    posterior = encode_images(vae, params, jnp.concatenate((images, images[:, :, ::-1])))
     mean, std = (
         jnp.stack(jnp.split(x, 2), axis=1).astype(jnp.float16)  # (2 B, 2, h, w, C)
         for x in (posterior.mean, posterior.std)
@@ -304,7 +304,7 @@ def check_kept(path: Path, what: dict) -> None:
 
 
 def describe_source(path: Path, groups: list[RowGroup]) -> dict:
-    """What tells a shard of pictures from others: its size, end, rows and columns."""
+    """What tells a shard of images from others: its size, end, rows and columns."""
     with path.open("rb") as file:
         file.seek(-min(SOURCE_BYTES_READ, path.stat().st_size), os.SEEK_END)
         end = zlib.crc32(file.read())
@@ -386,7 +386,7 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
                         for i, position in enumerate(positions)
                     ]
                     decoded = [future.result() for future in decoded]
-                    if waiting:  # the devices were at work while the next pictures were decoded
+                    if waiting:  # the devices were at work while the next images were decoded
                         rows += finish(*waiting)
                     waiting = encode(*pixels), decoded
                     with contextlib.suppress(OSError):  # not every file system can
@@ -486,7 +486,7 @@ def write_latents(config, output_dir, batch_size=None):
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))
     whole, shares = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
     params = jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), params), whole)
-    # Every device its own pairs, which XLA would not see in a loop over pictures.
+    # Every device its own pairs, which XLA would not see in a loop over images.
     program = jax.jit(
         jax.shard_map(
             partial(encode_pairs, vae),

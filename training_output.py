@@ -357,8 +357,8 @@ class MetricsLog:
         if self.wandb_run is not None:
             self.wandb_run.log(row)
 
-    def pictures(self, name, path, caption, step):
-        """Show the picture file at path under name in wandb; without wandb, nothing is done."""
+    def images(self, name, path, caption, step):
+        """Show the image file at path under name in wandb; without wandb, nothing is done."""
         if self.wandb_run is not None:
             import wandb
 
@@ -404,14 +404,14 @@ def start_wandb(folder, config, project, resume):
 
 
 def validation_grid(pairs, prompts):
-    """One picture of several edits, under each other: before, after, and the instruction below.
+    """One image of several edits, under each other: before, after, and the instruction below.
 
     Args:
-        pairs: list of (before, after), PIL pictures; all are fitted into the first one's size.
+        pairs: list of (before, after), PIL images; all are fitted into the first one's size.
         prompts: as many instructions.
 
     Returns:
-        PIL picture, RGB.
+        PIL image, RGB.
     """
     from diffusers.utils import make_image_grid  # seconds to import
 
@@ -421,7 +421,7 @@ def validation_grid(pairs, prompts):
     font = ImageFont.load_default(FONT_SIZE)
     tiles = []
     for pair, text in zip(pairs, texts):
-        fitted = [ImageOps.pad(picture.convert("RGB"), (W, H), color="white") for picture in pair]
+        fitted = [ImageOps.pad(image.convert("RGB"), (W, H), color="white") for image in pair]
         tile = Image.new("RGB", (2 * W, H + text_height), "white")
         tile.paste(make_image_grid(fitted, rows=1, cols=2))
         ImageDraw.Draw(tile).text((0, H), text, fill="black", font=font)
@@ -430,7 +430,7 @@ def validation_grid(pairs, prompts):
 
 
 def write_model_card(
-    folder, *, name, base_model, dataset, command, config, metrics=None, picture=None
+    folder, *, name, base_model, dataset, command, config, metrics=None, image=None
 ):
     """Write folder/README.md: what the model is, how it was made, how it is used.
 
@@ -442,7 +442,7 @@ def write_model_card(
         command: the command that made it, as shlex.join gives it.
         config: all flags, a dict.
         metrics: the last row of metrics.jsonl, a dict, if there is one.
-        picture: path of a validation grid, relative to folder, if there is one.
+        image: path of a validation grid, relative to folder, if there is one.
 
     Source: Hub documentation, "Model Cards". No license is claimed: the base model's binds.
     """
@@ -453,12 +453,12 @@ def write_model_card(
         tags=["stable-diffusion", "instruct-pix2pix", "image-to-image", "diffusers", "jax"],
         inference=True,
     )
-    shown = f"![before and after, with the instruction]({picture})\n" if picture else ""
+    shown = f"![before and after, with the instruction]({image})\n" if image else ""
     last_metrics = f"### Last metrics\n\n{table(metrics)}\n" if metrics else ""
     text = f"""
 # {name}
 
-Edits pictures as told: an InstructPix2Pix fine-tuned from `{base_model}` on `{dataset}`, with JAX.
+Edits images as told: an InstructPix2Pix fine-tuned from `{base_model}` on `{dataset}`, with JAX.
 
 {shown}
 ## Use
@@ -474,8 +474,8 @@ pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
     {json.dumps(name)}, torch_dtype=torch.float16
 )
 pipeline.to("cuda")
-picture = load_image("in.jpg")
-edited = pipeline("make it red", picture, guidance_scale=7.5, image_guidance_scale=1.5).images[0]
+image = load_image("in.jpg")
+edited = pipeline("make it red", image, guidance_scale=7.5, image_guidance_scale=1.5).images[0]
 edited.save("out.png")
 ```
 

@@ -391,9 +391,7 @@ class TrainRun:
             if self.is_main:
                 path = self.output_dir / "validation" / f"step-{step:06d}.png"
                 save_whole(path, validation_grid(list(zip(images, edits)), prompts).save)
-                self.metrics_log.pictures(
-                    "validation", path, f"before and after, step {step}", step
-                )
+                self.metrics_log.images("validation", path, f"before and after, step {step}", step)
 
     def final_weights(self, state, averages):
         """The weights that the run ends with, as NumPy arrays: {"unet"} and, if asked for,
@@ -449,7 +447,7 @@ class TrainRun:
             command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
             config=asdict(config),
             metrics=self.last_row,
-            picture=grid if self.validation_images else None,
+            image=grid if self.validation_images else None,
         )
         parts = {name: self.frozen[name] for name in ("vae", "text_encoder")}
         self.pipeline.save_pretrained(output_dir, {"unet": weights["unet"], **parts})

@@ -2,7 +2,7 @@
 
     python demo/evaluate.py --output_dir demo/output          # after edit_cli.py; seconds
 
-Reads OUTPUT_DIR/held_out/edits.jsonl and the pictures it names. Writes OUTPUT_DIR/summary.json and
+Reads OUTPUT_DIR/held_out/edits.jsonl and the images it names. Writes OUTPUT_DIR/summary.json and
 OUTPUT_DIR/edits.png: a row per held-out crop; the input, then result and truth of each instruction.
 """
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo.photographs import EDITS
 
-CELL = 128  # pixels of a picture in the grid
+CELL = 128  # pixels of an image in the grid
 GAP = 6
 HEADER = 64
 
@@ -32,28 +32,28 @@ class Config:
     started: float | None = None  # when the demo began, seconds since 1970; None leaves it out
 
 
-def read_picture(path):
+def read_image(path):
     """(H, W, 3) float32 in [0, 1]."""
     return np.asarray(Image.open(path).convert("RGB"), np.float32) / 255
 
 
 def distance(a, b):
-    """Mean absolute difference of two pictures in [0, 1]."""
+    """Mean absolute difference of two images in [0, 1]."""
     return float(np.abs(a - b).mean())
 
 
 def load_edits(output_dir):
-    """Per held-out crop: its picture, its results and its truths in the order of EDITS."""
+    """Per held-out crop: its image, its results and its truths in the order of EDITS."""
     instructions = [edit.instruction for edit in EDITS]
     crops = {}
     for line in (Path(output_dir) / "held_out" / "edits.jsonl").read_text().splitlines():
         edit = json.loads(line)
         source, i = Path(edit["input"]), instructions.index(edit["edit"])
         crop = crops.setdefault(
-            source.stem, {"input": read_picture(source), "results": {}, "truths": {}}
+            source.stem, {"input": read_image(source), "results": {}, "truths": {}}
         )
-        crop["results"][i] = read_picture(edit["output"])
-        crop["truths"][i] = read_picture(source.with_name(f"{source.stem}_truth_{i}.png"))
+        crop["results"][i] = read_image(edit["output"])
+        crop["truths"][i] = read_image(source.with_name(f"{source.stem}_truth_{i}.png"))
     return crops
 
 
@@ -103,8 +103,8 @@ def draw(crops):
         pen.text((left, HEADER - 22), "result", fill="black", font=font)
         pen.text((left + CELL + GAP, HEADER - 22), "truth", fill="gray", font=font)
 
-    def paste(picture, x, y):
-        cell = Image.fromarray(np.uint8(np.round(picture * 255)))
+    def paste(image, x, y):
+        cell = Image.fromarray(np.uint8(np.round(image * 255)))
         grid.paste(cell.resize((CELL, CELL), Image.Resampling.BICUBIC), (x, y))
 
     for row, crop in enumerate(crops.values()):

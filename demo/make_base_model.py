@@ -4,7 +4,7 @@
     python demo/make_base_model.py --vae_steps 20 --unet_steps 20 --num_latents 256 \\
         --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
 
-Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the pictures; text
+Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the images; text
 encoder and UNet together on (caption, latent) pairs. The result is a diffusers pipeline folder in
 half precision. Finished stages are kept in --work_dir and not run again with the same flags and
 captions. The model in the repository took 17 minutes for the VAE and 20 for the rest.
@@ -48,7 +48,7 @@ from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
 from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
 from scheduling_flax import FlaxDDIMScheduler, FlaxDDPMScheduler  # noqa: E402
 
-SIZE = 64  # pixels of a picture's side
+SIZE = 64  # pixels of an image's side
 NUM_MERGES = 120
 VOCAB_SIZE = 512 + NUM_MERGES + 2  # CLIP's 2 x 256 byte symbols, merges, start and end of text
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -114,34 +114,34 @@ class Config:
     unet_steps: int = 3000  # optimizer steps of text encoder and UNet
     vae_batch_size: int = 8
     unet_batch_size: int = 32
-    num_latents: int = 16384  # pictures encoded once, to train the UNet on
+    num_latents: int = 16384  # images encoded once, to train the UNet on
     vae_learning_rate: float = 1e-2  # peak; warm-up, then cosine to zero
     unet_learning_rate: float = 3e-3  # peak; warm-up, then cosine to zero
     kl_weight: float = 5e-4  # weight of the VAE's KL term, per latent number
     seed: int = 0
 
 
-def picture_batches(seed, batch_size, recolour):
-    """Endless batches: pictures (B, 3, SIZE, SIZE) float32 in [-1, 1] and their captions.
+def image_batches(seed, batch_size, recolour):
+    """Endless batches: images (B, 3, SIZE, SIZE) float32 in [-1, 1] and their captions.
 
     recolour: True permutes and scales the colour channels (for the VAE, which wants every colour).
     """
     rng = np.random.default_rng(seed)
-    pictures, names = load_photographs(TRAINING)
+    images, names = load_photographs(TRAINING)
     while True:
         batch, captions = [], []
         for _ in range(batch_size):
-            i = rng.integers(len(pictures))
-            picture = random_crop(rng, pictures[i], SIZE)
+            i = rng.integers(len(images))
+            image = random_crop(rng, images[i], SIZE)
             if rng.random() < 0.5:
-                picture = picture[:, ::-1]
+                image = image[:, ::-1]
             if recolour and rng.random() < 0.5:
-                picture = picture[..., rng.permutation(3)] ** np.float32(rng.uniform(0.6, 1.6))
-                picture = picture * rng.uniform(0.5, 1, 3).astype(np.float32)
+                image = image[..., rng.permutation(3)] ** np.float32(rng.uniform(0.6, 1.6))
+                image = image * rng.uniform(0.5, 1, 3).astype(np.float32)
             edit = EDITS[rng.integers(len(EDITS))] if rng.random() < 0.6 else None
             caption = "a photo of {}" if edit is None else edit.caption
             captions.append(caption.format(names[i]))
-            batch.append(picture if edit is None else edit.apply(picture))
+            batch.append(image if edit is None else edit.apply(image))
         yield np.stack(batch).transpose(0, 3, 1, 2) * 2 - 1, captions
 
 
@@ -195,11 +195,11 @@ def fit(loss_fn, params, batches, num_steps, learning_rate, seed, desc):
     return params
 
 
-def vae_loss(params, pictures, key, *, kl_weight):
+def vae_loss(params, images, key, *, kl_weight):
     """Mean absolute plus mean squared error of the reconstruction, plus the KL term."""
-    posterior = VAE.apply({"params": params}, pictures, method=VAE.encode).latent_dist
+    posterior = VAE.apply({"params": params}, images, method=VAE.encode).latent_dist
     latents = jnp.transpose(posterior.sample(key), (0, 3, 1, 2))
-    error = VAE.apply({"params": params}, latents, method=VAE.decode).sample - pictures
+    error = VAE.apply({"params": params}, latents, method=VAE.decode).sample - images
     kl = posterior.kl().mean() / posterior.mean[0].size
     return jnp.abs(error).mean() + jnp.square(error).mean() + kl_weight * kl
 
@@ -207,16 +207,14 @@ def vae_loss(params, pictures, key, *, kl_weight):
 def train_vae(config):
     """The autoencoder's parameters, and the factor that brings its latents to unit variance."""
     params = jax.jit(VAE.init_weights)(jax.random.key(config.seed))
-    batches = (
-        pictures for pictures, _ in picture_batches(config.seed + 1, config.vae_batch_size, True)
-    )
+    batches = (images for images, _ in image_batches(config.seed + 1, config.vae_batch_size, True))
     loss = partial(vae_loss, kl_weight=config.kl_weight)
     params = fit(
         loss, params, batches, config.vae_steps, config.vae_learning_rate, config.seed + 2, "VAE"
     )
-    pictures, _ = next(picture_batches(config.seed + 3, 512, False))
+    images, _ = next(image_batches(config.seed + 3, 512, False))
     encode = jax.jit(partial(VAE.apply, method=VAE.encode))
-    latents = encode({"params": params}, pictures).latent_dist.mode()
+    latents = encode({"params": params}, images).latent_dist.mode()
     return jax.device_get({"params": params, "scaling_factor": 1 / jnp.std(latents)})
 
 
@@ -267,11 +265,11 @@ def make_tokenizer(folder):
 def latent_batches(vae, tokenizer, config):
     """Endless batches: scaled latents (B, 16, h, w) and token ids (B, 77), 10% of them of ""."""
     rng = np.random.default_rng(config.seed + 4)
-    pictures = picture_batches(config.seed + 5, 256, recolour=False)
+    images = image_batches(config.seed + 5, 256, recolour=False)
     encode = jax.jit(partial(VAE.apply, method=VAE.encode))
     latents, captions = [], []
     for _ in trange(-(-config.num_latents // 256), desc="encode", mininterval=5):
-        batch, batch_captions = next(pictures)
+        batch, batch_captions = next(images)
         mode = encode({"params": vae["params"]}, batch).latent_dist.mode()
         latents.append(np.asarray(mode).transpose(0, 3, 1, 2) * vae["scaling_factor"])
         captions += batch_captions

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
 from parquet_pairs import SCHEMA
 
-SIZE = 64  # pixels of a picture's side
+SIZE = 64  # pixels of an image's side
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Config:
     seed: int = 0
 
 
-def to_pil(picture):
-    """(H, W, 3) float32 in [0, 1] to a PIL picture."""
-    return Image.fromarray(np.uint8(np.round(picture * 255)))
+def to_pil(image):
+    """(H, W, 3) float32 in [0, 1] to a PIL image."""
+    return Image.fromarray(np.uint8(np.round(image * 255)))
 
 
-def jpeg(picture):
-    """A parquet image cell with the picture as JPEG of the best quality."""
+def jpeg(image):
+    """A parquet image cell with the image as JPEG of the best quality."""
     buffer = io.BytesIO()
-    to_pil(picture).save(buffer, "JPEG", quality=100, subsampling=0)
+    to_pil(image).save(buffer, "JPEG", quality=100, subsampling=0)
     return {"bytes": buffer.getvalue(), "path": None}
 
 
@@ -56,14 +56,14 @@ def write_shards(folder, rng, num_pairs, num_shards):
     rows = []
     for _ in trange(num_pairs, desc="pairs", mininterval=2):
         i, edit = rng.integers(len(photographs)), EDITS[rng.choice(len(EDITS), p=shares)]
-        picture = random_crop(rng, photographs[i], SIZE)
+        image = random_crop(rng, photographs[i], SIZE)
         rows.append(
             {
                 "original_prompt": f"a photo of {names[i]}",
-                "original_image": jpeg(picture),
+                "original_image": jpeg(image),
                 "edit_prompt": edit.instruction,
                 "edited_prompt": edit.caption.format(names[i]),
-                "edited_image": jpeg(edit.apply(picture)),
+                "edited_image": jpeg(edit.apply(image)),
             }
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,11 @@ def write_held_out(folder, results, rng, crops_per_photograph):
     lines = []
     for photograph, file in zip(photographs, HELD_OUT):
         for crop in range(crops_per_photograph):
-            picture = random_crop(rng, photograph, SIZE, smallest=0.4)
+            image = random_crop(rng, photograph, SIZE, smallest=0.4)
             name = f"{Path(file).stem}_{crop}"
-            to_pil(picture).save(folder / f"{name}.png")
+            to_pil(image).save(folder / f"{name}.png")
             for i, edit in enumerate(EDITS):
-                to_pil(edit.apply(picture)).save(folder / f"{name}_truth_{i}.png")
+                to_pil(edit.apply(image)).save(folder / f"{name}_truth_{i}.png")
                 line = {"input": f"{folder}/{name}.png", "edit": edit.instruction}
                 lines.append(line | {"output": f"{results}/{name}_{i}.png"})
     (folder / "edits.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -38,7 +38,7 @@ HELD_OUT = {
 class Edit(NamedTuple):
     """An instruction, how a caption describes the result, and the edit itself.
 
-    apply takes and returns a picture, (H, W, 3) float32 in [0, 1]. weight is how often the edit is
+    apply takes and returns an image, (H, W, 3) float32 in [0, 1]. weight is how often the edit is
     in the training pairs relative to the others; those that rearrange colours take longer to learn.
     """
 
@@ -83,7 +83,7 @@ EDITS = (
 
 
 def load_photographs(files):
-    """The photographs as RGB pictures, and their names. files: TRAINING or HELD_OUT."""
+    """The photographs as RGB images, and their names. files: TRAINING or HELD_OUT."""
     import matplotlib
     import skimage
     import sklearn
@@ -91,26 +91,26 @@ def load_photographs(files):
     packages = {
         module.__name__: Path(module.__file__).parent for module in (matplotlib, skimage, sklearn)
     }
-    pictures = []
+    images = []
     for file in files:
         package, _, rest = file.partition("/")
-        pictures.append(Image.open(packages[package] / rest).convert("RGB"))
-    return pictures, list(files.values())
+        images.append(Image.open(packages[package] / rest).convert("RGB"))
+    return images, list(files.values())
 
 
-def random_crop(rng, picture, size, smallest=0.0):
+def random_crop(rng, image, size, smallest=0.0):
     """A square of random place and scale, resized: (size, size, 3) float32 in [0, 1].
 
     Args:
         rng: numpy Generator.
-        picture: PIL picture.
-        size: pixels of the result's side, at most the picture's shorter side.
+        image: PIL image.
+        size: pixels of the result's side, at most the image's shorter side.
         smallest: least side of the square as a share of the shorter side; `size` pixels at least.
     """
-    shorter = min(picture.size)
+    shorter = min(image.size)
     side = int(np.exp(rng.uniform(np.log(max(size, smallest * shorter)), np.log(shorter))))
-    left = int(rng.integers(picture.width - side + 1))
-    top = int(rng.integers(picture.height - side + 1))
+    left = int(rng.integers(image.width - side + 1))
+    top = int(rng.integers(image.height - side + 1))
     box = (left, top, left + side, top + side)
-    crop = picture.resize((size, size), Image.Resampling.LANCZOS, box=box)
+    crop = image.resize((size, size), Image.Resampling.LANCZOS, box=box)
     return np.asarray(crop, np.float32) / 255

@@ -51,31 +51,31 @@ def links(shards_dir, tmp_path_factory):
 
 
 def decode(pair, resample):
-    """Both pictures of a pair, float (2, R, R, 3) from 0 to 255."""
+    """Both images of a pair, float (2, R, R, 3) from 0 to 255."""
     pixels = np.empty((2, RESOLUTION, RESOLUTION, 3), np.uint8)
     decode_pair(pair, pixels, COLUMNS, resample, 0.5, False)
     return pixels.astype(np.float32)
 
 
 def difference(pixels, expected):
-    """Mean |difference|, of the mirrored pictures if that is less."""
+    """Mean |difference|, of the mirrored images if that is less."""
     return min(np.abs(pixels - expected).mean(), np.abs(pixels[..., ::-1, :] - expected).mean())
 
 
 def take_epoch(stream):
-    """The pictures of an epoch by prompt: float (2, R, R, 3) from 0 to 255."""
-    pictures = {}
+    """The images of an epoch by prompt: float (2, R, R, 3) from 0 to 255."""
+    images = {}
     with contextlib.closing(stream):
-        while len(pictures) < NUM_ROWS:
+        while len(images) < NUM_ROWS:
             batch = next(stream)
             pixels = np.stack([np.asarray(batch[name]) for name in PIXELS], axis=1)
             if pixels.dtype == np.float32:
                 pixels = (np.moveaxis(pixels, 2, -1) + 1) * 127.5
             assert pixels.shape == (BATCH_SIZE, 2, RESOLUTION, RESOLUTION, 3)
             for prompt, both in zip(batch["edit_prompt"], pixels):
-                assert prompt not in pictures  # an epoch has every row once
-                pictures[prompt] = both.astype(np.float32)
-    return pictures
+                assert prompt not in images  # an epoch has every row once
+                images[prompt] = both.astype(np.float32)
+    return images
 
 
 def test_shards_are_shaped_like_the_real_ones(shards_dir):
@@ -87,7 +87,7 @@ def test_shards_are_shaped_like_the_real_ones(shards_dir):
         assert file.metadata.num_row_groups == 1
     pairs = read_pairs(shards_dir)
     assert len({pair.prompt for pair in pairs}) == NUM_ROWS
-    sizes = [len(picture) for pair in pairs for picture in pair[:2]]
+    sizes = [len(image) for pair in pairs for image in pair[:2]]
     assert 150e3 < np.mean(sizes) < 250e3  # 205 kB in the public dataset
     differences = [np.abs(np.diff(decode(pair, "dct"), axis=0)).mean() for pair in pairs]
     assert min(differences) > 0.1  # an edit that changes nothing gives 0
@@ -104,15 +104,15 @@ def test_pixels_agree(method, num_threads, shards_dir, links):
         pytest.importorskip("datasets")
     resample = "dct" if method == "ours" else "lanczos"
     if method in ("ours", "ours_lanczos"):
-        pictures = take_epoch(ours(links[0].parent, num_threads, resample))
+        images = take_epoch(ours(links[0].parent, num_threads, resample))
         largest = 0
     else:
         stream = {"datasets": hugging_face, "torch": torch_rows}[method]
-        pictures = take_epoch(stream(links, num_threads))
+        images = take_epoch(stream(links, num_threads))
         largest = 3
     expected = {pair.prompt: decode(pair, resample) for pair in read_pairs(shards_dir)}
-    assert pictures.keys() == expected.keys()
-    for prompt, pixels in pictures.items():
+    assert images.keys() == expected.keys()
+    for prompt, pixels in images.items():
         assert difference(pixels, expected[prompt]) <= largest
 
 

@@ -63,7 +63,7 @@ def kept(model, data, tmp_path_factory):
 
 
 def test_latents_are_pytorchs(model, data, kept):
-    """Of every picture and its mirror image, in the rows of the source."""
+    """Of every image and its mirror image, in the rows of the source."""
     vae = AutoencoderKL.from_pretrained(model / "vae")
     for source in list_row_groups(str(data)):
         group = next(g for g in list_row_groups(str(kept)) if g.path.name == source.path.name)
@@ -78,9 +78,9 @@ def test_latents_are_pytorchs(model, data, kept):
             pixels = np.empty((2, 16, 16, 3), np.uint8)
             parquet_shards.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
             both = np.stack((pixels, pixels[:, :, ::-1]), 1).reshape(4, 16, 16, 3)
-            pictures = torch.from_numpy(both.copy()).permute(0, 3, 1, 2) / 127.5 - 1
+            images = torch.from_numpy(both.copy()).permute(0, 3, 1, 2) / 127.5 - 1
             with torch.no_grad():
-                posterior = vae.encode(pictures).latent_dist
+                posterior = vae.encode(images).latent_dist
             mean, std = (
                 x.permute(0, 2, 3, 1).unflatten(0, (2, 2)).numpy()
                 for x in (posterior.mean, posterior.std)
@@ -92,14 +92,14 @@ def test_latents_are_pytorchs(model, data, kept):
             np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
 
 
-def test_batches_are_flipped_as_pictures_are(model, data, kept):
+def test_batches_are_flipped_as_images_are(model, data, kept):
     """Same rows, same order, same mirror images, same stand-in for the broken pair."""
     options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
-    pictures, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
+    images, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
-    encode = jax.jit(lambda pictures: encode_images(vae, params, pictures))
+    encode = jax.jit(lambda images: encode_images(vae, params, images))
     for _ in range(2):  # epochs
-        for ours, theirs in zip(latents, pictures, strict=True):
+        for ours, theirs in zip(latents, images, strict=True):
             assert ours["edit_prompt"] == theirs["edit_prompt"]
             original = encode(theirs["original_pixel_values"])
             edited = encode(theirs["edited_pixel_values"])
@@ -108,19 +108,19 @@ def test_batches_are_flipped_as_pictures_are(model, data, kept):
             close = partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-3)
             close(ours["original_latents"], original.mean)
             close(ours["edited_latents"], expected)
-    assert pictures.num_bad == latents.num_bad > 0
+    assert images.num_bad == latents.num_bad > 0
 
 
-def test_pictures_encoded_one_by_one_or_together(model):
+def test_images_encoded_one_by_one_or_together(model):
     """As CPUs do, and as the other platforms do."""
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
-    pictures = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), np.uint8)
-    alone = jax.jit(lambda x: encode_images(vae, params, x)).lower(pictures)
+    images = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), np.uint8)
+    alone = jax.jit(lambda x: encode_images(vae, params, x)).lower(images)
     with plain_operations():
-        together = jax.jit(lambda x: encode_images(vae, params, x)).lower(pictures)
+        together = jax.jit(lambda x: encode_images(vae, params, x)).lower(images)
     assert "stablehlo.while" in alone.as_text()
     assert "stablehlo.while" not in together.as_text()
-    for ours, theirs in zip(*(jax.tree.leaves(x.compile()(pictures)) for x in (alone, together))):
+    for ours, theirs in zip(*(jax.tree.leaves(x.compile()(images)) for x in (alone, together))):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -136,7 +136,7 @@ def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatc
     assert sizes == {n if batch_size == 1 else -(-9 // n) * n}
 
 
-def test_latents_are_known_as_their_pictures(data, kept):
+def test_latents_are_known_as_their_images(data, kept):
     """A run may go on with or without them, and several hosts draw the same for them."""
     states = [
         ParquetImagePairs(str(folder), batch_size=8, resolution=16, random_crop=False).state_dict()
@@ -316,7 +316,7 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
         (run(model, kept, random_crop=True), "random_crop=True does not go with latents"),
         (run(model, kept, resolution=32), "holds latents of resolution=16, not 32"),
         (run(other, kept), "has latents of another VAE than"),
-        (run(model, mixed), "do not go together: latents and pictures"),
+        (run(model, mixed), "do not go together: latents and images"),
     ):
         with pytest.raises(SystemExit) as ended:
             run_main(config, monkeypatch)
@@ -325,7 +325,7 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
         assert error.startswith("error: ") and message in error
     with pytest.raises(SystemExit):
         parquet_processing.main(["--train_data_dir", str(kept)])
-    assert "holds latents; only pictures can be looked at" in capsys.readouterr().err
+    assert "holds latents; only images can be looked at" in capsys.readouterr().err
 
 
 def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
@@ -354,6 +354,6 @@ def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
     )
     assert len(list(dataset)) == 1
     assert list(dataset.bad_rows.values()) == [
-        "edited_image: no latents in the shard, as of a picture that is broken"
+        "edited_image: no latents in the shard, as of an image that is broken"
     ]
     assert json.loads(table.schema.metadata[b"latents"])["rows"] == 7

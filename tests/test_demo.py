@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 
-from demo.evaluate import load_edits, measure, read_picture
+from demo.evaluate import load_edits, measure, read_image
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
@@ -38,10 +38,10 @@ def output_dir(tmp_path_factory):
 def test_no_held_out_photograph_is_trained_on():
     assert not set(HELD_OUT) & set(TRAINING)
     held_out, training = (load_photographs(files)[0] for files in (HELD_OUT, TRAINING))
-    assert not {picture.tobytes() for picture in held_out} & {p.tobytes() for p in training}
+    assert not {image.tobytes() for image in held_out} & {p.tobytes() for p in training}
 
 
-def test_edits_are_pictures_and_differ():
+def test_edits_are_images_and_differ():
     rng = np.random.default_rng(0)
     assert len(EDITS) >= 6
     for photograph in load_photographs(HELD_OUT)[0]:
@@ -56,7 +56,7 @@ def test_edits_are_pictures_and_differ():
 
 
 def test_shards_hold_true_edits(output_dir):
-    """What the loader makes of the shards is an instruction's effect on the picture beside it."""
+    """What the loader makes of the shards is an instruction's effect on the image beside it."""
     apply = {edit.instruction: edit.apply for edit in EDITS}
     dataset = ParquetImagePairs(
         str(output_dir / "data"), batch_size=40, resolution=64, random_flip=False
@@ -151,16 +151,16 @@ def test_the_whole_demo():
     for instruction, figures in summary["by_instruction"].items():
         assert figures["edit_error_ratio"] <= 0.5, instruction
 
-    # PyTorch opens the model and makes the same picture of the same latents.
+    # PyTorch opens the model and makes the same image of the same latents.
     model = ROOT / "demo" / "output" / "model"
     names = ("chelsea_0", "coffee_0", "china_0")
     files = [ROOT / "demo" / "output" / "held_out" / f"{name}.png" for name in names]
-    pictures = np.stack([read_picture(file) for file in files])
+    images = np.stack([read_image(file) for file in files])
     latents = np.random.default_rng(0).standard_normal((3, 16, 16, 16)).astype(np.float32)
     prompts = ["invert the colors", "cover it in fog", "make it black and white"]
-    expected = edit_with_torch(model, prompts, pictures, latents)
+    expected = edit_with_torch(model, prompts, images, latents)
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
-    inputs = pipeline.prepare_inputs(prompts, pictures)
+    inputs = pipeline.prepare_inputs(prompts, images)
     result = pipeline(
         *inputs, params, jax.random.key(0), num_inference_steps=20, latents=latents
     ).images

@@ -38,8 +38,8 @@ def photo(width, height, seed=0):
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    """Five pictures, all but b.png landscape, one of those by its EXIF only."""
+def images(tmp_path):
+    """Five images, all but b.png landscape, one of those by its EXIF only."""
     photo(96, 72, 0).save(tmp_path / "a.png")
     photo(72, 96, 1).save(tmp_path / "b.png")
     exif = Image.Exif()
@@ -59,9 +59,9 @@ EDITS = [
 ]
 
 
-def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
+def test_a_list_of_edits_by_the_real_command_line(model, result_images, monkeypatch):
     lines = [json.dumps(dict(zip(("input", "edit", "output"), edit))) for edit in EDITS]
-    (pictures / "edits.jsonl").write_text("\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:]))
+    (result_images / "edits.jsonl").write_text("\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:]))
     flags = {
         "model": model,
         "edits_jsonl": "edits.jsonl",
@@ -76,7 +76,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
     cache = "--compilation_cache_dir=programs"
     done = subprocess.run(
         [sys.executable, SCRIPT, *args, "--batch_size=3", "--grid=grid.png", cache],
-        cwd=pictures,
+        cwd=result_images,
         env=environment,
         capture_output=True,
         text=True,
@@ -84,17 +84,17 @@ def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [edit[2] for edit in EDITS]
     assert "5/5" in done.stderr
-    assert list((pictures / "programs").glob("*-cache")) != []
-    found = [Image.open(pictures / edit[2]) for edit in EDITS]
-    assert [picture.format for picture in found] == ["PNG", "PNG", "PNG", "JPEG", "PNG"]
-    assert [picture.size for picture in found] == [(32, 24)] * 4 + [(24, 32)]
-    files = {path.name for path in (pictures / "out").rglob("*")}
+    assert list((result_images / "programs").glob("*-cache")) != []
+    found = [Image.open(result_images / edit[2]) for edit in EDITS]
+    assert [image.format for image in found] == ["PNG", "PNG", "PNG", "JPEG", "PNG"]
+    assert [image.size for image in found] == [(32, 24)] * 4 + [(24, 32)]
+    files = {path.name for path in (result_images / "out").rglob("*")}
     assert files == {"a.png", "b.png", "deep", "turned.png", "p.png", "grey.JPG"}
 
     # The first tile: before, after and instruction.
-    grid = Image.open(pictures / "grid.png")
+    grid = Image.open(result_images / "grid.png")
     margin = edit_cli.GRID_MARGIN
-    before = ImageOps.contain(load_fitted(pictures / "a.png", (32, 24)), (256, 256))
+    before = ImageOps.contain(load_fitted(result_images / "a.png", (32, 24)), (256, 256))
     corner = grid.crop((margin, margin, margin + 256, margin + 192))
     np.testing.assert_array_equal(np.asarray(corner), np.asarray(before))
     after = ImageOps.contain(found[0], (256, 256))
@@ -104,11 +104,11 @@ def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
     assert caption.min() < 80  # black letters
     assert caption[:, 256:].min() == 255  # on white, and short
 
-    # The same one picture at a time, by the pipeline itself: edit 1 ...
+    # The same one image at a time, by the pipeline itself: edit 1 ...
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
     scheduler, params["scheduler"] = make_scheduler("euler_ancestral", pipeline.scheduler.config)
     pipeline = dataclasses.replace(pipeline, scheduler=scheduler)
-    turned = Image.open(pictures / "turned.jpg").transpose(Image.Transpose.ROTATE_270)
+    turned = Image.open(result_images / "turned.jpg").transpose(Image.Transpose.ROTATE_270)
     inputs = pipeline.prepare_inputs(
         "make it red", turned.resize((32, 24), Image.Resampling.LANCZOS)
     )
@@ -118,9 +118,9 @@ def test_a_list_of_edits_by_the_real_command_line(model, pictures, monkeypatch):
     assert np.abs(np.asarray(found[1], np.int16) - expected).max() <= 1
 
     # ... and those of one size over four devices.
-    monkeypatch.chdir(pictures)
+    monkeypatch.chdir(result_images)
     Path("edits.jsonl").write_text("\n".join(lines[:4]))
-    one_device = [np.asarray(picture, np.int16) for picture in found]
+    one_device = [np.asarray(image, np.int16) for image in found]
     edit_cli.main([*args, "--batch_size=1"])
     for before, edit in zip(one_device, EDITS[:4]):
         now = np.asarray(Image.open(edit[2]), np.int16)
@@ -180,7 +180,7 @@ def test_outputs_of_flags(tmp_path):
     assert [(edit.index, edit.instruction) for edit in edits] == [(0, "red"), (1, "blue")]
 
 
-def test_interrupted_writing_leaves_the_old_picture(tmp_path):
+def test_interrupted_writing_leaves_the_old_image(tmp_path):
     path = tmp_path / "a.png"
     photo(8, 8).save(path)
     before = path.read_bytes()
@@ -226,7 +226,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--output", "o"], "o ends in no extension"),
         ([*ONE, "--output", "a.png"], "a.png is to be edited and would be overwritten"),
         ([*ONE, "--output", "text.png/o.png"], "text.png/o.png cannot be written"),
-        ([*ONE, "--output", "o.png", "--grid", "o.png"], "2 pictures would be written to"),
+        ([*ONE, "--output", "o.png", "--grid", "o.png"], "2 images would be written to"),
         ([*ONE, "--grid", "o.txt"], "o.txt ends in .txt"),
         ([*ONE, "--scheduler", "eular"], f"choose from {', '.join(SCHEDULERS)}"),
         ([*ONE, "--num_inference_steps", "0"], "--num_inference_steps 0 must be at least 1"),
@@ -246,7 +246,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE[:-1], " "], "an --edit is empty; say what to change"),
         (["--edits_jsonl", "lacking.jsonl"], "lacking.jsonl, line 2 is no JSON object"),
         (["--edits_jsonl", "list.jsonl"], "list.jsonl, line 1 is no JSON object"),
-        (["--edits_jsonl", "twice.jsonl"], "2 pictures would be written to"),
+        (["--edits_jsonl", "twice.jsonl"], "2 images would be written to"),
         (["--edits_jsonl", "missing.jsonl"], "none.png does not exist"),
         (["--edits_jsonl", "twice.jsonl", *ONE], "--edits_jsonl goes without"),
     ],
@@ -261,7 +261,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     photo(16, 16).save("a.png")
     photo(16, 16).save("b.png")
-    Path("text.png").write_text("no picture")
+    Path("text.png").write_text("no image")
     whole = io.BytesIO()
     photo(64, 64).save(whole, "PNG")
     Path("half.png").write_bytes(whole.getvalue()[:100])

@@ -133,12 +133,12 @@ def test_rebuilding_gives_back_what_was_tracked(studied):
     np.testing.assert_allclose(rebuild(made, 0.075)["x"], expected, rtol=2e-3)
 
 
-def test_held_out_pictures(demo):
-    instructions, pictures, truths = read_held_out(demo)
-    assert len(instructions) == len(pictures) == len(truths) == 3 * len(EDITS)
+def test_held_out_images(demo):
+    instructions, images, truths = read_held_out(demo)
+    assert len(instructions) == len(images) == len(truths) == 3 * len(EDITS)
     apply = {edit.instruction: edit.apply for edit in EDITS}
-    for instruction, picture, truth in zip(instructions, pictures, truths):
-        expected = apply[instruction](np.float32(picture) / 255)
+    for instruction, image, truth in zip(instructions, images, truths):
+        expected = apply[instruction](np.float32(image) / 255)
         assert np.abs(expected - truth / 255).max() < 0.01
 
 
@@ -161,7 +161,7 @@ def test_held_out_loss(demo, loaded):
 
 
 def test_edits_are_measured_as_the_demo_does(demo, loaded):
-    """Pictures that a pipeline makes reach the demo's measure, each at its place."""
+    """Images that a pipeline makes reach the demo's measure, each at its place."""
     _, pipeline, _, _ = loaded
     held_out = read_held_out(demo)
 

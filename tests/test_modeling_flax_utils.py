@@ -895,7 +895,7 @@ def test_memory(tmp_path):
 
 # --- the Hub, offline ---
 
-REPOSITORY, COMMITS = "someone/pictures", {"main": "a" * 40, "v2": "b" * 40}
+REPOSITORY, COMMITS = "someone/images", {"main": "a" * 40, "v2": "b" * 40}
 
 
 @pytest.fixture
@@ -903,7 +903,7 @@ def hub_cache(tmp_path, monkeypatch):
     """A cache as the Hub client leaves it: two revisions of a pipeline with different weights."""
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--someone--pictures"
+    repository = tmp_path / "models--someone--images"
     (repository / "refs").mkdir(parents=True)
     for number, (revision, commit) in enumerate(COMMITS.items()):
         (repository / "refs" / revision).write_text(commit)
@@ -921,7 +921,7 @@ def test_hub_subfolder_and_revision(hub_cache, revision, number):
 
 
 def test_hub_errors(hub_cache):
-    with pytest.raises(ValueError, match=r"no config\.json in someone/pictures \(no folder here"):
+    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(no folder here"):
         TinyModel.from_pretrained(REPOSITORY)
     with pytest.raises(ValueError, match=r"unet \(no folder here.*revision v3\).*HF_HUB_OFFLINE"):
         TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")

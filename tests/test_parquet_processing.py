@@ -1,4 +1,4 @@
-"""parquet_processing.py: pictures, order, replacement, bad input, command line."""
+"""parquet_processing.py: images, order, replacement, bad input, command line."""
 
 import gc
 import io
@@ -31,19 +31,19 @@ from parquet_dataset import epoch_order
 from parquet_processing import ParquetImagePairs
 
 SCRIPT = Path(parquet_processing.__file__)
-PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 ORIGINAL, EDITED = "original_pixel_values", "edited_pixel_values"
 
 
-def encode(pixels, picture_format="PNG", **options):
+def encode(pixels, image_format="PNG", **options):
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     file = io.BytesIO()
-    image.save(file, picture_format, **options)
+    image.save(file, image_format, **options)
     return file.getvalue()
 
 
 def smooth(seed, height=24, width=24):
-    """A picture with slow gradients, (height, width, 3) uint8."""
+    """An image with slow gradients, (height, width, 3) uint8."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
     return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
@@ -55,18 +55,18 @@ def plain(value):
 
 
 def write_shard(path, rows, names=("original_image", "edit_prompt", "edited_image"), **options):
-    """Rows are (original bytes, prompt, edited bytes); pictures are stored as the public ones."""
+    """Rows are (original bytes, prompt, edited bytes); images are stored as the public ones."""
     originals, prompts, edits = zip(*rows) if rows else ((), (), ())
     cells = [
-        pa.array([{"bytes": data, "path": None} for data in originals], PICTURE),
+        pa.array([{"bytes": data, "path": None} for data in originals], IMAGE),
         pa.array(prompts, pa.string()),
-        pa.array([{"bytes": data, "path": None} for data in edits], PICTURE),
+        pa.array([{"bytes": data, "path": None} for data in edits], IMAGE),
     ]
     pq.write_table(pa.table(dict(zip(names, cells))), path, **options)
 
 
 def write_numbered(folder, shard_rows, row_group_size=8):
-    """Shards whose row n (over all shards) has prompt str(n) and pictures of colour n, 255 - n."""
+    """Shards whose row n (over all shards) has prompt str(n) and images of colour n, 255 - n."""
     first = 0
     for k, count in enumerate(shard_rows):
         rows = [(plain(n % 256), str(n), plain(255 - n % 256)) for n in range(first, first + count)]
@@ -81,14 +81,14 @@ def numbered(tmp_path_factory):
     return write_numbered(tmp_path_factory.mktemp("numbered"), [30, 4, 19])
 
 
-# Pictures
+# Images
 
 
 @pytest.mark.parametrize("resample", ["lanczos", "bicubic"])
-@pytest.mark.parametrize("picture_format", ["PNG", "JPEG"])
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG"])
 @pytest.mark.parametrize("height, width", [(32, 32), (50, 70), (61, 33), (16, 20)])
-def test_pixels_are_pillows(tmp_path, resample, picture_format, height, width):
-    first, second = (encode(smooth(s, height, width), picture_format) for s in (0, 1))
+def test_pixels_are_pillows(tmp_path, resample, image_format, height, width):
+    first, second = (encode(smooth(s, height, width), image_format) for s in (0, 1))
     write_shard(tmp_path / "a.parquet", [(first, "x", second)])
     dataset = ParquetImagePairs(
         tmp_path, batch_size=1, resolution=32, resample=resample, random_crop=False,
@@ -144,7 +144,7 @@ def test_scaling_while_decoding_is_close_to_the_filter(tmp_path, side):
             assert any(np.array_equal(batch[name], pixels) for pixels in either)
 
 
-def test_every_kind_of_picture():
+def test_every_kind_of_image():
     pixels = smooth(3, 20, 28)
     image = Image.fromarray(pixels)
     grey = np.asarray(image.convert("L"))
@@ -157,8 +157,8 @@ def test_every_kind_of_picture():
     see_through = encode(palette, transparency=bytes(range(64)))
     cmyk = encode(image.convert("CMYK"), "JPEG", quality=95)
 
-    def on_white(picture):
-        rgba = np.asarray(picture.convert("RGBA"), np.float64)
+    def on_white(result_image):
+        rgba = np.asarray(result_image.convert("RGBA"), np.float64)
         share = rgba[..., 3:] / 255
         return np.rint(share * rgba[..., :3] + (1 - share) * 255).astype(np.uint8)
 
@@ -192,7 +192,7 @@ def test_every_kind_of_picture():
         np.testing.assert_array_equal(decode_image(data), np.asarray(expected))
 
 
-def test_pictures_without_a_known_range_are_refused():
+def test_images_without_a_known_range_are_refused():
     for mode, value in (("I", 200), ("F", 0.5)):
         data = encode(Image.new(mode, (8, 8), value), "TIFF")
         with pytest.raises(ValueError, match=rf"image mode {mode} \((float|integer)\) has"):
@@ -213,7 +213,7 @@ def test_upright_exif_takes_the_fast_way(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "turned", "PNG", "WEBP", "GIF"])
-def test_truncated_picture_is_refused(kind):
+def test_truncated_image_is_refused(kind):
     image = Image.fromarray(smooth(0, 60, 60))
     turned = image.getexif()
     turned[0x0112] = 3
@@ -235,8 +235,8 @@ def test_truncated_picture_is_refused(kind):
             decode_image(data[:end], min_side=8)
 
 
-@pytest.mark.parametrize("data", [b"", b"no picture", b"\xff\xd8\xff\xe0" + bytes(50)])
-def test_what_is_no_picture_is_refused_in_one_line(data):
+@pytest.mark.parametrize("data", [b"", b"no image", b"\xff\xd8\xff\xe0" + bytes(50)])
+def test_what_is_no_image_is_refused_in_one_line(data):
     with pytest.raises(ValueError) as error:
         decode_image(data)
     assert str(error.value) and "\n" not in str(error.value) and "0x" not in str(error.value)
@@ -251,7 +251,7 @@ def test_pair_is_cropped_and_flipped_alike(tmp_path):
     dataset = ParquetImagePairs(tmp_path, batch_size=8, resolution=24)
     flips, places = Counter(), set()
     for batch in dataset:
-        # Resampling rounds to whole numbers, each picture on its own.
+        # Resampling rounds to whole numbers, each image on its own.
         total = batch[ORIGINAL].astype(int) + batch[EDITED]
         assert np.abs(total - 255).max() <= 1
         for pixels, prompt in zip(batch[ORIGINAL], batch["edit_prompt"]):
@@ -687,7 +687,7 @@ def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
     assert 1 < max(most) <= min(num_parts * (window / 3 + 2) + 2, 9)
 
 
-# Broken pictures
+# Broken images
 
 
 def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
@@ -722,7 +722,7 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
         assert dataset.bad_rows == {
             ("a.parquet", 3): "original_image: Premature end of JPEG file",
             ("a.parquet", 4): "edited_image: no known image format (0 bytes)",
-            ("b.parquet", 2): "original_image: no picture bytes in the shard",
+            ("b.parquet", 2): "original_image: no image bytes in the shard",
             ("b.parquet", 3): "edit_prompt: null",
             ("b.parquet", 5): "original_image: no known image format (3 bytes)",
             ("b.parquet", 6): "original_image: no known image format (3 bytes)",
@@ -801,7 +801,7 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
 
 
 def test_a_whole_pass_with_all_that_goes_wrong(tmp_path, caplog):
-    """Broken pictures, an unreadable shard, two schemas: what is described, nothing else lost."""
+    """Broken images, an unreadable shard, two schemas: what is described, nothing else lost."""
     rows = [(plain(n), str(n), plain(255 - n)) for n in range(200)]
     bad = list(range(7, 200, 20))  # 5%
     for n in bad:
@@ -870,7 +870,7 @@ def truncated(folder):
 
 
 def wrong_columns(folder):
-    write_shard(folder / "a.parquet", [(plain(0), "x", plain(1))], ("picture", "edit_prompt", "z"))
+    write_shard(folder / "a.parquet", [(plain(0), "x", plain(1))], ("image", "edit_prompt", "z"))
 
 
 def all_broken(folder):
@@ -888,7 +888,7 @@ BAD_FOLDERS = {
     ),
     "wrong columns": (
         wrong_columns,
-        ["original_image or input_image", "picture, edit_prompt, z", "--original_image_column"],
+        ["original_image or input_image", "image, edit_prompt, z", "--original_image_column"],
     ),
     "unfinished": (lambda folder: (folder / ".unfinished").mkdir(), ["run script.sh again"]),
     "empty": (lambda folder: write_shard(folder / "a.parquet", []), ["0 rows"]),
@@ -956,7 +956,7 @@ def test_bad_arguments(numbered, options, words):
         ParquetImagePairs(numbered, **{"batch_size": 2, **options})
 
 
-def test_every_picture_broken(tmp_path):
+def test_every_image_broken(tmp_path):
     all_broken(tmp_path)
     dataset = ParquetImagePairs(tmp_path, batch_size=2, resolution=8)
     with pytest.raises(ValueError, match=r"none of the 3 pairs .*known image format") as error:
@@ -1001,7 +1001,7 @@ def test_script_describes_a_folder(tmp_path):
     for words in (
         "shards      2,",
         "rows        8\n",
-        "original_image: struct<bytes: binary, path: string>  <- original picture",
+        "original_image: struct<bytes: binary, path: string>  <- original image",
         "edit_prompt: string  <- prompt",
         "row groups  3; rows min 2, median 2, max 4; bytes min",
         "checked     all 8 rows",
@@ -1025,7 +1025,7 @@ def test_script_describes_a_folder(tmp_path):
     "spoil, args, words",
     [
         (truncated, [], "1 of 2 shards in data cannot be read as parquet: shard-1.parquet ("),
-        (wrong_columns, [], "it has picture, edit_prompt, z: choose with --original_image_column"),
+        (wrong_columns, [], "it has image, edit_prompt, z: choose with --original_image_column"),
         (all_broken, [], "none of the 3 rows checked in data can be decoded; the first is a.par"),
     ],
 )

@@ -47,21 +47,21 @@ def loaded(folder):
 
 
 def random_inputs(batch, height, width, factor=4):
-    """Pictures (B, H, W, 3) in [0, 1], not just noise, and latents (B, 4, h, w)."""
+    """Images (B, H, W, 3) in [0, 1], not just noise, and latents (B, 4, h, w)."""
     rng = np.random.default_rng(0)
     patches = rng.random((batch, height // 8, width // 8, 3), np.float32)
-    pictures = patches.repeat(8, 1).repeat(8, 2)
+    images = patches.repeat(8, 1).repeat(8, 2)
     latents = rng.standard_normal((batch, 4, height // factor, width // factor), np.float32)
-    return pictures, latents
+    return images, latents
 
 
-def edit_with_torch(folder, prompts, pictures, latents, negative_prompt=None, **scales):
+def edit_with_torch(folder, prompts, images, latents, negative_prompt=None, **scales):
     """PyTorch's pipeline, 20 steps; (B, H, W, 3) in [0, 1]."""
     pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
         prompts,
-        image=torch.tensor(pictures).permute(0, 3, 1, 2),
+        image=torch.tensor(images).permute(0, 3, 1, 2),
         num_inference_steps=20,
         latents=torch.tensor(latents),
         negative_prompt=negative_prompt,
@@ -71,7 +71,7 @@ def edit_with_torch(folder, prompts, pictures, latents, negative_prompt=None, **
 
 
 def psnr(a, b):
-    """In dB, of pictures in [0, 1]."""
+    """In dB, of images in [0, 1]."""
     return -10 * np.log10(np.mean((np.asarray(a) - np.asarray(b)) ** 2) + 1e-20)
 
 
@@ -84,19 +84,19 @@ def psnr(a, b):
         ("dpmsolver++", {"vae_channels": (8, 8, 8, 16), "seed": 2}, 3, 64, 64, None),
     ],
 )
-def test_pictures_are_those_of_pytorch(
+def test_images_are_those_of_pytorch(
     tmp_path, request, scheduler, options, batch, height, width, negative_prompt
 ):
     if scheduler == "ddim":
         request.getfixturevalue("optimized")
     folder = make_tiny_pipeline(tmp_path / "model", scheduler=scheduler, **options)
     factor = 8 if "vae_channels" in options else 4
-    pictures, latents = random_inputs(batch, height, width, factor)
+    result_images, latents = random_inputs(batch, height, width, factor)
     prompts = PROMPTS[:batch]
-    expected = edit_with_torch(folder, prompts, pictures, latents, negative_prompt)
+    expected = edit_with_torch(folder, prompts, result_images, latents, negative_prompt)
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
-    prompt_ids, image = pipeline.prepare_inputs(prompts, pictures)
+    prompt_ids, image = pipeline.prepare_inputs(prompts, result_images)
     edit = partial(
         pipeline,
         image=image,
@@ -118,13 +118,13 @@ def test_pictures_are_those_of_pytorch(
 @pytest.mark.parametrize(("s_T", "s_I"), [(1.0, 1.5), (7.5, 0.5)])
 def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch, s_T, s_I):
     """PyTorch guides above s_T = 1 and from s_I = 1 on; the paper's equation 3 has no threshold."""
-    pictures, latents = random_inputs(1, 32, 32)
+    result_images, latents = random_inputs(1, 32, 32)
     scales = dict(guidance_scale=s_T, image_guidance_scale=s_I)
-    unguided = edit_with_torch(folder, PROMPTS[:1], pictures, latents, **scales)
+    unguided = edit_with_torch(folder, PROMPTS[:1], result_images, latents, **scales)
     monkeypatch.setattr(StableDiffusionInstructPix2PixPipeline, "do_classifier_free_guidance", True)
-    expected = edit_with_torch(folder, PROMPTS[:1], pictures, latents, **scales)
+    expected = edit_with_torch(folder, PROMPTS[:1], result_images, latents, **scales)
     pipeline, params = loaded
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], pictures)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], result_images)
     images = pipeline(*inputs, params, jax.random.key(0), 20, s_T, s_I, latents=latents).images
     for name, other in (("guided", expected), ("as it is", unguided)):
         mean, largest = np.abs(images - other).mean(), np.abs(images - other).max()
@@ -133,16 +133,16 @@ def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch,
     assert psnr(images, unguided) < 55
 
 
-def test_saved_folder_gives_the_same_picture_in_pytorch(folder, loaded, tmp_path):
+def test_saved_folder_gives_the_same_image_in_pytorch(folder, loaded, tmp_path):
     pipeline, params = loaded
     saved = tmp_path / "out" / "model"
     pipeline.save_pretrained(saved, params)
     assert [p.name for p in saved.parent.iterdir()] == ["model"]
 
-    pictures, latents = random_inputs(1, 32, 32)
-    expected = edit_with_torch(folder, PROMPTS[:1], pictures, latents)
+    images, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], images, latents)
     np.testing.assert_allclose(
-        edit_with_torch(saved, PROMPTS[:1], pictures, latents), expected, atol=1e-6
+        edit_with_torch(saved, PROMPTS[:1], images, latents), expected, atol=1e-6
     )
     _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(saved)
     jax.tree.map(np.testing.assert_array_equal, again, params)
@@ -279,16 +279,16 @@ def test_what_is_in_the_way_of_a_save_keeps_both_models(folder, loaded, tmp_path
     jax.tree.map(np.testing.assert_array_equal, saved, params)
 
 
-def test_devices_and_batches_share_out_the_same_pictures(folder):
-    """A noisy scheduler: the noise of every step has to follow the picture, too."""
+def test_devices_and_batches_share_out_the_same_images(folder):
+    """A noisy scheduler: the noise of every step has to follow the image, too."""
     config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
     scheduler, _ = make_scheduler("euler_ancestral", config)
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, scheduler=scheduler
     )
     assert pipeline.scheduler is scheduler
-    pictures, _ = random_inputs(4, 32, 32)
-    prompt_ids, image = pipeline.prepare_inputs(PROMPTS, pictures)
+    result_images, _ = random_inputs(4, 32, 32)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS, result_images)
     key = jax.random.key(3)
     whole = None
     for devices, key_ in ((1, key), (2, key), (4, jax.random.PRNGKey(3))):
@@ -303,14 +303,14 @@ def test_devices_and_batches_share_out_the_same_pictures(folder):
 
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.array([3, 1, 2, 0]))[:, None]
     p_ids, p_image = (x[jnp.array([3, 1, 2, 0])] for x in (p_ids, p_image))
-    images = pipeline(p_ids, p_image, p_params, keys, 3, jit=True).images  # a key per picture
+    images = pipeline(p_ids, p_image, p_params, keys, 3, jit=True).images  # a key per image
     np.testing.assert_allclose(images[:, 0], whole[[3, 1, 2, 0]], atol=2e-5)
 
 
 def test_generate_under_pmap_with_everything_defaulted(loaded):
     pipeline, params = loaded
-    pictures, _ = random_inputs(6, 16, 16)
-    prompt_ids, image = pipeline.prepare_inputs((PROMPTS * 2)[:6], pictures)
+    result_images, _ = random_inputs(6, 16, 16)
+    prompt_ids, image = pipeline.prepare_inputs((PROMPTS * 2)[:6], result_images)
     prompt_ids, image = (x.reshape(2, 3, *x.shape[1:]) for x in (prompt_ids, image))
     rng = jax.random.split(jax.random.PRNGKey(0), 2)
     p_params = replicate(params, jax.local_devices()[:2])
@@ -321,10 +321,10 @@ def test_generate_under_pmap_with_everything_defaulted(loaded):
         np.testing.assert_allclose(images[i], expected, atol=1e-4)
 
 
-def test_branches_left_out_do_not_change_the_picture(loaded):
+def test_branches_left_out_do_not_change_the_image(loaded):
     pipeline, params = loaded
-    pictures, _ = random_inputs(1, 32, 32)
-    inputs = (*pipeline.prepare_inputs(PROMPTS[:1], pictures), params, jax.random.key(0))
+    result_images, _ = random_inputs(1, 32, 32)
+    inputs = (*pipeline.prepare_inputs(PROMPTS[:1], result_images), params, jax.random.key(0))
     all_branches = jax.jit(partial(pipeline._generate, num_inference_steps=4))
     for s_T, s_I in ((1, np.int32(1)), (1.5, np.float64(1.5))):
         expected = all_branches(
@@ -385,8 +385,8 @@ def test_other_scale_values_do_not_recompile(loaded, caplog):
 
 
 def test_bfloat16_keeps_the_scheduler_in_float32(folder):
-    pictures, latents = random_inputs(1, 32, 32)
-    expected = edit_with_torch(folder, PROMPTS[:1], pictures, latents)
+    result_images, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], result_images, latents)
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, dtype=jnp.bfloat16
     )
@@ -396,7 +396,7 @@ def test_bfloat16_keeps_the_scheduler_in_float32(folder):
     }
     # Users cast whole trees; the schedule must survive that as well.
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, params)
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], pictures)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], result_images)
     edit = partial(
         pipeline, *inputs, prng_seed=jax.random.key(0), num_inference_steps=20, latents=latents
     )
@@ -405,10 +405,10 @@ def test_bfloat16_keeps_the_scheduler_in_float32(folder):
     assert psnr(images, expected) > 30
 
 
-def test_height_and_width_resize_the_pictures(folder, loaded):
+def test_height_and_width_resize_the_images(folder, loaded):
     pipeline, params = loaded
-    pictures, latents = random_inputs(1, 64, 32)  # to be resized from 32 x 32
-    small = pictures[:, ::2]
+    result_images, latents = random_inputs(1, 64, 32)  # to be resized from 32 x 32
+    small = result_images[:, ::2]
     resized = [
         Image.fromarray(small[0, :, :, c]).resize((32, 64), Image.Resampling.LANCZOS)
         for c in range(3)
@@ -444,14 +444,14 @@ def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
     assert record.getMessage().endswith("cut off: 'make it red'")
 
 
-def test_pictures_become_arrays(loaded):
+def test_images_become_arrays(loaded):
     pixels = np.arange(2 * 4 * 8 * 3, dtype=np.uint8).reshape(2, 4, 8, 3)
     expected = (pixels.astype(np.float64) / 127.5 - 1).transpose(0, 3, 1, 2)
     for image in (
         pixels,
         pixels / 255,
         list(pixels),
-        [Image.fromarray(picture) for picture in pixels],
+        [Image.fromarray(result_image) for result_image in pixels],
     ):
         ids, arrays = loaded[0].prepare_inputs(PROMPTS[:2], image)
         assert (ids.shape, arrays.dtype) == ((2, 77), np.float32)
@@ -464,7 +464,7 @@ def test_pictures_become_arrays(loaded):
     np.testing.assert_allclose(arrays, expected[[1, 1, 1]], atol=1e-6)
 
 
-def test_pictures_of_any_mode_become_rgb():
+def test_images_of_any_mode_become_rgb():
     grey = np.array([[0, 90], [180, 255]], np.uint8)
     rgb = np.stack([grey] * 3, -1)
     alpha = np.array([[255, 255], [255, 0]], np.uint8)
@@ -472,7 +472,7 @@ def test_pictures_of_any_mode_become_rgb():
     clear[1, 1] = 0  # what hides under transparency must not show
     rgba = Image.fromarray(np.dstack([clear, alpha]))
     palette = Image.fromarray(rgb).convert("P", palette=Image.Palette.ADAPTIVE)
-    for picture in (
+    for image in (
         Image.fromarray(rgb),
         Image.fromarray(grey),
         Image.fromarray(grey.astype(np.uint16) * 257),
@@ -480,7 +480,7 @@ def test_pictures_of_any_mode_become_rgb():
         palette,
         rgba,
     ):
-        np.testing.assert_array_equal(np.asarray(to_rgb(picture)), rgb, err_msg=picture.mode)
+        np.testing.assert_array_equal(np.asarray(to_rgb(image)), rgb, err_msg=image.mode)
     black_and_white = Image.fromarray(grey > 128)
     assert np.asarray(to_rgb(black_and_white))[..., 1].tolist() == [[0, 0], [255, 255]]
 
@@ -488,9 +488,9 @@ def test_pictures_of_any_mode_become_rgb():
 def test_numpy_to_pil():
     images = np.zeros((2, 3, 4, 6, 3), np.float32)
     images[1, 2, 0, 0] = (1, 0.5, 0.25)
-    pictures = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(jnp.asarray(images))
-    assert [picture.size for picture in pictures] == [(6, 4)] * 6
-    assert pictures[5].getpixel((0, 0)) == (255, 128, 64)
+    result_images = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(jnp.asarray(images))
+    assert [image.size for image in result_images] == [(6, 4)] * 6
+    assert result_images[5].getpixel((0, 0)) == (255, 128, 64)
 
 
 def edit_json(file, **changes):
@@ -527,7 +527,7 @@ def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message
     assert "\n" not in str(error.value)
 
 
-PICTURE = np.zeros((16, 16, 3), np.uint8)
+IMAGE = np.zeros((16, 16, 3), np.uint8)
 
 
 def pixel(value, dtype):
@@ -538,15 +538,15 @@ def pixel(value, dtype):
 @pytest.mark.parametrize(
     ("prompt", "image", "message"),
     [
-        (["a", "b"], [PICTURE] * 3, "2 prompts do not fit 3 images"),
-        ("a", [PICTURE, PICTURE[:8]], "found 8x16, 16x16"),
-        ("a", [PICTURE, PICTURE[:8].transpose(1, 0, 2)], "found 16x8, 16x16"),
+        (["a", "b"], [IMAGE] * 3, "2 prompts do not fit 3 images"),
+        ("a", [IMAGE, IMAGE[:8]], "found 8x16, 16x16"),
+        ("a", [IMAGE, IMAGE[:8].transpose(1, 0, 2)], "found 16x8, 16x16"),
         ("a", [], "found none"),
-        ([], PICTURE, "empty list"),
-        ("a", PICTURE[..., 0], r"\(16, 16\)"),
-        ("a", PICTURE[..., 0][None, None], r"\(1, 16, 16\)"),
-        ("a", PICTURE - 1.0, "from -1.0 to -1.0"),
-        ("a", PICTURE.astype(np.int32), "int32"),
+        ([], IMAGE, "empty list"),
+        ("a", IMAGE[..., 0], r"\(16, 16\)"),
+        ("a", IMAGE[..., 0][None, None], r"\(1, 16, 16\)"),
+        ("a", IMAGE - 1.0, "from -1.0 to -1.0"),
+        ("a", IMAGE.astype(np.int32), "int32"),
         ("a", pixel(70000, np.int32), "mode I .* from 0 to 70000, which are not 16 bits; scale th"),
         ("a", pixel(-1, np.int32), "mode I .* from -1 to 0, which are not 16 bits"),
         ("a", pixel(200, np.int32), "mode I .* from 0 to 200, which are not 16 bits"),
@@ -584,7 +584,7 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
 )
 def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
     pipeline, params = loaded
-    prompt_ids, image = pipeline.prepare_inputs("", PICTURE)
+    prompt_ids, image = pipeline.prepare_inputs("", IMAGE)
     arguments = {
         "prompt_ids": prompt_ids,
         "image": image,

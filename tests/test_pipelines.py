@@ -103,7 +103,7 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
 
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((2, 4, 8, 6), np.float32)
-    picture = rng.random((2, 64, 48, 3), np.float32)
+    result_image = rng.random((2, 64, 48, 3), np.float32)
     options = dict(num_inference_steps=6, guidance_scale=5.0)
     if guidance == "off":  # as the distilled models' cards have it
         options["guidance_scale"] = 0.0 if kind == "xl" else 1.0
@@ -116,11 +116,11 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
             theirs,
             noise,
             prompt=PROMPTS,
-            image=torch.from_numpy(picture).permute(0, 3, 1, 2),
+            image=torch.from_numpy(result_image).permute(0, 3, 1, 2),
             negative_prompt=[NEGATIVE] * 2 if negative else None,
             **options,
         )
-        prompt_ids, image = ours.prepare_inputs(PROMPTS, picture)
+        prompt_ids, image = ours.prepare_inputs(PROMPTS, result_image)
         inputs = (prompt_ids, image, params, jax.random.key(0))
         options["noise"] = noise
     else:
@@ -213,7 +213,7 @@ def test_base_then_refiner(folders, xl):
 
 
 @pytest.mark.parametrize(("pixels", "at_once"), [(1, 1), (4 * 16 * 16, 3), (10**6, 6)])
-def test_many_pictures_are_decoded_in_parts(folders, monkeypatch, pixels, at_once):
+def test_many_images_are_decoded_in_parts(folders, monkeypatch, pixels, at_once):
     """As many at once as divide their number, and no more pixels than that."""
     vae, params = FlaxAutoencoderKL.from_pretrained(folders["sd"], subfolder="vae")
     latents = np.random.default_rng(0).standard_normal((6, 4, 2, 2), np.float32)
@@ -364,7 +364,7 @@ def test_negative_prompts_and_keys_that_do_not_fit(folders):
 
 
 @torch.no_grad()
-def test_pndm_from_a_picture(folders):
+def test_pndm_from_a_image(folders):
     """PyTorch's steps at strength 1."""
     theirs = StableDiffusionImg2ImgPipeline.from_pretrained(
         folders["sd"], safety_checker=None, low_cpu_mem_usage=False
@@ -374,11 +374,11 @@ def test_pndm_from_a_picture(folders):
     pipeline = replace_scheduler(pipeline, params, "pndm")
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((2, 4, 8, 6), np.float32)
-    picture = rng.random((2, 64, 48, 3), np.float32)
-    image = torch.from_numpy(picture).permute(0, 3, 1, 2)
+    result_image = rng.random((2, 64, 48, 3), np.float32)
+    image = torch.from_numpy(result_image).permute(0, 3, 1, 2)
     options = dict(num_inference_steps=6, strength=1.0, guidance_scale=5.0)
     expected = call_with_noise(theirs, noise, prompt=PROMPTS, image=image, **options)
-    inputs = pipeline.prepare_inputs(PROMPTS, picture)
+    inputs = pipeline.prepare_inputs(PROMPTS, result_image)
     images = pipeline(*inputs, params, jax.random.key(0), noise=noise, **options).images
     assert psnr(images, expected) > 60
 

@@ -26,7 +26,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def picture(color, size=(64, 48)):
+def image(color, size=(64, 48)):
     return Image.new("RGB", size, color)
 
 
@@ -85,7 +85,7 @@ except ValueError as error:
     sys.exit(f"error: {error}")
 for step in range(first_step + 1, last_step + 1):
     log.write({"step": step, "loss": 1 / step, "lr": 5e-5, "ema_decay": None})
-log.pictures("validation", folder / f"{step}.png", "make it red", step)
+log.images("validation", folder / f"{step}.png", "make it red", step)
 log.close()
 """
 
@@ -181,11 +181,11 @@ def test_wandb_without_login(tmp_path):
     assert len(rows_of(tmp_path)) == 1  # nothing of an earlier run is lost for it
 
 
-# pictures
+# images
 
 
 def test_validation_grid():
-    pairs = [(picture("red"), picture("lime")), (picture("blue", (30, 60)), picture("black"))]
+    pairs = [(image("red"), image("lime")), (image("blue", (30, 60)), image("black"))]
     prompts = ["make it green", "a long instruction that does not fit into a single line"]
     grid = np.asarray(validation_grid(pairs, prompts))
     height = len(grid) // 2
@@ -200,7 +200,7 @@ def test_validation_grid():
 
 
 def test_validation_grid_shows_its_own_instruction():
-    pair = [(picture("red"), picture("red"))]
+    pair = [(image("red"), image("red"))]
     one, other = (np.asarray(validation_grid(pair, [text])) for text in ("abc", "xyz"))
     assert one.shape == other.shape and (one != other).any()
     np.testing.assert_array_equal(one[:48], other[:48])
@@ -269,7 +269,7 @@ def card_of(folder, **changes):
             "variant": None,
         },
         "metrics": {"step": 50, "loss": 0.125},
-        "picture": "validation/step-50.png",
+        "image": "validation/step-50.png",
     }
     write_model_card(folder, **(options | changes))
     return ModelCard.load(folder / "README.md")
@@ -306,7 +306,7 @@ def test_model_card_code_runs_as_python_and_shell(tmp_path):
 def test_model_card_of_a_local_base_model(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
-    card = card_of(tmp_path, base_model=str(base), metrics=None, picture=None)
+    card = card_of(tmp_path, base_model=str(base), metrics=None, image=None)
     assert "base_model" not in card.data.to_dict()
     assert "![" not in card.text and "metrics" not in card.text
 

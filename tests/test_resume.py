@@ -250,12 +250,12 @@ def one_process(model, data, tmp_path_factory):
 
 @pytest.fixture
 def edits(tmp_path):
-    """Flags for validation pictures."""
-    picture = tmp_path / "picture.png"
-    Image.new("RGB", (16, 16), "red").save(picture)
-    pictures = dict(validation_image=(str(picture),), validation_prompt=("x",), validation_steps=10)
+    """Flags for validation images."""
+    image = tmp_path / "image.png"
+    Image.new("RGB", (16, 16), "red").save(image)
+    images = dict(validation_image=(str(image),), validation_prompt=("x",), validation_steps=10)
     # Of so few rows the broken one may come to one process in every epoch.
-    return pictures | dict(max_bad_fraction=0.5)
+    return images | dict(max_bad_fraction=0.5)
 
 
 @pytest.mark.slow

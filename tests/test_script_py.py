@@ -267,7 +267,7 @@ def test_many_converted_parts(hub):
         ("data/train-00000-of-00262-04567e4fa3e84c1c.parquet", ("default", "train")),
         ("train.parquet", ("default", "train")),
         ("0003.parquet", ("default", "train")),
-        ("some pictures.parquet", ("default", "train")),
+        ("some images.parquet", ("default", "train")),
         ("train/0000.parquet", ("default", "train")),
         ("data/test/part-0-of-9.parquet", ("default", "test")),
         ("en/train-00000-of-00002.parquet", ("en", "train")),

@@ -57,20 +57,20 @@ def run(script, model, output, *options, num_devices=4):
     return done.stderr
 
 
-def pictures(folder):
+def images(folder):
     return [np.asarray(Image.open(file)) for file in sorted(folder.glob("0*.png"))]
 
 
 @pytest.fixture(scope="module")
 def made(model, tmp_path_factory):
-    """Six pictures by sdxl_single.py on four devices: padded and trimmed."""
+    """Six images by sdxl_single.py on four devices: padded and trimmed."""
     folder = tmp_path_factory.mktemp("made")
     run("sdxl_single.py", model, folder, *OPTIONS, "--grid", folder / "grid.png")
     return folder
 
 
-def test_pictures_and_grid(made):
-    found = pictures(made)
+def test_images_and_grid(made):
+    found = images(made)
     assert [x.shape for x in found] == [(64, 64, 3)] * 6
     assert len({x.tobytes() for x in found}) == 6
     grid = np.asarray(Image.open(made / "grid.png"))
@@ -85,17 +85,17 @@ def assert_alike(found, expected):
     assert difference.max() <= 1 and difference.mean() < 0.01
 
 
-def test_same_pictures_on_any_number_of_devices(model, made, tmp_path, monkeypatch, store):
-    expected = pictures(made)
+def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch, store):
+    expected = images(made)
     devices = jax.local_devices()
     for num_devices in (1, 2):
         monkeypatch.setattr(jax, "local_devices", lambda n=num_devices: devices[:n])
         output = tmp_path / str(num_devices)
         flags = [*flags_of(model, output), *OPTIONS, "--compilation_cache_dir", ""]
         sdxl_single.main(flags)
-        assert_alike(pictures(output), expected)
+        assert_alike(images(output), expected)
     run("sdxl_single.py", model, tmp_path / "8", *OPTIONS, num_devices=8)
-    assert_alike(pictures(tmp_path / "8"), expected)
+    assert_alike(images(tmp_path / "8"), expected)
 
 
 def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_path):
@@ -106,7 +106,7 @@ def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_
     errors = run("sdxl_single_aot.py", model, tmp_path / "second", *OPTIONS, *kept)
     assert "loaded in" in errors
     for folder in ("first", "second"):
-        np.testing.assert_array_equal(pictures(tmp_path / folder), pictures(made))
+        np.testing.assert_array_equal(images(tmp_path / folder), images(made))
 
 
 def damage(file):
@@ -261,7 +261,7 @@ def test_what_an_executable_depends_on(tmp_path, monkeypatch):
 
 
 def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch):
-    """The pictures are made."""
+    """The images are made."""
 
     def full(*arguments):
         raise OSError("No space left on device")
@@ -271,27 +271,27 @@ def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch)
     flags += ["--num_inference_steps", "1", "--num_images", "2", "--batch_size", "2"]
     sdxl_single_aot.main([*flags, "--negative_prompt", "", "--dtype", "bfloat16"])
     assert "; not kept: No space left on device" in capsys.readouterr().err
-    assert len(pictures(tmp_path / "out")) == 2
+    assert len(images(tmp_path / "out")) == 2
     flags = [*flags_of(model, tmp_path / "out"), "--num_inference_steps", "1", "--num_images", "1"]
     sdxl_single.main([*flags, "--compilation_cache_dir", "", "--prompt", "it"])
-    assert len(pictures(tmp_path / "out")) == 3  # nothing overwritten
+    assert len(images(tmp_path / "out")) == 3  # nothing overwritten
 
 
 def test_more_of_one_program(model, tmp_path, capsys):
-    """Latents from a file, one prompt for all devices, several pictures per device, no guidance."""
+    """Latents from a file, one prompt for all devices, several images per device, no guidance."""
     noise = np.random.default_rng(0).standard_normal((9, 4, 8, 8), np.float32)
     np.save(tmp_path / "noise.npy", noise)
     (tmp_path / "prompts.txt").write_text("it\x0bnow\n\nred\n")  # a newline alone ends a prompt
     flags = ["--num_inference_steps", "1", "--latents", str(tmp_path / "noise.npy")]
     cache = ["--compilation_cache_dir", ""]
     sdxl_single.main([*flags_of(model, tmp_path / "a"), *flags, *cache, "--prompt", "it"])
-    assert len(pictures(tmp_path / "a")) == len(jax.devices())
+    assert len(images(tmp_path / "a")) == len(jax.devices())
     flags += ["--batch_size", "2", "--prompts_file", str(tmp_path / "prompts.txt")]
     flags += ["--num_images", "4", "--guidance_scale", "1"]
     sdxl_single.main([*flags_of(model, tmp_path / "b"), *flags, *cache])
     sdxl_single_aot.main([*flags_of(model, tmp_path / "c"), *flags, "--executable_dir", ""])
-    assert len(pictures(tmp_path / "b")) == 8
-    np.testing.assert_array_equal(pictures(tmp_path / "b"), pictures(tmp_path / "c"))
+    assert len(images(tmp_path / "b")) == 8
+    np.testing.assert_array_equal(images(tmp_path / "b"), images(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("script", [sdxl_single, sdxl_single_aot], ids=["jit", "aot"])
@@ -308,7 +308,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--latents EMPTY.npz", "has no array of real numbers; numpy.save writes one"),
         ("--latents BROKEN --num_images 1", "has numbers that are not finite"),
         ("--prompts_file LATIN", "is not UTF-8 text; save it as UTF-8"),
-        ("--prompts_file EMPTY --prompt it", "both say what to picture; give one of them"),
+        ("--prompts_file EMPTY --prompt it", "both say what to image; give one of them"),
         ("--num_images 1 --output a.png --grid a.png", "--grid a.png is an image of --output too"),
         ("--num_images 1 --output EMPTY", "ends in no extension; name it .png"),
         ("--num_inference_steps 0", "--num_inference_steps 0 must be at least 1"),
@@ -320,7 +320,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--output a.png --num_images 2", "--output a.png is one file for 2 images"),
         ("--output a.gif --num_images 1", "a.gif ends in .gif; name it .png"),
         ("--pretrained_model_name_or_path SD", "is a StableDiffusionPipeline, no Stable Diffusion"),
-        ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs a picture"),
+        ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs an image"),
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
     ],
 )

@@ -131,10 +131,10 @@ def test_arguments_are_those_of_a_real_run(model):
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
     for name in ("vae", "text_encoder"):
         frozen[name] = jax.tree.map(lambda x: np.asarray(x, dtype), frozen[name])
-    pictures = np.zeros((8, 16, 16, 3), np.uint8)
+    images = np.zeros((8, 16, 16, 3), np.uint8)
     batch = {
-        "original_pixel_values": pictures,
-        "edited_pixel_values": pictures,
+        "original_pixel_values": images,
+        "edited_pixel_values": images,
         "input_ids": pipeline.prepare_text_inputs(["make it red"] * 8),
     }
     state = start_state(params, tx, shard_axes(params, NUM_DEVICES))
@@ -269,7 +269,7 @@ def test_sdxl_counts_every_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_sdxl_counts_every_picture(tmp_path, monkeypatch):
+def test_sdxl_counts_every_image(tmp_path, monkeypatch):
     """Also where they are decoded one after the other, in a loop."""
     monkeypatch.setattr(sampling_flax, "DECODED_PIXELS", 1)
     model = make_tiny_xl(tmp_path / "xl")

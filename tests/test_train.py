@@ -53,7 +53,7 @@ from training_models import Models, load_models
 
 SCRIPT = Path(trainer.__file__)
 NUM_DEVICES = 4  # conftest.py's
-SIZE = dict(vae_channels=(16, 32), unet_channels=(16, 32))  # latents are half as wide as pictures
+SIZE = dict(vae_channels=(16, 32), unet_channels=(16, 32))  # latents are half as wide as images
 # A run small enough to be computed again by hand. Adam's epsilon is large so that the sign of a
 # gradient that is zero but for rounding does not matter.
 RUN = dict(
@@ -70,7 +70,7 @@ RUN = dict(
     seed=3,
     logging_steps=1,
 )
-PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 PROMPTS = ["make it red", "invert the colors", "turn it upside down"]
 COLUMNS = ("original_image", "edit_prompt", "edited_image")
 
@@ -105,12 +105,12 @@ def encoded(seed):
 
 def write_shard(path, num_rows, seed=0, broken=(), columns=COLUMNS):
     """A parquet shard in the public dataset's schema; the original of the rows `broken` is none."""
-    originals = [b"no picture" if i in broken else encoded([seed, i, 0]) for i in range(num_rows)]
+    originals = [b"no image" if i in broken else encoded([seed, i, 0]) for i in range(num_rows)]
     edits = [encoded([seed, i, 1]) for i in range(num_rows)]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(num_rows)]
 
-    def cells(pictures):
-        return pa.array([{"bytes": data, "path": None} for data in pictures], PICTURE)
+    def cells(images):
+        return pa.array([{"bytes": data, "path": None} for data in images], IMAGE)
 
     table = dict(zip(columns, (cells(originals), pa.array(prompts), cells(edits))))
     pq.write_table(pa.table(table), path)
@@ -378,7 +378,7 @@ def test_optimizer_is_pytorchs_adamw_with_clipping():
 
 
 def make_batch(seed):
-    """A global batch of noise pictures and random tokens."""
+    """A global batch of noise images and random tokens."""
     rng = np.random.default_rng(seed)
     shape = (RUN["train_batch_size"], RUN["resolution"], RUN["resolution"], 3)
     return {
@@ -738,7 +738,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
             ids = tokenizer(prompts, padding="max_length", return_tensors="np").input_ids
             batches.append({"input_ids": ids.astype(np.int32), **batch})
             num_bad.append(dataset.num_bad)
-    assert num_bad[3] == 2  # both epochs met the broken picture
+    assert num_bad[3] == 2  # both epochs met the broken image
     by_hand, losses, norms = [], [], []
     for state, metrics in parallel.run(batches[: config.max_train_steps], config.seed):
         by_hand.append(parallel.whole(state))
@@ -865,20 +865,20 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
         np.testing.assert_allclose(saved[key], p + expected["00000006-0.050"], rtol=1e-3)
 
 
-def test_pictures_profile_and_model_card(model, data, tmp_path, monkeypatch):
+def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     """A grid is the original beside what the pipeline makes of it with the average of that step.
 
     The second image's file holds it turned, and says so.
     """
     monkeypatch.setattr(trainer, "train_step", count_up)
     out = tmp_path / "out"
-    sizes, pictures = [(16, 16), (32, 24)], []
+    sizes, result_images = [(16, 16), (32, 24)], []
     for k, size in enumerate(sizes):
         pixels = np.random.default_rng(k).integers(0, 256, (size[1], size[0], 3), np.uint8)
         turned, exif = np.rot90(pixels, k), Image.Exif()
         exif[ExifTags.Base.Orientation] = 6 if k else 1  # 6: turn it clockwise to look at it
         Image.fromarray(turned).save(tmp_path / f"{k}.png", exif=exif)
-        pictures.append(Image.fromarray(pixels))
+        result_images.append(Image.fromarray(pixels))
     config = config_of(
         model,
         data,
@@ -897,7 +897,7 @@ def test_pictures_profile_and_model_card(model, data, tmp_path, monkeypatch):
     assert list(out.glob("profile/**/*.xplane.pb"))
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(out)
-    originals = [ImageOps.fit(x, (16, 16), Image.Resampling.LANCZOS) for x in pictures]
+    originals = [ImageOps.fit(x, (16, 16), Image.Resampling.LANCZOS) for x in result_images]
     inputs = pipeline.prepare_inputs(["make it red"] * 2, originals)
     images = pipeline(*inputs, params, jax.random.key(config.seed), num_inference_steps=20).images
     grid = np.asarray(Image.open(out / "validation" / "step-000005.png"))
@@ -972,7 +972,7 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
     assert done.returncode == 0, done.stderr
     assert "8 pairs a step on 2 device(s)" in done.stdout
     assert "3/3" in done.stderr
-    assert "a.parquet row 3" in done.stderr  # the broken picture
+    assert "a.parquet row 3" in done.stderr  # the broken image
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 < row["loss"] < 3 for row in rows)
@@ -1002,13 +1002,13 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
             assert p.dtype == torch.float32
             assert torch.equal(p, kept[name].float()), name
 
-    # PyTorch and we make the same picture with what was trained here.
+    # PyTorch and we make the same image with what was trained here.
     rng = np.random.default_rng(0)
-    pictures = rng.random((2, 16, 24, 3), np.float32)
+    images = rng.random((2, 16, 24, 3), np.float32)
     latents = rng.standard_normal((2, 4, 8, 12), np.float32)
-    expected = edit_with_torch(out, PROMPTS[:2], pictures, latents)
+    expected = edit_with_torch(out, PROMPTS[:2], images, latents)
     ours, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(out)
-    inputs = ours.prepare_inputs(PROMPTS[:2], pictures)
+    inputs = ours.prepare_inputs(PROMPTS[:2], images)
     key = jax.random.key(0)
     result = ours(*inputs, params, key, num_inference_steps=20, latents=latents).images
     assert psnr(result, expected) > 60

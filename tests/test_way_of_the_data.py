@@ -16,27 +16,25 @@ from PIL import Image
 from tiny_models import make_tiny_pipeline
 
 DATASET = "someone/pairs"
-PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def shard(number, num_rows):
     """A shard in the public dataset's schema, as bytes; each prompt says which row it is."""
     rng = np.random.default_rng(number)
 
-    def pictures():
+    def images():
         cells = []
         for _ in range(num_rows):
             file = io.BytesIO()
             Image.fromarray(rng.integers(0, 256, (20, 20, 3), np.uint8)).save(file, "JPEG")
             cells.append({"bytes": file.getvalue(), "path": None})
-        return pa.array(cells, PICTURE)
+        return pa.array(cells, IMAGE)
 
     prompts = [f"row {row} of {number}" for row in range(num_rows)]
     file = io.BytesIO()
     pq.write_table(
-        pa.table(
-            {"original_image": pictures(), "edit_prompt": prompts, "edited_image": pictures()}
-        ),
+        pa.table({"original_image": images(), "edit_prompt": prompts, "edited_image": images()}),
         file,
     )
     return file.getvalue()

@@ -71,7 +71,7 @@ def make_tiny_pipeline(
         scheduler: a key of SCHEDULERS.
         seed: of the random weights.
         prediction_type: "epsilon" or "v_prediction".
-        vae_channels: multiples of 8; each level after the first halves the picture, so three
+        vae_channels: multiples of 8; each level after the first halves the image, so three
             make latents a quarter as wide and four an eighth, as in the real model.
         unet_channels: multiples of 8, one entry per level.
 
