@@ -103,7 +103,7 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
 
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((2, 4, 8, 6), np.float32)
-    result_image = rng.random((2, 64, 48, 3), np.float32)
+    input_image = rng.random((2, 64, 48, 3), np.float32)
     options = dict(num_inference_steps=6, guidance_scale=5.0)
     if guidance == "off":  # as the distilled models' cards have it
         options["guidance_scale"] = 0.0 if kind == "xl" else 1.0
@@ -116,11 +116,11 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
             theirs,
             noise,
             prompt=PROMPTS,
-            image=torch.from_numpy(result_image).permute(0, 3, 1, 2),
+            image=torch.from_numpy(input_image).permute(0, 3, 1, 2),
             negative_prompt=[NEGATIVE] * 2 if negative else None,
             **options,
         )
-        prompt_ids, image = ours.prepare_inputs(PROMPTS, result_image)
+        prompt_ids, image = ours.prepare_inputs(PROMPTS, input_image)
         inputs = (prompt_ids, image, params, jax.random.key(0))
         options["noise"] = noise
     else:
@@ -374,11 +374,11 @@ def test_pndm_from_a_image(folders):
     pipeline = replace_scheduler(pipeline, params, "pndm")
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((2, 4, 8, 6), np.float32)
-    result_image = rng.random((2, 64, 48, 3), np.float32)
-    image = torch.from_numpy(result_image).permute(0, 3, 1, 2)
+    input_image = rng.random((2, 64, 48, 3), np.float32)
+    image = torch.from_numpy(input_image).permute(0, 3, 1, 2)
     options = dict(num_inference_steps=6, strength=1.0, guidance_scale=5.0)
     expected = call_with_noise(theirs, noise, prompt=PROMPTS, image=image, **options)
-    inputs = pipeline.prepare_inputs(PROMPTS, result_image)
+    inputs = pipeline.prepare_inputs(PROMPTS, input_image)
     images = pipeline(*inputs, params, jax.random.key(0), noise=noise, **options).images
     assert psnr(images, expected) > 60
 

@@ -16,6 +16,7 @@ from PIL import Image
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_safety_checker, make_tiny_xl
 from transformers import CLIPImageProcessor
 
+import config_flax
 import pipeline_flax_utils
 from config_flax import warn_once
 from modeling_flax_clip import FlaxStableDiffusionSafetyChecker
@@ -309,7 +310,7 @@ def test_base_class_refuses_other_pipelines(tmp_path):
 def test_hub_options_reach_every_part(folders, monkeypatch):
     asked = []
 
-    fetch_file = pipeline_flax_utils.fetch_file
+    fetch_file = config_flax.fetch_file
 
     def fetch(path, name, *args, **options):
         places = ("subfolder", "revision")
@@ -317,9 +318,7 @@ def test_hub_options_reach_every_part(folders, monkeypatch):
         return fetch_file(path, name, *args, **options)
 
     for module in (
-        "pipeline_flax_utils",
         "modeling_flax_utils",
-        "scheduling_flax_utils",
         "config_flax",
     ):
         monkeypatch.setattr(__import__(module), "fetch_file", fetch)

@@ -308,7 +308,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--latents EMPTY.npz", "has no array of real numbers; numpy.save writes one"),
         ("--latents BROKEN --num_images 1", "has numbers that are not finite"),
         ("--prompts_file LATIN", "is not UTF-8 text; save it as UTF-8"),
-        ("--prompts_file EMPTY --prompt it", "both say what to image; give one of them"),
+        ("--prompts_file EMPTY --prompt it", "are both given; give one of them"),
         ("--num_images 1 --output a.png --grid a.png", "--grid a.png is an image of --output too"),
         ("--num_images 1 --output EMPTY", "ends in no extension; name it .png"),
         ("--num_inference_steps 0", "--num_inference_steps 0 must be at least 1"),

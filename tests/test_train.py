@@ -872,13 +872,13 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     """
     monkeypatch.setattr(trainer, "train_step", count_up)
     out = tmp_path / "out"
-    sizes, result_images = [(16, 16), (32, 24)], []
+    sizes, input_images = [(16, 16), (32, 24)], []
     for k, size in enumerate(sizes):
         pixels = np.random.default_rng(k).integers(0, 256, (size[1], size[0], 3), np.uint8)
         turned, exif = np.rot90(pixels, k), Image.Exif()
         exif[ExifTags.Base.Orientation] = 6 if k else 1  # 6: turn it clockwise to look at it
         Image.fromarray(turned).save(tmp_path / f"{k}.png", exif=exif)
-        result_images.append(Image.fromarray(pixels))
+        input_images.append(Image.fromarray(pixels))
     config = config_of(
         model,
         data,
@@ -897,7 +897,7 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     assert list(out.glob("profile/**/*.xplane.pb"))
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(out)
-    originals = [ImageOps.fit(x, (16, 16), Image.Resampling.LANCZOS) for x in result_images]
+    originals = [ImageOps.fit(x, (16, 16), Image.Resampling.LANCZOS) for x in input_images]
     inputs = pipeline.prepare_inputs(["make it red"] * 2, originals)
     images = pipeline(*inputs, params, jax.random.key(config.seed), num_inference_steps=20).images
     grid = np.asarray(Image.open(out / "validation" / "step-000005.png"))
