@@ -76,18 +76,28 @@ def psnr(ours, theirs):
     return -10 * np.log10(np.mean((ours - theirs) ** 2))
 
 
+FAST_CASES = (
+    ("sd", "pndm", "plain"),
+    ("sd", "euler", "negative"),
+    ("sd image", "ddim", "plain"),
+    ("xl", "dpmsolver++", "negative"),
+    ("xl", "euler", "off"),
+    ("xl image", "euler", "rescaled"),
+    ("xl refiner", "ddim", "plain"),
+)
+
+
 def cases():
     """Every pipeline with three schedulers, with and without a negative prompt; most are slow."""
     for kind in KINDS:
-        for scheduler in ("ddim", "euler", "dpmsolver++"):
-            yield kind, scheduler, "plain"
-            slow = [] if scheduler == "euler" else [pytest.mark.slow]
-            yield pytest.param(kind, scheduler, "negative", marks=slow)
+        found = [(s, g) for s in ("ddim", "euler", "dpmsolver++") for g in ("plain", "negative")]
         if kind in ("sd", "xl"):
-            yield kind, "pndm", "plain"  # PyTorch's image-to-image is a timestep late with it
-            yield kind, "euler", "off"
+            found += [("pndm", "plain")]  # PyTorch's image-to-image is a timestep late with it
+            found += [("euler", "off")]
         if kind in ("sd", "xl", "xl image"):  # PyTorch's image-to-image of SD has none
-            yield kind, "euler", "rescaled"
+            found += [("euler", "rescaled")]
+        for case in ((kind, *x) for x in found):
+            yield case if case in FAST_CASES else pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("kind", "scheduler", "guidance"), list(cases()))

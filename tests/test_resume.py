@@ -480,6 +480,7 @@ def test_another_run_is_refused_by_name(model, data, stopped, tmp_path, options,
     assert sorted(map(str, out.rglob("*"))) == before
 
 
+@pytest.mark.slow
 def test_any_checkpoint_can_be_the_start(model, data, stopped, tmp_path, capsys):
     """An older one of the folder, or another folder's; or none."""
     out = shutil.copytree(stopped, tmp_path / "out")
@@ -524,6 +525,7 @@ trainer.main()
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path):
     config = config_of(model, data, tmp_path, **RUN)
     _, errors = Start(config, code=FULL_DISK).end(2)

@@ -260,6 +260,7 @@ def test_what_an_executable_depends_on(tmp_path, monkeypatch):
     assert surroundings(jax.devices()[:2], [caller]) not in seen
 
 
+@pytest.mark.slow
 def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch):
     """The images are made."""
 
@@ -277,6 +278,7 @@ def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch)
     assert len(images(tmp_path / "out")) == 3  # nothing overwritten
 
 
+@pytest.mark.slow
 def test_more_of_one_program(model, tmp_path, capsys):
     """Latents from a file, one prompt for all devices, several images per device, no guidance."""
     noise = np.random.default_rng(0).standard_normal((9, 4, 8, 8), np.float32)

@@ -548,7 +548,11 @@ def test_seeds_decide(parallel):
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_micro_batches": 2}, {"num_devices": 2}, {"num_devices": 1, "num_micro_batches": 4}],
+    [
+        pytest.param({"num_micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param({"num_devices": 2}, marks=pytest.mark.slow),
+        {"num_devices": 1, "num_micro_batches": 4},
+    ],
     ids=str,
 )
 def test_devices_and_micro_batches_change_nothing(parallel, options):
