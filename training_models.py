@@ -71,17 +71,29 @@ class Models(NamedTuple):
     scheduler: FlaxDDPMScheduler
 
 
-def encode_text(text_encoder, params, input_ids):
-    """The states of a text encoder, as a pytree that dropout and loss take.
+def encode_text(text_encoder, params, input_ids, time_ids=None):
+    """The outputs of the text encoder, as a dict that dropout and loss take.
 
     Args:
-        text_encoder, params: FlaxCLIPTextModel and its parameters.
-        input_ids: integers (B, T).
+        text_encoder, params: FlaxCLIPTextModel and its parameters; for SDXL a tuple of
+            FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection, and a tuple of their parameters.
+        input_ids: integers (B, T); for SDXL (B, 2, T).
+        time_ids: micro-conditioning of SDXL, (B, 6).
 
     Returns:
-        {"states": (B, T, D)}.
+        {"states": (B, T, D)}; for SDXL the states of both encoders before their last layer, and
+        also "pooled" (B, P) and "time_ids".
+
+    Source: SDXL (arXiv 2307.01952), section 2.1.
     """
-    return {"states": text_encoder(input_ids, params=params)[0]}
+    if not isinstance(text_encoder, tuple):
+        return {"states": text_encoder(input_ids, params=params)[0]}
+    outputs = [
+        encoder(input_ids[:, i], params=params[i], output_hidden_states=True)
+        for i, encoder in enumerate(text_encoder)
+    ]
+    states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
+    return {"states": states, "pooled": outputs[1].text_embeds, "time_ids": time_ids}
 
 
 def encode_images(vae, params, images):
@@ -112,7 +124,7 @@ def encode_batch(batch, frozen, models):
     Args:
         batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3), or instead the
             latents of cache_latents.py, original_latents (B, h, w, C) and edited_latents
-            (B, h, w, 2 C); input_ids (B, T).
+            (B, h, w, 2 C); input_ids (B, T); for SDXL input_ids (B, 2, T) and time_ids (B, 6).
         frozen: {"vae", "text_encoder"} parameters; no VAE for latents.
         models: Models.
 
@@ -120,7 +132,9 @@ def encode_batch(batch, frozen, models):
         mean and std of the edited images' posterior, float32 (B, h, w, C); mode of the original
         images', (B, h, w, C); text, see encode_text.
     """
-    text = encode_text(models.text_encoder, frozen["text_encoder"], batch["input_ids"])
+    text = encode_text(
+        models.text_encoder, frozen["text_encoder"], batch["input_ids"], batch.get("time_ids")
+    )
     if "edited_latents" in batch:
         mean, std = jnp.split(batch["edited_latents"].astype(jnp.float32), 2, axis=-1)
         return mean, std, batch["original_latents"].astype(jnp.float32), text
