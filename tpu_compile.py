@@ -16,16 +16,14 @@ A UNet by itself, and SDXL images from text as sdxl_single.py makes them, two on
     python tpu_compile.py unet --tpu v5e-1 --batch_size 8
     python tpu_compile.py sdxl --tpu v5e-4 --num_images 2
 
---find_batch looks for the largest batch that fits. Needs a CPU and the TPU's compiler, `pip install
-"jax[tpu]"`. Stable Diffusion 1.5's training step takes about 10 minutes on two cores and 12 GB of
+--find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
+"jax[tpu]"`). Stable Diffusion 1.5's training step takes about 10 minutes on two cores and 12 GB of
 memory (27 GB at 32 pairs per chip). Prints a table and writes JSON into the current directory.
 
 The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
-and without validation images. The time is a lower bound, the roofline: the largest of FLOPs over
+and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over
 the chip's peak, bytes to and from its memory over the memory's bandwidth, and bytes sent to other
-chips over the bandwidth of the interconnect. Waiting for data is not included.
-
-Paper: Roofline (Williams, Waterman, Patterson 2009).
+chips over the interconnect's bandwidth.
 """
 
 import json
@@ -41,7 +39,7 @@ import jax.numpy as jnp
 
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_writable, run_main, save_whole
-from config_flax import PUBLISHED_CONFIGS, fetch_file, read_json, write_json
+from config_flax import PUBLISHED_CONFIGS, ConfigMixin, write_json
 from ema_flax import ema_plan
 from kernels_flax import plain_operations
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -129,17 +127,10 @@ class Job(NamedTuple):
     updates_per_step: float = 0.0
 
 
-def read_config(source, subfolder=None, revision=None, name="config.json"):
-    """A model's config file, a dict.
-
-    Raises:
-        ValueError: the file does not exist.
-    """
-    file = fetch_file(source, name, subfolder, revision)
-    if file is None:
-        where = f"{source}/{subfolder}" if subfolder else source
-        raise ValueError(f"{where} has no {name}; give a model's directory or Hub id")
-    return read_json(file)
+def read_configs(source, revision, *names):
+    """{name: the content of its config.json} of parts of a pipeline directory."""
+    read = partial(ConfigMixin.load_config, source, revision=revision)
+    return {name: read(subfolder=name) for name in names}
 
 
 def training_models(config):
@@ -156,17 +147,18 @@ def training_models(config):
     """
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if source := config.pretrained_model_name_or_path:
-        read = partial(read_config, source, revision=config.revision)
-        configs = {name: read(name) for name in ("vae", "text_encoder")}
-        configs["scheduler"] = read("scheduler", name="scheduler_config.json")
-        configs["unet"] = {} if config.unet_model_name_or_path else read("unet")
+        unet = () if config.unet_model_name_or_path else ("unet",)
+        configs = read_configs(source, config.revision, "vae", "text_encoder", *unet)
+        configs["scheduler"] = FlaxDDPMScheduler.load_config(
+            source, subfolder="scheduler", revision=config.revision
+        )
     dtype = DTYPES[config.mixed_precision]
     vae = FlaxAutoencoderKL.from_config(configs["vae"], dtype=dtype)
     text_encoder = FlaxCLIPTextModel.from_config(configs["text_encoder"], dtype=dtype)
     scheduler = FlaxDDPMScheduler.from_config(configs["scheduler"])
     scheduler_state = scheduler.create_state()
     if config.unet_model_name_or_path:
-        unet_config = read_config(config.unet_model_name_or_path)
+        unet_config = FlaxUNet2DConditionModel.load_config(config.unet_model_name_or_path)
     else:
         unet_config = {**configs["unet"], "in_channels": 2 * vae.latent_channels}
     unet = FlaxUNet2DConditionModel.from_config(
@@ -262,7 +254,7 @@ def unet_job(config, devices):
     n, B = len(devices), config.batch_size
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if source := config.pretrained_model_name_or_path:
-        configs = {name: read_config(source, name, config.revision) for name in ("unet", "vae")}
+        configs = read_configs(source, config.revision, "unet", "vae")
     in_channels = config.in_channels or (
         8 if config.gradient else configs["unet"].get("in_channels", 4)
     )
@@ -386,8 +378,9 @@ def count_flops(config, batch_per_chip):
         config: Train, Unet or Sdxl.
         batch_per_chip: pairs, samples or images of a chip.
     """
-    single = replace(config, **{BATCH_FLAGS[type(config)]: 1})
-    job = JOBS[type(config)](single, jax.devices("cpu")[:1])
+    one = 1 if isinstance(config, Sdxl) else batch_per_chip  # images are decoded in a loop
+    config = replace(config, **{BATCH_FLAGS[type(config)]: one})
+    job = JOBS[type(config)](config, jax.devices("cpu")[:1])
 
     def count(program, args):
         with plain_operations():
@@ -395,9 +388,8 @@ def count_flops(config, batch_per_chip):
 
     flops = count(job.step, job.args)
     if job.body is None:
-        return flops * job.trips * batch_per_chip
-    flops += (job.trips - 1) * count(job.body, job.body_args)
-    return flops * batch_per_chip  # a batch is decoded in a loop, image by image
+        return flops * job.trips
+    return (flops + (job.trips - 1) * count(job.body, job.body_args)) * batch_per_chip
 
 
 def memory_parts(job, step, update):
@@ -578,9 +570,7 @@ def report_file(config):
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--output {file} exists and is no report; name another") from error
         if not config.output and old_flags != json.loads(json.dumps(changed_flags(config))):
-            raise ValueError(
-                f"{file} is the report of other flags ({old_flags}); name a file with --output"
-            )
+            raise ValueError(f"{file} is the report of other flags ({old_flags}); give --output")
     return file
 
 

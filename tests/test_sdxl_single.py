@@ -45,7 +45,8 @@ def flags_of(model, output):
 
 def run(script, model, output, *options, num_devices=4):
     """A start by the command line; its stderr."""
-    flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={num_devices}")
+    # As users compile: with other code generators both scripts need not agree to the last bit.
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
     done = subprocess.run(
         [sys.executable, ROOT / script, *flags_of(model, output), *options],
         env=os.environ | {"XLA_FLAGS": flags},
