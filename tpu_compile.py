@@ -11,7 +11,7 @@ minute:
     python tpu_compile.py train --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
 
-A UNet by itself, and SDXL images from text as sdxl_single.py makes them, two on each chip:
+A UNet, and SDXL images as sdxl_single.py makes them, two on each chip:
 
     python tpu_compile.py unet --tpu v5e-1 --batch_size 8
     python tpu_compile.py sdxl --tpu v5e-4 --num_images 2
@@ -575,7 +575,7 @@ def report_file(config):
 
 
 def run(config):
-    """Check, compile, print, write."""
+    """Compile, print and write the report."""
     jax.config.update("jax_platforms", "cpu")  # leave this machine's accelerators free
     tpu = find_slice(config.tpu)
     devices = slice_devices(tpu)
