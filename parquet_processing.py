@@ -19,7 +19,7 @@ In code it is a plain iterator of NumPy batches, and a torch IterableDataset:
     for batch in ParquetImagePairs("data", batch_size=16): ...
 
 Needs a CPU only. A pair of 512x512 JPEGs takes about 3 ms of one core to decode at 256x256
-(benchmarks/bench_data.py measures it). Images are prepared as in InstructPix2Pix
+(`python -m benchmarks.data` measures it). Images are prepared as in InstructPix2Pix
 (arXiv 2211.09800).
 """
 

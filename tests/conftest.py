@@ -23,7 +23,6 @@ import torch
 from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARK_TESTS = ("test_bench_", "test_profile_unet", "test_full_size", "test_ema_study")
 # The files that take longest start first, so that no worker is left alone with one at the end.
 LONGEST_FILES = (
     *("test_resume", "test_train", "test_models", "test_pipelines", "test_drop_in"),
@@ -46,7 +45,7 @@ if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
 def pytest_collection_modifyitems(items):
     """Mark the benchmarks' tests slow, and order the files."""
     for item in items:
-        if item.path.stem.startswith(BENCHMARK_TESTS):
+        if item.path.stem.startswith("test_benchmark"):
             item.add_marker("slow")
     rank = {name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

@@ -1,4 +1,4 @@
-"""benchmarks/ema_study.py: its loop is the trainer's, its measures are the demo's, its sums."""
+"""benchmarks/ema.py: its loop is the trainer's, its measures are the demo's, its sums."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from PIL import Image
 from test_train import lenient_optimizer  # noqa: F401 (a fixture)
 
 import flax_train_instruct_pix2pix as trainer
-from benchmarks import ema_study
-from benchmarks.ema_study import (
+from benchmarks import ema
+from benchmarks.ema import (
     COST_PLANS,
     make_demo,
     make_loss,
@@ -176,7 +176,7 @@ def test_edits_are_measured_as_the_demo_does(demo, loaded):
             ).read_text().replace('"\n    "', "")
             return type("Result", (), {"images": held_out[2] / np.float32(255)})
 
-    summary = ema_study.edit(Perfect(), {}, held_out, demo)
+    summary = ema.edit(Perfect(), {}, held_out, demo)
     assert summary["edit_error_ratio"] == 0
     assert summary["instruction_accuracy"] == 1
     assert summary["num_edits"] == len(held_out[0])
@@ -210,7 +210,7 @@ def test_command_line(tmp_path):
     options = "--seeds 0 1 --lr_schedulers constant --max_train_steps 8"
     options += " --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1"
     options += " --cost_rounds 1 --cost_steps 1"
-    command = [sys.executable, "benchmarks/ema_study.py", *options.split()]
+    command = [sys.executable, "-m", "benchmarks.ema", *options.split()]
     command += ["--output", tmp_path / "out" / "study.json", "--plot", tmp_path / "out" / "a.png"]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -220,8 +220,8 @@ def test_command_line(tmp_path):
         assert plot.width > 1000
 
     results = json.loads((tmp_path / "out" / "study.json").read_text())
-    assert [run["seed"] for run in results["quality"]["constant"]["runs"]] == [0, 1]
-    variants = results["quality"]["constant"]["summary"]
+    assert [run["seed"] for run in results["quality constant"]["runs"]] == [0, 1]
+    variants = results["quality constant"]["summary"]
     expected = set(study_plans(8)) - {"power"} | {"post-hoc 0.05", "post-hoc 0.1"}
     assert variants.keys() == expected | {"post-hoc, best"}
     best = variants["post-hoc, best"]["loss"]["mean"]
@@ -241,14 +241,14 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--max_train_steps 4", "max_train_steps=4 must be at least 8"),
+        ("--max_train_steps 4", "--max_train_steps 4 must be at least 8"),
         ("--sigma_rels 0.5", "sigma_rel=0.5 must be above 0 and below 0.28"),
         ("--seeds", "seeds is empty; name at least one"),
     ],
 )
 def test_bad_flags_end_in_one_line(options, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        ema_study.main(options.split())
+        ema.main(options.split())
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and error.count("\n") == 1

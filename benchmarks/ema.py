@@ -1,6 +1,6 @@
 """What an average of the weights costs, and what it gives.
 
-    python benchmarks/ema_study.py
+    python -m benchmarks.ema
 
 Quality (--parts quality), on the demo's task (demo/run_demo.py): runs of several seeds, each with
 a constant learning rate and with one that falls to zero. In each run all averages are tracked at
@@ -17,8 +17,8 @@ once, of the very same weights, by the trainer's own programs:
     post-hoc S              rebuilt after training with the length sigma_rel S (ema_posthoc.py)
 
 and measured on photographs that were not trained on: the denoising loss at fixed noise and
-timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedited picture to it.
-"post-hoc, best" takes for each run the length of the least loss, on the same pictures.
+timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedited image to it.
+"post-hoc, best" takes for each run the length of the least loss, on the same images.
 
 Cost (--parts cost), on four forced CPU devices: time of a step of each kind, in turn for several
 rounds, and what the compiler says of memory and bytes. tpu_compile.py tells the same of Stable
@@ -26,12 +26,12 @@ Diffusion's full size on TPUs.
 
 All of it tiny, in minutes:
 
-    python benchmarks/ema_study.py --seeds 0 --lr_schedulers constant --max_train_steps 8 \\
+    python -m benchmarks.ema --seeds 0 --lr_schedulers constant --max_train_steps 8 \\
         --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1 \\
         --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
 
-Writes benchmarks/results/ema_study.json, in which what is not run (the cost, a schedule of the
-learning rate) stays as it is, draws ema_study.png beside it, prints tables. Needs a CPU; on two
+Writes benchmarks/results/ema.json, in which what is not run (the cost, a schedule of the
+learning rate) stays as it is, draws benchmarks/results/ema.png, prints tables. Needs a CPU; on two
 cores quality takes more than an hour, cost minutes, on a machine that does nothing else.
 
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
@@ -56,30 +56,40 @@ import optax
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import flax_train_instruct_pix2pix as trainer  # noqa: E402
-from benchmarks.full_size import (  # noqa: E402
+import flax_train_instruct_pix2pix as trainer
+from benchmarks.harness import (
+    ROOT,
     command_line,
     describe_machine,
     in_new_process,
-    this_command,
-    write_json,
+    read_rows,
+    report,
+    rows_of,
+    write_rows,
 )
-from demo.evaluate import load_edits, measure, read_image  # noqa: E402
-from demo.photographs import EDITS  # noqa: E402
-from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
-from parquet_processing import ParquetImagePairs  # noqa: E402
-from sharding_flax import replicate, shard_axes, start_state, to_host  # noqa: E402
-from training_models import encode_batch, load_models  # noqa: E402
-from training_run import Batches, make_update_average, start_average  # noqa: E402
+from demo.evaluate import load_edits, measure, read_image
+from demo.photographs import EDITS
+from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
+from parquet_processing import ParquetImagePairs
+from sharding_flax import replicate, shard_axes, start_state, to_host
+from training_models import encode_batch, load_models
+from training_run import Batches, make_update_average, start_average
 
 RESOLUTION = 64  # of the demo
+
+
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
+
+
 NUM_SNAPSHOTS = 8  # of a run with --ema power
+
+
 COST_DEVICES = 4
+
+
 MEASURES = ("loss", "edit_error_ratio", "instruction_accuracy")
+
+
 COST_PLANS = {
     "none": ema_plan("none", 10**6),
     "late, before its start": ema_plan("late", 10**6, start_step=10**6 - 1),
@@ -105,8 +115,8 @@ class Config:
     cost_rounds: int = 10  # each measures every kind of step once
     cost_steps: int = 5  # steps of a measurement
     # output
-    output: str = "benchmarks/results/ema_study.json"
-    plot: str = "benchmarks/results/ema_study.png"
+    output: str = "benchmarks/results/ema.json"
+    plot: str = "benchmarks/results/ema.png"
 
 
 class Programs(NamedTuple):
@@ -261,17 +271,17 @@ def rebuild(snapshots, sigma_rel):
 
 
 def read_held_out(folder):
-    """The held-out edits: lists of instructions, pictures to edit and true edits, uint8 (N,...)."""
+    """The held-out edits: lists of instructions, images to edit and true edits, uint8 (N,...)."""
     lines = map(json.loads, (folder / "held_out" / "edits.jsonl").read_text().splitlines())
     names = [edit.instruction for edit in EDITS]
-    instructions, pictures, truths = [], [], []
+    instructions, images, truths = [], [], []
     for line in lines:
         source = Path(line["input"])
         truth = source.with_name(f"{source.stem}_truth_{names.index(line['edit'])}.png")
         instructions.append(line["edit"])
-        pictures.append(np.uint8(np.rint(read_image(source) * 255)))
+        images.append(np.uint8(np.rint(read_image(source) * 255)))
         truths.append(np.uint8(np.rint(read_image(truth) * 255)))
-    return instructions, np.stack(pictures), np.stack(truths)
+    return instructions, np.stack(images), np.stack(truths)
 
 
 def make_loss(models, pipeline, frozen, held_out, num_draws):
@@ -280,17 +290,17 @@ def make_loss(models, pipeline, frozen, held_out, num_draws):
     Without dropout, of the posterior's mode; noises and timesteps are the same at every call, the
     timesteps evenly spread over all.
     """
-    instructions, pictures, truths = held_out
+    instructions, images, truths = held_out
     batch = {
-        "original_pixel_values": pictures,
+        "original_pixel_values": images,
         "edited_pixel_values": truths,
         "input_ids": pipeline.prepare_text_inputs(instructions),
     }
     mean, _, mode, text = jax.jit(partial(encode_batch, models=models))(batch, frozen)
     x_0 = jnp.transpose(mean * models.vae.config.scaling_factor, (0, 3, 1, 2))  # (N, C, h, w)
     condition = jnp.transpose(mode, (0, 3, 1, 2))
-    shape = (num_draws, len(pictures))
-    count = num_draws * len(pictures)
+    shape = (num_draws, len(images))
+    count = num_draws * len(images)
     timesteps = (np.arange(count) + 0.5) / count * models.scheduler.config.num_train_timesteps
     timesteps = np.random.default_rng(0).permutation(np.int32(timesteps)).reshape(shape)
     keys = jax.random.split(jax.random.key(0), num_draws)
@@ -309,7 +319,7 @@ def make_loss(models, pipeline, frozen, held_out, num_draws):
 
 
 def edit(pipeline, params, held_out, folder):
-    """Edit the held-out pictures with the demo's settings, and measure as the demo does.
+    """Edit the held-out images with the demo's settings, and measure as the demo does.
 
     Args:
         pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
@@ -320,14 +330,14 @@ def edit(pipeline, params, held_out, folder):
     Returns:
         demo.evaluate.measure's numbers.
     """
-    instructions, pictures, _ = held_out
-    prompt_ids, image = pipeline.prepare_inputs(instructions, list(pictures))
+    instructions, images, _ = held_out
+    prompt_ids, image = pipeline.prepare_inputs(instructions, list(images))
     images = pipeline(prompt_ids, image, params, jax.random.key(0), 20, 2.0, 1.2).images
     lines = (folder / "held_out" / "edits.jsonl").read_text().splitlines()
-    for line, picture in zip(lines, pipeline.numpy_to_pil(images)):
+    for line, image in zip(lines, pipeline.numpy_to_pil(images)):
         output = Path(json.loads(line)["output"])
         output.parent.mkdir(exist_ok=True)
-        picture.save(output)
+        image.save(output)
     return measure(load_edits(folder))
 
 
@@ -506,7 +516,7 @@ def format_tables(results):
         return f"{figure['median']:{form}} ({figure['min']:{form}}-{figure['max']:{form}})"
 
     lines = []
-    for lr_scheduler, study in results.get("quality", {}).items():
+    for lr_scheduler, study in rows_of(results, "quality").items():
         lines += [
             f"{lr_scheduler} learning rate, {study['max_train_steps']} steps, "
             f"{len(study['runs'])} seeds:\n",
@@ -587,7 +597,7 @@ def check_config(config):
         ("cost_steps", 1),
     ):
         if getattr(config, name) < lowest:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least {lowest}")
+            raise ValueError(f"--{name} {getattr(config, name)} must be at least {lowest}")
     for sigma_rel in config.sigma_rels:
         sigma_rel_to_gamma(sigma_rel)
 
@@ -595,36 +605,27 @@ def check_config(config):
 def run(config):
     """Study, write, print."""
     check_config(config)
-    output, plot = Path(config.output), Path(config.plot)
-    try:
-        results = json.loads(output.read_text()) if output.exists() else {}
-        is_other = set(results) - {"cost", "quality"}
-    except (OSError, ValueError, TypeError):
-        is_other = True
-    if is_other:
-        raise ValueError(f"output={output} is there and no such result; name another")
-    origin = {
-        "command": this_command(),
-        "machine": describe_machine(("jax", "jaxlib", "flax", "optax", "numpy")),
-    }
+    plot = Path(config.plot)
+    results = read_rows(config.output)
+    machine = describe_machine(("jax", "jaxlib", "flax", "optax", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_demo(folder, config.num_pairs, config.crops_per_photograph)
         if "cost" in config.parts:
             figures = in_new_process(measure_cost, folder, config.cost_rounds, config.cost_steps)
-            results["cost"] = origin | {"figures": figures, "summary": summarize_cost(figures)}
+            row = {"figures": figures, "summary": summarize_cost(figures)}
+            results = write_rows({"cost": row}, machine, config.output)
         if "quality" in config.parts:
             for lr_scheduler, runs in study_quality(config, folder):
                 study = {"max_train_steps": config.max_train_steps, "runs": runs}
                 study["summary"] = summarize_quality(runs)
-                results.setdefault("quality", {})[lr_scheduler] = origin | study
-                write_json(results, output)
-    write_json(results, output)
-    print(f"\n{format_tables(results)}\n\nwrote {output}")
+                rows = {f"quality {lr_scheduler}": study}
+                results = write_rows(rows, machine, config.output)
+    report(format_tables(results), config.output)
     if "quality" in config.parts:
         unfinished = plot.with_name(f".{os.getpid()}-{plot.name}")
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        draw(results["quality"], config.sigma_rels).savefig(unfinished, dpi=110)
+        draw(rows_of(results, "quality"), config.sigma_rels).savefig(unfinished, dpi=110)
         unfinished.replace(plot)
         print(f"wrote {plot}")
 

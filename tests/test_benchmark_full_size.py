@@ -1,6 +1,6 @@
 """benchmarks/full_size.py with tiny models; and, slow, PyTorch parity at full size.
 
-pytest -m slow -s tests/test_full_size.py       # minutes, 20 GB of memory, 11 of disk
+pytest -m slow -s tests/test_benchmark_full_size.py       # minutes, 20 GB of memory, 11 of disk
 """
 
 import json
@@ -22,7 +22,9 @@ from diffusers import UNet2DConditionModel
 from flax.traverse_util import flatten_dict
 
 from benchmarks import full_size
-from benchmarks.full_size import TEXT_ENCODER, UNET, VAE, run_command
+from benchmarks.full_size import run_command
+from benchmarks.harness import rows_of
+from benchmarks.random_models import TEXT_ENCODER, UNET, VAE
 from config_flax import PUBLISHED_CONFIGS
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
@@ -58,14 +60,15 @@ def test_peak_memory_and_killing(tmp_path):
 def test_command_line(tmp_path, capfd, monkeypatch):
     """All commands, tiny; the trainer is killed and goes on."""
     monkeypatch.delenv("XLA_FLAGS")  # on one device
-    arguments = ["--quick", "--output", str(tmp_path / "out" / "quick.json")]
+    arguments = ["commands", "--quick", "--output", str(tmp_path / "out" / "quick.json")]
     full_size.main([*arguments, "--work_dir", str(tmp_path / "work")])
     results = json.loads((tmp_path / "out" / "quick.json").read_text())
     names = ["widen", "train, killed", "train, resumed", "edit"]
-    assert list(results["figures"]) == names
-    for row in results["figures"].values():
-        assert 0.1 < row["peak_gib"] < results["machine"]["memory_gib"]
-    killed, resumed = (results["figures"][name]["command"] for name in names[1:3])
+    figures = rows_of(results, "command")
+    assert list(figures) == names
+    for row in figures.values():
+        assert 0.1 < row["peak_gib"] < row["machine"]["memory_gib"]
+    killed, resumed = (figures[name]["command_line"] for name in names[1:3])
     assert killed == resumed
     assert (tmp_path / "work" / "edited.png").is_file()
     assert "resuming after step" in capfd.readouterr().out
@@ -74,7 +77,7 @@ def test_command_line(tmp_path, capfd, monkeypatch):
         full_size.main([*arguments, "--work_dir", str(tmp_path / "work")])
     assert ended.value.code == 2
     error = capfd.readouterr().err
-    assert error.startswith("error: work_dir=") and "is not empty" in error
+    assert error.startswith("error: --work_dir ") and "is not empty" in error
 
 
 @pytest.mark.slow

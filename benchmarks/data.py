@@ -4,20 +4,20 @@ Makes parquet shards of the shape of timbrooks/instructpix2pix-clip-filtered (51
 quality 100, row groups of 1000 rows, 400 MB) from photographs, and measures pairs per second of
 256x256 batches of 16 on one and two threads, of all methods in turn, for several rounds:
 
-    python benchmarks/bench_data.py --output data.json
+    python -m benchmarks.data --output data.json
 
 All of it on tiny shards, in seconds:
 
-    python benchmarks/bench_data.py --rows_per_shard 64 --epoch_rows 256 --rounds 1 \\
+    python -m benchmarks.data --rows_per_shard 64 --epoch_rows 256 --rounds 1 \\
         --slice_seconds 0.3 --warm_up_pairs 0 --output quick.json
 
 Methods:
     ours              ParquetImagePairs; also with resample="lanczos"
-    ceiling           decode_pair in a bare loop over encoded pictures that are in memory
+    ceiling           decode_pair in a bare loop over encoded images that are in memory
     datasets          Hugging Face datasets, streaming, with its PyTorch trainer's transforms
     torch             DataLoader over pyarrow and Pillow, with the same transforms
 
-Writes every figure to --output and prints a table of them; results/bench_data.json is ours. Needs a
+Writes every figure to --output and prints a table of them; results/data.json is ours. Needs a
 CPU of two cores, 16 GB of memory and 1 GB of disk (Linux); about 20 minutes. `pip install datasets`
 for that method, which is left out otherwise.
 """
@@ -25,37 +25,32 @@ for that method, which is left out otherwise.
 import contextlib
 import io
 import itertools
-import json
 import multiprocessing
 import os
-import platform
 import resource
-import shlex
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import tyro
 from PIL import Image, ImageEnhance, ImageFilter
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
-try:
-    import datasets
-except ImportError:
-    datasets = None
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.harness import (
+    command_line,
+    describe_machine,
+    read_rows,
+    report,
+    rows_of,
+    write_rows,
+)
 from parquet_pairs import SCHEMA
 from parquet_processing import ParquetImagePairs
 from parquet_shards import (
@@ -66,14 +61,32 @@ from parquet_shards import (
     read_row_group,
 )
 
-SIZE = 512  # side of the stored pictures, pixels
-RESOLUTION = 256  # side of the batches' pictures
+try:
+    import datasets
+except ImportError:
+    datasets = None
+
+
+SIZE = 512  # side of the stored images, pixels
+
+
+RESOLUTION = 256  # side of the batches' images
+
+
 BATCH_SIZE = 16
+
+
 THREADS = (1, 2)
+
+
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
+
+
 PIXELS = ("original_pixel_values", "edited_pixel_values")
+
+
 # Of those that ship with the packages, the ones with so much detail that their crops take as many
-# bytes as the public dataset's pictures, 205 kB: decoding time goes by the bytes.
+# bytes as the public dataset's images, 205 kB: decoding time goes by the bytes.
 PHOTOGRAPHS = (
     "skimage/data/astronaut.png",
     "skimage/data/chelsea.png",
@@ -87,6 +100,8 @@ PHOTOGRAPHS = (
     "sklearn/datasets/images/china.jpg",
     "sklearn/datasets/images/flower.jpg",
 )
+
+
 EDITS = {  # what a prompt calls it: the edit
     "sharper": lambda image: image.filter(ImageFilter.UnsharpMask(1, 60)),
     "richer in contrast": lambda image: ImageEnhance.Contrast(image).enhance(1.3),
@@ -94,6 +109,8 @@ EDITS = {  # what a prompt calls it: the edit
     "warmer": lambda image: Image.fromarray(np.uint8(np.asarray(image) * (1.0, 0.85, 0.7))),
     "softer": lambda image: image.filter(ImageFilter.GaussianBlur(0.7)),
 }
+
+
 RATIOS = (
     ("ours", "ceiling"),
     ("ours_lanczos", "ceiling_lanczos"),
@@ -114,7 +131,7 @@ class Config:
     slice_seconds: float = 3.0  # least time of a measurement
     warm_up_pairs: int = 6000  # that ours gives before it is measured: its shuffle buffer and more
     memory_epochs: int = 3  # to measure memory over; 0 does not measure it
-    output: str = "benchmarks/results/bench_data.json"
+    output: str = "benchmarks/results/data.json"
     seed: int = 0
 
 
@@ -127,11 +144,11 @@ def load_photographs() -> list[Image.Image]:
     import sklearn
 
     folders = {module.__name__: Path(module.__file__).parent for module in (skimage, sklearn)}
-    pictures = []
+    images = []
     for file in PHOTOGRAPHS:
         package, _, rest = file.partition("/")
-        pictures.append(Image.open(folders[package] / rest).convert("RGB"))
-    return pictures
+        images.append(Image.open(folders[package] / rest).convert("RGB"))
+    return images
 
 
 def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
@@ -227,10 +244,10 @@ def ours(folder: Path, num_threads: int, resample: str) -> Iterator[dict]:
 
 
 def ceiling(pairs: list[Pair], num_threads: int, resample: str) -> Iterator[dict]:
-    """The same pictures decoded and half of them flipped, and nothing else.
+    """The same images decoded and half of them flipped, and nothing else.
 
     Into one batch over and over, by threads that share nothing. They wait for each other after 16
-    batches only, which are given as one without its pictures: a loop as bare as can be.
+    batches only, which are given as one without its images: a loop as bare as can be.
     """
     original, edited = np.empty((2, BATCH_SIZE, RESOLUTION, RESOLUTION, 3), np.uint8)
 
@@ -252,10 +269,10 @@ def ceiling(pairs: list[Pair], num_threads: int, resample: str) -> Iterator[dict
 
 
 def trainer_transform(originals: list[Image.Image], edits: list[Image.Image]) -> tuple:
-    """What diffusers' train_instruct_pix2pix.py makes of pictures: two float32 (B, 3, R, R).
+    """What diffusers' train_instruct_pix2pix.py makes of images: two float32 (B, 3, R, R).
 
-    Its crop, torchvision's, has nothing to choose at the size the pictures are scaled to, and its
-    flip is one draw for all pictures of a call; neither needs torchvision, which is not required.
+    Its crop, torchvision's, has nothing to choose at the size the images are scaled to, and its
+    flip is one draw for all images of a call; neither needs torchvision, which is not required.
     """
     pixels = [
         np.array(image.convert("RGB").resize((RESOLUTION, RESOLUTION))).transpose(2, 0, 1)
@@ -434,11 +451,12 @@ def format_table(results: dict) -> str:
         + " | " + " | ".join(f"pairs per CPU second, {t}" for t in THREADS) + " |",
         "|---" * (1 + 2 * len(THREADS)) + "|",
     ]  # fmt: skip
-    for key, form in (
-        ("methods", "{median:.0f}"),
-        ("ratios", "{median:.2f} ({min:.2f}-{max:.2f})"),
+    for kind, form in (
+        ("method", "{median:.0f}"),
+        ("ratio", "{median:.2f} ({min:.2f}-{max:.2f})"),
     ):
-        for name, figures in results[key].items():
+        for name, row in rows_of(results, kind).items():
+            figures = row["summary"]
             cells = [
                 form.format(**figures[str(t)][figure]) if figures else "-"
                 for figure in ("pairs_per_second", "pairs_per_cpu_second")
@@ -446,56 +464,13 @@ def format_table(results: dict) -> str:
             ]
             title = name.replace("_lanczos", " (Lanczos)").replace("/", " / ")
             lines.append(f"| {title} | {' | '.join(cells)} |")
-    for memory in results["memory"]:
+    for memory in rows_of(results, "memory").values():
         after = ", ".join(f"{mb / 1e3:.2f}" for mb in memory["increase_after_epochs_mb"])
         lines.append(
             f"\nMemory, num_parts={memory['num_parts']}: peak "
             f"{memory['peak_increase_mb'] / 1e3:.2f} GB; after each epoch {after} GB."
         )
     return "\n".join(lines)
-
-
-def describe_machine(packages: Iterable[str]) -> dict:
-    """What the figures were measured on and with."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in packages},
-    }
-
-
-def write_json(results: dict, output: str | Path) -> None:
-    """Write a result file, which appears when it is complete."""
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(output)
-
-
-def this_command() -> str:
-    """The command line that this process was started with, as from the repository's root."""
-    script = os.path.relpath(sys.argv[0], Path(__file__).resolve().parent.parent)
-    return shlex.join(["python", script, *sys.argv[1:]])
-
-
-def check_replaced(output: str | Path) -> None:
-    """Raise a ValueError if writing would replace anything but what this very command wrote."""
-    if not Path(output).exists():
-        return
-    try:
-        kept = json.loads(Path(output).read_text())["command"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"output={output} is there and no such result; name another") from error
-    if kept != this_command():
-        raise ValueError(f"output={output} is of: {kept}; name another --output, or remove it")
 
 
 def run_rounds(
@@ -537,7 +512,7 @@ def run_rounds(
     return results
 
 
-def bench(config: Config) -> dict:
+def bench(config: Config) -> tuple[dict, dict]:
     """Make the shards, measure everything; the results.
 
     Raises:
@@ -554,8 +529,8 @@ def bench(config: Config) -> dict:
         ("seed", 0),
     ):
         if getattr(config, name) < lowest:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least {lowest}")
-    check_replaced(config.output)
+            raise ValueError(f"--{name} {getattr(config, name)} must be at least {lowest}")
+    read_rows(config.output)
     packages = ["numpy", "pyarrow", "simplejpeg", "pillow", "torch"]
     machine = describe_machine(packages + (["datasets"] if datasets else []))
     with tempfile.TemporaryDirectory() as temporary:
@@ -567,13 +542,13 @@ def bench(config: Config) -> dict:
         linked = links[0].parent
         pairs = read_pairs(folder)
         rows_at_once = list_row_groups(str(folder))[0].num_rows
-        pictures = [picture for pair in pairs for picture in pair[:2]]
+        images = [image for pair in pairs for image in pair[:2]]
         data = {
             "shards": len(shards),
             "rows": len(pairs),
             "rows_per_row_group": rows_at_once,
             "shard_bytes": [shard.stat().st_size for shard in shards],
-            "mean_picture_bytes": sum(map(len, pictures)) / len(pictures),
+            "mean_image_bytes": sum(map(len, images)) / len(images),
             "links": len(links),
         }
 
@@ -601,31 +576,27 @@ def bench(config: Config) -> dict:
                 memory.append(task.result())
 
     methods, ratios = summarize(rounds)
-    return {
-        "command": this_command(),
-        "machine": machine,
-        "data": data,
-        "methods": methods,
-        "ratios": ratios,
-        "memory": memory,
-        "rounds": rounds,
+    rows = {
+        f"method {name}": {"summary": summary, "rounds": [of[name] for of in rounds], "data": data}
+        for name, summary in methods.items()
     }
+    rows |= {f"ratio {name}": {"summary": summary} for name, summary in ratios.items()}
+    rows |= {f"memory num_parts={row['num_parts']}": row for row in memory}
+    return rows, machine
 
 
-def main(args: list[str] | None = None) -> None:
-    """Command line."""
-    try:
-        config = tyro.cli(Config, description=__doc__, args=args, use_underscores=True)
-        results = bench(config)
-        output = Path(config.output)
-        write_json(results, output)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(format_table(results))
+def run(config: Config) -> None:
+    """Measure, write, print."""
+    rows, machine = bench(config)
+    results = write_rows(rows, machine, config.output)
+    report(format_table(results), config.output)
     if datasets is None:
-        print("\n`datasets` was not measured: pip install datasets")
-    print(f"\nwrote {output}")
+        print("`datasets` was not measured: pip install datasets")
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Config, __doc__, run, args)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
-"""Single operations of the UNet, ours against PyTorch's, in turn in one run: what limits the rest.
+"""Single operations of the UNet against PyTorch's, alternating in one run.
 
-    python benchmarks/bench_kernels.py
+    python -m benchmarks.operations
 
-Convolutions, matmuls and attention of the shapes that Stable Diffusion 1.5's UNet has at 256 pixels
-with two samples: forward, and with the gradients of all that goes in; "xla" is what they would be
-without a way of their own for the platform. On a CPU in float32, on a GPU in bfloat16. In seconds:
+times convolutions, matmuls and attention with the shapes of Stable Diffusion 1.5's UNet at 256
+pixels with two samples: forward pass, and gradients of all inputs. "xla" is XLA's own operation
+without a platform's special implementation. On a CPU in float32, on a GPU in bfloat16. In seconds:
 
-    python benchmarks/bench_kernels.py --kernels conv_8 --rounds 1 --seconds 0.1 --output k.json
+    python -m benchmarks.operations --kernels conv_8 --rounds 1 --seconds 0.1 --output o.json
 
-Adds to benchmarks/results/kernels.json, a row for each operation, pass and device, and prints a
-table. The share of the peak is that of a large matmul measured beside it, which a convolution of
-another algorithm may exceed; small operations on a GPU measure how fast they are launched. Five
-minutes on two CPU cores.
+The share of the peak is relative to a large matmul, which Winograd's convolution may exceed; small
+operations on a GPU measure the launch. Rows go to benchmarks/results/operations.json. Five minutes
+on two CPU cores.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -26,27 +23,29 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.full_size import command_line, describe_machine  # noqa: E402
-from benchmarks.side_by_side import (  # noqa: E402
+from benchmarks.harness import (
     PACKAGES,
     check_config,
+    command_line,
+    describe_machine,
     find_device,
     make_row,
-    report,
     synchronize,
     time_in_this_process,
+    write_contenders,
 )
-from kernels_flax import (  # noqa: E402
+from kernels_flax import (
     attention,
     convolve,
     plain_operations,
 )
 
 BATCH_SIZE = 2
+
+
 NUM_HEADS = 8
+
+
 # {name: (kind, sizes)}; conv: side, channels; dense: tokens, channels in and out; attention:
 # queries, keys, channels.
 KERNELS = {
@@ -64,7 +63,7 @@ class Config:
     kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)
     rounds: int = 5  # each contender is measured once in each
     seconds: float = 1.0  # of a measurement, at least
-    output: str = "benchmarks/results/kernels.json"
+    output: str = "benchmarks/results/operations.json"
 
 
 def make_operation(name):
@@ -172,7 +171,7 @@ def run(config):
         for name in config.kernels
         for with_gradient in (False, True)
     )
-    report(rows, machine, config.output)
+    write_contenders(rows, machine, config.output)
 
 
 def main(args=None):

@@ -1,4 +1,4 @@
-"""benchmarks/bench_data.py on tiny shards: its files, its methods' pixels, its sums."""
+"""benchmarks/data.py on tiny shards: its files, its methods' pixels, its sums."""
 
 import contextlib
 import json
@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 
-from benchmarks import bench_data
-from benchmarks.bench_data import (
+from benchmarks import data as data_benchmark
+from benchmarks.data import (
     BATCH_SIZE,
     COLUMNS,
     PIXELS,
@@ -28,6 +28,7 @@ from benchmarks.bench_data import (
     summarize,
     torch_rows,
 )
+from benchmarks.harness import rows_of
 from parquet_shards import decode_pair
 
 NUM_ROWS = 2 * BATCH_SIZE
@@ -120,7 +121,7 @@ def test_pixels_agree(method, num_threads, shards_dir, links):
 def test_ceiling_decodes_every_pair(num_threads, shards_dir, monkeypatch):
     decoded = []
     monkeypatch.setattr(
-        bench_data, "decode_pair", lambda pair, out, *rest: decoded.append((pair.prompt, *rest))
+        data_benchmark, "decode_pair", lambda pair, out, *rest: decoded.append((pair.prompt, *rest))
     )
     pairs = read_pairs(shards_dir)
     with contextlib.closing(ceiling(pairs, num_threads, "dct")) as stream:
@@ -140,8 +141,8 @@ def test_measure_counts_whole_row_groups(monkeypatch):
             now[0] += 1
             yield {"edit_prompt": ["p"] * 16}
 
-    monkeypatch.setattr(bench_data.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(bench_data, "cpu_seconds", lambda: 2 * now[0])
+    monkeypatch.setattr(data_benchmark.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(data_benchmark, "cpu_seconds", lambda: 2 * now[0])
     figures = measure(batches(), rows_at_once=40, seconds=3)
     # 3 batches hold 40 pairs and last 3 s.
     assert figures["pairs"] == 48
@@ -174,7 +175,7 @@ def test_summarize():
 
 def test_command_line(shards_dir, tmp_path):
     output = tmp_path / "results" / "quick.json"
-    command = [sys.executable, "benchmarks/bench_data.py", "--shards_dir", shards_dir]
+    command = [sys.executable, "-m", "benchmarks.data", "--shards_dir", shards_dir]
     command += [
         "--epoch_rows",
         "64",
@@ -191,33 +192,37 @@ def test_command_line(shards_dir, tmp_path):
     assert [path.name for path in output.parent.iterdir()] == ["quick.json"]
 
     results = json.loads(output.read_text())
-    assert results["command"].startswith("python benchmarks/bench_data.py --shards_dir")
-    assert results["machine"]["cores"] >= 1
-    assert results["data"]["rows"] == NUM_ROWS
-    assert results["data"]["links"] == 4
+    row = results["method ours"]
+    assert row["command"].startswith("python -m benchmarks.data --shards_dir")
+    assert row["machine"]["cores"] >= 1
+    assert row["data"]["rows"] == NUM_ROWS
+    assert row["data"]["links"] == 4
+    methods = rows_of(results, "method")
     names = {"ceiling", "ours", "ceiling_lanczos", "ours_lanczos", "datasets", "torch"}
-    assert results["methods"].keys() == names
-    assert results["ratios"].keys() == {f"{a}/{b}" for a, b in RATIOS}
+    assert methods.keys() == names
+    ratios = rows_of(results, "ratio")
+    assert ratios.keys() == {f"{a}/{b}" for a, b in RATIOS}
     for threads in ("1", "2"):
-        measured = results["rounds"][0]["torch"][threads]
+        measured = methods["torch"]["rounds"][0][threads]
         assert measured["pairs"] >= BATCH_SIZE
         assert measured["pairs_per_second"] == measured["pairs"] / measured["seconds"]
         # Its worker processes' time is counted: decoding a pair takes 1 ms at the very least.
         assert measured["cpu_seconds"] > 1e-3 * measured["pairs"]
-        a, b = (results["methods"][name][threads] for name in ("ours", "torch"))
-        ratio = results["ratios"]["ours/torch"][threads]["pairs_per_second"]["median"]
+        a, b = (methods[name]["summary"][threads] for name in ("ours", "torch"))
+        ratio = ratios["ours/torch"]["summary"][threads]["pairs_per_second"]["median"]
         expected = a["pairs_per_second"]["median"] / b["pairs_per_second"]["median"]
         assert ratio == pytest.approx(expected)
-    if results["methods"]["datasets"] is None:
+    if methods["datasets"]["summary"] is None:
         assert "pip install datasets" in done.stdout
-    assert [memory["num_parts"] for memory in results["memory"]] == [1, 8]
-    for memory in results["memory"]:
-        assert memory["peak_increase_mb"] >= max(memory["increase_after_epochs_mb"]) > 0
+    memory = list(rows_of(results, "memory").values())
+    assert [row["num_parts"] for row in memory] == [1, 8]
+    for row in memory:
+        assert row["peak_increase_mb"] >= max(row["increase_after_epochs_mb"]) > 0
     assert "| ours / ceiling |" in done.stdout
 
 
 def test_bad_arguments_end_in_one_line(tmp_path):
-    command = [sys.executable, "benchmarks/bench_data.py", "--num_shards", "1"]
+    command = [sys.executable, "-m", "benchmarks.data", "--num_shards", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: num_shards=1 must be at least 2\n"
+    assert done.stderr == "error: --num_shards 1 must be at least 2\n"

@@ -1,26 +1,29 @@
-"""The UNet, ours against PyTorch diffusers' with the same weights, in turn in one run.
+"""The UNet against PyTorch diffusers' UNet with the same weights, alternating in one run.
 
-    python benchmarks/bench_unet.py
+    python -m benchmarks.unet time
 
-Forward (as an edit does) and forward with the gradient of all parameters (as training does) of
-Stable Diffusion 1.5's 8-channel UNet at 256 and 512 pixels and of SDXL's at 1024. On a CPU in
-float32; on a GPU in bfloat16, the gradient with float32 parameters (PyTorch: autocast). PyTorch
-runs eager, eager with channels_last, and with torch.compile (of channels_last on a GPU) where a C++
-compiler is. All contenders are measured once in each round, so that a machine that becomes slower
-does for all of them; one that does other work as well slows down PyTorch, whose threads wait for
-each other, far more.
+times the forward pass (as in an edit) and the gradient of all parameters (as in training) of Stable
+Diffusion 1.5's 8-channel UNet at 256 and 512 pixels and of SDXL's at 1024: on a CPU in float32, on
+a GPU in bfloat16, with float32 parameters for the gradient (PyTorch: autocast). PyTorch runs eager,
+eager with channels_last, and with torch.compile where a C++ compiler is installed. All contenders
+are measured once per round. Other work on the machine slows down PyTorch most, as its threads wait
+for each other. Tiny, in a minute:
 
-The share of the peak is FLOPs (PyTorch's count) over what the machine's fastest large matmul, of
-ours or PyTorch's and measured in the same run, would do in that time. Tiny, in a minute:
+    python -m benchmarks.unet time --cases tiny --rounds 2 --output unet.json
 
-    python benchmarks/bench_unet.py --cases tiny --rounds 2 --output unet.json
+    python -m benchmarks.unet profile
 
-Adds to benchmarks/results/unet.json, a row for each case, pass and device, and prints a table. A
-case needs four times its weights' memory (SD1.5 14 GB, SDXL 42 GB; forward alone half of that).
+splits the time of both passes on a CPU into attention, convolutions, norms, matmuls and the rest,
+for both UNets; a few minutes. Tiny: --case tiny --output unet.json.
+
+The share of the peak is FLOPs (PyTorch's count) over what the fastest large matmul of the machine,
+measured in the same run, does in that time. Rows go to benchmarks/results/unet.json. A case needs
+four times the memory of its weights (SD1.5 14 GB, SDXL 42 GB; half of that for the forward pass).
 """
 
+import collections
 import gc
-import sys
+import re
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -34,24 +37,29 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.full_size import TINY_UNET, command_line, describe_machine  # noqa: E402
-from benchmarks.side_by_side import (  # noqa: E402
+from benchmarks.harness import (
     PACKAGES,
     can_compile,
     check_config,
+    command_line,
+    describe_machine,
     find_device,
     make_row,
+    read_rows,
     report,
+    rows_of,
     synchronize,
     time_in_this_process,
+    write_contenders,
+    write_rows,
 )
-from config_flax import PUBLISHED_CONFIGS  # noqa: E402
-from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
+from benchmarks.random_models import SD15, TINY_UNET
+from config_flax import PUBLISHED_CONFIGS
+from modeling_flax_unet import FlaxUNet2DConditionModel
 
-SD15 = {"in_channels": 8, "cross_attention_dim": 768, "sample_size": 64}
+SD15_EDIT = SD15["unet"] | {"in_channels": 8}
+
+
 TEXT_LENGTH = 77
 
 
@@ -63,15 +71,15 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "sd15_256": Case(SD15, 32),
-    "sd15_512": Case(SD15, 64),
+    "sd15_256": Case(SD15_EDIT, 32),
+    "sd15_512": Case(SD15_EDIT, 64),
     "sdxl_1024": Case(PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"], 128),
-    "tiny": Case(SD15 | TINY_UNET, 16),
+    "tiny": Case(SD15_EDIT | TINY_UNET, 16),
 }
 
 
 @dataclass(frozen=True)
-class Config:
+class Time:
     cases: tuple[Literal["sd15_256", "sd15_512", "sdxl_1024", "tiny"], ...] = (
         "sd15_256",
         "sd15_512",
@@ -143,7 +151,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
             program = programs.get(name, unet)
             return program(sample, *inputs[1:3], added_cond_kwargs=inputs[3]).sample
 
-    def run(name):
+    def run_time(name):
         if with_gradient:
             forward(name).float().square().mean().backward()
             for parameter in unet.parameters():
@@ -157,7 +165,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
         unet.to(memory_format=memory[name])
 
     names = [name for name in memory if name != "compiled" or compiled]
-    return {f"torch {name}": (partial(prepare, name), partial(run, name)) for name in names}
+    return {f"torch {name}": (partial(prepare, name), partial(run_time, name)) for name in names}
 
 
 def our_program(folder, inputs, with_gradient, half):
@@ -178,7 +186,7 @@ def our_program(folder, inputs, with_gradient, half):
     return step.lower(params, *inputs).compile(), (params, *inputs)
 
 
-def bench(name, with_gradient, config, device):
+def bench_unet(name, with_gradient, config, device):
     """All contenders on one case and pass; a row of results as in side_by_side.py."""
     case, half = CASES[name], device == "cuda"
     inputs = make_inputs(case, config.batch_size)
@@ -204,7 +212,7 @@ def bench(name, with_gradient, config, device):
     )
 
 
-def run(config):
+def run_time(config):
     """Measure, write, print."""
     check_config(config, "batch_size")
     if not (config.cases and config.passes):
@@ -216,15 +224,139 @@ def run(config):
     def rows():
         for name in config.cases:
             for which in config.passes:
-                yield bench(name, which == "gradient", config, device)
+                yield bench_unet(name, which == "gradient", config, device)
                 gc.collect()
 
-    report(rows(), machine, config.output)
+    write_contenders(rows(), machine, config.output)
+
+
+# The first that is found in the name of an operation's place in the model.
+KINDS = {
+    "attention": r"attn\d/(cond|while)|ts,|sh->|st,",
+    "convolutions": r"conv|proj_in|proj_out",
+    "norms": r"norm",
+    "matmuls": r"dot_general",
+    "other": r"",
+}
+
+
+TORCH_KINDS = {
+    "attention": "scaled_dot_product",
+    "convolutions": "convolution",
+    "norms": "norm",
+    "matmuls": r"::(addmm|mm|bmm)$",
+    "other": "",
+}
+
+
+INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.M)
+
+
+@dataclass(frozen=True)
+class Profile:
+    case: Literal[tuple(CASES)] = "sd15_256"
+    batch_size: int = 2  # samples
+    output: str = "benchmarks/results/unet.json"
+
+
+def by_kind(seconds, kinds):
+    """{name: seconds} summed up, {kind: seconds}; kinds: KINDS or TORCH_KINDS."""
+    sums = dict.fromkeys(kinds, 0.0)
+    for name, own in seconds:
+        sums[next(kind for kind, pattern in kinds.items() if re.search(pattern, name))] += own
+    return sums
+
+
+def own_seconds(profile, names):
+    """{name: seconds} of the operations of a jax.profiler.ProfileData.
+
+    An operation's time is without those inside it, and a loop's is that of its operations.
+    """
+    seconds = collections.Counter()
+    for line in (line for plane in profile.planes for line in plane.lines):
+        inside = []  # (name, end) of the operations that have begun
+        for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
+            if event.name not in names:
+                continue
+            while inside and event.start_ns >= inside[-1][1]:
+                inside.pop()
+            if inside:
+                seconds[inside[-1][0]] -= event.duration_ns / 1e9
+            seconds[event.name] += event.duration_ns / 1e9
+            inside.append((event.name, event.start_ns + event.duration_ns))
+    return seconds
+
+
+def profile_ours(program, args):
+    """{kind: seconds} of a pass, after a first one."""
+    jax.block_until_ready(program(*args))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(program(*args))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(file))
+        places = dict(INSTRUCTION.findall(program.as_text()))
+    seconds = own_seconds(data, places)
+    return by_kind(((places[name], own) for name, own in seconds.items()), KINDS)
+
+
+def profile_theirs(run):
+    """{kind: seconds} of a pass, after a first one; run does one."""
+    run_profile()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        run_profile()
+    averages = trace.key_averages()
+    return by_kind(((x.key, x.self_cpu_time_total / 1e6) for x in averages), TORCH_KINDS)
+
+
+def format_profile(results):
+    """Markdown of the profile's rows, in seconds."""
+    lines = ["| | " + " | ".join([*KINDS, "all"]) + " |", "|---" * (len(KINDS) + 2) + "|"]
+    for name, row in rows_of(results, "profile").items():
+        seconds = row["seconds_by_kind"]
+        numbers = [*(seconds[kind] for kind in KINDS), sum(seconds.values())]
+        lines.append(f"| {name} | {' | '.join(f'{x:.2f}' for x in numbers)} |")
+    return "\n".join(lines)
+
+
+def run_profile(config):
+    """Profile both passes, write, print."""
+    if config.batch_size < 1:
+        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
+    if jax.default_backend() != "cpu":
+        raise ValueError("this is for CPUs; set JAX_PLATFORMS=cpu")
+    read_rows(config.output)
+    machine = describe_machine(PACKAGES)
+    case = CASES[config.case]
+    inputs = make_inputs(case, config.batch_size)
+    arguments = jax.tree.map(torch.from_numpy, inputs)
+    unet = UNet2DConditionModel(**case.config)
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        unet.save_pretrained(folder)
+        for name in ("forward", "gradient"):
+            with_gradient = name == "gradient"
+            ours = profile_ours(*our_program(folder, inputs, with_gradient, False))
+            theirs = torch_contenders(unet, arguments, with_gradient, False, False)
+            prepare, run_theirs = theirs["torch eager"]
+            prepare()
+            figures[f"profile {name} ours"] = {"seconds_by_kind": ours}
+            figures[f"profile {name} torch eager"] = {"seconds_by_kind": profile_theirs(run_theirs)}
+    results = write_rows(figures, machine, config.output)
+    report(format_profile(results), config.output)
+
+
+SUBCOMMANDS = {Time: run_time, Profile: run_profile}
+
+
+def run(config):
+    """Run the subcommand."""
+    SUBCOMMANDS[type(config)](config)
 
 
 def main(args=None):
     """Command line."""
-    command_line(Config, __doc__, run, args)
+    command_line(Time | Profile, __doc__, run, args)
 
 
 if __name__ == "__main__":

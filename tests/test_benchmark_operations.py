@@ -1,4 +1,4 @@
-"""benchmarks/bench_kernels.py: both sides do the same, and its command line."""
+"""benchmarks/operations.py: both sides do the same, and its command line."""
 
 import json
 
@@ -7,13 +7,13 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bench_kernels
+from benchmarks import operations
 
 
-@pytest.mark.parametrize("name", bench_kernels.KERNELS)
+@pytest.mark.parametrize("name", operations.KERNELS)
 def test_ours_and_pytorchs_are_the_same(name):
-    ours, theirs, shapes, axes, flops = bench_kernels.make_operation(name)
-    arrays, tensors = bench_kernels.make_inputs(shapes, axes, "cpu")
+    ours, theirs, shapes, axes, flops = operations.make_operation(name)
+    arrays, tensors = operations.make_inputs(shapes, axes, "cpu")
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         expected = theirs(*tensors).numpy()
     assert counter.get_total_flops() == flops
@@ -22,9 +22,9 @@ def test_ours_and_pytorchs_are_the_same(name):
 
 
 def test_command_line(tmp_path, capsys):
-    output = tmp_path / "kernels.json"
+    output = tmp_path / "operations.json"
     flags = ["--kernels", "text_attention_1024", "--rounds", "1", "--seconds", "0"]
-    bench_kernels.main([*flags, "--output", str(output)])
+    operations.main([*flags, "--output", str(output)])
     results = json.loads(output.read_text())
     assert {row["work"] for row in results.values()} == {"forward", "gradient"}
     assert all(row["summary"].keys() == {"ours", "xla", "torch eager"} for row in results.values())

@@ -1,15 +1,27 @@
-"""What the benchmarks against PyTorch share: contenders measured in turn, and what is made of it.
+"""What the benchmarks share: contenders measured in turn, results, random models, command lines.
 
-A row of results is a dict: "device", "case", "work", "batch_size", "dtype", "flops" of a pass (its
-UNet's), "peak_flops_per_second", "seconds" {contender: [of a pass, in each round]},
-"first_seconds" {contender: [until the first result]}; add_row adds "summary".
+`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}. Every row has "command"
+and "machine". The rows of contenders measured in turn also have "device", "case", "work",
+"batch_size", "dtype", "flops" of a pass (of its UNet), "peak_flops_per_second", "seconds"
+{contender: [of a pass, per round]}, "first_seconds" {contender: [until the first result]} and
+"summary".
 """
 
+import json
 import os
+import platform
+import shlex
 import shutil
 import statistics
+import sys
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
 
@@ -19,10 +31,136 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.full_size import in_new_process, read_results, this_command, write_json
+from command_line import run_main
 from pipeline_flax_utils import replace_leaves
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
+GIB = 2**30
+
+
+# Command line and results
+
+
+def command_line(config_class, description, run, args=None):
+    """Parse the flags, check that --output can be written, and run."""
+
+    def work(config):
+        if hasattr(config, "output"):
+            check_output(config.output)
+        run(config)
+
+    run_main(config_class, description, work, args, interrupted="the rows written so far are kept")
+
+
+def check_output(output):
+    """Find out that a file cannot be written before anything is measured; ValueError."""
+    folder = Path(output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+
+
+def this_command():
+    """The command of this process."""
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+
+
+def describe_machine(packages=PACKAGES):
+    """CPU, memory, load and versions of packages, which a row keeps."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    machine = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
+    }
+    if machine["load_before"] > machine["cores"] / 2:
+        print(
+            f"warning: other work (load {machine['load_before']:.1f} on {machine['cores']} cores) "
+            "slows down some contenders more than others",
+            file=sys.stderr,
+        )
+    return machine
+
+
+def read_rows(output):
+    """The rows of a results file, {case: row}; {} if the file does not exist.
+
+    Raises:
+        ValueError: the file is damaged, or is no results file.
+    """
+    output = Path(output)
+    try:
+        rows = json.loads(output.read_text()) if output.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--output {output} cannot be read ({error}); name another") from error
+    values = rows.values() if isinstance(rows, dict) else [None]
+    if not all(isinstance(row, dict) and "command" in row for row in values):
+        raise ValueError(f"--output {output} is no results file; name another")
+    return rows
+
+
+def write_rows(rows, machine, output):
+    """Write rows into a results file, next to the rows of other cases.
+
+    Args:
+        rows: {case: dict}.
+        machine: describe_machine(), called before they were measured.
+        output: the file.
+
+    Returns:
+        All rows of the file.
+    """
+    output = Path(output)
+    origin = {"command": this_command(), "machine": machine}
+    results = read_rows(output) | {case: row | origin for case, row in rows.items()}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(output)
+    return results
+
+
+def report(table, output):
+    """Print the table of a results file."""
+    print(f"\n{table}\n\nwrote {output}")
+
+
+def rows_of(results, kind):
+    """{name: row} of the rows whose case is "KIND NAME"."""
+    prefix = f"{kind} "
+    return {
+        case.removeprefix(prefix): row for case, row in results.items() if case.startswith(prefix)
+    }
+
+
+# Contenders in turn
+
+
+def in_new_process(function, *args):
+    """function's result, in a process of its own, whose devices and memory are its own.
+
+    Raises:
+        ValueError: the process was killed.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        try:
+            return process.submit(function, *args).result()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process was killed, most likely as memory ran out; measure less at once or on a "
+                "machine that has more"
+            ) from error
 
 
 def find_device():
@@ -181,25 +319,6 @@ def matmul_peak(half, device):
     return best
 
 
-def check_config(config, *names):
-    """Find mistakes before anything is measured.
-
-    Args:
-        config: with rounds and output.
-        *names: of its flags that are counts as well, or tuples of counts.
-
-    Raises:
-        ValueError: a count below 1 or none at all, or an output that read_results refuses.
-    """
-    for name in (*names, "rounds"):
-        values = getattr(config, name)
-        if values == ():
-            raise ValueError(f"{name} is empty; give at least one number")
-        if (least := min(values) if isinstance(values, tuple) else values) < 1:
-            raise ValueError(f"{name}={least} must be at least 1")
-    read_results(config.output, "summary")
-
-
 def make_row(case, work, batch_size, flops, device, figures):
     """A row of results; figures: "seconds" and "first_seconds", flops: of a pass."""
     half = device == "cuda"
@@ -230,6 +349,25 @@ def summarize(row):
     return summary
 
 
+def check_config(config, *names):
+    """Find mistakes before anything is measured.
+
+    Args:
+        config: with rounds and output.
+        *names: of its flags that are counts as well, or tuples of counts.
+
+    Raises:
+        ValueError: a count below 1, no count, or an output that read_rows refuses.
+    """
+    for name in (*names, "rounds"):
+        values = getattr(config, name)
+        if values == ():
+            raise ValueError(f"--{name} is empty; give at least one number")
+        if (least := min(values) if isinstance(values, tuple) else values) < 1:
+            raise ValueError(f"--{name} {least} must be at least 1")
+    read_rows(config.output)
+
+
 def format_table(results):
     """Rows as Markdown."""
     lines = [
@@ -237,6 +375,8 @@ def format_table(results):
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results.values():
+        if "summary" not in row:
+            continue
         for name, figures in row["summary"].items():
             low, high = figures["ours_times_as_fast_range"]
             ratio = f"{figures['ours_times_as_fast']:.2f} ({low:.2f}-{high:.2f})"
@@ -249,32 +389,16 @@ def format_table(results):
     return "\n".join(lines)
 
 
-def report(rows, machine, output):
-    """Write rows, each as soon as it is measured, and print all of the file; args of add_row."""
-    for row in rows:
-        results = add_row(row, machine, output)
-    print(f"\n{format_table(results)}\n\nwrote {output}")
-
-
-def add_row(row, machine, output):
-    """Write a row into a JSON file, beside those of other devices, cases and batches.
+def write_contenders(rows, machine, output):
+    """Write rows of make_row, each as soon as it is measured, and print the table of the file.
 
     Args:
-        row: from make_row.
-        machine: from describe_machine(PACKAGES), before it was measured.
-        output: the file.
-
-    Returns:
-        all rows of the file.
+        rows: iterable of rows.
+        machine, output: as for write_rows.
     """
     kind = jax.devices()[0].device_kind
-    origin = {
-        "command": this_command(),
-        "machine": machine,
-        "device": kind,
-    }
-    results = read_results(output, "summary")
-    key = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
-    results[key] = row | origin | {"summary": summarize(row)}
-    write_json(results, output)
-    return results
+    for row in rows:
+        case = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
+        row |= {"device": kind, "summary": summarize(row)}
+        results = write_rows({case: row}, machine, output)
+    report(format_table(results), output)
