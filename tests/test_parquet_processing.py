@@ -1026,7 +1026,7 @@ def test_script_describes_a_folder(tmp_path):
     [
         (truncated, [], "1 of 2 shards in data cannot be read as parquet: shard-1.parquet ("),
         (wrong_columns, [], "it has image, edit_prompt, z: choose with --original_image_column"),
-        (all_broken, [], "none of the 3 rows checked in data can be decoded; the first is a.par"),
+        (all_broken, [], "none of the 3 checked rows in data can be decoded; the first error: "),
     ],
 )
 def test_script_ends_with_one_line(tmp_path, spoil, args, words):
@@ -1043,8 +1043,8 @@ def test_script_ends_with_one_line(tmp_path, spoil, args, words):
     "args, words",
     [
         (["--resolution", "0"], "resolution=0 must be at least 1"),
-        (["--num_preview", "-1"], "num_preview=-1 must be at least 1"),
-        (["--num_checked", "-1"], "num_checked=-1"),
+        (["--num_preview", "-1"], "--num_preview -1 must be at least 1"),
+        (["--num_checked", "-1"], "--num_checked -1 must be"),
         (
             ["--preview", "preview.txt"],
             "--preview preview.txt ends in .txt; name it .png or .jpg or .jpeg",
