@@ -47,7 +47,7 @@ from parquet_shards import (
     Pair,
     RowGroup,
     decode_pair,
-    latents_of,
+    latents_metadata,
     list_row_groups,
     pair_at,
     read_row_group,
@@ -237,7 +237,7 @@ def describe_and_preview(config: Config) -> None:
         config.edited_image_column,
         config.edit_prompt_column,
     )
-    if latents_of(groups[0].metadata):
+    if latents_metadata(groups[0].metadata):
         raise ValueError(
             f"--train_data_dir {config.train_data_dir} contains latents; name the directory of the "
             "images"

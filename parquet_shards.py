@@ -119,15 +119,15 @@ def list_row_groups(
     return groups
 
 
-def latents_of(metadata: pq.FileMetaData) -> dict | None:
+def latents_metadata(metadata: pq.FileMetaData) -> dict | None:
     """What cache_latents.py made a shard's latents with; None of a shard of images."""
     kept = (metadata.metadata or {}).get(LATENTS)
     return None if kept is None else json.loads(kept)
 
 
-def columns_of(group: RowGroup) -> list[str]:
+def source_columns(group: RowGroup) -> list[str]:
     """The columns that a row group's data come from; of latents, those of the images."""
-    latents = latents_of(group.metadata)
+    latents = latents_metadata(group.metadata)
     return latents["columns"] if latents else list(group.columns)
 
 
@@ -254,7 +254,7 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
                     columns.append(pa.chunked_array(list(parts)))
     except (pa.ArrowException, OSError) as error:
         way = "download it again"
-        if latents_of(group.metadata) is not None:
+        if latents_metadata(group.metadata) is not None:
             way = "make it again with cache_latents.py, or by training with --cache_latents"
         raise ValueError(
             f"{group.path}: row group {group.index} cannot be read ({one_line(error, 200)}); "
@@ -340,7 +340,7 @@ def copy_latents(
         latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
 
 
-def first_rows_of(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
+def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
     """The row groups that hold the first so many rows; the last of them may be cut."""
     kept = []
     for group in groups:
@@ -351,14 +351,14 @@ def first_rows_of(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
     return kept
 
 
-def identify_shards(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
+def shard_ids(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
     """Each shard as three 32-bit numbers: a hash of its name and size in two, and its rows.
 
     One of latents is known as the shard that it was made of.
     """
     shards = {}
     for path, metadata in {group.path: group.metadata for group in groups}.items():
-        rows, latents = metadata.num_rows, latents_of(metadata)
+        rows, latents = metadata.num_rows, latents_metadata(metadata)
         size = latents["source_bytes"] if latents else path.stat().st_size
         name = f"{path.name} {size} {rows}"
         digest = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], np.uint32)
@@ -366,14 +366,14 @@ def identify_shards(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
     return shards
 
 
-def compare_folders(
+def gather_directories(
     shards: dict[tuple[int, int, int], Path],
     all_gather: Callable[[np.ndarray], np.ndarray] | None,
 ) -> list[list[tuple[int, int, int]]]:
     """What shards the processes have: all the same, or each its own.
 
     Args:
-        shards: of `identify_shards`; none if this process's folder cannot be used.
+        shards: of `shard_ids`; none if this process's folder cannot be used.
         all_gather: array -> the arrays of all processes, stacked; all call it at the same time.
             None: there is one process, or all have the same folder.
 
@@ -415,10 +415,10 @@ def check_latents(
 
     Args:
         group: of any shard.
-        first: latents_of the first shard.
+        first: latents_metadata the first shard.
         resolution, resample, random_crop: of ParquetImagePairs.
     """
-    kept = latents_of(group.metadata)
+    kept = latents_metadata(group.metadata)
     for name in ("vae", "shape"):
         if (kept or {}).get(name) != (first or {}).get(name):
             raise ValueError(

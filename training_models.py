@@ -32,16 +32,16 @@ from kernels_flax import by_platform
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
-from parquet_dataset import MIN_ROWS_TO_JUDGE
+from parquet_dataset import MIN_ROWS_FOR_BAD_FRACTION
 from parquet_shards import (
     LATENTS,
     RowGroup,
     decode_pair,
-    first_rows_of,
-    latents_of,
+    latents_metadata,
     list_row_groups,
     pair_at,
     read_row_group,
+    take_first_rows,
 )
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -288,7 +288,7 @@ def vae_checksum(params):
 def check_kept(path: Path, what: dict) -> None:
     """Raise a ValueError if a shard of latents is not what it should be."""
     try:
-        kept = latents_of(pq.read_metadata(path))
+        kept = latents_metadata(pq.read_metadata(path))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it") from error
     if kept is None:
@@ -361,7 +361,7 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
             if reason:
                 logger.warning("%s; it gets no latents", reason)
                 bad.append(reason)
-        if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_TO_JUDGE):
+        if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
             raise ValueError(
                 f"{len(bad)} of the first {bar.n} pairs of {config.train_data_dir} cannot be "
                 f"decoded, more than max_bad_fraction={config.max_bad_fraction} allows; for one "
@@ -435,7 +435,7 @@ def write_latents(config, output_dir, batch_size=None):
         config.edited_image_column,
         config.edit_prompt_column,
     )
-    if latents_of(groups[0].metadata) is not None:
+    if latents_metadata(groups[0].metadata) is not None:
         raise ValueError(f"{config.train_data_dir} holds latents already; train on it as it is")
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
     vae, params = FlaxAutoencoderKL.from_pretrained(
@@ -464,7 +464,7 @@ def write_latents(config, output_dir, batch_size=None):
                 f"{stranger} is of no shard in {config.train_data_dir}; name another folder"
             )
     if config.max_train_samples is not None:
-        wanted = {group.path for group in first_rows_of(groups, config.max_train_samples)}
+        wanted = {group.path for group in take_first_rows(groups, config.max_train_samples)}
         groups = [group for group in groups if group.path in wanted]
     missing = []
     for path, of_shard in shards_of(groups):

@@ -36,10 +36,10 @@ from kernels_flax import plain_operations
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_processing import ParquetImagePairs
 from parquet_shards import (
-    identify_shards,
     list_row_groups,
     pair_at,
     read_row_group,
+    shard_ids,
 )
 from training_models import encode_images, write_latents
 
@@ -144,7 +144,7 @@ def test_latents_are_known_as_their_images(data, kept):
     ]
     assert states[0].pop("latents") is None and states[1].pop("latents")
     assert states[0] == states[1]
-    shards = [identify_shards(list_row_groups(str(folder))).keys() for folder in (data, kept)]
+    shards = [shard_ids(list_row_groups(str(folder))).keys() for folder in (data, kept)]
     assert shards[0] == shards[1]
 
 
@@ -230,7 +230,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
 
 
 def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_models, "MIN_ROWS_TO_JUDGE", 1)
+    monkeypatch.setattr(training_models, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     with pytest.raises(
         ValueError, match=r"1 of the first . pairs of .* for one a\.parquet row 3: "
     ):

@@ -580,7 +580,7 @@ for folder in sys.argv[3:]:
         process_index=jax.process_index(), all_gather=process_allgather,
     )
     prompts = [prompt for batch in dataset for prompt in batch["edit_prompt"]]
-    print("rows", sum(dataset.folder_rows), *prompts, sep=",")
+    print("rows", sum(dataset.directory_rows), *prompts, sep=",")
 """
 
 
@@ -796,7 +796,7 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
     seen, error = run(max_bad_fraction=0.1)  # of an epoch's 100: more than ten
     assert "11 of the first" in error or "12 of the first" in error
     assert "max_bad_fraction=0.1" in error and "a.parquet row" in error
-    monkeypatch.setattr(parquet_dataset, "MIN_ROWS_TO_JUDGE", 1)
+    monkeypatch.setattr(parquet_dataset, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     assert run(max_bad_fraction=0)[0] <= seen
 
 
