@@ -219,7 +219,8 @@ class ParquetImagePairs:
         if global_batch_size % num_parts:
             raise ValueError(
                 f"num_parts={num_parts} does not divide the global batch of {global_batch_size} "
-                f"pairs (batch_size={batch_size}, process_count={process_count})"
+                f"pairs (batch_size={batch_size}, process_count={process_count}); use a divisor "
+                "or 0"
             )
         if resample not in RESAMPLING:
             raise ValueError(f"resample={resample} is unknown; use one of {', '.join(RESAMPLING)}")
@@ -233,9 +234,8 @@ class ParquetImagePairs:
             shards = shard_ids(self.groups)
         except BaseException:
             if all_gather is not None:
-                all_gather(
-                    np.array([0], np.int32)
-                )  # tell the other processes, which wait here for this one
+                # The other processes wait in gather_directories for this one.
+                all_gather(np.array([0], np.int32))
             raise
         directories = gather_directories(shards, all_gather)
         self.directory_rows = [sum(rows for *_, rows in directory) for directory in directories]
@@ -243,16 +243,16 @@ class ParquetImagePairs:
             share = max_rows // len(directories)
             self.directory_rows = [min(rows, share) for rows in self.directory_rows]
             self.groups = take_first_rows(self.groups, share)
-        if len(directories) == 1:
+        if len(directories) == 1:  # one order of global batches; each process takes its columns
             self.num_batches = self.directory_rows[0] // global_batch_size
-            self._parts_per_order, self._shard_seed = num_parts, []
+            self._num_order_parts, self._shard_seed = num_parts, []
             self._total_parts = num_parts
             self._order_batch_size = global_batch_size
             self._own_columns = slice(process_index * batch_size, (process_index + 1) * batch_size)
-        else:
+        else:  # each process has its own order of its own batches
             self.num_batches = min(self.directory_rows) // batch_size
-            self._parts_per_order = math.gcd(batch_size, max(1, num_parts // process_count))
-            self._total_parts = self._parts_per_order * process_count
+            self._num_order_parts = math.gcd(batch_size, max(1, num_parts // process_count))
+            self._total_parts = self._num_order_parts * process_count
             # The order belongs to the shards, whichever process reads them.
             self._shard_seed = list(directories[process_index][0][:2])
             self._order_batch_size = batch_size
@@ -301,8 +301,8 @@ class ParquetImagePairs:
         self.shuffle_buffer = shuffle_buffer
         self.max_bad_fraction = max_bad_fraction
         self.epoch = 0
-        self._first_batch = 0  # of the next iteration
-        self._next_batch = 0  # after the last one yielded
+        self._first_batch = 0  # at which the next iteration starts
+        self._next_batch = 0  # position of state_dict
         self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
         self._stream_identity = {
             "seed": seed,
@@ -423,15 +423,15 @@ class ParquetImagePairs:
             order: integers (num_batches, B), rows of this process's directory.
             draws: (num_rows, 2) in [0, 1), the crop and the flip of each row.
         """
-        slice_size = self._order_batch_size // self._parts_per_order  # rows of one part in a batch
+        slice_size = self._order_batch_size // self._num_order_parts  # rows of one part in a batch
         parts = epoch_order(
             [group.num_rows for group in self.groups],
             seed=[self.seed, self.epoch, 0, *self._shard_seed],
-            num_parts=self._parts_per_order,
+            num_parts=self._num_order_parts,
             rows_per_part=len(self) * slice_size,
             window=self.shuffle_buffer / self._total_parts,
         )
-        order = parts.reshape(self._parts_per_order, len(self), slice_size).swapaxes(0, 1)
+        order = parts.reshape(self._num_order_parts, len(self), slice_size).swapaxes(0, 1)
         order = order.reshape(len(self), self._order_batch_size)[:, self._own_columns]
         rng = np.random.default_rng([self.seed, self.epoch, 1, *self._shard_seed])
         return order, rng.random((self._first_rows[-1], 2))

@@ -565,7 +565,7 @@ def test_folders_that_do_not_fit_together(numbered, tmp_path):
     missing = tmp_path / "missing"
     first, second = on_processes(partial(make, folders=[numbered, missing]), 2)
     assert "process 1 cannot use its train_data_dir" in str(first)
-    assert "missing is not a folder" in str(second)
+    assert "missing is not a directory" in str(second)
 
 
 GATHER = """
@@ -634,7 +634,7 @@ next(iter(DataLoader(dataset, batch_size=None)))
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120)
-    assert "TypeError: import torch before ParquetImagePairs is made" in done.stderr
+    assert "TypeError: import torch before creating ParquetImagePairs" in done.stderr
 
 
 def test_torch_is_not_needed(numbered):
@@ -795,7 +795,7 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
     assert run(max_bad_fraction=0.2) == (100, "")
     seen, error = run(max_bad_fraction=0.1)  # of an epoch's 100: more than ten
     assert "11 of the first" in error or "12 of the first" in error
-    assert "max_bad_fraction=0.1" in error and "a.parquet row" in error
+    assert "--max_bad_fraction 0.1" in error and "a.parquet row" in error
     monkeypatch.setattr(parquet_dataset, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     assert run(max_bad_fraction=0)[0] <= seen
 
@@ -878,7 +878,7 @@ def all_broken(folder):
 
 
 BAD_FOLDERS = {
-    "missing": (Path.rmdir, ["is not a folder"]),
+    "missing": (Path.rmdir, ["is not a directory"]),
     "no shards": (lambda folder: (folder / "a.txt").touch(), ["no *.parquet"]),
     "truncated": (truncated, ["1 of 2 shards", "shard-1.parquet"]),
     "zero bytes": (lambda folder: (folder / "a.parquet").touch(), ["a.parquet", "0 bytes"]),
@@ -936,19 +936,22 @@ def test_columns_of_one_name(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"batch_size": 54}, "batch of a process can be 53 at most"),
-        ({"batch_size": 20, "process_count": 3}, "needs 60 rows.* 53; .* process can be 17"),
+        ({"batch_size": 54}, "use at most 53 pairs per process"),
+        (
+            {"batch_size": 20, "process_count": 3},
+            "needs 60 rows.* 53; use at most 17 pairs per process",
+        ),
         ({"num_parts": 3, "process_count": 2}, "num_parts=3 does not divide the global batch of 4"),
         ({"num_parts": 3}, "num_parts=3 does not divide the global batch of 2 pairs"),
         ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 must be from 0 to 1"),
-        ({"batch_size": 1, "process_count": 99}, "use 53 processes at most"),
+        ({"batch_size": 1, "process_count": 99}, "use at most 53 processes"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"resolution": 0}, "resolution=0 must be at least 1"),
         ({"resolution": -8}, "resolution=-8"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"num_threads": -1}, "num_threads=-1"),
         ({"process_index": 2, "process_count": 2}, "process_index=2 must be from 0"),
-        ({"resample": "nearest"}, "resample=nearest is unknown; use dct or lanczos or bicubic"),
+        ({"resample": "nearest"}, "resample=nearest is unknown; use one of dct, lanczos, bicubic"),
     ],
 )
 def test_bad_arguments(numbered, options, words):
@@ -1042,7 +1045,7 @@ def test_script_ends_with_one_line(tmp_path, spoil, args, words):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--resolution", "0"], "resolution=0 must be at least 1"),
+        (["--resolution", "0"], "--resolution 0 must be at least 1"),
         (["--num_preview", "-1"], "--num_preview -1 must be at least 1"),
         (["--num_checked", "-1"], "--num_checked -1 must be"),
         (

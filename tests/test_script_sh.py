@@ -416,8 +416,8 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
         bare.mkdir()
         for tool in ("bash", "uname", "nproc"):
             (bare / tool).symlink_to(shutil.which(tool))
-        wanted = "error: no aria2c, or no curl: sudo apt-get install aria2 curl "
-        wanted += "(setup-tpu-vm.sh does it)"
+        wanted = "error: aria2c or curl is not installed: sudo apt-get install aria2 curl "
+        wanted += "(or run setup-tpu-vm.sh)"
         assert run(plan, dest, PATH=str(bare)) == (2, [wanted])
         (bare / "aria2c").symlink_to(shutil.which("aria2c"))
         assert run(plan, dest, PATH=str(bare), HF_TOKEN="hf_x") == (2, [wanted])
