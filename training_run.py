@@ -52,7 +52,7 @@ from sharding_flax import (
     start_state,
     to_host,
 )
-from training_flags import Config, fixed_flags, profile_window, snapshot_steps
+from training_flags import Config, fixed_flags, profiled_steps, snapshot_steps
 from training_models import edit_images
 from training_output import (
     Checkpoints,
@@ -216,7 +216,7 @@ class TrainRun:
 
         Ends early after SIGTERM or Ctrl-C, when save_due has asked for a checkpoint.
         """
-        first_profiled, last_profiled = profile_window(self.config.profile_steps)
+        first_profiled, last_profiled = profiled_steps(self.config.profile_steps)
         is_profiling = False
         with (
             StopSignal() as self.stop_signal,

@@ -282,7 +282,7 @@ def test_a_process_dies_and_the_others_end(model, data, one_process, tmp_path, m
     assert starts[1 - victim].process.returncode not in (0, None)
     print(errors[-1500:])
     if victim == 1:
-        assert errors.splitlines()[-1].startswith("error: process 0 has lost another one")
+        assert errors.splitlines()[-1].startswith("error: process 0 has lost another process")
     starts[victim].process.communicate()
     run(config_of(model, data, out, **RUN), 4)
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)

@@ -1046,7 +1046,7 @@ BAD_FLAGS = [
     ({"ema": "full", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not full"),
     ({"ema": "none", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not none"),
     ({"ema": "none", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not none"),
-    ({"num_train_epochs": 2}, "--num_train_epochs 2 and --max_train_steps 5 both say how long"),
+    ({"num_train_epochs": 2}, "--num_train_epochs 2 and --max_train_steps 5 both set the length"),
     ({"max_train_samples": 0}, "--max_train_samples 0 must be at least 1"),
     ({"checkpointing_steps": -1}, "--checkpointing_steps -1 must be at least 0"),
     ({"checkpoints_total_limit": 0}, "--checkpoints_total_limit 0 must be at least 1"),
@@ -1054,10 +1054,13 @@ BAD_FLAGS = [
     ({"ema": "power", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not power"),
     (
         {"validation_image": ("a.png", "b.png"), "validation_prompt": ("x", "y", "z")},
-        "2 --validation_image and 3 --validation_prompt do not go together",
+        "2 --validation_image and 3 --validation_prompt do not match",
     ),
-    ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not go"),
-    ({"validation_image": ("file",)}, "1 --validation_image and 0 --validation_prompt do not go"),
+    ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not match"),
+    (
+        {"validation_image": ("file",)},
+        "1 --validation_image and 0 --validation_prompt do not match",
+    ),
     (
         {"validation_image": ("a.png",), "validation_prompt": ("x",)},
         "--validation_image a.png does not exist",
@@ -1072,7 +1075,7 @@ BAD_FLAGS = [
     ),
     ({"validation_steps": 0}, "--validation_steps 0 must be at least 1"),
     ({"profile_steps": "3"}, "--profile_steps 3 must be FIRST:LAST"),
-    ({"output_dir": "own"}, "--output_dir own contains README.md of no training run"),
+    ({"output_dir": "own"}, "--output_dir own contains README.md from something other"),
     ({"output_dir": "file/out"}, "--output_dir file/out cannot be written: "),
     (
         {"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3},
@@ -1087,7 +1090,7 @@ BAD_FLAGS = [
     ),
     ({"seed": -1}, "--seed -1 must be from 0 to 4294967295"),
     ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
-    ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs of a device"),
+    ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs per device"),
     ({"snr_gamma": 0.0}, "--snr_gamma 0.0 must be above 0 and finite"),
     ({"ema_every": 0}, "--ema_every 0 must be from 1 to the averaged steps"),
     ({"ema_fraction": 1.5}, "--ema_fraction 1.5 must be above 0 and at most 1, a window as long"),
