@@ -194,7 +194,7 @@ def check_models(config: Config, models: Models):
     if unet.in_channels != 2 * vae.latent_channels:
         raise ValueError(
             f"the UNet in {config.unet_model_name_or_path} has {unet.in_channels} input channels, "
-            f"but InstructPix2Pix needs {2 * vae.latent_channels}; widen it with "
+            f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it with "
             "create_modified_unet.py"
         )
     if unet.cross_attention_dim != text_encoder.module.hidden_size:

@@ -243,7 +243,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"edited": "text.png"}, "text.png: no known image format (4 bytes)"),
         (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
         (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
-        (good | {"edited": "wide.png"}, "wide.png 24x16: one shape is needed"),
+        (good | {"edited": "wide.png"}, "wide.png 24x16; give both the same"),
         (good | {"edit": " \n"}, "edit is empty"),
         (good | {"edit": ["red"]}, 'edit is ["red"], not text'),
         (good | {"edit": None}, "edit is empty"),

@@ -564,7 +564,7 @@ def test_folders_that_do_not_fit_together(numbered, tmp_path):
         assert "processes 0 and 1 both have shard-0.parquet" in str(error)
     missing = tmp_path / "missing"
     first, second = on_processes(partial(make, folders=[numbered, missing]), 2)
-    assert "process 1 cannot use its train_data_dir" in str(first)
+    assert "process 1 cannot use its --train_data_dir" in str(first)
     assert "missing is not a directory" in str(second)
 
 
@@ -1028,7 +1028,11 @@ def test_script_describes_a_folder(tmp_path):
     "spoil, args, words",
     [
         (truncated, [], "1 of 2 shards in data cannot be read as parquet: shard-1.parquet ("),
-        (wrong_columns, [], "it has image, edit_prompt, z: choose with --original_image_column"),
+        (
+            wrong_columns,
+            [],
+            "it has image, edit_prompt, z: choose one with --original_image_column",
+        ),
         (all_broken, [], "none of the 3 checked rows in data can be decoded; the first error: "),
     ],
 )

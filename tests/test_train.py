@@ -775,7 +775,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
         *("model_index.json", "config.json", "metrics.jsonl", "README.md", "checkpoints"),
     }
     output = capsys.readouterr().out
-    assert "8 pairs a step on 4 device(s)" in output
+    assert "8 pairs per step on 4 device(s)" in output
     assert "averaging the weights from step 2 with decay 0.6" in output
 
 
@@ -970,7 +970,7 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
             text=True,
         )
     assert done.returncode == 0, done.stderr
-    assert "8 pairs a step on 2 device(s)" in done.stdout
+    assert "8 pairs per step on 2 device(s)" in done.stdout
     assert "3/3" in done.stderr
     assert "a.parquet row 3" in done.stderr  # the broken image
     rows = read_metrics(out)
@@ -1184,7 +1184,11 @@ BAD_FOLDERS = [
     ({"unet_model_name_or_path": "model"}, None, "no config.json in model"),
     ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
     ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
-    ({"unet_model_name_or_path": "other"}, None, "reads text states 40 wide, the text encoder"),
+    (
+        {"unet_model_name_or_path": "other"},
+        None,
+        "has cross_attention_dim 40, but the text encoder",
+    ),
     ({"pretrained_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}/vae"),
     ({}, without("model/vae"), "no config.json in model/vae"),
     ({}, without("model/text_encoder"), "no config.json in model/text_encoder"),
@@ -1200,24 +1204,24 @@ BAD_FOLDERS = [
     (
         {},
         changed("model/scheduler/scheduler_config.json", prediction_type="sample"),
-        "has prediction_type=sample",
+        "has prediction_type sample",
     ),
     ({"resolution": 18}, None, "--resolution 18 is not a multiple of 4; try 16 or 20"),
     ({"resolution": 2}, None, "--resolution 2 is not a multiple of 4; try 4\n"),
     ({"resolution": -6}, None, "--resolution -6 must be at least 1"),
     ({"resolution": 0}, None, "--resolution 0 must be at least 1"),
-    ({"dataloader_num_workers": -1}, None, "=-1 must be at least 0"),
-    ({"train_data_dir": NOWHERE}, None, f"train_data_dir={NOWHERE} is not a folder"),
-    ({"train_data_dir": "model"}, None, "train_data_dir=model holds no *.parquet file"),
+    ({"dataloader_num_workers": -1}, None, "workers -1 must be at least 0"),
+    ({"train_data_dir": NOWHERE}, None, f"--train_data_dir {NOWHERE} is not a dir"),
+    ({"train_data_dir": "model"}, None, "--train_data_dir model contains no *.parquet file"),
     ({}, columns_named("a", "b", "c"), "a.parquet has no column original_image or input_image"),
     ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
     ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
     (
         {"unet_model_name_or_path": "xl/unet"},
         lambda: make_tiny_xl("xl"),
-        "xl/unet is the UNet of an SDXL, which is not trained here",
+        "xl/unet is an SDXL UNet, which cannot be trained here",
     ),
-    ({"train_batch_size": 20}, None, "the batch of a process can be 16 at most"),
+    ({"train_batch_size": 20}, None, "use at most 16 pairs per process"),
     (
         {"ema": "power", "ema_snapshot_steps": 100},
         None,
