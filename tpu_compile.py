@@ -63,7 +63,7 @@ from sharding_flax import shard_axes, state_shapes
 from tpu_programs import hbm_bytes, kernel_bytes
 from training_flags import check_config, ema_flags
 from training_models import Models, encode_text
-from training_run import IN_FLIGHT, make_update_average
+from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
 
 GIB = 2**30
 
@@ -301,7 +301,7 @@ def train_step_job(config, devices):
             "optimizer": state.opt_state,
             "ema": [average] * num_averages,
             "frozen models": frozen,
-            "batches": [batch] * (1 + IN_FLIGHT),
+            "batches": [batch] * (1 + MAX_STEPS_IN_FLIGHT),
         },
         batch_per_chip=B,
         trips=config.gradient_accumulation_steps,

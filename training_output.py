@@ -464,7 +464,7 @@ def write_model_card(
     text = f"""
 # {name}
 
-Edits images by instruction: InstructPix2Pix, fine-tuned from `{base_model}` on `{dataset}` with JAX.
+Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on `{dataset}` with JAX.
 
 {shown}
 ## Use

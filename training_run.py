@@ -138,7 +138,7 @@ class TrainRun:
         """
         resume_from = self.config.resume_from_checkpoint
         find = partial(find_checkpoint, self.output_dir, resume_from, self.identity)
-        self.source, start_step, self.saved = on_process_0(find) or (None, 0, {})
+        self.source, start_step, self.saved_run = on_process_0(find) or (None, 0, {})
         self.start_step = int(from_process_0(np.int32(start_step)))
         epoch, batch = divmod(self.start_step, len(self.dataset))
         position = {"epoch": epoch, "batch": batch}
@@ -165,8 +165,8 @@ class TrainRun:
             state, averages = read_state(self.source, self.start_step, shapes)
             if self.source:
                 self.source.close()
-            self.unlogged_metrics = self.saved.get("losses", [])
-            self.num_bad_before = self.saved.get("num_bad", 0)
+            self.unlogged_metrics = self.saved_run.get("losses", [])
+            self.num_bad_before = self.saved_run.get("num_bad", 0)
         else:
             state, averages = start_state(params, self.tx, self.axes), []
         release_memory()
@@ -200,7 +200,7 @@ class TrainRun:
             f"{jax.devices()[0].device_kind}"
         )
         if self.start_step:
-            saved_on = self.saved.get("num_devices", num_devices)
+            saved_on = self.saved_run.get("num_devices", num_devices)
             change = "" if saved_on == num_devices else f", which ran on {saved_on} device(s)"
             print(f"resuming after step {self.start_step}{change}")
         if self.plan.first_step is not None:
@@ -263,9 +263,8 @@ class TrainRun:
             jax.block_until_ready(metrics)
             self._restart_clock()
         else:
-            if (
-                len(self.unfetched_metrics) > MAX_STEPS_IN_FLIGHT
-            ):  # bounds the host's lead and keeps the progress bar accurate
+            # The host must not run far ahead, or the progress bar would show steps not yet done.
+            if len(self.unfetched_metrics) > MAX_STEPS_IN_FLIGHT:
                 jax.block_until_ready(self.unfetched_metrics[-1 - MAX_STEPS_IN_FLIGHT])
             self.num_timed_images += config.train_batch_size
         self.progress.update()
