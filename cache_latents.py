@@ -15,8 +15,8 @@ With the demo's model and data, in two minutes on a CPU:
 Each shard of images gives a shard of latents with the same name and rows. `original_image` is the
 mode of the VAE's posterior, `edited_image` its mean and standard deviation; both are stored for the
 image and for its mirror image, in float16, 49 kB per pair at 256 pixels. `edit_prompt` is copied.
-Images are cropped to the central square. Training samples the latents of edited images anew in
-every step, as without the cache. Undecodable pairs are logged and stored as nulls; training
+Images are cropped to the central square. In every step, training draws new samples of the edited
+images' latents, as without the cache. Undecodable pairs are logged and stored as nulls; training
 replaces them as usual.
 
 Existing shards are kept if VAE, size, precision and dataset match, else the script stops. Several
@@ -38,14 +38,12 @@ class Config:
     output_dir: str = "latents"  # directory for the shards of latents
     revision: str | None = None  # branch, tag or commit of a hub id
     variant: str | None = None  # e.g. fp16, of the VAE's weights
-    original_image_column: str = ""  # "": original_image or input_image
-    edited_image_column: str = ""  # "": edited_image
-    edit_prompt_column: str = ""  # "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
     max_train_samples: int | None = None  # only the shards with the first N pairs; None: all
     resolution: int = 256  # side of the square images, pixels
-    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = (
-        "dct"  # dct: in the JPEG decoder
-    )
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
     batch_size: int | None = None  # pairs per device; None: as many pixels as 8 at 256 pixels
     max_bad_fraction: float = 0.1  # stop if a larger fraction of the pairs is undecodable

@@ -17,9 +17,9 @@ differ by rounding. On a TPU slice, run the same command on every worker; worker
 different shards (script.py, script.sh) or all shards. Slurm and Open MPI are detected; on other
 clusters also give --coordinator_address, --num_processes and --process_id.
 
-Memory: for Stable Diffusion 1.5, float32 parameters, gradients, each of Adam's two moments and the
-EMA take 3.4 GB, sharded over all devices. Each device also holds the parameters in the compute
-dtype and the activations of one micro-batch. tpu_compile.py computes the sum for a TPU slice.
+Memory for Stable Diffusion 1.5: 3.4 GB each for float32 parameters, gradients, two Adam moments and
+the EMA, sharded over all devices; on every device the parameters in the compute dtype and the
+activations of one micro-batch. tpu_compile.py computes the sum for a TPU slice.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); ZeRO (arXiv 1910.02054) for sharded training state;
 MosaicML's Stable Diffusion 2 for the late EMA.

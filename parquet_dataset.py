@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 
+from command_line import differences
 from images import RESAMPLING, num_usable_cores
 from parquet_shards import (
     Cells,
@@ -343,12 +344,7 @@ class ParquetImagePairs:
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        different = [
-            f"{name} was {state.get(name)} and is {value}"
-            for name, value in self._stream_identity.items()
-            if state.get(name) != value
-        ]
-        if different:
+        if different := differences(state, self._stream_identity):
             raise ValueError(
                 f"cannot resume the data: {'; '.join(different)}"
                 + (" (other shards)" if state.get("data") != self._stream_identity["data"] else "")

@@ -65,11 +65,9 @@ class Config:
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
     held_out_dir: str = ""  # with --num_held_out: empty or new directory for the held-out pairs
     seed: int = 0  # with --num_held_out: seed of the random choice
-    original_image_column: str = (
-        ""  # column of the image to edit; "": original_image or input_image
-    )
-    edited_image_column: str = ""  # column of the edited image; "": edited_image
-    edit_prompt_column: str = ""  # column of the instruction; "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
     num_checked: int = 2000  # rows to decode, sampled over all row groups; 0: all rows
     num_named: int = 20  # most unreadable rows to list
     preview: str = "preview.png"  # file for an image of some pairs; "": none

@@ -97,7 +97,7 @@ class Config:
     split: str = "train"  # split of the dataset
     revision: str | None = None  # branch, tag or commit; None: conversion, else main
     worker: int | None = None  # this worker's index, from 0; needs --num_workers
-    num_workers: int | None = None  # without --worker, the index is detected
+    num_workers: int | None = None  # number of workers; without --worker, the index is detected
     max_shards: int | None = None  # use only the first N shards; None: all
     columns: bool = False  # read all footers; print columns, rows and row groups
 

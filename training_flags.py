@@ -31,56 +31,50 @@ class Config:
     variant: str | None = may_change(None)  # e.g. fp16, of the pretrained model's files
     # data
     train_data_dir: str = per_process("data")  # directory of *.parquet shards, all or this host's
-    original_image_column: str = ""  # "": original_image or input_image
-    edited_image_column: str = ""  # "": edited_image
-    edit_prompt_column: str = ""  # "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
     max_train_samples: int | None = None  # use the first N pairs only; None: all
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
-    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = (
-        "dct"  # dct: in the JPEG decoder
-    )
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
     max_bad_fraction: float = may_change(0.1)  # stop if a larger fraction is undecodable
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
-    cache_latents: str = per_process(
-        ""
-    )  # directory for the VAE's latents; "": encode in every step
+    cache_latents: str = per_process("")  # directory for the VAE's latents; "": no cache
     # training
     train_batch_size: int = 16  # global batch: pairs per optimizer step
     gradient_accumulation_steps: int = may_change(1)  # micro-batches per step
     max_train_steps: int = 15000  # optimizer steps
     num_train_epochs: int | None = may_change(None)  # replaces max_train_steps; None: off
-    learning_rate: float = 5e-5  # peak
+    learning_rate: float = 5e-5  # peak value
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     lr_warmup_steps: int = 0  # linear warm-up from 0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_weight_decay: float = 1e-2
-    adam_epsilon: float = 1e-8
+    adam_beta1: float = 0.9  # decay of the first moment
+    adam_beta2: float = 0.999  # decay of the second moment
+    adam_weight_decay: float = 1e-2  # decoupled, as in AdamW; 0: off
+    adam_epsilon: float = 1e-8  # added to the root of the second moment
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
     snr_gamma: float | None = None  # min-SNR loss weighting, 5 in the paper; None: off
     conditioning_dropout_prob: float = 0.05  # for text, image and both, each; at most 1/3; 0: off
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = may_change(False)  # less memory, slower
-    seed: int = 42
+    seed: int = 42  # of data order, augmentation, noise and dropout
     # exponential moving average (EMA) of the weights
     ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
     ema_fraction: float = 0.036  # late: fraction of the run, at its end, to average
     ema_start_step: int | None = None  # late: first averaged step; replaces ema_fraction
-    ema_decay: float | None = None  # per step; None: 1 - 5 / (averaged steps)
+    ema_decay: float | None = None  # decay per step; None: 1 - 5 / (averaged steps)
     ema_every: int = 1  # steps between updates; each has decay ema_decay ** ema_every
     ema_warmup: bool = False  # decay of update n at most (1 + n) / (10 + n), as in diffusers
     ema_snapshot_steps: int | None = None  # power: steps between snapshots; None: 1/8 of the run
     # output
-    output_dir: str = per_process(
-        "instruct-pix2pix-model"
-    )  # the trained pipeline, checkpoints, metrics
+    output_dir: str = per_process("instruct-pix2pix-model")  # for model, checkpoints and metrics
     overwrite_output_dir: bool = may_change(False)  # replace an existing model
     save_raw_unet: bool = may_change(False)  # also save the UNet without EMA, in unet_raw/
     logging_steps: int = may_change(50)  # steps between lines of metrics.jsonl
-    report_to: Literal["none", "wandb"] = may_change("none")
+    report_to: Literal["none", "wandb"] = may_change("none")  # besides metrics.jsonl
     tracker_project_name: str = may_change("instruct-pix2pix")  # wandb project
     checkpointing_steps: int = may_change(500)  # steps between checkpoints; 0: only when stopped
     checkpoints_total_limit: int | None = may_change(2)  # newest checkpoints to keep; None: all
@@ -94,7 +88,7 @@ class Config:
     compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
     # several hosts without TPU slice, Slurm or Open MPI: give all three flags
     coordinator_address: str | None = per_process(None)  # HOST:PORT of process 0
-    num_processes: int | None = may_change(None)
+    num_processes: int | None = may_change(None)  # over all hosts
     process_id: int | None = per_process(None)  # index of this process, from 0
 
 

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
+from command_line import differences
 from images import load_image, num_usable_cores
 from kernels_flax import by_platform
 from modeling_flax_clip import FlaxCLIPTextModel
@@ -56,9 +57,9 @@ logger = logging.getLogger(__name__)
 
 VALIDATION_INFERENCE_STEPS = 20
 LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt")
-PIXELS_PER_BATCH = 8 * 256 * 256  # of the pairs that a device encodes together
+PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
 UNFINISHED_PREFIX = ".unfinished-"  # of temporary directories for shards
-STALE_SECONDS = 24 * 3600  # a temporary directory that is not touched for so long is removed
+STALE_SECONDS = 24 * 3600  # age at which an unfinished directory is removed
 FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 
@@ -107,7 +108,7 @@ def encode_images(vae, params, images):
 
 
 def encode_batch(batch, frozen, models):
-    """Encode images, unless they are cached latents, and text of a batch.
+    """Encode the images and the text of a batch; cached latents replace the images.
 
     Args:
         batch: {"input_ids"} integers (B, T), and either {"original_pixel_values",
@@ -298,13 +299,9 @@ def check_existing_shard(path: Path, metadata: dict) -> None:
         raise ValueError(
             f"{path} contains no latents; name a directory for latents only, not that of the images"
         )
-    if changes := [
-        f"{name} was {existing.get(name)} and is {value}"
-        for name, value in metadata.items()
-        if existing.get(name) != value
-    ]:
+    if different := differences(existing, metadata):
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(changes)}); name another directory"
+            f"{path} was made with other settings ({'; '.join(different)}); name another directory"
         )
 
 
@@ -322,7 +319,7 @@ def describe_source(path: Path, groups: list[RowGroup]) -> dict:
 
 
 def group_by_shard(groups: list[RowGroup]) -> Iterator[tuple[Path, list[RowGroup]]]:
-    """Group row groups, in the order of shards, by shard."""
+    """Yield each shard with its row groups, which must be in the order of the shards."""
     for path, shard_groups in groupby(groups, key=lambda group: group.path):
         yield path, list(shard_groups)
 

@@ -31,7 +31,7 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from command_line import one_line, save_whole
+from command_line import differences, one_line, save_whole
 from processes_flax import from_process_0, wait_for_all
 from sharding_flax import TrainState, replicate, shard, shard_axes
 from training_flags import fixed_flags
@@ -40,7 +40,7 @@ ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
 
 
 class Checkpoints:
-    """The checkpoints of one run; used by one process without the others.
+    """The checkpoints of one run; one process reads and writes them.
 
     Args:
         folder: directory; a checkpoint is in FOLDER/STEP.
@@ -248,12 +248,7 @@ def find_checkpoint(output_dir, resume_from, identity):
 
     saved = run["identity"]
     current = json.loads(json.dumps(identity))  # tuples become lists
-    different = [
-        f"{name} was {saved.get(name)} and is {current.get(name)}"
-        for name in sorted(saved.keys() | current.keys())
-        if saved.get(name) != current.get(name)
-    ]
-    if different:
+    if different := differences(saved, dict.fromkeys(saved) | current):
         raise ValueError(
             f"checkpoint {checkpoints.folder / str(step)} belongs to another run: "
             f"{'; '.join(different)}. Change that back, name another --output_dir, or start again "

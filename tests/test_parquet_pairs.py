@@ -247,7 +247,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"edit": " \n"}, "edit is empty"),
         (good | {"edit": ["red"]}, 'edit is ["red"], not text'),
         (good | {"edit": None}, "edit is empty"),
-        (good | {"edit": "\ud800"}, "edit is not Unicode"),
+        (good | {"edit": "\ud800"}, "edit is not valid Unicode"),
         ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or output"),
         ({}, "no original_image or "),
         (good | {"input": "./good.png", "edit": "red "}, "repeats line 1"),
