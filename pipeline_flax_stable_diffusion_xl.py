@@ -78,7 +78,7 @@ class XLParts(FlaxDiffusionPipeline):
             absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
             if absent and not issubclass(cls, ImageToImage):
                 raise ValueError(
-                    f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs a "
+                    f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs an "
                     "image; make that with the base model, and refine it with "
                     "FlaxStableDiffusionXLImg2ImgPipeline"
                 )

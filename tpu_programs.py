@@ -1,16 +1,209 @@
-"""How many bytes a compiled TPU program moves to and from the chip's memory (HBM).
+"""Kinds of TPU, and what a program compiled for one costs: memory, traffic, a bound on time.
 
-    hbm_bytes(compiled.as_text())
+    tpu = find_slice("v5e-16")
+    costs = measure(jax.pmap(f, devices=slice_devices(tpu)), args)
 
-The compiler's own "bytes accessed" counts every operand and result wherever it is, so also what
-stays in the chip's VMEM, and a value fetched ahead three times: read, written to VMEM, read there.
-The program's text says where each value lives: a layout with S(1) is VMEM, one without S is HBM.
-What Pallas kernels access the compiler does not count: kernel_bytes.
+The compiler's own "bytes accessed" counts every operand and result wherever it is: also values that
+stay in the chip's VMEM, and a prefetched value three times (read, written to VMEM, read there).
+hbm_bytes counts only what crosses the bus of the chip's memory (HBM), from the program's text: a
+layout with S(1) is in VMEM, one without S is in HBM. kernel_bytes adds what Pallas kernels access,
+which the compiler does not count. interconnect_bytes counts what the chips send to each other.
 """
 
+import importlib.util
 import math
+import os
 import re
+import time
 from functools import cache
+from typing import NamedTuple
+
+import jax
+from jax.experimental.topologies import get_topology_desc
+
+from executables import no_compilation_cache
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """One kind of TPU. Source: Cloud TPU's pages on each; memory is the compiler's own limit."""
+
+    topology: str  # its name in jax.experimental.topologies
+    cores: int  # TensorCores of a chip, where a slice's name counts those, else 1
+    flops: float  # peak in bfloat16, per second
+    bandwidth: float  # of the memory, bytes per second
+    interconnect: float  # all links of a chip together, one direction, bytes per second
+    memory: float  # that a program can use, GiB
+
+
+CHIPS = {
+    "v4": Chip("v4", 2, 275e12, 1.23e12, 0.3e12, 30.75),
+    "v5e": Chip("v5e", 1, 197e12, 0.82e12, 0.2e12, 15.75),
+    "v5p": Chip("v5", 2, 459e12, 2.8e12, 0.6e12, 95.74),
+    "v6e": Chip("v6e", 1, 918e12, 1.64e12, 0.448e12, 31.25),
+}
+# Slices have three dimensions (v4, v5p) or two.
+SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+
+# Without it the compiler asks the network which TPU it is on, complains, leaves logs in /tmp, and
+# runs in one process at a time only, or in none beside a training run.
+LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class Slice(NamedTuple):
+    """Connected chips, and the hosts that they are in."""
+
+    chip: Chip
+    num_chips: int
+    num_hosts: int
+    shape: str
+
+
+def slices():
+    """All types of slices there are, {name: Slice}."""
+    types = {}
+    for family, chip in CHIPS.items():
+        for shape in SHAPES_3D if chip.cores == 2 else SHAPES_2D:
+            num_chips = math.prod(map(int, shape.split("x")))
+            # Four chips to a host, but up to eight where v5e or v6e need no second one.
+            num_hosts = 1 if chip.cores == 1 and num_chips <= 8 else num_chips // 4
+            types[f"{family}-{num_chips * chip.cores}"] = Slice(chip, num_chips, num_hosts, shape)
+    return types
+
+
+def find_slice(name):
+    """The Slice of an accelerator type.
+
+    Args:
+        name: such as v4-32 or v5p-8, which count TensorCores, two to a chip; or v5e-16 (also as
+            v5litepod-16) or v6e-8, which count chips.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    types = slices()
+    name = name.replace("v5litepod-", "v5e-")
+    if name not in types:
+        raise ValueError(f"--tpu {name} is not known; known are {', '.join(types)}")
+    return types[name]
+
+
+def slice_devices(tpu):
+    """The devices of a Slice, to compile for.
+
+    Raises:
+        ValueError: the compiler is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
+            f'pip install "jax[tpu]=={jax.__version__}"'
+        )
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    options = {"chip_config_name": "megacore"} if tpu.chip.cores == 2 else {}
+    if tpu.num_chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    return get_topology_desc(f"{tpu.chip.topology}:{tpu.shape}", "tpu", **options).devices
+
+
+def param_shapes(module, dtype):
+    """Shapes of a module's parameters, stored in dtype."""
+    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+
+
+def replicated(tree, num_devices):
+    """Shapes of arrays that pmap takes: (num_devices, ...)."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), tree)
+
+
+def num_bytes(tree):
+    """Bytes that a tree of arrays (chips, ...) takes on each chip, without padding."""
+    return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def measure(program, args):
+    """Compile a program and read off what it costs each chip.
+
+    Args:
+        program: what pmap returned.
+        args: its arguments, of ShapeDtypeStructs.
+
+    Returns:
+        dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
+        no argument's place) and "code", bytes; "hbm_bytes", to and from the memory;
+        "interconnect_bytes", sent to other chips;
+        "bytes_accessed", wherever they are, the compiler's count plus kernel_bytes, a loop's body
+        once; "compile_seconds". If the memory is too small, only "needs", bytes, and
+        "compile_seconds".
+    """
+    started = time.perf_counter()
+    try:
+        with no_compilation_cache():  # which no chip is here to read from
+            compiled = program.lower(*args).compile()
+    except jax.errors.JaxRuntimeError as error:
+        size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))  # the first is what it would need
+        if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
+            raise
+        needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
+        return {"needs": needs, "compile_seconds": time.perf_counter() - started}
+    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
+    formats = jax.tree.leaves(compiled.input_formats)
+    used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
+    return {
+        "padding": memory.argument_size_in_bytes - num_bytes(used),
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
+        "hbm_bytes": hbm_bytes(text),
+        "interconnect_bytes": interconnect_bytes(text),
+        "compile_seconds": time.perf_counter() - started,
+    }
+
+
+def roofline_seconds(chip, flops, moved, sent=0):
+    """The least time that this work can take on a Chip.
+
+    Args:
+        flops: of the work.
+        moved, sent: bytes to and from the memory, and to other chips.
+
+    Source: Roofline (Williams, Waterman, Patterson 2009), section 3.
+    """
+    return max(flops / chip.flops, moved / chip.bandwidth, sent / chip.interconnect)
+
+
+def largest_fitting(fits, start):
+    """The largest number that fits, to an eighth: doubling, then bisecting.
+
+    Args:
+        fits: number, at least 1 -> bool; slow.
+        start: first number to try.
+
+    Returns:
+        (number, or 0 if 1 does not fit; the smallest number known not to fit).
+    """
+    good, bad, number = 0, None, start
+    while bad is None or bad - good > max(1, good // 8):
+        if fits(number):
+            good = number
+        else:
+            bad = number
+        number = 2 * good if bad is None else (good + bad) // 2
+    return good, bad
+
+
+# The text of a compiled program
 
 # bf16[8,1024]{1,0:T(8,128)S(1)}; a type's name has its bits, but for pred, a byte.
 SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
@@ -168,6 +361,50 @@ def hbm_bytes(text):
         return total
 
     return moved_by(entry)
+
+
+COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce)(-start)?")
+GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
+
+
+def interconnect_bytes(text):
+    """Bytes that a chip sends to other chips in one run of a program.
+
+    A ring of n chips sends (n - 1) / n of the gathered array per chip for an all-gather or a
+    reduce-scatter, and twice as much for an all-reduce.
+
+    Args:
+        text: compiled.as_text() of a program compiled for a TPU.
+
+    Returns:
+        int.
+    """
+    computations, entry = parse(text)
+
+    @cache
+    def sent_by(computation):
+        total = 0
+        for _, kind, operation, rest in computations[computation]:
+            if found := COLLECTIVE.fullmatch(operation):
+                sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind)]
+                if found[2] and len(sizes) > 1:
+                    sizes = sizes[len(sizes) // 2 :]  # the type of a start: operands, results
+                groups = GROUPS.search(rest)
+                n = len(groups[1].split(",")) if groups[1] else int(groups[2])
+                factor = {"all-gather": 1 / n, "reduce-scatter": 1.0, "all-reduce": 2 / n}[found[1]]
+                total += sum(sizes) * (n - 1) * factor
+            trips = 1
+            if operation == "while":
+                trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
+            called = CALLED.findall(rest) + FUSED.findall(rest)
+            if operation == "call":
+                called += re.findall(r"to_apply=%([\w.\-]+)", rest)
+            for branches in BRANCHES.findall(rest):
+                called += NAME.findall(branches)
+            total += trips * sum(map(sent_by, called))
+        return total
+
+    return round(sent_by(entry))
 
 
 def kernel_bytes(text):

@@ -72,17 +72,29 @@ class Models(NamedTuple):
     scheduler: FlaxDDPMScheduler
 
 
-def encode_text(text_encoder, params, input_ids):
-    """Encode token ids as the pytree that conditioning_dropout and diffusion_loss take.
+def encode_text(text_encoder, params, input_ids, time_ids=None):
+    """Encode token ids as the dict that conditioning_dropout and diffusion_loss take.
 
     Args:
-        text_encoder, params: FlaxCLIPTextModel and its parameters.
-        input_ids: integers (B, T).
+        text_encoder, params: FlaxCLIPTextModel and its parameters; for SDXL a tuple of
+            FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection, and a tuple of their parameters.
+        input_ids: integers (B, T); for SDXL (B, 2, T).
+        time_ids: micro-conditioning of SDXL, (B, 6).
 
     Returns:
-        {"states": (B, T, D)}.
+        {"states": (B, T, D)}; for SDXL the states of both encoders before their last layer, and
+        also "pooled" (B, P) and "time_ids".
+
+    Source: SDXL (arXiv 2307.01952), section 2.1.
     """
-    return {"states": text_encoder(input_ids, params=params)[0]}
+    if not isinstance(text_encoder, tuple):
+        return {"states": text_encoder(input_ids, params=params)[0]}
+    outputs = [
+        encoder(input_ids[:, i], params=params[i], output_hidden_states=True)
+        for i, encoder in enumerate(text_encoder)
+    ]
+    states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
+    return {"states": states, "pooled": outputs[1].text_embeds, "time_ids": time_ids}
 
 
 def encode_images(vae, params, images):
@@ -111,9 +123,9 @@ def encode_batch(batch, frozen, models):
     """Encode the images and the text of a batch; cached latents replace the images.
 
     Args:
-        batch: {"input_ids"} integers (B, T), and either {"original_pixel_values",
-            "edited_pixel_values"} uint8 (B, R, R, 3), or from cache_latents.py {"original_latents"}
-            (B, h, w, C) and {"edited_latents"} (B, h, w, 2 C).
+        batch: {"input_ids"} integers (B, T), for SDXL (B, 2, T) and {"time_ids"} (B, 6); and either
+            {"original_pixel_values", "edited_pixel_values"} uint8 (B, R, R, 3), or from
+            cache_latents.py {"original_latents"} (B, h, w, C), {"edited_latents"} (B, h, w, 2 C).
         frozen: {"vae", "text_encoder"} parameters; cached latents need no "vae".
         models: Models.
 
@@ -121,7 +133,9 @@ def encode_batch(batch, frozen, models):
         (mean, std, mode, text): mean and std of the edited images' posterior, mode of the original
         images' posterior, float32 (B, h, w, C); text as from encode_text.
     """
-    text = encode_text(models.text_encoder, frozen["text_encoder"], batch["input_ids"])
+    text = encode_text(
+        models.text_encoder, frozen["text_encoder"], batch["input_ids"], batch.get("time_ids")
+    )
     if "edited_latents" in batch:
         mean, std = jnp.split(batch["edited_latents"].astype(jnp.float32), 2, axis=-1)
         return mean, std, batch["original_latents"].astype(jnp.float32), text

@@ -67,7 +67,7 @@ from benchmarks.full_size import (  # noqa: E402
     this_command,
     write_json,
 )
-from demo.evaluate import load_edits, measure, read_picture  # noqa: E402
+from demo.evaluate import load_edits, measure, read_image  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
 from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma  # noqa: E402
 from parquet_processing import ParquetImagePairs  # noqa: E402
@@ -269,8 +269,8 @@ def read_held_out(folder):
         source = Path(line["input"])
         truth = source.with_name(f"{source.stem}_truth_{names.index(line['edit'])}.png")
         instructions.append(line["edit"])
-        pictures.append(np.uint8(np.rint(read_picture(source) * 255)))
-        truths.append(np.uint8(np.rint(read_picture(truth) * 255)))
+        pictures.append(np.uint8(np.rint(read_image(source) * 255)))
+        truths.append(np.uint8(np.rint(read_image(truth) * 255)))
     return instructions, np.stack(pictures), np.stack(truths)
 
 

@@ -105,6 +105,7 @@ def test_text_to_image(model, images, safety_checker, tmp_path):
         assert torch.equal(changed["safety_checker"][name], weights[name])
 
 
+@pytest.mark.slow
 def test_dreambooth(model, images, safety_checker, tmp_path):
     (tmp_path / "class_images").mkdir()
     PNDMScheduler(beta_end=0.012, skip_prk_steps=True, steps_offset=1).save_pretrained(
@@ -132,6 +133,7 @@ def test_dreambooth(model, images, safety_checker, tmp_path):
     assert scheduler["steps_offset"] == 1
 
 
+@pytest.mark.slow
 def test_textual_inversion(model, images, safety_checker, tmp_path):
     losses = textual_inversion.main(
         model,

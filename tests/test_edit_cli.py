@@ -38,7 +38,7 @@ def photo(width, height, seed=0):
 
 
 @pytest.fixture
-def images(tmp_path):
+def input_images(tmp_path):
     """Five images, all but b.png landscape, one of those by its EXIF only."""
     photo(96, 72, 0).save(tmp_path / "a.png")
     photo(72, 96, 1).save(tmp_path / "b.png")
@@ -59,9 +59,9 @@ EDITS = [
 ]
 
 
-def test_a_list_of_edits_by_the_real_command_line(model, result_images, monkeypatch):
+def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypatch):
     lines = [json.dumps(dict(zip(("input", "edit", "output"), edit))) for edit in EDITS]
-    (result_images / "edits.jsonl").write_text("\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:]))
+    (input_images / "edits.jsonl").write_text("\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:]))
     flags = {
         "model": model,
         "edits_jsonl": "edits.jsonl",
@@ -76,7 +76,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, result_images, monkeypa
     cache = "--compilation_cache_dir=programs"
     done = subprocess.run(
         [sys.executable, SCRIPT, *args, "--batch_size=3", "--grid=grid.png", cache],
-        cwd=result_images,
+        cwd=input_images,
         env=environment,
         capture_output=True,
         text=True,
@@ -84,17 +84,17 @@ def test_a_list_of_edits_by_the_real_command_line(model, result_images, monkeypa
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [edit[2] for edit in EDITS]
     assert "5/5" in done.stderr
-    assert list((result_images / "programs").glob("*-cache")) != []
-    found = [Image.open(result_images / edit[2]) for edit in EDITS]
+    assert list((input_images / "programs").glob("*-cache")) != []
+    found = [Image.open(input_images / edit[2]) for edit in EDITS]
     assert [image.format for image in found] == ["PNG", "PNG", "PNG", "JPEG", "PNG"]
     assert [image.size for image in found] == [(32, 24)] * 4 + [(24, 32)]
-    files = {path.name for path in (result_images / "out").rglob("*")}
+    files = {path.name for path in (input_images / "out").rglob("*")}
     assert files == {"a.png", "b.png", "deep", "turned.png", "p.png", "grey.JPG"}
 
     # The first tile: before, after and instruction.
-    grid = Image.open(result_images / "grid.png")
+    grid = Image.open(input_images / "grid.png")
     margin = edit_cli.GRID_MARGIN
-    before = ImageOps.contain(load_fitted(result_images / "a.png", (32, 24)), (256, 256))
+    before = ImageOps.contain(load_fitted(input_images / "a.png", (32, 24)), (256, 256))
     corner = grid.crop((margin, margin, margin + 256, margin + 192))
     np.testing.assert_array_equal(np.asarray(corner), np.asarray(before))
     after = ImageOps.contain(found[0], (256, 256))
@@ -108,7 +108,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, result_images, monkeypa
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
     scheduler, params["scheduler"] = make_scheduler("euler_ancestral", pipeline.scheduler.config)
     pipeline = dataclasses.replace(pipeline, scheduler=scheduler)
-    turned = Image.open(result_images / "turned.jpg").transpose(Image.Transpose.ROTATE_270)
+    turned = Image.open(input_images / "turned.jpg").transpose(Image.Transpose.ROTATE_270)
     inputs = pipeline.prepare_inputs(
         "make it red", turned.resize((32, 24), Image.Resampling.LANCZOS)
     )
@@ -118,7 +118,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, result_images, monkeypa
     assert np.abs(np.asarray(found[1], np.int16) - expected).max() <= 1
 
     # ... and those of one size over four devices.
-    monkeypatch.chdir(result_images)
+    monkeypatch.chdir(input_images)
     Path("edits.jsonl").write_text("\n".join(lines[:4]))
     one_device = [np.asarray(image, np.int16) for image in found]
     edit_cli.main([*args, "--batch_size=1"])

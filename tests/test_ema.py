@@ -215,7 +215,8 @@ def run(tmp_path_factory):
         folder; names and shapes of its UNet's tensors; kept: {step: (4, P)}, the averages of the
         lengths 0.05, 0.1, 0.03 and 0.15.
     """
-    folder = make_tiny_pipeline(tmp_path_factory.mktemp("run") / "model")
+    root = tmp_path_factory.mktemp("run")
+    folder = make_tiny_pipeline(root / "model", unet_channels=(16, 32))
     unet = UNet2DConditionModel.from_pretrained(folder / "unet")
     state = {name: tensor.numpy() for name, tensor in unet.state_dict().items()}
     start = np.concatenate([array.ravel() for array in state.values()])

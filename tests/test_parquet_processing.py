@@ -157,8 +157,8 @@ def test_every_kind_of_image():
     see_through = encode(palette, transparency=bytes(range(64)))
     cmyk = encode(image.convert("CMYK"), "JPEG", quality=95)
 
-    def on_white(result_image):
-        rgba = np.asarray(result_image.convert("RGBA"), np.float64)
+    def on_white(input_image):
+        rgba = np.asarray(input_image.convert("RGBA"), np.float64)
         share = rgba[..., 3:] / 255
         return np.rint(share * rgba[..., :3] + (1 - share) * 255).astype(np.uint8)
 

@@ -91,12 +91,12 @@ def test_images_are_those_of_pytorch(
         request.getfixturevalue("optimized")
     folder = make_tiny_pipeline(tmp_path / "model", scheduler=scheduler, **options)
     factor = 8 if "vae_channels" in options else 4
-    result_images, latents = random_inputs(batch, height, width, factor)
+    input_images, latents = random_inputs(batch, height, width, factor)
     prompts = PROMPTS[:batch]
-    expected = edit_with_torch(folder, prompts, result_images, latents, negative_prompt)
+    expected = edit_with_torch(folder, prompts, input_images, latents, negative_prompt)
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
-    prompt_ids, image = pipeline.prepare_inputs(prompts, result_images)
+    prompt_ids, image = pipeline.prepare_inputs(prompts, input_images)
     edit = partial(
         pipeline,
         image=image,
@@ -118,13 +118,13 @@ def test_images_are_those_of_pytorch(
 @pytest.mark.parametrize(("s_T", "s_I"), [(1.0, 1.5), (7.5, 0.5)])
 def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch, s_T, s_I):
     """PyTorch guides above s_T = 1 and from s_I = 1 on; the paper's equation 3 has no threshold."""
-    result_images, latents = random_inputs(1, 32, 32)
+    input_images, latents = random_inputs(1, 32, 32)
     scales = dict(guidance_scale=s_T, image_guidance_scale=s_I)
-    unguided = edit_with_torch(folder, PROMPTS[:1], result_images, latents, **scales)
+    unguided = edit_with_torch(folder, PROMPTS[:1], input_images, latents, **scales)
     monkeypatch.setattr(StableDiffusionInstructPix2PixPipeline, "do_classifier_free_guidance", True)
-    expected = edit_with_torch(folder, PROMPTS[:1], result_images, latents, **scales)
+    expected = edit_with_torch(folder, PROMPTS[:1], input_images, latents, **scales)
     pipeline, params = loaded
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], result_images)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
     images = pipeline(*inputs, params, jax.random.key(0), 20, s_T, s_I, latents=latents).images
     for name, other in (("guided", expected), ("as it is", unguided)):
         mean, largest = np.abs(images - other).mean(), np.abs(images - other).max()
@@ -287,8 +287,8 @@ def test_devices_and_batches_share_out_the_same_images(folder):
         folder, scheduler=scheduler
     )
     assert pipeline.scheduler is scheduler
-    result_images, _ = random_inputs(4, 32, 32)
-    prompt_ids, image = pipeline.prepare_inputs(PROMPTS, result_images)
+    input_images, _ = random_inputs(4, 32, 32)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS, input_images)
     key = jax.random.key(3)
     whole = None
     for devices, key_ in ((1, key), (2, key), (4, jax.random.PRNGKey(3))):
@@ -309,8 +309,8 @@ def test_devices_and_batches_share_out_the_same_images(folder):
 
 def test_generate_under_pmap_with_everything_defaulted(loaded):
     pipeline, params = loaded
-    result_images, _ = random_inputs(6, 16, 16)
-    prompt_ids, image = pipeline.prepare_inputs((PROMPTS * 2)[:6], result_images)
+    input_images, _ = random_inputs(6, 16, 16)
+    prompt_ids, image = pipeline.prepare_inputs((PROMPTS * 2)[:6], input_images)
     prompt_ids, image = (x.reshape(2, 3, *x.shape[1:]) for x in (prompt_ids, image))
     rng = jax.random.split(jax.random.PRNGKey(0), 2)
     p_params = replicate(params, jax.local_devices()[:2])
@@ -323,8 +323,8 @@ def test_generate_under_pmap_with_everything_defaulted(loaded):
 
 def test_branches_left_out_do_not_change_the_image(loaded):
     pipeline, params = loaded
-    result_images, _ = random_inputs(1, 32, 32)
-    inputs = (*pipeline.prepare_inputs(PROMPTS[:1], result_images), params, jax.random.key(0))
+    input_images, _ = random_inputs(1, 32, 32)
+    inputs = (*pipeline.prepare_inputs(PROMPTS[:1], input_images), params, jax.random.key(0))
     all_branches = jax.jit(partial(pipeline._generate, num_inference_steps=4))
     for s_T, s_I in ((1, np.int32(1)), (1.5, np.float64(1.5))):
         expected = all_branches(
@@ -385,8 +385,8 @@ def test_other_scale_values_do_not_recompile(loaded, caplog):
 
 
 def test_bfloat16_keeps_the_scheduler_in_float32(folder):
-    result_images, latents = random_inputs(1, 32, 32)
-    expected = edit_with_torch(folder, PROMPTS[:1], result_images, latents)
+    input_images, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], input_images, latents)
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, dtype=jnp.bfloat16
     )
@@ -396,7 +396,7 @@ def test_bfloat16_keeps_the_scheduler_in_float32(folder):
     }
     # Users cast whole trees; the schedule must survive that as well.
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, params)
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], result_images)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
     edit = partial(
         pipeline, *inputs, prng_seed=jax.random.key(0), num_inference_steps=20, latents=latents
     )
@@ -407,8 +407,8 @@ def test_bfloat16_keeps_the_scheduler_in_float32(folder):
 
 def test_height_and_width_resize_the_images(folder, loaded):
     pipeline, params = loaded
-    result_images, latents = random_inputs(1, 64, 32)  # to be resized from 32 x 32
-    small = result_images[:, ::2]
+    input_images, latents = random_inputs(1, 64, 32)  # to be resized from 32 x 32
+    small = input_images[:, ::2]
     resized = [
         Image.fromarray(small[0, :, :, c]).resize((32, 64), Image.Resampling.LANCZOS)
         for c in range(3)
@@ -451,7 +451,7 @@ def test_images_become_arrays(loaded):
         pixels,
         pixels / 255,
         list(pixels),
-        [Image.fromarray(result_image) for result_image in pixels],
+        [Image.fromarray(input_image) for input_image in pixels],
     ):
         ids, arrays = loaded[0].prepare_inputs(PROMPTS[:2], image)
         assert (ids.shape, arrays.dtype) == ((2, 77), np.float32)
@@ -488,9 +488,9 @@ def test_images_of_any_mode_become_rgb():
 def test_numpy_to_pil():
     images = np.zeros((2, 3, 4, 6, 3), np.float32)
     images[1, 2, 0, 0] = (1, 0.5, 0.25)
-    result_images = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(jnp.asarray(images))
-    assert [image.size for image in result_images] == [(6, 4)] * 6
-    assert result_images[5].getpixel((0, 0)) == (255, 128, 64)
+    input_images = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(jnp.asarray(images))
+    assert [image.size for image in input_images] == [(6, 4)] * 6
+    assert input_images[5].getpixel((0, 0)) == (255, 128, 64)
 
 
 def edit_json(file, **changes):

@@ -76,18 +76,28 @@ def psnr(ours, theirs):
     return -10 * np.log10(np.mean((ours - theirs) ** 2))
 
 
+FAST_CASES = (
+    ("sd", "pndm", "plain"),
+    ("sd", "euler", "negative"),
+    ("sd image", "ddim", "plain"),
+    ("xl", "dpmsolver++", "negative"),
+    ("xl", "euler", "off"),
+    ("xl image", "euler", "rescaled"),
+    ("xl refiner", "ddim", "plain"),
+)
+
+
 def cases():
     """Every pipeline with three schedulers, with and without a negative prompt; most are slow."""
     for kind in KINDS:
-        for scheduler in ("ddim", "euler", "dpmsolver++"):
-            yield kind, scheduler, "plain"
-            slow = [] if scheduler == "euler" else [pytest.mark.slow]
-            yield pytest.param(kind, scheduler, "negative", marks=slow)
+        found = [(s, g) for s in ("ddim", "euler", "dpmsolver++") for g in ("plain", "negative")]
         if kind in ("sd", "xl"):
-            yield kind, "pndm", "plain"  # PyTorch's image-to-image is a timestep late with it
-            yield kind, "euler", "off"
+            found += [("pndm", "plain")]  # PyTorch's image-to-image is a timestep late with it
+            found += [("euler", "off")]
         if kind in ("sd", "xl", "xl image"):  # PyTorch's image-to-image of SD has none
-            yield kind, "euler", "rescaled"
+            found += [("euler", "rescaled")]
+        for case in ((kind, *x) for x in found):
+            yield case if case in FAST_CASES else pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("kind", "scheduler", "guidance"), list(cases()))
@@ -103,7 +113,7 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
 
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((2, 4, 8, 6), np.float32)
-    result_image = rng.random((2, 64, 48, 3), np.float32)
+    input_image = rng.random((2, 64, 48, 3), np.float32)
     options = dict(num_inference_steps=6, guidance_scale=5.0)
     if guidance == "off":  # as the distilled models' cards have it
         options["guidance_scale"] = 0.0 if kind == "xl" else 1.0
@@ -116,11 +126,11 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
             theirs,
             noise,
             prompt=PROMPTS,
-            image=torch.from_numpy(result_image).permute(0, 3, 1, 2),
+            image=torch.from_numpy(input_image).permute(0, 3, 1, 2),
             negative_prompt=[NEGATIVE] * 2 if negative else None,
             **options,
         )
-        prompt_ids, image = ours.prepare_inputs(PROMPTS, result_image)
+        prompt_ids, image = ours.prepare_inputs(PROMPTS, input_image)
         inputs = (prompt_ids, image, params, jax.random.key(0))
         options["noise"] = noise
     else:
@@ -374,11 +384,11 @@ def test_pndm_from_a_image(folders):
     pipeline = replace_scheduler(pipeline, params, "pndm")
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((2, 4, 8, 6), np.float32)
-    result_image = rng.random((2, 64, 48, 3), np.float32)
-    image = torch.from_numpy(result_image).permute(0, 3, 1, 2)
+    input_image = rng.random((2, 64, 48, 3), np.float32)
+    image = torch.from_numpy(input_image).permute(0, 3, 1, 2)
     options = dict(num_inference_steps=6, strength=1.0, guidance_scale=5.0)
     expected = call_with_noise(theirs, noise, prompt=PROMPTS, image=image, **options)
-    inputs = pipeline.prepare_inputs(PROMPTS, result_image)
+    inputs = pipeline.prepare_inputs(PROMPTS, input_image)
     images = pipeline(*inputs, params, jax.random.key(0), noise=noise, **options).images
     assert psnr(images, expected) > 60
 

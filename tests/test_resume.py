@@ -138,7 +138,7 @@ def new_files(folder, old=frozenset()):
 
 
 @pytest.mark.parametrize(
-    "num_kills", [2, pytest.param(12, marks=pytest.mark.slow)], ids=["some", "many"]
+    "num_kills", [1, pytest.param(12, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_killed_it_ends_as_if_it_had_not_been(model, data, whole_run, tmp_path, num_kills):
     """SIGKILL at random steps, every other time while a checkpoint is being written."""
@@ -483,6 +483,7 @@ def test_another_run_is_refused_by_name(model, data, stopped, tmp_path, options,
     assert sorted(map(str, out.rglob("*"))) == before
 
 
+@pytest.mark.slow
 def test_any_checkpoint_can_be_the_start(model, data, stopped, tmp_path, capsys):
     """An older one of the folder, or another folder's; or none."""
     out = shutil.copytree(stopped, tmp_path / "out")
@@ -527,6 +528,7 @@ trainer.main()
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path):
     config = config_of(model, data, tmp_path, **RUN)
     _, errors = Start(config, code=FULL_DISK).end(2)

@@ -33,8 +33,21 @@ from sharding_flax import (
     start_state,
     state_shapes,
 )
-from tpu_compile import Config, find_slice, largest_fitting, measure, num_bytes, roofline_seconds
-from tpu_programs import hbm_bytes, kernel_bytes
+from tpu_compile import Sdxl, Train, Unet
+from tpu_programs import (
+    CHIPS,
+    LIBTPU_ENVIRONMENT,
+    find_slice,
+    hbm_bytes,
+    interconnect_bytes,
+    kernel_bytes,
+    largest_fitting,
+    measure,
+    num_bytes,
+    replicated,
+    roofline_seconds,
+    slice_devices,
+)
 from training_models import load_models
 from training_run import start_average
 
@@ -55,14 +68,14 @@ def model(tmp_path_factory):
 @pytest.fixture
 def libtpu_environment(monkeypatch):
     """What slice_devices sets, taken back after the test."""
-    for name, value in tpu_compile.LIBTPU_ENVIRONMENT.items():
+    for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
 def flags(model, **more):
-    """A Config of the tiny pipeline."""
+    """Train of the tiny pipeline."""
     paths = {"pretrained_model_name_or_path": str(model)}
-    return Config(**{**paths, "tpu": "v5e-4", "resolution": 16, "train_batch_size": 8, **more})
+    return Train(**{**paths, "tpu": "v5e-4", "resolution": 16, "train_batch_size": 8, **more})
 
 
 def run(*args):
@@ -110,7 +123,7 @@ def test_types_count_cores_or_chips(name, num_chips, num_hosts, shape):
 @pytest.mark.parametrize("name", ["v4-32", "v5p-8", "v5e-1", "v5e-16", "v6e-8", "v4-1024"])
 def test_topologies_have_as_many_devices(name, libtpu_environment):
     tpu = find_slice(name)
-    devices = tpu_compile.slice_devices(tpu)
+    devices = slice_devices(tpu)
     assert len(devices) == tpu.num_chips
     kinds = {"v4": "TPU v4", "v5p": "TPU v5", "v5e": "TPU v5 lite", "v6e": "TPU v6 lite"}
     assert {device.device_kind for device in devices} == {kinds[name.split("-")[0]]}
@@ -125,7 +138,7 @@ def test_arguments_are_those_of_a_real_run(model):
     config = flags(
         model, unet_model_name_or_path=str(model / "unet"), mixed_precision="bf16", ema="full"
     )
-    job = tpu_compile.train_step_job(config, jax.devices())
+    job = tpu_compile.train_job(config, jax.devices())
 
     _, pipeline, frozen, params = load_models(config, dtype)
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
@@ -149,7 +162,7 @@ def test_arguments_are_those_of_a_real_run(model):
 @pytest.mark.parametrize(("ema", "num_averages"), [("none", 0), ("late", 1), ("power", 2)])
 def test_bytes_of_what_is_held(model, ema, num_averages):
     config = flags(model, ema=ema, mixed_precision="bf16")
-    job = tpu_compile.train_step_job(config, jax.devices())
+    job = tpu_compile.train_job(config, jax.devices())
     held = {name: num_bytes(tree) for name, tree in job.held.items()}
 
     unet = tensor_shapes(model / "unet")
@@ -167,7 +180,7 @@ def test_bytes_of_what_is_held(model, ema, num_averages):
 
 
 def test_without_a_path_it_is_stable_diffusion_1_5():
-    _, frozen, params = tpu_compile.model_shapes(Config(tpu="v5e-16"))
+    _, frozen, params = tpu_compile.training_models(Train(tpu="v5e-16"))
     published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
     published["sd15_unet"]["conv_in/kernel"] = [3, 3, 8, 320]
     trees = {"sd15_unet": params, "vae": frozen["vae"], "clip_l_text": frozen["text_encoder"]}
@@ -178,7 +191,7 @@ def test_without_a_path_it_is_stable_diffusion_1_5():
 
 def test_a_narrow_unet_is_taken_as_widened(tmp_path):
     model = make_tiny_pipeline(tmp_path / "narrow", in_channels=4)
-    models, _, params = tpu_compile.model_shapes(flags(model))
+    models, _, params = tpu_compile.training_models(flags(model))
     assert models.unet.in_channels == 8
     assert params["conv_in"]["kernel"].shape == (3, 3, 8, 16)
 
@@ -187,7 +200,7 @@ def test_a_narrow_unet_is_taken_as_widened(tmp_path):
 
 
 def test_roofline_by_hand():
-    v5e = tpu_compile.CHIPS["v5e"]
+    v5e = CHIPS["v5e"]
     assert roofline_seconds(v5e, 394e12, 0.82e12) == pytest.approx(2.0)  # 2 x 197 TFLOP
     assert roofline_seconds(v5e, 197e12, 2.46e12) == pytest.approx(3.0)  # 3 x 0.82 TB
 
@@ -206,7 +219,7 @@ def test_report_by_hand(model):
         updates_per_step=0.5,
     )
     step = {"padding": 1000, "temporaries": 100, "outputs": 10, "code": 1, "compile_seconds": 1.0}
-    step |= {"bytes_accessed": 9e12, "hbm_bytes": 0.82e12}
+    step |= {"bytes_accessed": 9e12, "hbm_bytes": 0.82e12, "interconnect_bytes": 1e9}
     update = {"padding": 800, "temporaries": 200, "code": 2}
     update |= {"bytes_accessed": 5e12, "hbm_bytes": 1.64e12}
     report = tpu_compile.describe(config, find_slice("v5e-4"), job, step, update, 394e12)
@@ -236,9 +249,8 @@ def test_sdxl_counts_every_step(tmp_path):
     """The loop's body is in the whole program once, so the other steps' are added."""
     model = make_tiny_xl(tmp_path / "xl")
     few, more = (
-        Config(
+        Sdxl(
             tpu="v5e-4",
-            program="sdxl",
             pretrained_model_name_or_path=str(model),
             image_size=64,
             num_images=2,
@@ -251,11 +263,14 @@ def test_sdxl_counts_every_step(tmp_path):
         for config in (few, more)
     ]
     assert [report["batch_per_chip"] for report in reports] == [2, 2]
-    unet = tpu_compile.compile_for(
-        replace(more, program="sdxl_unet", num_inference_steps=20),
-        find_slice("v5e-4"),
-        jax.devices(),
+    one_step = Unet(
+        tpu="v5e-4",
+        gradient=False,
+        batch_size=4,  # two images, two branches
+        resolution=64,
+        pretrained_model_name_or_path=str(model),
     )
+    unet = tpu_compile.compile_for(one_step, find_slice("v5e-4"), jax.devices())
     extra = reports[1]["flops"] - reports[0]["flops"]
     assert extra == pytest.approx(3 * unet["flops"], rel=0.05)
     # As lowered, where fusions have not come yet, both have the loop's body once.
@@ -264,7 +279,7 @@ def test_sdxl_counts_every_step(tmp_path):
     memory = reports[1]["memory"]
     files = ("unet", "vae", "text_encoder", "text_encoder_2")
     size = 2 * sum(elements(tensor_shapes(model / file)) for file in files)
-    assert memory["parameters"] == pytest.approx(size, rel=0.03)  # and the scheduler's state
+    assert memory["parameters"] == pytest.approx(size, rel=0.1)  # and the scheduler's state
     assert reports[1]["images_per_second_per_chip"] == pytest.approx(2 / reports[1]["step_seconds"])
 
 
@@ -273,9 +288,8 @@ def test_sdxl_counts_every_image(tmp_path, monkeypatch):
     """Also where they are decoded one after the other, in a loop."""
     monkeypatch.setattr(sampling_flax, "DECODED_PIXELS", 1)
     model = make_tiny_xl(tmp_path / "xl")
-    config = Config(
+    config = Sdxl(
         tpu="v5e-4",
-        program="sdxl",
         pretrained_model_name_or_path=str(model),
         image_size=64,
         num_inference_steps=1,
@@ -288,19 +302,13 @@ def test_sdxl_counts_every_image(tmp_path, monkeypatch):
     assert 2 < four["hbm_bytes"] / one["hbm_bytes"] < 4.5  # weights are read once
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (dict(program="sdxl_unet", num_inference_steps=3), "--num_inference_steps has no meaning"),
-        (dict(program="sdxl", num_images=0), "num_images=0 must be at least 1"),
-        (dict(program="sdxl", mixed_precision="bf16"), "--mixed_precision has no meaning for"),
-        (dict(num_images=2, image_size=64), "--image_size, --num_images has no meaning for"),
-    ],
-)
-def test_flags_of_another_program_are_refused(flags, message):
-    config = Config(tpu="v5e-4", **flags)
-    with pytest.raises(ValueError, match=message):
-        tpu_compile.compile_for(config, find_slice("v5e-4"), jax.devices())
+def test_counts_below_one_are_refused():
+    for config, message in (
+        (Sdxl(tpu="v5e-4", num_images=0), "--num_images 0 must be at least 1"),
+        (Unet(tpu="v5e-4", batch_size=-1), "--batch_size -1 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tpu_compile.check_flags(config, 4)
 
 
 def test_measure_counts_what_a_program_does():
@@ -317,7 +325,7 @@ def test_measure_counts_what_a_program_does():
 @needs_libtpu
 def test_padding_is_that_of_tiles(libtpu_environment):
     """A TPU keeps the last axis in tiles of 128."""
-    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    devices = slice_devices(find_slice("v5e-4"))
     narrow = jax.ShapeDtypeStruct((4, 8, 100), jnp.float32)
     unused = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
     result = measure(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused))
@@ -327,7 +335,7 @@ def test_padding_is_that_of_tiles(libtpu_environment):
 @needs_libtpu
 def test_nothing_is_kept_in_the_cache(libtpu_environment, programs, tmp_path):
     """It could not be read back, which jax would warn of."""
-    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    devices = slice_devices(find_slice("v5e-4"))
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
         measure(jax.pmap(lambda x: x - 2, devices=devices), (jax.ShapeDtypeStruct((4,), "int32"),))
@@ -383,6 +391,23 @@ ENTRY %main (a: f32[256]) -> f32[256] {
     assert hbm_bytes(endless) == 1024 + 256 + 1024 + 3 * 1024
 
 
+@needs_libtpu
+def test_bytes_to_other_chips_by_hand(libtpu_environment):
+    """A ring of four: 3/4 of a gathered or scattered array, twice that of a sum."""
+    devices = slice_devices(find_slice("v5e-4"))
+    x = jax.ShapeDtypeStruct((4, 1024, 128), jnp.float32)
+    size = 4 * 1024 * 128
+
+    def sent(f):
+        program = jax.pmap(f, axis_name="batch", devices=devices)
+        return interconnect_bytes(program.lower(x).compile().as_text())
+
+    gathered = sent(lambda x: jax.lax.all_gather(x, "batch"))
+    scattered = sent(lambda x: jax.lax.psum_scatter(x, "batch", tiled=True))
+    summed = sent(lambda x: jax.lax.psum(x, "batch"))
+    assert (gathered, scattered, summed) == (3 * size, 3 * size // 4, 3 * size // 2)
+
+
 def test_of_a_sliced_operand_the_slices_are_read():
     text = """
 %cut (p: f32[256], q: f32[64], i: s32[]) -> f32[64] {
@@ -431,7 +456,8 @@ ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
 
 def test_flops_count_all_micro_batches(model):
     """Twice the pairs are twice the work; micro-batches change nothing."""
-    one, two = (tpu_compile.count_flops(flags(model, program="unet_grad"), n) for n in (2, 4))
+    unet = Unet(tpu="v5e-4", pretrained_model_name_or_path=str(model), mixed_precision="no")
+    one, two = (tpu_compile.count_flops(unet, n) for n in (2, 4))
     assert two == pytest.approx(2 * one, rel=0.01)
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         whole, halves = (
@@ -443,7 +469,7 @@ def test_flops_count_all_micro_batches(model):
 
 @needs_libtpu
 def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
-    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    devices = slice_devices(find_slice("v5e-4"))
     large = jax.ShapeDtypeStruct((4, 16384, 4096), jnp.float32)  # twice the VMEM
     result = measure(jax.pmap(lambda x: x + 1, devices=devices), (large,))
     assert result["hbm_bytes"] == result["bytes_accessed"] == 2 * 16384 * 4096 * 4
@@ -469,9 +495,9 @@ def test_what_kernels_access_is_added(libtpu_environment):
 
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     kernel = pl.pallas_call(add, matrix)
-    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    devices = slice_devices(find_slice("v5e-4"))
     program = jax.pmap(lambda x, y: 2 * kernel(x, y), devices=devices)
-    args = tpu_compile.on_all((matrix, matrix), 4)
+    args = replicated((matrix, matrix), 4)
     by_compiler = program.lower(*args).compile().cost_analysis()["bytes accessed"]
     added = measure(program, args)["bytes_accessed"] - by_compiler
     assert added == 3 * 1024 * 1024 * 4 > by_compiler, by_compiler  # which has the multiplication
@@ -481,7 +507,7 @@ def test_what_kernels_access_is_added(libtpu_environment):
 def test_a_step_does_not_copy_the_parameters(libtpu_environment):
     """It moves less than 9 times their size, and updates its shards in place."""
     n, tx = 4, optax.adamw(1e-4)
-    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    devices = slice_devices(find_slice("v5e-4"))
     shapes = [jax.ShapeDtypeStruct((2560, 2560), jnp.float32)] * 20  # more than the VMEM holds
     axes = shard_axes(shapes, n)
 
@@ -515,34 +541,34 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
 def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for output, said in (
-        (tmp_path, "is a folder; name a file"),
-        (tmp_path / "file/x", "is no directory"),
+        (tmp_path, "is a directory; name a file"),
+        (tmp_path / "file/x", "is not a directory"),
     ):
         with pytest.raises(ValueError, match=said):
-            tpu_compile.report_file(Config(tpu="v5e-1", output=str(output)))
+            tpu_compile.report_file(Train(tpu="v5e-1", output=str(output)))
 
 
 def test_a_report_of_other_flags_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = Config(tpu="v5e-4", program="sdxl", num_images=2)
+    config = Sdxl(tpu="v5e-4", num_images=2)
     file = tpu_compile.report_file(config)
     assert str(file) == "tpu_compile_v5e-4_sdxl_2.json"
     file.write_text(json.dumps({"flags": tpu_compile.changed_flags(config)}))
     assert tpu_compile.report_file(config) == file
     smaller = replace(config, image_size=64)
-    with pytest.raises(ValueError, match=r"is of other flags .* say with --output where to write"):
+    with pytest.raises(ValueError, match=r"is the report of other flags .* give --output"):
         tpu_compile.report_file(smaller)
     assert str(tpu_compile.report_file(replace(smaller, output="small.json"))) == "small.json"
 
 
 @needs_libtpu
 def test_too_large_for_the_chip(libtpu_environment):
-    devices = tpu_compile.slice_devices(find_slice("v5e-4"))
+    devices = slice_devices(find_slice("v5e-4"))
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
     result = measure(jax.pmap(lambda x: x + 1, devices=devices), (square,))
     assert 18.6 < result["needs"] / 2**30 < 19
     job = tpu_compile.Job(step=None, args=(), held={}, batch_per_chip=1)
-    config = Config(tpu="v5e-4")
+    config = Train(tpu="v5e-4")
     report = tpu_compile.describe(config, find_slice("v5e-4"), job, result, None, None)
     assert tpu_compile.verdict(report) == (
         f"does not fit: 1 per chip need {result['needs'] / 2**30:.2f} of 15.75 GiB"
@@ -573,14 +599,15 @@ def test_largest_fitting(capacity, start):
 def test_command_line(model, tmp_path):
     output = tmp_path / "report.json"
     done = run(
-        *("--tpu", "v5e-1", "--program", "unet_grad", "--resolution", 8, "--train_batch_size", 2),
-        *("--pretrained_model_name_or_path", model, "--mixed_precision", "bf16"),
+        *("unet", "--tpu", "v5e-1", "--resolution", 8, "--batch_size", 2),
+        *("--pretrained_model_name_or_path", model),
         *("--output", output),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(output.read_text())
     assert (report["chips"], report["batch_per_chip"]) == (1, 2)
+    assert report["interconnect_bytes"] == 0
     assert "\nfits: 2 per chip need " in done.stdout
     memory = report["memory"]
     assert report["memory_total"] == sum(memory.values()) < report["memory_usable"]
@@ -601,7 +628,15 @@ def test_training_step(model, tmp_path):
     reports = []
     for num_micro_batches in (1, 2):
         done = run(
-            *("--tpu", "v5e-4", "--pretrained_model_name_or_path", model, "--resolution", 16),
+            *(
+                "train",
+                "--tpu",
+                "v5e-4",
+                "--pretrained_model_name_or_path",
+                model,
+                "--resolution",
+                16,
+            ),
             *("--train_batch_size", 16, "--ema", "full", "--mixed_precision", "bf16"),
             *("--gradient_accumulation_steps", num_micro_batches, "--output", output),
         )
@@ -626,7 +661,7 @@ def test_training_step(model, tmp_path):
 def mistake(monkeypatch, capsys, *args):
     """The one line that a mistake ends in."""
     with pytest.raises(SystemExit) as stopped:
-        tpu_compile.main([*args])
+        tpu_compile.main(["train", *args])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -634,9 +669,9 @@ def mistake(monkeypatch, capsys, *args):
 
 
 def test_unknown_type():
-    done = run("--tpu", "v7-8")
+    done = run("train", "--tpu", "v7-8")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: tpu=v7-8 is not known; known are v4-8, v4-16, ")
+    assert done.stderr.startswith("error: --tpu v7-8 is not known; known are v4-8, v4-16, ")
     assert done.stderr.count("\n") == 1
 
 
@@ -654,7 +689,7 @@ def test_unknown_type():
         ),
         (
             "--tpu v4-8 --pretrained_model_name_or_path .",
-            "./vae has no config.json; give a model's folder or Hub id",
+            "no config.json in ./vae",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def make_tiny_pipeline(
     seed=0,
     prediction_type="epsilon",
     vae_channels=(16, 16, 32),
-    unet_channels=(16, 32),
+    unet_channels=(16,),
 ):
     """Write a random pipeline of about 0.3M parameters, in about a second.
 
@@ -86,7 +86,7 @@ def make_tiny_pipeline(
             vocab_size=len(vocab),
             hidden_size=24,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             max_position_embeddings=77,
             bos_token_id=vocab[START],
@@ -171,7 +171,7 @@ def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=T
             vocab_size=len(vocab),
             hidden_size=16 * number,
             intermediate_size=48,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=2,
             max_position_embeddings=77,
             hidden_act="gelu" if number == 2 else "quick_gelu",
@@ -194,12 +194,12 @@ def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=T
     ).save_pretrained(folder / "vae")
     UNet2DConditionModel(
         sample_size=8,
-        block_out_channels=[16, 32],
-        down_block_types=["DownBlock2D", "CrossAttnDownBlock2D"],
-        up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"],
+        block_out_channels=[16],
+        down_block_types=["CrossAttnDownBlock2D"],
+        up_block_types=["CrossAttnUpBlock2D"],
         layers_per_block=1,
-        transformer_layers_per_block=[1, 2],
-        attention_head_dim=[2, 4],
+        transformer_layers_per_block=[1],
+        attention_head_dim=[2],
         cross_attention_dim=sum(16 * number for number in numbers),
         use_linear_projection=True,
         norm_num_groups=8,
