@@ -1,12 +1,12 @@
-# make demo: train and try a small editing model, 4 minutes on two CPU cores with AVX-512.
-# make test: the tests.  make test-all: slow tests too, and those of the benchmarks.
-# make lint: style.  Each makes .venv first, and only once.
+# make demo: train and use a small editing model, 4 minutes on two CPU cores with AVX-512.
+# make test: fast tests.  make test-all: also slow tests and tests of the benchmarks.
+# make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-# A worker takes a file of tests at a time; one that dies ends the run, which would hang otherwise.
+# Each worker runs whole test files. --max-worker-restart 0: pytest would hang after a worker crash.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 	--max-worker-restart 0
 
@@ -27,12 +27,12 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# torch comes first and pinned, so that requirements.txt accepts it. Without an NVIDIA driver it is
-# PyTorch's CPU build, a tenth of the size of the CUDA build that the package index has. The CUDA
-# build also works there, and is the fallback where PyTorch's own index cannot be reached.
+# A pinned torch is installed before requirements.txt, which accepts it. Without an NVIDIA driver it
+# is the CPU build of PyTorch's index, a tenth of the size of the CUDA build on PyPI. The CUDA build
+# works without a driver too and is the fallback if that index cannot be reached.
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Python 3.11 or newer is needed, e.g.: make PYTHON=python3.12" >&2; exit 2; }
+		{ echo "no Python 3.11 or newer; name one, e.g. make PYTHON=python3.12" >&2; exit 2; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-index $(TORCH) 2>/dev/null || \
@@ -42,8 +42,8 @@ lint: .venv/installed
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	touch $@
 
-# The TPU's compiler, for the tests of tpu_compile.py: beside what the scripts run with, as jax would
-# look for a TPU wherever it is installed. There is none for some machines: then they are skipped.
+# libtpu, the TPU compiler, for the tests of tpu_compile.py. It is not installed into .venv, because
+# jax would then look for a TPU in every program. Tests are skipped where libtpu is unavailable.
 .venv/tpu: .venv/installed
 	-$(BIN)/python -m pip install --quiet --no-deps --target .venv/tpu-part "$$($(BIN)/python -c \
 		'from importlib.metadata import requires; \

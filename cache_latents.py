@@ -1,27 +1,27 @@
-"""The VAE's latents of every pair, computed once and kept, so that training need not compute them.
+"""Compute the VAE's latents of a dataset once, so that training does not encode images.
 
-Encoding two images takes about as much work as the rest of a training step at 256 pixels, and
-the VAE is frozen: the trainer makes such a folder by itself with --cache_latents DIR, and later
-runs with the same flag find it. To make it beforehand, perhaps on another machine:
+At 256 pixels, encoding two images takes about as long as the rest of a training step, and the VAE
+is frozen. The trainer's --cache_latents DIR writes such a directory before training if it does not
+exist; later runs with the same flag reuse it. To write it in advance, e.g. on another machine:
 
     python cache_latents.py --train_data_dir data --output_dir latents \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5
 
-With the demo's model and data, two minutes on a CPU:
+With the demo's model and data, in two minutes on a CPU:
 
     python cache_latents.py --pretrained_model_name_or_path demo/base_model \\
         --train_data_dir demo/output/data --resolution 64 --output_dir /tmp/latents
 
-Every shard becomes one of the same name, with the same rows: `original_image` holds the mode of the
-image's posterior, `edited_image` its mean and standard deviation, each of the image as it is
-and mirrored, float16; `edit_prompt` is copied. Pairs that cannot be decoded are named and have
-nulls, and training replaces them as it would have. A pair takes 49 kB at 256 pixels. What is there
-already is not made again, and what another VAE, size, precision or dataset left there is refused.
-The square is cut from the middle. Latents are sampled from the posterior anew at every step, as
-without the cache.
+Each shard of images gives a shard of latents with the same name and rows. `original_image` is the
+mode of the VAE's posterior, `edited_image` its mean and standard deviation; both are stored for the
+image and for its mirror image, in float16, 49 kB per pair at 256 pixels. `edit_prompt` is copied.
+Images are cropped to the central square. In every step, training draws new samples of the edited
+images' latents, as without the cache. Undecodable pairs are logged and stored as nulls; training
+replaces them as usual.
 
-Needs what the VAE needs: a GPU, a TPU, or a CPU with patience (5 s a pair on two cores). Hosts with
-shards of their own have a folder of their own each; hosts that share both share the work.
+Existing shards are kept if VAE, size, precision and dataset match, else the script stops. Several
+hosts can share the work in one output directory; hosts with different shards need one directory
+each. Runs on GPU, TPU or CPU (5 s per pair on two cores).
 """
 
 from dataclasses import dataclass
@@ -33,22 +33,21 @@ from training_models import write_latents
 
 @dataclass(frozen=True)
 class Config:
-    pretrained_model_name_or_path: str  # pipeline folder or hub id, for its VAE
-    train_data_dir: str = "data"  # folder with the *.parquet shards
-    output_dir: str = "latents"  # folder for those with latents
-    revision: str | None = None  # branch, tag or commit, of a hub id
-    variant: str | None = None  # e.g. fp16, of the VAE's file
-    original_image_column: str = ""  # "" finds original_image or input_image
-    edited_image_column: str = ""  # "" finds edited_image
-    edit_prompt_column: str = ""  # "" finds edit_prompt
-    max_train_samples: int | None = None  # only the shards that hold the first so many pairs
+    pretrained_model_name_or_path: str  # pipeline directory or hub id with the VAE
+    train_data_dir: str = "data"  # directory of *.parquet shards
+    output_dir: str = "latents"  # directory for the shards of latents
+    revision: str | None = None  # branch, tag or commit of a hub id
+    variant: str | None = None  # e.g. fp16, of the VAE's weights
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    max_train_samples: int | None = None  # only the shards with the first N pairs; None: all
     resolution: int = 256  # side of the square images, pixels
-    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # dct: while decoding
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
-    # Pairs at once on each device, at most a row group's; None: 8 at 256 pixels.
-    batch_size: int | None = None
-    max_bad_fraction: float = 0.1  # share of pairs that cannot be decoded at which it stops
-    dataloader_num_workers: int = 0  # decoding threads; 0 takes one per core
+    batch_size: int | None = None  # pairs per device; None: as many pixels as 8 at 256 pixels
+    max_bad_fraction: float = 0.1  # stop if a larger fraction of the pairs is undecodable
+    dataloader_num_workers: int = 0  # decoding threads; 0: one per core
 
 
 def run(config):
@@ -58,13 +57,13 @@ def run(config):
 
 
 def main(args=None):
-    """Command line."""
+    """Run the command line."""
     run_main(
         Config,
         __doc__,
         run,
         args,
-        interrupted="the shards finished so far are kept",
+        interrupted="complete shards are saved; run the same command to resume",
         out_of_memory="lower --batch_size, or use --mixed_precision bf16",
     )
 

@@ -77,6 +77,15 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def differences(saved: dict, current: dict) -> list[str]:
+    """List the entries of current that differ from saved, as "NAME was A and is B"."""
+    return [
+        f"{name} was {saved.get(name)} and is {value}"
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+
+
 def check_writable(given: str, directory: Path) -> None:
     """Raise a ValueError naming the flag as given if a directory cannot be made or written to."""
     parent = next(p for p in (directory, *directory.absolute().parents) if p.exists())

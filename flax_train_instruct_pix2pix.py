@@ -1,25 +1,25 @@
-"""Fine-tune Stable Diffusion into InstructPix2Pix: a training step, one pmap, a loop.
+"""Fine-tune Stable Diffusion into InstructPix2Pix with one pmap.
 
     python flax_train_instruct_pix2pix.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
         --unet_model_name_or_path modified_unet --train_data_dir data --output_dir instruct-pix2pix
 
 `modified_unet` is the output of create_modified_unet.py, `data` a directory of parquet shards. With
-the demo's model and data (run `make demo` once), in about a minute on a CPU:
+the demo's model and data (run `make demo` once), in about one minute on a CPU:
 
     python flax_train_instruct_pix2pix.py --pretrained_model_name_or_path demo/base_model \\
         --unet_model_name_or_path demo/output/modified_unet --train_data_dir demo/output/data \\
         --resolution 64 --train_batch_size 8 --max_train_steps 50 --output_dir /tmp/trained
 
 After SIGTERM, Ctrl-C or a crash the same command resumes from the newest checkpoint in
-OUTPUT_DIR/checkpoints and ends with bit-identical weights; on another number of devices the weights
-differ by rounding. On a TPU slice run the same command on every worker, each with its own part of
-the shards (script.py, script.sh) or all with the same shards. On other clusters also give
---coordinator_address, --num_processes and --process_id.
+OUTPUT_DIR/checkpoints. The final weights are bit-identical; if the number of devices changes, they
+differ by rounding. On a TPU slice, run the same command on every worker; workers have either
+different shards (script.py, script.sh) or all shards. Slurm and Open MPI are detected; on other
+clusters also give --coordinator_address, --num_processes and --process_id.
 
-Stable Diffusion 1.5 needs 3.4 GB each for float32 parameters, gradients, two moments and, when it
-starts, the average, divided by the number of devices; on each device the parameters in the compute
-dtype; and the activations of a micro-batch. tpu_compile.py computes the sum for a TPU slice.
+Memory for Stable Diffusion 1.5: 3.4 GB each for float32 parameters, gradients, two Adam moments and
+the EMA, sharded over all devices; on every device the parameters in the compute dtype and the
+activations of one micro-batch. tpu_compile.py computes the sum for a TPU slice.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); ZeRO (arXiv 1910.02054) for sharded training state;
 MosaicML's Stable Diffusion 2 for the late EMA.
@@ -63,25 +63,26 @@ from training_run import (
     start_average,
 )
 
-LOST = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"  # errors of a lost process
+# Errors of a process whose peer has died.
+LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
 
 
 def conditioning_dropout(keys, text, null_text, image_latents, rate):
-    """Drop text, image or both, so that one network learns all three branches of the guidance.
+    """Drop text, image or both, so that one network learns all branches of the guidance.
 
-    One uniform number per sample decides: below `rate` the text is dropped, up to 2 `rate` both
-    are, up to 3 `rate` the image is.
+    One uniform number u per sample decides: text is dropped for u < rate, text and image for
+    rate <= u < 2 rate, the image for 2 rate <= u < 3 rate.
 
     Args:
         keys: one PRNG key per sample, (B, ...).
-        text: dict of the text encoder's outputs, "states" (B, T, D); SDXL's also "pooled" (B, P)
-            and "time_ids" (B, 6).
-        null_text: what replaces dropped text, (1, ...) each; entries that it lacks are kept.
+        text: the text encoder's outputs, {"states": (B, T, D)}; for SDXL also "pooled" (B, P) and
+            "time_ids" (B, 6).
+        null_text: replaces dropped text, (1, ...) each; entries missing here are never dropped.
         image_latents: unscaled latents of the image to edit, (B, C, h, w).
-        rate: chance of each of the three cases; 0 switches dropout off, at most 1/3.
+        rate: probability of each of the three cases, in [0, 1/3]; 0 disables dropout.
 
     Returns:
-        (text, image_latents), dropped text replaced by null_text and dropped latents by zeros.
+        (text, image_latents) with dropped text replaced by null_text and dropped latents by zeros.
 
     Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.1.
     """
@@ -92,8 +93,8 @@ def conditioning_dropout(keys, text, null_text, image_latents, rate):
     def drop(name, x):
         if name not in null_text:
             return x
-        where = drop_text.reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(where, null_text[name], x)
+        mask = drop_text.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(mask, null_text[name], x)
 
     text = {name: drop(name, x) for name, x in text.items()}
     return text, jnp.where(drop_image[:, None, None, None], 0, image_latents)
@@ -102,22 +103,22 @@ def conditioning_dropout(keys, text, null_text, image_latents, rate):
 def diffusion_loss(
     params, unet, scheduler, scheduler_state, x_0, condition, text, noise, timesteps, snr_gamma=None
 ):
-    """Mean squared error of the UNet's prediction of the noise (or of v, as the scheduler says).
+    """Mean squared error of the UNet's prediction of noise, or of v if the scheduler says so.
 
     Args:
         params: the UNet's parameters.
-        unet: FlaxUNet2DConditionModel with twice the latents' channels as in_channels.
-        scheduler: FlaxDDPMScheduler, and scheduler_state its state.
+        unet: FlaxUNet2DConditionModel with in_channels 2C.
+        scheduler, scheduler_state: FlaxDDPMScheduler and its state.
         x_0: scaled latents of the edited image, (B, C, h, w) float32.
         condition: unscaled latents of the image to edit, (B, C, h, w).
         text: as for conditioning_dropout.
         noise: standard normal, (B, C, h, w) float32.
         timesteps: (B,) integers in [0, num_train_timesteps).
-        snr_gamma: weight of each sample: in terms of x_0 its loss has the weight min(SNR,
-            snr_gamma), above 0; 5 in the paper, None weighs all samples alike.
+        snr_gamma: > 0, 5 in the paper; the loss in terms of x_0 is weighted by
+            min(SNR, snr_gamma). None: equal weights for noise or v.
 
     Returns:
-        A float32 scalar.
+        The mean loss, a float32 scalar.
 
     Source: DDPM (arXiv 2006.11239), equation 14; InstructPix2Pix (arXiv 2211.09800), equation 1;
     min-SNR (arXiv 2303.09556), section 3.4.
@@ -159,31 +160,31 @@ def train_step(
 ):
     """One optimizer step on one device's rows of the batch; call it under pmap(axis_name="batch").
 
-    Parameters, gradients and moments are this device's shards. The random numbers of a sample
-    depend on base_rng, state.step and its row of the global batch alone: neither the number of
-    devices nor that of micro-batches changes them, and no RNG state is saved.
+    Parameters, gradients and moments are this device's shards. A sample's random numbers depend
+    only on base_rng, state.step and its row of the global batch, not on the number of devices or
+    micro-batches. No RNG state needs to be saved.
 
     Args:
         state: TrainState.
-        frozen: {"vae", "text_encoder"} parameters, "null_text" (encode_text of the empty prompt,
-            B = 1), "scheduler" state.
+        frozen: dict of parameters "vae" and "text_encoder"; "null_text", the encode_text of an
+            empty prompt with B = 1; "scheduler", its state.
         batch: this device's rows, see encode_batch.
-        base_rng: PRNG key, the same on every device and at every step.
+        base_rng: PRNG key, the same on every device and in every step.
         models: Models.
-        tx: optax optimizer that works on each number by itself, as Adam does.
+        tx: element-wise optax optimizer, such as Adam; others would see only one shard.
         axes: shard_axes of the UNet's parameters.
         dropout_rate: see conditioning_dropout.
         snr_gamma: see diffusion_loss.
-        max_grad_norm: longer gradients are scaled to this global norm.
-        num_micro_batches: a divisor of B; activations of one at a time are held.
+        max_grad_norm: gradients with a larger global norm are scaled down to it.
+        num_micro_batches: gradient accumulation steps, a divisor of B; saves activation memory.
 
     Returns:
-        (state, {"loss", "grad_norm"}), both metrics the mean over all devices.
+        (state, {"loss", "grad_norm"}): mean loss and gradient norm over the global batch.
 
     Source: InstructPix2Pix (arXiv 2211.09800), section 3.2; ZeRO (arXiv 1910.02054), section 5.
     """
     B = len(batch["input_ids"])
-    rows = jax.lax.axis_index("batch") * B + jnp.arange(B)  # of the global batch
+    rows = jax.lax.axis_index("batch") * B + jnp.arange(B)  # rows of the global batch
     step_rng = jax.random.fold_in(base_rng, state.step)
     keys = jax.vmap(partial(jax.random.fold_in, step_rng))(rows)
 
@@ -252,7 +253,7 @@ def train_step(
 
 
 def step_options(config: Config):
-    """The keyword arguments of train_step that are flags."""
+    """train_step's keyword arguments that come from flags."""
     return dict(
         dropout_rate=config.conditioning_dropout_prob,
         snr_gamma=config.snr_gamma,
@@ -262,7 +263,7 @@ def step_options(config: Config):
 
 
 def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
-    """Step -> learning rate: linear warm-up, then "constant", or "linear" or "cosine" to zero."""
+    """Schedule with linear warm-up, then "constant", or "linear" or "cosine" decay to zero."""
     num_decay_steps = max_train_steps - num_warmup_steps
     after = {
         "constant": optax.constant_schedule(learning_rate),
@@ -276,11 +277,7 @@ def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
 
 
 def make_optimizer(config: Config, max_train_steps):
-    """AdamW of a run of so many steps.
-
-    Returns:
-        (optax optimizer, which does not clip; learning rate by step).
-    """
+    """AdamW without clipping; returns (optax optimizer, schedule: step -> learning rate)."""
     schedule = lr_schedule(
         config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, max_train_steps
     )
@@ -295,7 +292,7 @@ def make_optimizer(config: Config, max_train_steps):
 
 
 def open_dataset(config: Config):
-    """The images, or their cached latents, which are computed first where they are missing."""
+    """Open --train_data_dir, or --cache_latents after writing its missing shards."""
     num_processes = jax.process_count()
     if config.cache_latents:
         write_latents(config, config.cache_latents)
@@ -321,7 +318,7 @@ def open_dataset(config: Config):
 
 
 def train(config: Config):
-    """Train a model as the flags say and write it to config.output_dir."""
+    """Train a model and write it to config.output_dir."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     check_config(config, jax.device_count())
     validation_images = load_validation_images(config)
@@ -330,14 +327,14 @@ def train(config: Config):
 
 
 def run_training(config: Config, validation_images):
-    """Load, start or resume, loop, save; validation_images: see load_validation_images."""
+    """Load models, start or resume, run the loop, and save."""
     if use_compilation_cache(config.compilation_cache_dir):
         # Saving runs many small programs; a preemption leaves no time to compile them.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
     # Data and models, on the host
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
-    dataset = open_dataset(config)  # first: its errors show before gigabytes are loaded
+    dataset = open_dataset(config)  # first, to report errors before gigabytes are loaded
     max_train_steps = config.max_train_steps
     if config.num_train_epochs is not None:
         max_train_steps = config.num_train_epochs * len(dataset)
@@ -345,7 +342,7 @@ def run_training(config: Config, validation_images):
     models, pipeline, frozen, params = load_models(config, dtype)
     check_vae(dataset, frozen["vae"], config.pretrained_model_name_or_path)
 
-    # Optimizer, averages, output directory
+    # Optimizer, EMA, output directory
     tx, schedule = make_optimizer(config, max_train_steps)
     plan = ema_plan(*ema_flags(config, max_train_steps))
     run = TrainRun(
@@ -368,7 +365,7 @@ def run_training(config: Config, validation_images):
     )
     p_update_average = make_update_average()
 
-    # On the devices: frozen weights in the compute dtype, batches, sharded state
+    # Frozen weights in the compute dtype, batches and sharded state go to the devices
     cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
     on_devices = frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")}
     if dataset.latents and not validation_images:
@@ -377,7 +374,9 @@ def run_training(config: Config, validation_images):
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     start_step = run.find_start()
     batches = run.next_batches(pipeline.prepare_text_inputs)
-    if jax.process_count() == 1:  # compile while most memory is free; jax needs one process
+    if (
+        jax.process_count() == 1
+    ):  # compile before the state takes memory; works with one process only
         shapes = state_shapes(params, tx, run.axes, jax.device_count())
         p_train_step = p_train_step.lower(shapes, p_frozen, batches.peek(), p_rng).compile()
     state, averages = run.start_or_resume(params)
@@ -402,36 +401,36 @@ def run_training(config: Config, validation_images):
             run.validate(step + 1, state, averages, p_frozen)
 
     weights = run.final_weights(state, averages)
-    del state, averages, p_frozen  # writing a model takes as much memory
+    del state, averages, p_frozen  # free device memory: writing the model needs as much
     run.finish(weights)
 
 
 def explain_error(error):
-    """What an error of another process looks like here; None for other errors."""
+    """The message for an error caused by a lost process; None for other errors."""
     reason = one_line(error, 200)
     if (
         isinstance(error, jax.errors.JaxRuntimeError)
         and jax.process_count() > 1
-        and re.search(LOST, reason)
+        and re.search(LOST_PROCESS, reason)
     ):
         return (
-            f"process {jax.process_index()} has lost another process ({reason}); start all with "
-            "the same command to resume from the last checkpoint"
+            f"process {jax.process_index()} has lost another process ({reason}); start all "
+            "processes with the same command to resume from the last checkpoint"
         )
     return None
 
 
 def main(args=None):
-    """Command line."""
+    """Run the command line."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    for name in ("absl", "asyncio"):  # orbax logs every action, twice
+    for name in ("absl", "asyncio"):  # orbax logs every action twice
         logging.getLogger(name).setLevel(logging.CRITICAL)
     run_main(
         Config,
         __doc__,
         train,
         args,
-        interrupted="the same command resumes from the last checkpoint, if there is one",
+        interrupted="run the same command to resume from the last checkpoint",
         out_of_memory="raise --gradient_accumulation_steps, lower --train_batch_size, or use "
         "--mixed_precision bf16 and --gradient_checkpointing",
         explain=explain_error,

@@ -1,22 +1,21 @@
-"""Your own pairs of images, checked and written as parquet shards to train on.
+"""Check your own image pairs and write them as parquet shards for training.
 
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
 The list is a .jsonl file with one object per line, a .csv file whose first line names the columns,
-or a directory with original/, edited/ and captions.jsonl or captions.csv. These are the names of
-its keys or columns; of several names in one line of this table, the first that a row has is used:
+or a directory with original/, edited/ and captions.jsonl or captions.csv. Accepted keys or column
+names; if a row has several names of one line of this table, the first one is used:
 
     original image   original_image, input_image, original, input
     edited image     edited_image, output_image, edited, output
     instruction      edit_prompt, edit, instruction
     captions         original_prompt or original_caption, edited_prompt or edited_caption; optional
-    in a directory, instead of the two images
-                     file_name, file, name: of the image in original/ and of the one in edited/,
-                     which may have another extension
+    file name        file_name, file, name: in a directory, replaces the two images; names the file
+                     in original/ and the one in edited/, whose extension may differ
 
-Paths are relative to the file that lists them. An instruction may have several pairs, an original
-several edits. The bytes of an image are copied as they are: the loader turns it as its EXIF says.
-The shards have the schema of timbrooks/instructpix2pix-clip-filtered.
+Paths are relative to the list. Several pairs may share an instruction or an original image. Image
+files are copied unchanged; the loader applies their EXIF orientation. The shards have the schema of
+timbrooks/instructpix2pix-clip-filtered.
 """
 
 import csv
@@ -24,7 +23,6 @@ import io
 import json
 import logging
 import math
-import os
 import shutil
 import warnings
 from collections import defaultdict
@@ -41,7 +39,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import one_line
+from command_line import check_writable, one_line
 from images import (
     FORMATS,
     MAX_ASPECT,
@@ -50,7 +48,7 @@ from images import (
     num_usable_cores,
 )
 
-NAMES = {  # what a list may call each column of the shards
+ACCEPTED_NAMES = {  # column of the shards -> accepted names in a list
     "original_image": ("original_image", "input_image", "original", "input"),
     "edited_image": ("edited_image", "output_image", "edited", "output"),
     "edit_prompt": ("edit_prompt", "edit", "instruction"),
@@ -68,22 +66,22 @@ SCHEMA = pa.schema(
         "edited_image": IMAGE,
     }
 )
-FOLDERS = ("original", "edited")  # in a directory of pairs, and
-CAPTIONS = ("captions.jsonl", "captions.csv")  # one of these
-UNFINISHED = ".unfinished"  # in a directory of shards that is not complete
-MAX_ASPECT_ERROR = 0.02  # between the images of a pair: models round sides to multiples of 8
+IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
+CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
+UNFINISHED = ".unfinished"  # subdirectory; marks an incomplete directory of shards
+MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 ROW_GROUP_ROWS = 100
 ROW_GROUP_BYTES = 32 << 20
 SHARD_BYTES = 256 << 20
-NUM_NAMED = 10  # problems, in an error
+MAX_NAMED_PROBLEMS = 10  # in an error message
 
 logger = logging.getLogger(__name__)
 
 
 class ListedPair(NamedTuple):
-    """A row of a list."""
+    """A pair in a list."""
 
-    line: int  # that it begins on, from 1
+    line: int  # line of the list on which the row begins, from 1
     original: Path
     edited: Path
     edit_prompt: str
@@ -92,14 +90,14 @@ class ListedPair(NamedTuple):
 
 
 def read_rows(file: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict | str]]:
-    """Read a list.
+    """Read the rows of a list.
 
     Args:
-        file: .jsonl or .csv, UTF-8.
-        required: keys of NAMES.
+        file: .jsonl or .csv file in UTF-8.
+        required: keys of ACCEPTED_NAMES that every row needs.
 
     Yields:
-        (number of the line that a row begins on, {name: value} or what is wrong with the row).
+        (line on which the row begins, {name: value} or a description of the problem).
 
     Raises:
         ValueError: the file is not UTF-8, or a CSV file has no header.
@@ -145,21 +143,21 @@ def read_rows(file: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict
 
 
 def missing_names(names: list[str], required: tuple[str, ...]) -> str:
-    """Say which of the required keys or columns are not there under any name; "" if all are."""
-    missing = [role for role in required if not set(NAMES[role]) & set(names)]
-    return "; ".join(f"no {' or '.join(NAMES[role])}" for role in missing)
+    """Name the required keys or columns that are missing; "" if none is."""
+    missing = [role for role in required if not set(ACCEPTED_NAMES[role]) & set(names)]
+    return "; ".join(f"no {' or '.join(ACCEPTED_NAMES[role])}" for role in missing)
 
 
-def texts_of(row: dict, required: tuple[str, ...]) -> dict[str, str | None]:
-    """The texts of a row by their keys in NAMES, None for an optional one that it does not have.
+def parse_texts(row: dict, required: tuple[str, ...]) -> dict[str, str | None]:
+    """A row's texts by their keys in ACCEPTED_NAMES; missing optional texts are None.
 
     Raises:
-        ValueError: one is missing, empty or not text.
+        ValueError: a text is missing, empty or not a string.
     """
     if problem := missing_names(list(row), required):
         raise ValueError(problem)
     texts = {}
-    for role, names in NAMES.items():
+    for role, names in ACCEPTED_NAMES.items():
         name = next((name for name in names if name in row), None)
         text = row.get(name)
         if text is not None and not isinstance(text, str):
@@ -170,13 +168,13 @@ def texts_of(row: dict, required: tuple[str, ...]) -> dict[str, str | None]:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{name} is not Unicode: it has half a surrogate pair") from None
+            raise ValueError(f"{name} is not valid Unicode: it has an unpaired surrogate") from None
         texts[role] = text or None
     return texts
 
 
 def index_images(folder: Path) -> dict[str, list[Path]]:
-    """The files of a directory by their names, with and without extension."""
+    """Map file names, with and without extension, to the files of a directory."""
     files = defaultdict(list)
     for path in sorted(folder.iterdir()):
         for name in {path.name, path.stem}:
@@ -185,74 +183,74 @@ def index_images(folder: Path) -> dict[str, list[Path]]:
 
 
 def image_extensions() -> set[str]:
-    """The extensions of the formats that the loader decodes, such as ".png"."""
+    """The file extensions that the loader can decode, such as ".png"."""
     extensions = Image.registered_extensions()
     return {extension for extension, name in extensions.items() if name in FORMATS}
 
 
 def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
-    """The file of that name, or else the image of that name with another extension.
+    """Find an image by its file name; an image with another extension also matches.
 
     Raises:
-        ValueError: there is none, or more than one, or the name has a directory in it.
+        ValueError: no or several images match, or the name contains a directory.
     """
     if Path(name).name != name:
-        raise ValueError(f"{name} has a directory in it; name the file in {folder}/")
+        raise ValueError(f"{name} contains a directory; give the file name in {folder}/")
     found = files.get(name, [])
     if not found and Path(name).suffix.lower() in image_extensions():
         found = files.get(Path(name).stem, [])
     if len(found) != 1:
-        raise ValueError(f"{len(found) or 'no'} images in {folder}/ are called {name}")
+        raise ValueError(f"{len(found) or 'no'} images in {folder}/ are named {name}")
     return found[0]
 
 
 def find_list(source: Path) -> Path:
-    """The .jsonl or .csv file of what --pairs names: itself, or the captions of a directory.
+    """The list that --pairs names: the file itself, or the captions file of a directory.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no list.
     """
     if not source.exists():
-        raise ValueError(f"--pairs {source} does not exist")
+        raise ValueError(f"--pairs {source} does not exist; name a list or a directory")
     if source.is_dir():
-        if all((source / name).is_dir() for name in FOLDERS):
-            for name in CAPTIONS:
+        if all((source / name).is_dir() for name in IMAGE_DIRS):
+            for name in CAPTION_FILES:
                 if (source / name).is_file():
                     return source / name
     elif source.suffix.lower() in (".jsonl", ".csv"):
         return source
     raise ValueError(
         f"--pairs {source} must be a .jsonl or .csv file, or a directory with "
-        f"{', '.join(f'{name}/' for name in FOLDERS)} and {' or '.join(CAPTIONS)}"
+        f"{', '.join(f'{name}/' for name in IMAGE_DIRS)} and {' or '.join(CAPTION_FILES)}"
     )
 
 
 def list_pairs(
     file: Path, in_folders: bool, max_pairs: int | None = None
 ) -> tuple[list[ListedPair], list[tuple[int, str]]]:
-    """Read a list of pairs, and no image.
+    """Read a list of pairs without opening images.
 
     Args:
-        file: .jsonl or .csv.
-        in_folders: the images are in original/ and edited/ beside it.
-        max_pairs: read the first so many rows only.
+        file: .jsonl or .csv file.
+        in_folders: whether the images are in original/ and edited/, in the directory of file.
+        max_pairs: read only the first N rows; None: all.
 
     Returns:
-        The pairs of the rows without a problem; (line, problem) of the others.
+        (pairs, problems): the valid rows, and (line, problem) for each invalid row.
 
     Raises:
-        ValueError: it is not a list, or there are no rows in it.
+        ValueError: the file is not a list or has no rows.
     """
     required, folders = ("original_image", "edited_image", "edit_prompt"), {}
     if in_folders:
         required = ("file_name", "edit_prompt")
-        folders = {name: index_images(file.parent / name) for name in FOLDERS}
+        folders = {name: index_images(file.parent / name) for name in IMAGE_DIRS}
     pairs, problems, lines = [], [], {}
     for line, row in islice(read_rows(file, required), max_pairs):
         try:
             if isinstance(row, str):
                 raise ValueError(row)
-            texts = texts_of(row, required)
+            texts = parse_texts(row, required)
             if folders:
                 name = texts["file_name"]
                 images = [find_image(folders[folder], name, folder) for folder in folders]
@@ -260,7 +258,7 @@ def list_pairs(
                 images = [file.parent / texts[role] for role in required[:2]]
             if any("\0" in str(path) for path in images):
                 raise ValueError("a path has a null byte")
-            images = [path.resolve() for path in images]  # so that each file has one path
+            images = [path.resolve() for path in images]  # two spellings of a path are one file
         except ValueError as error:
             problems.append((line, str(error)))
             continue
@@ -270,14 +268,14 @@ def list_pairs(
             problems.append((line, f"repeats line {first}"))
         pairs.append(pair)
     if not pairs and not problems:
-        raise ValueError(f"{file} lists no pairs")
+        raise ValueError(f"{file} lists no pairs; add rows")
     if in_folders and max_pairs is None and not problems:
-        others = {path.resolve() for paths in folders["original"].values() for path in paths}
-        others -= {pair.original for pair in pairs}
-        if others:
+        unlisted = {path.resolve() for paths in folders["original"].values() for path in paths}
+        unlisted -= {pair.original for pair in pairs}
+        if unlisted:
             logger.warning(
-                "%s lists no edit of %d of the files in original/, such as %s",
-                file, len(others), min(others).name,
+                "%s lists no edit of %d files in original/, for example %s",
+                file, len(unlisted), min(unlisted).name,
             )  # fmt: skip
     return pairs, problems
 
@@ -286,17 +284,17 @@ def check_image(path: Path) -> tuple[int, int] | str:
     """Decode an image as the loader does.
 
     Returns:
-        Its (width, height), upright; or what is wrong with it.
+        (width, height) after EXIF orientation, or a description of the problem.
     """
     try:
         data = path.read_bytes()
         height, width = decode_image(data, 16).shape[:2]
-        if data.startswith(b"\xff\xd8"):  # a JPEG: read to its end, but at a reduced size
+        if data.startswith(b"\xff\xd8"):  # JPEGs are decoded at a reduced size
             width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
             if exif_orientation(data) in (5, 6, 7, 8):
                 width, height = height, width
         if max(width, height) > MAX_ASPECT * min(width, height):
-            return f"{width}x{height} is too narrow; {MAX_ASPECT} to 1 is the most"
+            return f"{width}x{height} is too narrow; the most is {MAX_ASPECT} to 1"
         return width, height
     except FileNotFoundError:
         return "does not exist"
@@ -307,22 +305,22 @@ def check_image(path: Path) -> tuple[int, int] | str:
 
 
 def check_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
-    """Decode every image once, in threads, and compare the shapes of those of a pair.
+    """Decode every image once, in threads, and compare the aspect ratios within each pair.
 
     Returns:
-        (line, problem).
+        (line, problem) for each problem.
     """
     paths = list(dict.fromkeys(path for pair in pairs for path in (pair.original, pair.edited)))
-    # The threads of this pool do not hold up Ctrl-C. More pixels than Pillow warns of are an error.
+    # ThreadPool exits at once on Ctrl-C. Pillow's warning about too many pixels becomes an error.
     with warnings.catch_warnings(), ThreadPool(num_usable_cores()) as pool:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         checks = pool.imap(check_image, paths, chunksize=4)
         bar = tqdm(checks, "checking images", len(paths), unit="image", disable=None)
-        found = dict(zip(paths, bar))
+        sizes_of = dict(zip(paths, bar))
 
     problems = []
     for pair in pairs:
-        sizes = [found[pair.original], found[pair.edited]]
+        sizes = [sizes_of[pair.original], sizes_of[pair.edited]]
         for path, size in zip((pair.original, pair.edited), sizes):
             if isinstance(size, str):
                 problems.append((pair.line, f"{path}: {size}"))
@@ -333,22 +331,22 @@ def check_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
                     (
                         pair.line,
                         f"{pair.original} is {width}x{height} and {pair.edited} "
-                        f"{other_width}x{other_height}: one shape is needed, the size may differ",
+                        f"{other_width}x{other_height}; give both the same aspect ratio",
                     )
                 )
     return problems
 
 
-def hold_out(
+def split_held_out(
     pairs: list[ListedPair], num_held_out: int, seed: int
 ) -> tuple[list[ListedPair], list[ListedPair]]:
-    """Part the pairs of some original images, chosen at random, from the others.
+    """Split off all pairs of num_held_out randomly chosen original images.
 
     Returns:
-        Pairs to train on; pairs of the num_held_out images. Both in the order of the list.
+        (training pairs, held-out pairs), both in the order of the list.
 
     Raises:
-        ValueError: no pair would be left to train on.
+        ValueError: no training pairs would remain.
     """
     originals = list(dict.fromkeys(pair.original for pair in pairs))
     if not 0 <= num_held_out < len(originals):
@@ -364,7 +362,7 @@ def hold_out(
 
 
 def plan_shards(pairs: list[ListedPair]) -> list[list[list[ListedPair]]]:
-    """Cut a list of pairs into shards of row groups, by the sizes of their files."""
+    """Distribute pairs over shards and row groups by file size."""
     shards, shard_bytes, group_bytes = [[[]]], 0, 0
     for pair in pairs:
         num_bytes = pair.original.stat().st_size + pair.edited.stat().st_size
@@ -383,7 +381,7 @@ def plan_shards(pairs: list[ListedPair]) -> list[list[list[ListedPair]]]:
 
 
 def write_shards(pairs: list[ListedPair], folder: Path) -> int:
-    """Write train-00000-of-00003.parquet and so on; returns how many."""
+    """Write shards named like train-00000-of-00003.parquet; return their number."""
     shards = plan_shards(pairs)
     with tqdm(desc="writing shards", total=len(pairs), unit="pair", disable=None) as bar:
         for number, groups in enumerate(shards):
@@ -407,17 +405,16 @@ def write_shards(pairs: list[ListedPair], folder: Path) -> int:
 
 
 def image_cell(path: Path) -> dict:
-    """An image as the public datasets store it."""
+    """An image as public datasets store it."""
     return {"bytes": path.read_bytes(), "path": path.name}
 
 
 def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) -> None:
-    """Copy pairs to original/ and edited/, and list them in edits.jsonl for edit_cli.py.
+    """Copy pairs to original/ and edited/ and write edits.jsonl for edit_cli.py.
 
-    edit_cli.py writes its results to results/, each under the number of its pair. Paths in the list
-    are absolute.
+    Paths in edits.jsonl are absolute and in final_folder; edit_cli.py writes results to results/.
     """
-    for name in FOLDERS:
+    for name in IMAGE_DIRS:
         (folder / name).mkdir()
     edits = []
     for number, pair in enumerate(pairs):
@@ -435,26 +432,19 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
     (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def check_directory(folder: Path, flag: str) -> None:
-    """Raise a ValueError unless a directory is empty, or absent, and can be written."""
-    parent = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not parent.is_dir():
-        problem = "" if parent == folder else f"cannot be made: {parent} "
-        raise ValueError(f"--{flag} {folder} {problem}is a file; name a directory")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--{flag} {folder} cannot be written: no permission to write in {parent}")
-    if parent == folder and (first := next(folder.iterdir(), None)):
-        raise ValueError(
-            f"--{flag} {folder} is not empty ({first.name}); name another, or remove it"
-        )
+def check_empty(given: str, directory: Path) -> None:
+    """Raise a ValueError, naming the flag as given, unless directory is empty or new."""
+    check_writable(given, directory)
+    if directory.exists() and (first := next(directory.iterdir(), None)):
+        raise ValueError(f"{given} is not empty ({first.name}); name another, or remove it")
 
 
 @contextmanager
-def fill(folder: Path) -> Iterator[Path]:
-    """Give a directory to write to; what it has at the end moves into folder, which is empty.
+def write_atomically(folder: Path) -> Iterator[Path]:
+    """Yield a temporary directory whose content moves to folder, which must be empty, at the end.
 
-    Until all has moved the directory is there, and no loader reads the folder. On an error, or
-    Ctrl-C, nothing stays.
+    The temporary directory is folder/.unfinished, and the loader refuses folder as long as it
+    exists. An error or Ctrl-C removes everything.
     """
     existed, unfinished, moved = folder.exists(), folder / UNFINISHED, []
     unfinished.mkdir(parents=True)
@@ -467,7 +457,7 @@ def fill(folder: Path) -> Iterator[Path]:
         for path in (unfinished, *moved):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if not existed:
-            with suppress(OSError):  # it is not there, or somebody else has put something there
+            with suppress(OSError):  # missing, or other files were added
                 folder.rmdir()
         raise
 
@@ -484,40 +474,42 @@ def write_pairs(
     """Check a list of pairs and all its images, then write shards.
 
     Args:
-        source: .jsonl or .csv file, or a directory (see the top of this file).
+        source: .jsonl or .csv file, or a directory (see the docstring of this file).
         output_dir: empty or new directory for the shards.
-        max_pairs: use the first so many only.
-        num_held_out: original images that are kept out of the shards, with all their edits.
-        held_out_dir: empty or new directory for those; needed for num_held_out > 0.
-        seed: of the choice of these.
+        max_pairs: use only the first N pairs; None: all.
+        num_held_out: number of original images to hold out, with all their edits.
+        held_out_dir: empty or new directory for held-out pairs; required if num_held_out > 0.
+        seed: of the random choice of held-out images.
 
     Returns:
-        What was written, in a line for each directory.
+        A summary with one line per directory.
 
     Raises:
-        ValueError: a bad list or image (the error names the first ten problems and counts the
-            others), or a directory that is not empty or cannot be written. Nothing is written then.
+        ValueError: the list or an image is invalid (names the first ten problems), or a directory
+            is not empty or not writable. Nothing is written in these cases.
     """
-    check_directory(output_dir, "output_dir")
+    check_empty(f"--output_dir {output_dir}", output_dir)
     if held_out_dir:
-        check_directory(held_out_dir, "held_out_dir")
+        check_empty(f"--held_out_dir {held_out_dir}", held_out_dir)
         if held_out_dir.resolve() == output_dir.resolve():
-            raise ValueError(f"--held_out_dir {held_out_dir} is --output_dir too; name another")
+            raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
     problems = sorted(problems + check_images(pairs))
     if problems:
-        named = [f"line {line}: {problem}" for line, problem in problems[:NUM_NAMED]]
-        named += [f"and {len(problems) - NUM_NAMED} more"] * (len(problems) > NUM_NAMED)
+        named = [f"line {line}: {problem}" for line, problem in problems[:MAX_NAMED_PROBLEMS]]
+        named += [f"and {len(problems) - MAX_NAMED_PROBLEMS} more"] * (
+            len(problems) > MAX_NAMED_PROBLEMS
+        )
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ValueError(f"{file} has {count}: {'; '.join(named)}")
-    training, held_out = hold_out(pairs, num_held_out, seed)
+    training, held_out = split_held_out(pairs, num_held_out, seed)
 
-    with fill(output_dir) as folder:
+    with write_atomically(output_dir) as folder:
         num_shards = write_shards(training, folder)
         report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
         if held_out:
-            with fill(held_out_dir) as folder:
+            with write_atomically(held_out_dir) as folder:
                 write_held_out(held_out, folder, held_out_dir)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / 'edits.jsonl'}"
     return report

@@ -1,25 +1,25 @@
-"""Parquet shards of (image, instruction, edited image) to training batches.
+"""Parquet shards of (image, instruction, edited image), as batches for training.
 
-The data half of flax_train_instruct_pix2pix.py. Run by itself it describes a directory of shards
-and draws some of its pairs:
+flax_train_instruct_pix2pix.py reads its data through this file. Run as a script, it describes a
+directory of shards and draws a preview of some pairs:
 
     python parquet_processing.py --train_data_dir data
 
-or first writes the shards, of your own images (parquet_pairs.py has the forms of the list):
+It also writes shards from your own images (parquet_pairs.py documents the formats of the list):
 
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
-with lines such as {"input": "a.jpg", "edit": "make it red", "edited": "a-red.jpg"}. A description
-by a few rows, quick on one CPU core:
+with lines such as {"input": "a.jpg", "edit": "make it red", "edited": "a-red.jpg"}. A quick check
+of a few rows on one CPU core:
 
     python parquet_processing.py --train_data_dir data --num_checked 100 --num_preview 4
 
-In code it is a plain iterator of NumPy batches, and a torch IterableDataset:
+In Python it is an iterator of NumPy batches and a torch IterableDataset:
 
     for batch in ParquetImagePairs("data", batch_size=16): ...
 
-Needs a CPU only. A pair of 512x512 JPEGs takes about 3 ms of one core to decode at 256x256
-(`python -m benchmarks.data` measures it). Images are prepared as in InstructPix2Pix
+Needs only a CPU. Decoding a pair of 512x512 JPEGs at 256x256 takes about 3 ms on one core
+(measured by `python -m benchmarks.data`). Images are prepared as in InstructPix2Pix
 (arXiv 2211.09800).
 """
 
@@ -47,36 +47,36 @@ from parquet_shards import (
     Pair,
     RowGroup,
     decode_pair,
-    latents_of,
+    latents_metadata,
     list_row_groups,
     pair_at,
     read_row_group,
 )
 
-__all__ = ["ParquetImagePairs"]  # what other files import from here
+__all__ = ["ParquetImagePairs"]
 
 
 @dataclass(frozen=True)
 class Config:
-    train_data_dir: str = ""  # directory with *.parquet shards to describe
-    pairs: str = ""  # instead: .jsonl or .csv list of image pairs, or directory of them
+    train_data_dir: str = ""  # directory of *.parquet shards to describe
+    pairs: str = ""  # instead: .jsonl or .csv list, or directory, of image pairs
     output_dir: str = ""  # with --pairs: empty or new directory for the shards
-    max_pairs: int | None = None  # with --pairs: only the first so many
-    num_held_out: int = 0  # with --pairs: original images left out of the shards, with their edits
-    held_out_dir: str = ""  # with --num_held_out: empty or new directory for these
-    seed: int = 0  # with --num_held_out: of their choice, at least 0
-    original_image_column: str = ""  # image to edit; "" finds original_image or input_image
-    edited_image_column: str = ""  # image after the edit; "" finds edited_image
-    edit_prompt_column: str = ""  # instruction; "" finds edit_prompt
-    num_checked: int = 2000  # rows to decode, from row groups all over the folder; 0: all rows
-    num_named: int = 20  # unreadable rows to name
-    preview: str = "preview.png"  # image of some pairs; "" draws none
-    num_preview: int = 8  # pairs in it
-    resolution: int = 256  # side of its images, pixels
+    max_pairs: int | None = None  # with --pairs: only the first N pairs; None: all
+    num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
+    held_out_dir: str = ""  # with --num_held_out: empty or new directory for the held-out pairs
+    seed: int = 0  # with --num_held_out: seed of the random choice
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    num_checked: int = 2000  # rows to decode, sampled over all row groups; 0: all rows
+    num_named: int = 20  # most unreadable rows to list
+    preview: str = "preview.png"  # file for an image of some pairs; "": none
+    num_preview: int = 8  # pairs in the preview
+    resolution: int = 256  # side of the preview's images, pixels
 
 
 def describe(groups: list[RowGroup]) -> str:
-    """Shards, rows, columns and row groups of a folder in a few lines."""
+    """Summarise shards, rows, columns and row groups of a directory in a few lines."""
     shards = {group.path: group.metadata for group in groups}
     schema = next(iter(shards.values())).schema.to_arrow_schema()
     roles = dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
@@ -87,7 +87,7 @@ def describe(groups: list[RowGroup]) -> str:
     ]
     return "\n".join(
         [
-            f"shards      {len(shards)}, {megabytes(sum(p.stat().st_size for p in shards))}",
+            f"shards      {len(shards)}, {format_bytes(sum(p.stat().st_size for p in shards))}",
             f"rows        {sum(rows)}",
             "columns     "
             + "\n            ".join(
@@ -96,8 +96,8 @@ def describe(groups: list[RowGroup]) -> str:
                 for field in schema
             ),
             f"row groups  {len(groups)}; rows min {min(rows)}, median {np.median(rows):g}, "
-            f"max {max(rows)}; bytes min {megabytes(min(stored))}, "
-            f"median {megabytes(np.median(stored))}, max {megabytes(max(stored))}",
+            f"max {max(rows)}; bytes min {format_bytes(min(stored))}, "
+            f"median {format_bytes(np.median(stored))}, max {format_bytes(max(stored))}",
         ]
     )
 
@@ -105,13 +105,13 @@ def describe(groups: list[RowGroup]) -> str:
 def check_pair(
     cells: Cells, position: int, columns: tuple[str, str, str]
 ) -> tuple[Pair, list[str]]:
-    """Decode a pair; it, and format, size and mode of both images.
+    """Decode a pair; return it with format, size and mode of both images.
 
     Raises:
-        ValueError: something of the pair is missing or cannot be decoded.
+        ValueError: the prompt or an image is missing or cannot be decoded.
     """
     pair = pair_at(cells, position)
-    pixels = np.empty((2, 16, 16, 3), np.uint8)  # small: JPEGs are read to their end all the same
+    pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
     decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
     kinds = []
     for data in pair[:2]:
@@ -121,23 +121,23 @@ def check_pair(
 
 
 def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, Future]]:
-    """Read the first rows of some row groups and check them in threads.
+    """Decode the first rows of evenly spaced row groups in threads.
 
     Args:
-        groups: of one folder.
-        num_checked: rows, about, from as few row groups as hold them but from 8 at least: the
-            first row may cost as much to read as the whole group. 0, or more than there are,
-            checks all.
+        groups: row groups of one directory.
+        num_checked: approximate number of rows; 0: all. They come from as few row groups as
+            possible, because reading one row can cost as much as reading its row group, but from
+            at least 8.
 
     Yields:
-        Name of the row, and the future of its `check_pair`.
+        (name of the row, future of check_pair).
     """
     num_rows = sum(group.num_rows for group in groups)
     per_group = num_rows
     if 0 < num_checked < num_rows:
-        enough = max(8, math.ceil(num_checked * len(groups) / num_rows))
-        picks = np.linspace(0, len(groups) - 1, min(enough, len(groups))).astype(int)
-        groups = [groups[pick] for pick in picks]
+        num_groups = max(8, math.ceil(num_checked * len(groups) / num_rows))
+        indices = np.linspace(0, len(groups) - 1, min(num_groups, len(groups))).astype(int)
+        groups = [groups[index] for index in indices]
         per_group = math.ceil(num_checked / len(groups))
     stops = [min(per_group, group.num_rows) for group in groups]
     with (
@@ -158,35 +158,35 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
 
 
 def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
-    """Draw pairs side by side, original left and edited right, the prompt under each."""
+    """Draw pairs as (original, edited) with the prompt below, in a grid."""
     font = ImageFont.load_default(size=max(10, resolution // 16))
     line_height = math.ceil(font.size * 1.3)
-    letters = max(12, int(2 * resolution / (0.52 * font.size)))
+    max_characters = max(12, int(2 * resolution / (0.52 * font.size)))
     gap = max(4, resolution // 32)
-    across = max(1, round(math.sqrt(len(pairs) / 2)))
+    num_columns = max(1, round(math.sqrt(len(pairs) / 2)))
     width, height = 2 * resolution + gap, resolution + 2 * line_height + gap
-    size = (across * width + gap, math.ceil(len(pairs) / across) * height + gap)
-    sheet = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(sheet)
+    size = (num_columns * width + gap, math.ceil(len(pairs) / num_columns) * height + gap)
+    canvas = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(canvas)
     for i, pair in enumerate(pairs):
-        x, y = gap + i % across * width, gap + i // across * height
+        x, y = gap + i % num_columns * width, gap + i // num_columns * height
         for data in pair[:2]:
             square = crop_square(decode_image(data, 2 * resolution), resolution, "lanczos")
-            sheet.paste(Image.fromarray(square), (x, y))
+            canvas.paste(Image.fromarray(square), (x, y))
             x += resolution
-        lines = textwrap.wrap(pair.prompt, letters, max_lines=2, placeholder=" ...")
+        lines = textwrap.wrap(pair.prompt, max_characters, max_lines=2, placeholder=" ...")
         for n, line in enumerate(lines):
             draw.text((x - 2 * resolution, y + resolution + n * line_height), line, "black", font)
-    return sheet
+    return canvas
 
 
-def megabytes(size: float) -> str:
-    """A number of bytes for people."""
+def format_bytes(size: float) -> str:
+    """Format a number of bytes in kB or MB."""
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
 def check(config: Config) -> None:
-    """Refuse flags with bad values, and those that do not go together."""
+    """Raise a ValueError for flags that are out of range or contradict each other."""
     if bool(config.train_data_dir) == bool(config.pairs):
         raise ValueError(
             "give --train_data_dir DIR to describe shards, or --pairs LIST --output_dir DIR to "
@@ -194,10 +194,12 @@ def check(config: Config) -> None:
         )
     if config.pairs:
         if not config.output_dir:
-            raise ValueError("--pairs needs --output_dir DIR, for the shards")
+            raise ValueError("--pairs needs --output_dir DIR for the shards")
         if bool(config.num_held_out) != bool(config.held_out_dir):
-            raise ValueError("--num_held_out N and --held_out_dir DIR go together; give both")
-        unused, other = KNOWN_COLUMNS, "--train_data_dir; --pairs knows its columns by their names"
+            raise ValueError(
+                "--num_held_out N and --held_out_dir DIR go together; give both or none"
+            )
+        unused, other = KNOWN_COLUMNS, "--train_data_dir; --pairs finds columns by their names"
     else:
         unused = ("output_dir", "max_pairs", "num_held_out", "held_out_dir", "seed")
         other = "--pairs"
@@ -209,9 +211,11 @@ def check(config: Config) -> None:
             raise ValueError(f"--{name} {value} must be at least {lowest}")
     for name in ("resolution", "num_preview"):
         if getattr(config, name) <= 0:
-            raise ValueError(f"{name}={getattr(config, name)} must be at least 1")
+            raise ValueError(f"--{name} {getattr(config, name)} must be at least 1")
     if config.num_checked < 0:
-        raise ValueError(f"num_checked={config.num_checked} must be at least 0, which checks all")
+        raise ValueError(
+            f"--num_checked {config.num_checked} must be at least 0; 0 checks all rows"
+        )
     if config.preview:
         try:
             check_image_file(Path(config.preview))
@@ -219,11 +223,11 @@ def check(config: Config) -> None:
             raise ValueError(f"--preview {error}") from error
 
 
-def inspect(config: Config) -> None:
-    """Describe a directory of shards on standard output and write the preview.
+def describe_and_preview(config: Config) -> None:
+    """Print a description of a directory of shards and write the preview.
 
     Raises:
-        ValueError: a bad directory, or no pair that can be decoded.
+        ValueError: the directory is invalid, or no checked row can be decoded.
     """
     groups = list_row_groups(
         config.train_data_dir,
@@ -231,51 +235,56 @@ def inspect(config: Config) -> None:
         config.edited_image_column,
         config.edit_prompt_column,
     )
-    if latents_of(groups[0].metadata):
-        raise ValueError(f"{config.train_data_dir} holds latents; only images can be looked at")
+    if latents_metadata(groups[0].metadata):
+        raise ValueError(
+            f"--train_data_dir {config.train_data_dir} contains latents; name the directory of the "
+            "images"
+        )
     print(describe(groups), flush=True)
 
-    num_rows, kinds, bad, shown = 0, (Counter(), Counter()), [], []
+    num_rows, kinds, unreadable, preview_pairs = 0, (Counter(), Counter()), [], []
     num_expected = min(config.num_checked or math.inf, sum(group.num_rows for group in groups))
     for name, check in check_rows(groups, config.num_checked):
         try:
-            pair, kinds_of_pair = check.result()
-            for counter, kind in zip(kinds, kinds_of_pair):
+            pair, pair_kinds = check.result()
+            for counter, kind in zip(kinds, pair_kinds):
                 counter[kind] += 1
-            if len(shown) < config.num_preview * (num_rows + 1) / num_expected:
-                shown.append(pair)
+            if len(preview_pairs) < config.num_preview * (num_rows + 1) / num_expected:
+                preview_pairs.append(pair)
         except ValueError as error:
-            bad.append(f"{name}: {error}")
+            unreadable.append(f"{name}: {error}")
         num_rows += 1
 
-    whole = num_rows == sum(group.num_rows for group in groups)
-    print("checked     " + (f"all {num_rows} rows" if whole else f"{num_rows} rows (a sample)"))
+    checked_all = num_rows == sum(group.num_rows for group in groups)
+    print(
+        "checked     " + (f"all {num_rows} rows" if checked_all else f"{num_rows} rows (a sample)")
+    )
     for column, counter in zip(groups[0].columns, kinds):
         common = ", ".join(f"{count} x {kind}" for kind, count in counter.most_common(5))
         more = f" and {len(counter) - 5} other kinds" if len(counter) > 5 else ""
         print(f"{column}: {common}{more}")
-    print(f"unreadable  {len(bad)} of {num_rows} rows")
-    for line in bad[: config.num_named]:
+    print(f"unreadable  {len(unreadable)} of {num_rows} rows")
+    for line in unreadable[: config.num_named]:
         print(f"            {line}")
-    if len(bad) > config.num_named:
-        print(f"            and {len(bad) - config.num_named} more")
-    if len(bad) > 0.1 * num_rows:
-        print("            training stops at more than --max_bad_fraction of them, 0.1 if not set")
-    if not shown:
+    if len(unreadable) > config.num_named:
+        print(f"            and {len(unreadable) - config.num_named} more")
+    if len(unreadable) > 0.1 * num_rows:
+        print("            training stops above --max_bad_fraction, by default 0.1 of the rows")
+    if not preview_pairs:
         raise ValueError(
-            f"none of the {num_rows} rows checked in {config.train_data_dir} can be decoded; "
-            f"the first is {bad[0]}"
+            f"none of the {num_rows} checked rows in {config.train_data_dir} can be decoded; the "
+            f"first error: {unreadable[0]}"
         )
-    shown = shown[: config.num_preview]
-    print("prompts     " + "\n            ".join(repr(pair.prompt) for pair in shown))
+    preview_pairs = preview_pairs[: config.num_preview]
+    print("prompts     " + "\n            ".join(repr(pair.prompt) for pair in preview_pairs))
 
     if config.preview:
-        save_image(draw_preview(shown, config.resolution), Path(config.preview))
+        save_image(draw_preview(preview_pairs, config.resolution), Path(config.preview))
         print(f"preview     {config.preview}")
 
 
 def run(config: Config) -> None:
-    """Write shards if there are pairs, and describe the directory."""
+    """Write shards from --pairs, if given, and describe the directory."""
     check(config)
     if config.pairs:
         report = write_pairs(
@@ -289,7 +298,7 @@ def run(config: Config) -> None:
         print(report, flush=True)
         config = dataclasses.replace(config, train_data_dir=config.output_dir)
     try:
-        inspect(config)
+        describe_and_preview(config)
     except KeyboardInterrupt:
         if config.pairs:
             raise KeyboardInterrupt(
@@ -299,7 +308,7 @@ def run(config: Config) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     run_main(Config, __doc__, run, args, interrupted="run the same command again")
 
 

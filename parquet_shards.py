@@ -1,10 +1,10 @@
-"""Parquet shards of (image, instruction, edited image): listing, comparing and reading them.
+"""Reading parquet shards of (image, instruction, edited image).
 
     for group in list_row_groups("data"):
         cells = read_row_group(group)
-        pair = pair_at(cells, 0)  # encoded; decode_pair decodes it
+        pair = pair_at(cells, 0)  # encoded bytes; decode_pair decodes them
 
-The data loader in parquet_dataset.py is made of these functions.
+parquet_dataset.py builds the data loader from these functions.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from command_line import one_line
 from images import crop_square, decode_image
 from parquet_pairs import UNFINISHED
 
-# What the public datasets call the three columns, by the flag that names another.
+# Column names of public datasets, by the flag that selects another column.
 KNOWN_COLUMNS = {
     "original_image_column": ("original_image", "input_image"),
     "edited_image_column": ("edited_image",),
@@ -31,13 +31,13 @@ KNOWN_COLUMNS = {
 }
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
-LATENTS = b"latents"  # in the metadata of a shard of cache_latents.py: what they were made with
-READ_ROWS = 32  # of a column at a time
-READ_BYTES = 8 << 20  # from disk at a time; without it pyarrow fetches whole column chunks
+LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
+READ_ROWS = 32  # rows of a column that are read at a time
+READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chunks
 
 
 class Pair(NamedTuple):
-    """One row as it is stored: two encoded images and the instruction."""
+    """One stored row: two encoded images and the instruction."""
 
     original: bytes | None
     edited: bytes | None
@@ -45,13 +45,13 @@ class Pair(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """The unit parquet is read in, and where its rows stand in their shard."""
+    """A row group of a shard, the unit in which parquet is read."""
 
     path: Path
     metadata: pq.FileMetaData
     columns: tuple[str, str, str]  # original image, edited image, prompt
-    index: int  # among the row groups of the shard
-    first_row: int  # row of the shard it begins at
+    index: int  # in the shard
+    first_row: int  # row of the shard at which it starts
     num_rows: int
 
 
@@ -61,35 +61,37 @@ def list_row_groups(
     edited_image_column: str = "",
     edit_prompt_column: str = "",
 ) -> list[RowGroup]:
-    """Open every shard of a folder, check its columns and list its row groups.
+    """Open every shard of a directory, check its columns and list its row groups.
 
     Args:
-        train_data_dir: folder with *.parquet files; they are taken in the order of their names.
-        original_image_column: column of the image to edit; "" looks for the known names.
-        edited_image_column: column of the edited image; "" looks for the known name.
-        edit_prompt_column: column of the instruction; "" looks for the known name.
+        train_data_dir: directory of *.parquet files, read in the order of their names.
+        original_image_column: column of the image to edit; "": the names in KNOWN_COLUMNS.
+        edited_image_column: column of the edited image; "" likewise.
+        edit_prompt_column: column of the instruction; "" likewise.
 
     Returns:
-        The row groups that have rows, in order.
+        All row groups with at least one row, in order.
 
     Raises:
-        ValueError: no such folder, no shards, unreadable shards (all are named), a column that is
-            missing or of the wrong type, or no rows at all.
+        ValueError: no such directory, no shards, unreadable shards (all are named), a column that
+            is missing or of the wrong type, or no rows.
     """
-    folder = Path(train_data_dir)
-    if not folder.is_dir():
-        raise ValueError(f"train_data_dir={folder} is not a folder; give the one with the shards")
-    if (folder / UNFINISHED).exists():
+    directory = Path(train_data_dir)
+    if not directory.is_dir():
         raise ValueError(
-            f"{folder} is not complete ({UNFINISHED} is there): run script.sh again, or remove "
-            f"{folder / UNFINISHED} if it is of another plan; if parquet_processing.py --pairs was "
-            f"killed, remove {folder} and run that again"
+            f"--train_data_dir {directory} is not a directory; name that of the shards"
         )
-    paths = sorted(folder.glob("*.parquet"))
+    if (directory / UNFINISHED).exists():
+        raise ValueError(
+            f"{directory} is not complete, as it contains {UNFINISHED}: run script.sh again, or "
+            f"remove {directory / UNFINISHED} if it belongs to another plan; if "
+            f"parquet_processing.py --pairs was killed, remove {directory} and run that again"
+        )
+    paths = sorted(directory.glob("*.parquet"))
     if not paths:
         raise ValueError(
-            f"train_data_dir={folder} holds no *.parquet file; download shards to it "
-            "(with fewer shards than workers: script.py --num_workers 1, then all get all)"
+            f"--train_data_dir {directory} contains no *.parquet file; download shards to it "
+            "(with fewer shards than workers, script.py --num_workers 1 gives all shards to each)"
         )
 
     shards, unreadable = [], []
@@ -100,8 +102,8 @@ def list_row_groups(
             unreadable.append(f"{path.name} ({one_line(error, 200)})")
     if unreadable:
         raise ValueError(
-            f"{len(unreadable)} of {len(paths)} shards in {folder} cannot be read as parquet: "
-            f"{', '.join(unreadable)}; delete and download again"
+            f"{len(unreadable)} of {len(paths)} shards in {directory} cannot be read as parquet: "
+            f"{', '.join(unreadable)}; delete them and download them again"
         )
 
     names = (original_image_column, edited_image_column, edit_prompt_column)
@@ -115,29 +117,31 @@ def list_row_groups(
                 groups.append(RowGroup(path, metadata, columns, index, first_row, num_rows))
             first_row += num_rows
     if not groups:
-        raise ValueError(f"the {len(paths)} shards in {folder} have 0 rows; nothing to train on")
+        raise ValueError(
+            f"the {len(paths)} shards in {directory} have 0 rows; name another directory"
+        )
     return groups
 
 
-def latents_of(metadata: pq.FileMetaData) -> dict | None:
-    """What cache_latents.py made a shard's latents with; None of a shard of images."""
-    kept = (metadata.metadata or {}).get(LATENTS)
-    return None if kept is None else json.loads(kept)
+def latents_metadata(metadata: pq.FileMetaData) -> dict | None:
+    """How cache_latents.py made a shard's latents; None for a shard of images."""
+    text = (metadata.metadata or {}).get(LATENTS)
+    return None if text is None else json.loads(text)
 
 
-def columns_of(group: RowGroup) -> list[str]:
-    """The columns that a row group's data come from; of latents, those of the images."""
-    latents = latents_of(group.metadata)
+def source_columns(group: RowGroup) -> list[str]:
+    """The columns of the dataset that a row group was made from, also if it contains latents."""
+    latents = latents_metadata(group.metadata)
     return latents["columns"] if latents else list(group.columns)
 
 
 def find_columns(
     schema: pa.Schema, path: Path, original: str = "", edited: str = "", prompt: str = ""
 ) -> tuple[str, str, str]:
-    """Names of the original, edited and prompt columns of a shard, each given or "" to look for.
+    """Find the original, edited and prompt columns of a shard; "" tries the names in KNOWN_COLUMNS.
 
     Raises:
-        ValueError: a column is missing, or is neither text nor encoded images as it should be.
+        ValueError: a column is missing, ambiguous or of the wrong type.
     """
     found = []
     for flag, given in zip(KNOWN_COLUMNS, (original, edited, prompt)):
@@ -146,7 +150,7 @@ def find_columns(
         if name is None:
             raise ValueError(
                 f"{path} has no column {' or '.join(names)}; it has {', '.join(schema.names)}: "
-                f"choose with --{flag}"
+                f"choose one with --{flag}"
             )
         if (count := schema.names.count(name)) > 1:
             raise ValueError(
@@ -166,38 +170,38 @@ def find_columns(
         if stored not in kinds:
             raise ValueError(
                 f"{path}: column {name} is {kind}, not {wanted}; it has "
-                f"{', '.join(schema.names)}: choose with --{flag}"
+                f"{', '.join(schema.names)}: choose another with --{flag}"
             )
         found.append(name)
     return tuple(found)
 
 
-class Images:
-    """Encoded images of a row group's column, one after the other in one buffer.
+class ImageColumn:
+    """The encoded images of a row group's column, concatenated in one buffer.
 
-    A fresh buffer of 200 MB costs as much time as copying into it, and memory of which row groups
-    come and go is soon in pieces: buffers go back to `spare` when their images are let go.
+    Allocating a buffer of 200 MB takes as long as filling it, and frequent allocations fragment
+    memory. Buffers are therefore reused: a deleted ImageColumn returns its buffer to `spare`.
     """
 
     def __init__(self, column: Iterator[pa.Array], num_bytes: int, spare: list[np.ndarray]):
-        """Copy a column, given in parts; num_bytes: that it will take, or about."""
+        """Copy the arrays of a column; num_bytes: estimate of their total size."""
         self._buffer = spare.pop() if spare else np.empty(0, np.uint8)
         if len(self._buffer) < num_bytes:
-            self._buffer = np.empty(num_bytes + num_bytes // 8, np.uint8)  # for the next one too
+            self._buffer = np.empty(num_bytes + num_bytes // 8, np.uint8)  # larger, for reuse
         stops, valid, stop = [np.zeros(1, np.int64)], [], 0
-        for part in column:
-            if part.type not in (pa.binary(), pa.large_binary()):  # a view or a dictionary
-                part = part.cast(pa.large_binary())
-            _, offsets, data = part.buffers()
-            kind = np.int64 if pa.types.is_large_binary(part.type) else np.int32
-            offsets = np.frombuffer(offsets, kind)[part.offset : part.offset + len(part) + 1]
+        for array in column:
+            if array.type not in (pa.binary(), pa.large_binary()):  # a view or a dictionary
+                array = array.cast(pa.large_binary())
+            _, offsets, data = array.buffers()
+            dtype = np.int64 if pa.types.is_large_binary(array.type) else np.int32
+            offsets = np.frombuffer(offsets, dtype)[array.offset : array.offset + len(array) + 1]
             start, size = int(offsets[0]), int(offsets[-1] - offsets[0])
-            if stop + size > len(self._buffer):  # an image many rows share is stored once
+            if stop + size > len(self._buffer):  # e.g. rows that share one stored image
                 self._buffer = np.concatenate([self._buffer, np.empty(stop + size, np.uint8)])
             if size:
                 self._buffer[stop : stop + size] = np.frombuffer(data, np.uint8, size, start)
             stops.append(offsets[1:].astype(np.int64) - start + stop)
-            valid.append(part.is_valid().to_numpy(zero_copy_only=False))
+            valid.append(array.is_valid().to_numpy(zero_copy_only=False))
             stop += size
         self._stops, self._valid = np.concatenate(stops), np.concatenate(valid)
         weakref.finalize(self, spare.append, self._buffer)
@@ -212,22 +216,22 @@ class Images:
 
 
 class Cells(NamedTuple):
-    """The rows of a row group, still encoded."""
+    """The encoded columns of a row group."""
 
-    originals: Images
-    edits: Images
-    prompts: pa.ChunkedArray  # turned into text one by one: one that is none is its row's fault
+    originals: ImageColumn
+    edits: ImageColumn
+    prompts: pa.ChunkedArray  # converted row by row, as a row may not be UTF-8
 
 
 def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Cells:
-    """Read a row group, a few rows of a column at a time, which takes the least memory.
+    """Read a row group, READ_ROWS rows of a column at a time to save memory.
 
     Args:
-        group: of a shard.
-        spare: buffers to use again; those of this row group are put there when it is let go.
+        group: the row group.
+        spare: buffers to reuse; this row group's buffers are appended when it is deleted.
 
     Raises:
-        ValueError: its data are damaged.
+        ValueError: the data are damaged.
     """
     spare = [] if spare is None else spare
     stored = group.metadata.row_group(group.index)
@@ -241,7 +245,7 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
             group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
         ) as file:
             for name in group.columns:
-                # The leaf with the bytes; a struct's other fields are not read.
+                # Of a struct only the field "bytes" is read.
                 is_struct = pa.types.is_struct(file.schema_arrow.field(name).type)
                 leaf = f"{name}.bytes" if is_struct else name
                 parts = file.iter_batches(READ_ROWS, [group.index], [leaf], use_threads=False)
@@ -249,16 +253,16 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
                 if is_struct:
                     parts = (pc.struct_field(part, "bytes") for part in parts)
                 if len(columns) < 2:
-                    columns.append(Images(parts, sizes[leaf], spare))
+                    columns.append(ImageColumn(parts, sizes[leaf], spare))
                 else:
                     columns.append(pa.chunked_array(list(parts)))
     except (pa.ArrowException, OSError) as error:
-        way = "download it again"
-        if latents_of(group.metadata) is not None:
-            way = "make it again with cache_latents.py, or by training with --cache_latents"
+        remedy = "download it again"
+        if latents_metadata(group.metadata) is not None:
+            remedy = "make it again with cache_latents.py, or by training with --cache_latents"
         raise ValueError(
             f"{group.path}: row group {group.index} cannot be read ({one_line(error, 200)}); "
-            f"delete the shard and {way}"
+            f"delete the shard and {remedy}"
         ) from error
     return Cells(*columns)
 
@@ -284,20 +288,20 @@ def decode_pair(
     crop: float,
     flip: bool,
 ) -> None:
-    """Decode both images of a pair into out, cropped and flipped alike.
+    """Decode both images of a pair into out, with the same crop and flip.
 
     Args:
-        pair: encoded.
-        out: original and edited, uint8 (R, R, 3) each, contiguous; written to.
-        columns: names to put in the error.
-        resample: "dct" lets libjpeg scale images of twice the size or more down while it
-            decodes, and Lanczos do the rest; "lanczos" (the paper) and "bicubic" (Hugging Face)
-            leave them at least the last halving.
-        crop: as for crop_square.
+        pair: encoded pair.
+        out: original and edited images, contiguous uint8 (R, R, 3) each; overwritten.
+        columns: column names for error messages.
+        resample: "dct": libjpeg downscales large JPEGs by powers of two while decoding, Lanczos
+            does the rest; "lanczos" (as in the paper) and "bicubic" (as at Hugging Face): libjpeg
+            leaves at least a factor of 2 to the filter.
+        crop: position of the crop, see crop_square.
         flip: mirror left and right.
 
     Raises:
-        ValueError: something of the pair is missing or cannot be decoded; out is then undefined.
+        ValueError: the prompt or an image is missing or cannot be decoded; out is then undefined.
     """
     if pair.prompt is None:
         raise ValueError(f"{columns[2]}: null")
@@ -312,7 +316,7 @@ def decode_pair(
         except ValueError as error:
             raise ValueError(f"{column}: {error}") from error
         if flip:
-            for c in range(3):  # one channel at a time is five times faster than all at once
+            for c in range(3):  # five times faster than all channels at once
                 pixels[..., c] = square[:, ::-1, c]
         else:
             pixels[:] = square
@@ -321,44 +325,44 @@ def decode_pair(
 def copy_latents(
     pair: Pair, out: tuple[np.ndarray, np.ndarray], columns: tuple[str, str, str], flip: bool
 ) -> None:
-    """Copy a pair of cache_latents.py into out, of the images or of their mirror images.
+    """Copy the latents of a pair into out.
 
     Args:
-        pair: as it is stored.
-        out: float16, modes (h, w, C) and means and deviations (h, w, 2 C); written to.
-        columns: names to put in the error.
-        flip: mirrored.
+        pair: stored pair of cache_latents.py.
+        out: float16 mode (h, w, C), and mean and standard deviation (h, w, 2 C); overwritten.
+        columns: column names for error messages.
+        flip: take the latents of the mirrored images.
 
     Raises:
-        ValueError: it could not be encoded, or the shard is damaged.
+        ValueError: the pair has no latents, or the shard is damaged.
     """
     if pair.prompt is None:
         raise ValueError(f"{columns[2]}: null")
     for data, latents, column in zip(pair[:2], out, columns[:2]):
         if data is None or len(data) != 2 * latents.nbytes:
-            raise ValueError(f"{column}: no latents in the shard, as of an image that is broken")
+            raise ValueError(f"{column}: no latents in the shard; the image was undecodable")
         latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
 
 
-def first_rows_of(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
-    """The row groups that hold the first so many rows; the last of them may be cut."""
-    kept = []
+def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
+    """The row groups with the first num_rows rows; the last one may be truncated."""
+    first_groups = []
     for group in groups:
         if num_rows <= 0:
             break
-        kept.append(group._replace(num_rows=min(group.num_rows, num_rows)))
+        first_groups.append(group._replace(num_rows=min(group.num_rows, num_rows)))
         num_rows -= group.num_rows
-    return kept
+    return first_groups
 
 
-def identify_shards(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
-    """Each shard as three 32-bit numbers: a hash of its name and size in two, and its rows.
+def shard_ids(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
+    """Identify each shard by three 32-bit numbers: a 64-bit hash of name and size, and its rows.
 
-    One of latents is known as the shard that it was made of.
+    A shard of latents has the id of the shard of images that it was made from.
     """
     shards = {}
     for path, metadata in {group.path: group.metadata for group in groups}.items():
-        rows, latents = metadata.num_rows, latents_of(metadata)
+        rows, latents = metadata.num_rows, latents_metadata(metadata)
         size = latents["source_bytes"] if latents else path.stat().st_size
         name = f"{path.name} {size} {rows}"
         digest = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], np.uint32)
@@ -366,75 +370,79 @@ def identify_shards(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
     return shards
 
 
-def compare_folders(
+def gather_directories(
     shards: dict[tuple[int, int, int], Path],
     all_gather: Callable[[np.ndarray], np.ndarray] | None,
 ) -> list[list[tuple[int, int, int]]]:
-    """What shards the processes have: all the same, or each its own.
+    """Collect the shard ids of all processes' directories.
 
     Args:
-        shards: of `identify_shards`; none if this process's folder cannot be used.
-        all_gather: array -> the arrays of all processes, stacked; all call it at the same time.
-            None: there is one process, or all have the same folder.
+        shards: this process's shards, see `shard_ids`.
+        all_gather: collective, array -> stacked arrays of all processes. None: there is only one
+            process, or all processes have the same shards.
 
     Returns:
-        One list if all processes have the same shards, else the list of each process; sorted.
+        One sorted list if all processes have the same shards, else one sorted list per process.
 
     Raises:
-        ValueError: a process has no usable folder, or two share a part of their shards.
+        ValueError: a process has no usable directory, or directories overlap but differ.
     """
     if all_gather is None:
         return [sorted(shards)]
 
     counts = np.reshape(all_gather(np.array([len(shards)], np.int32)), -1)
     if counts.min() == 0:
-        raise ValueError(f"process {counts.argmin()} cannot use its train_data_dir and says why")
+        raise ValueError(
+            f"process {counts.argmin()} cannot use its --train_data_dir; see its error"
+        )
     padded = np.zeros((counts.max(), 3), np.uint32)
     padded[: len(shards)] = sorted(shards)
     tables = [table[:count] for table, count in zip(all_gather(padded), counts)]
-    folders = [[tuple(row) for row in table.tolist()] for table in tables]
-    if all(folder == folders[0] for folder in folders):
-        return folders[:1]
+    directories = [[tuple(row) for row in table.tolist()] for table in tables]
+    if all(directory == directories[0] for directory in directories):
+        return directories[:1]
     owners = {}
-    for process, folder in enumerate(folders):
-        for shard in folder:
+    for process, directory in enumerate(directories):
+        for shard in directory:
             if shard in owners:
                 raise ValueError(
                     f"processes {owners[shard]} and {process} both have "
-                    f"{shards[shard].name if shard in shards else 'a shard'}, but not the same "
-                    "folders: give all processes all shards, or each its own part of the plan"
+                    f"{shards[shard].name if shard in shards else 'a shard'}, but their "
+                    "directories differ; give every process all shards, or give each its own part "
+                    "of the plan"
                 )
             owners[shard] = process
-    return folders
+    return directories
 
 
 def check_latents(
     group: RowGroup, first: dict | None, resolution: int, resample: str, random_crop: bool
 ) -> None:
-    """Raise a ValueError if a row group's latents, or images, do not go with the arguments.
+    """Raise a ValueError if a row group's latents or images do not match the arguments.
 
     Args:
-        group: of any shard.
-        first: latents_of the first shard.
-        resolution, resample, random_crop: of ParquetImagePairs.
+        group: the row group.
+        first: latents_metadata of the first shard, which all shards must match.
+        resolution, resample, random_crop: arguments of ParquetImagePairs.
     """
-    kept = latents_of(group.metadata)
+    latents = latents_metadata(group.metadata)
     for name in ("vae", "shape"):
-        if (kept or {}).get(name) != (first or {}).get(name):
+        if (latents or {}).get(name) != (first or {}).get(name):
             raise ValueError(
-                f"{group.path.name} and others of {group.path.parent} do not go together: latents "
-                "and images, or latents of two VAEs or sizes; keep them in folders of their own"
+                f"{group.path.name} does not match the first shard in {group.path.parent}: one has "
+                "latents and the other images, or the latents differ in VAE or size; use one "
+                "directory for each kind"
             )
-    if kept is None:
+    if latents is None:
         return
     if random_crop:
         raise ValueError(
-            "random_crop=True does not go with latents, which are of the middle of each image; "
-            "switch it off (for square images it changes nothing)"
+            "latents are of the centre of each image; add --no_random_crop (it changes nothing for "
+            "square images)"
         )
     for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
-        if kept[name] != value:
+        if latents[name] != value:
             raise ValueError(
-                f"{group.path.parent} holds latents of {name}={kept[name]}, not {value}; give "
-                "that, or make others in another folder"
+                f"{group.path.parent} contains latents of --{name} {latents[name]}, not {value}; "
+                f"use --{name} {latents[name]}, or another directory for new latents"
             )

@@ -1,31 +1,32 @@
-"""Plan a download: the parquet shards of a dataset, dealt to workers, as input files for aria2.
+"""Plan a download: assign a dataset's parquet shards to workers and write input files for aria2.
 
-On every worker of a slice at once (`gcloud compute tpus tpu-vm ssh ... --worker=all`), or on one
-machine, for the paper's dataset, 131 GB in 262 shards, and then the download:
+Run it on every worker of a slice (`gcloud compute tpus tpu-vm ssh ... --worker=all`) or on one
+machine, then start the download. With the InstructPix2Pix dataset (262 shards, 131 GB):
 
     python script.py --dataset timbrooks/instructpix2pix-clip-filtered
     bash script.sh
 
-Takes seconds and no accelerator. Any dataset of the hub will do whose shards are parquet files;
-others by --urls: a file of lines "URL [SIZE_IN_BYTES [SHA256]]", # for comments.
+Takes seconds and needs no accelerator. It accepts every hub dataset that has parquet files. For
+other servers, --urls names a file with one "URL [SIZE_IN_BYTES [SHA256]]" per line; # starts a
+comment.
 
-Which shards: those of the hub's converted listing (refs/convert/parquet) if it is complete and not
-cut off by the hub ("partial"), else the repository's own parquet files, with a line that says so,
-or always those by --revision main. --columns reads the footer of every shard, a request or two
-each, and reports columns, rows and row groups.
+Choice of shards: the hub's parquet conversion (refs/convert/parquet) if it covers the whole split,
+else the parquet files in the repository. --revision always selects the files in the repository.
+--columns reads the footer of every shard and prints columns, rows and row groups.
 
-Who gets what: the largest shards first, each to the worker with the fewest bytes so far. Hosts
-finish together, and each makes the same plan by itself. A worker knows its index and the count by
---worker and --num_workers, else by the TPU VM's environment, else by JAX, also under Slurm's srun
-and Open MPI's mpirun; `--num_workers 1` on every worker gives each all shards. In --output_dir:
+Assignment: shards are taken from largest to smallest; each goes to the worker with the fewest bytes
+so far. Every worker computes the same plan, without communication. The worker index and the number
+of workers come from --worker and --num_workers, else from the TPU VM's environment, else from JAX,
+which also knows Slurm's srun and Open MPI's mpirun. `--num_workers 1` on every worker assigns all
+shards to every worker. Files in --output_dir:
 
-    download-K.txt   worker K's part, an aria2 input file; those of all workers
-    worker-HOST      this host's K, by which script.sh finds its part; not by --num_workers alone
-    manifest.json    {"files": [{url, file, size, sha256, rows, worker}]}, null where unknown
+    download-K.txt   aria2 input file with the shards of worker K; one per worker
+    worker-HOST      index of this host's worker, read by script.sh; absent if it is unknown
+    manifest.json    {"files": [{url, file, size, sha256, rows, worker}]}; unknown values are null
 
-HF_ENDPOINT moves the hub. HF_TOKEN (or `hf auth login`) opens private and gated datasets; it is
-sent to the hub's host only. When asked to wait (429), a request waits as told, up to 10 minutes in
-all; when the hub cannot be reached, up to one minute.
+HF_ENDPOINT replaces the hub's address. HF_TOKEN (or `hf auth login`) gives access to private and
+gated datasets; the token is sent to the hub only. Failed requests are repeated: for up to 10
+minutes if the server asks to wait (HTTP 429), for up to one minute if it does not answer.
 """
 
 import heapq
@@ -57,30 +58,32 @@ from tqdm import tqdm
 from command_line import run_main
 from processes_flax import which_worker
 
-CONVERTED = "refs/convert/parquet"  # the revision under which the hub keeps its conversion
+CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
 SPLIT_WORDS = frozenset(
     ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 )
-NUMBERED = re.compile(r"(.+)-\d{5,}-of-(\d{5,})(-[0-9a-f]+)?\.parquet")  # as push_to_hub names them
+NUMBERED_NAME = re.compile(
+    r"(.+)-\d{5,}-of-(\d{5,})(-[0-9a-f]+)?\.parquet"
+)  # by datasets' push_to_hub
 
 RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 RETRY_ERRORS = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
-REQUEST_TIMEOUT = 30  # seconds without an answer
-MAX_TOLD_WAIT = 600  # seconds, where the server says how long; the hub counts over 300
-MAX_OUTAGE_WAIT = 60  # seconds, where it does not
+REQUEST_TIMEOUT = 30  # seconds without data
+MAX_REQUESTED_WAIT = 600  # seconds in all; the hub's rate limit resets every 300
+MAX_OUTAGE_WAIT = 60  # seconds in all, where the server does not say how long to wait
 NUM_FOOTER_THREADS = 8
-MAX_LEFT_OUT = 0.05  # of the rows, each epoch, before a plan is warned of
-FOOTER_BYTES = 64 * 1024  # fetched at first; few footers are longer
-MAX_FOOTER_BYTES = 256 * 1024 * 1024  # a length beyond it is a broken one
+MAX_UNUSED_FRACTION = 0.05  # of the rows in every epoch; more prints a warning
+FOOTER_BYTES = 64 * 1024  # first request; few footers are longer
+MAX_FOOTER_BYTES = 256 * 1024 * 1024  # a longer footer means a damaged file
 
 TOKEN_HELP = (
-    "set HF_TOKEN to a token of an account that may read it (https://hf.co/settings/tokens)"
+    "set HF_TOKEN to a token of an account with read access (https://hf.co/settings/tokens)"
 )
-ERRORS = {  # by the hub's X-Error-Code, or by status
-    "GatedRepo": f"access is by permission: ask for it on the dataset's page, then {TOKEN_HELP}",
-    "RepoNotFound": f"no such dataset, or it is private; check the name, or {TOKEN_HELP}",
+ERRORS = {  # by the hub's X-Error-Code or the HTTP status
+    "GatedRepo": f"the dataset is gated: ask for access on its page, then {TOKEN_HELP}",
+    "RepoNotFound": f"no such dataset, or it is private; check the name or {TOKEN_HELP}",
     "RevisionNotFound": "no such revision; check --revision",
-    401: f"HTTP 401, the token is missing or not accepted; {TOKEN_HELP}",
+    401: f"HTTP 401, the token is missing or invalid; {TOKEN_HELP}",
     403: f"HTTP 403, access denied; {TOKEN_HELP}",
 }
 
@@ -88,19 +91,19 @@ ERRORS = {  # by the hub's X-Error-Code, or by status
 @dataclass(frozen=True)
 class Config:
     dataset: str | None = None  # hub id, OWNER/NAME
-    urls: Path | None = None  # instead: file of lines "URL [SIZE [SHA256]]"
-    output_dir: Path = Path("plan")
-    config: str | None = None  # the dataset's configuration; default: the only one, or "default"
-    split: str = "train"
-    revision: str | None = None  # branch, tag or commit whose own files are taken; default: main
-    worker: int | None = None  # this worker's index, from 0; with --num_workers
-    num_workers: int | None = None  # without --worker: whichever this host is
-    max_shards: int | None = None  # only the first so many
-    columns: bool = False  # read every shard's footer: report columns, rows, row groups
+    urls: Path | None = None  # instead of dataset: file with lines "URL [SIZE [SHA256]]"
+    output_dir: Path = Path("plan")  # directory for the plan
+    config: str | None = None  # configuration; None: the only one, or "default"
+    split: str = "train"  # split of the dataset
+    revision: str | None = None  # branch, tag or commit; None: conversion, else main
+    worker: int | None = None  # this worker's index, from 0; needs --num_workers
+    num_workers: int | None = None  # number of workers; without --worker, the index is detected
+    max_shards: int | None = None  # use only the first N shards; None: all
+    columns: bool = False  # read all footers; print columns, rows and row groups
 
 
-def told_wait(headers):
-    """Seconds that an answer says to wait, at least 1; None if it does not say.
+def requested_wait(headers):
+    """Seconds that a response asks the client to wait, at least 1, or None.
 
     Source: RFC 9110, section 10.2.3 (Retry-After: seconds or a date); the hub's RateLimit header.
     """
@@ -118,19 +121,19 @@ def told_wait(headers):
 
 
 def fetch(url, last_bytes=None):
-    """GET that waits as told when it asks too often, and for a while when the server is away.
+    """GET with bounded retries after rate limits, server errors and network errors.
 
-    huggingface_hub's own calls wait without a bound and do not read dates: hence this loop.
+    huggingface_hub's retries are unbounded and ignore dates in Retry-After.
 
     Args:
-        url: of the hub, whose host alone gets the token, or of any other host.
-        last_bytes: fetch only so many from the end.
+        url: address; the token is sent only if it is on the hub.
+        last_bytes: fetch this many bytes from the end of the file; None fetches all.
 
     Returns:
-        httpx2 response, read; its status may be an error that waiting does not help.
+        httpx2 response with its content; the status may be an error that retries cannot fix.
 
     Raises:
-        ValueError: no answer within the bounds.
+        ValueError: no response within MAX_REQUESTED_WAIT or MAX_OUTAGE_WAIT seconds.
     """
     address = urlsplit(url)
     on_hub = address[:2] == urlsplit(constants.ENDPOINT)[:2]  # scheme, host and port
@@ -138,72 +141,76 @@ def fetch(url, last_bytes=None):
     if last_bytes:
         headers |= {"Range": f"bytes=-{last_bytes}", "Accept-Encoding": "identity"}
     options = {"headers": headers, "timeout": REQUEST_TIMEOUT}
-    told_left, outage_left, pause = MAX_TOLD_WAIT, MAX_OUTAGE_WAIT, 1
+    wait_left, outage_left, pause = MAX_REQUESTED_WAIT, MAX_OUTAGE_WAIT, 1
     while True:
-        told = None
+        requested = None
         try:
-            # Redirects are followed; those to another host without the token.
+            # httpx2 drops the token when a redirect leads to another host.
             with get_session().stream("GET", url, **options) as response:
                 length = int(response.headers.get("content-length", 2**63))
                 if last_bytes and response.status_code == 200 and length > last_bytes:
-                    raise ValueError(f"{url}: the server sends whole files only; drop --columns")
+                    raise ValueError(f"{url}: no range requests on this server; omit --columns")
                 if response.status_code not in RETRY_STATUS:
                     response.read()
                     return response
-                told, reason = told_wait(response.headers), f"HTTP {response.status_code}"
+                requested = requested_wait(response.headers)
+                reason = f"HTTP {response.status_code}"
         except RETRY_ERRORS as error:
             reason = str(error) or type(error).__name__
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            kind = type(error).__name__  # the text may quote a bad header: the token
+            kind = type(error).__name__  # its text may quote the header with the token
             raise ValueError(f"{url}: {kind}; check the address, HF_ENDPOINT, HF_TOKEN") from None
-        if told is None:
+        if requested is None:
             wait, pause, outage_left = pause, min(2 * pause, 16), outage_left - pause
         else:
-            wait, told_left = told, told_left - told
-        if min(told_left, outage_left) < 0:
+            wait, wait_left = requested, wait_left - requested
+        if min(wait_left, outage_left) < 0:
             raise ValueError(
-                f"{url}: {reason}; {wait:.0f} s more is beyond what this script waits in all "
-                f"({MAX_TOLD_WAIT} s if told to, else {MAX_OUTAGE_WAIT} s); try again later"
+                f"{url}: {reason}; waiting {wait:.0f} s more would exceed the limit "
+                f"({MAX_REQUESTED_WAIT} s if the server asks for it, else {MAX_OUTAGE_WAIT} s); "
+                "try again later"
             )
-        tqdm.write(f"{address.netloc}: {reason}; asking again in {wait:.0f} s", file=sys.stderr)
+        tqdm.write(f"{address.netloc}: {reason}; retrying in {wait:.0f} s", file=sys.stderr)
         time.sleep(wait)
 
 
 def error_text(response):
-    """What an error answer means and what to do about it."""
+    """The meaning of an error response and its remedy."""
     status, code = response.status_code, response.headers.get("x-error-code")
     return ERRORS.get(code) or ERRORS.get(status) or f"HTTP {status}; check the address"
 
 
 def list_tree(dataset, revision):
-    """A repository's files as the hub lists them ({"path", "size", "lfs": {"oid"}}), by path.
+    """List a repository's files by path, {"path", "size", "lfs": {"oid"}}; [] if not converted.
 
     Raises:
-        ValueError: no access, no such dataset or revision; a missing conversion is an empty list.
+        ValueError: no access, or no such dataset or revision.
     """
     url = f"{constants.ENDPOINT}/api/datasets/{dataset}/tree/{quote(revision, safe='')}"
     url += "?recursive=true&expand=false"
     entries = []
     while url:
         response = fetch(url)
-        if revision == CONVERTED and response.headers.get("x-error-code") == "RevisionNotFound":
+        error_code = response.headers.get("x-error-code")
+        if revision == CONVERTED_REF and error_code == "RevisionNotFound":
             return []
         if response.status_code != 200:
             raise ValueError(f"{dataset}: {error_text(response)}")
         try:
             entries += [entry for entry in response.json() if entry["type"] == "file"]
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{url} does not answer as a hub does; check HF_ENDPOINT") from None
+            raise ValueError(f"{url} did not return a file list; check HF_ENDPOINT") from None
         next_page = response.links.get("next", {}).get("url")
         url = next_page and urljoin(url, next_page)
     return sorted(entries, key=lambda entry: entry["path"])
 
 
-def place_converted(path):
-    """(config, split) of a file in the hub's conversion, with "partial-" if cut off, or None.
+def classify_converted(path):
+    """(config, split) of a parquet file in the hub's conversion, else None.
 
     Source: dataset-viewer, libcommon/parquet_utils.py: CONFIG/SPLIT/0000.parquet, SPLIT-part1 for
-    more than 10000 files; CONFIG/partial-SPLIT/ if cut off, formerly CONFIG/SPLIT/partial/.
+    more than 10000 files; CONFIG/partial-SPLIT/ or CONFIG/SPLIT/partial/ if truncated.
+    The result calls a truncated split "partial-SPLIT".
     """
     if path.count("/") < 2 or not path.endswith(".parquet"):
         return None
@@ -211,12 +218,12 @@ def place_converted(path):
     return config, ("partial-" if "partial" in rest else "") + re.sub(r"-part\d+$", "", folder)
 
 
-def place_own(path):
-    """(config, split) of a parquet file that people named, or None.
+def classify_original(path):
+    """(config, split) of a parquet file in the dataset's repository, else None.
 
-    The split is the last folder (SPLIT/x.parquet), else a word of the name (train-x.parquet), else
-    what is numbered (SPLIT-00000-of-00262.parquet), else train. The config is the folders above,
-    "data" left out, or "default".
+    The split is the last directory (SPLIT/x.parquet), else a word of the name (train-x.parquet),
+    else the prefix of the number (SPLIT-00000-of-00262.parquet), else train. The config consists of
+    the remaining directories except "data", else it is "default".
     """
     *folders, name = path.split("/")
     if not name.endswith(".parquet") or path.startswith(".") or "/." in path:
@@ -226,108 +233,110 @@ def place_own(path):
     elif words := [word for word in re.split(r"[^A-Za-z]+", name) if word in SPLIT_WORDS]:
         split = words[-1]
     else:
-        split = match[1] if (match := NUMBERED.fullmatch(name)) else "train"
+        split = match[1] if (match := NUMBERED_NAME.fullmatch(name)) else "train"
     return "/".join(folder for folder in folders if folder != "data") or "default", split
 
 
-def choose(entries, place, config, split):
+def select_split(entries, classify, config, split):
     """The entries of one config and split.
 
     Args:
-        entries: of list_tree.
-        place: place_converted or place_own.
-        config: None for the only one, or "default".
+        entries: files as list_tree returns them.
+        classify: classify_converted or classify_original.
+        config: name; None selects the only config, or "default" among several.
         split: name.
 
     Returns:
-        (entries, None), or ([], what there is instead).
+        (entries, None), or ([], reason why there are none).
 
     Raises:
-        ValueError: config is None, and there are several.
+        ValueError: config is None and the dataset has several without a "default".
     """
-    places = {}
+    configs = {}
     for entry in entries:
-        if where := place(entry["path"]):
-            places.setdefault(where[0], {}).setdefault(where[1], []).append(entry)
-    if not places:
+        if key := classify(entry["path"]):
+            configs.setdefault(key[0], {}).setdefault(key[1], []).append(entry)
+    if not configs:
         return [], "no parquet files"
-    names = textwrap.shorten(", ".join(places), 500, placeholder=" ...")
+    names = textwrap.shorten(", ".join(configs), 500, placeholder=" ...")
     if config is None:
-        config = "default" if len(places) > 1 else next(iter(places))
-        if config not in places:
-            raise ValueError(f"choose one of the dataset's configurations by --config: {names}")
-    if config not in places:
+        config = "default" if len(configs) > 1 else next(iter(configs))
+        if config not in configs:
+            raise ValueError(f"choose one of several configurations with --config: {names}")
+    if config not in configs:
         return [], f"no configuration {config}, but {names}"
-    splits = places[config]
-    if cut_off := splits.get(f"partial-{split}"):
-        folder = PurePosixPath(cut_off[0]["path"]).parent
-        return [], f"only the first part of split {split} ({len(cut_off)} files in {folder})"
+    splits = configs[config]
+    if partial_files := splits.get(f"partial-{split}"):
+        folder = PurePosixPath(partial_files[0]["path"]).parent
+        return [], f"only the first part of split {split} ({len(partial_files)} files in {folder})"
     if split not in splits:
         return [], f"no split {split} in configuration {config}, but {', '.join(splits)}"
     return splits[split], None
 
 
 def manifest_row(url, size, sha256):
-    """A shard as in manifest.json."""
+    """A shard's entry in manifest.json."""
     return {"url": url, "file": None, "size": size, "sha256": sha256, "rows": None, "worker": None}
 
 
-def shards_of_dataset(dataset, config, split, revision):
-    """List a dataset's shards: the converted ones if all are there, else the repository's own.
+def list_dataset_shards(dataset, config, split, revision):
+    """List a dataset's shards: the conversion if it is complete, else the repository's files.
 
     Args:
         dataset: OWNER/NAME.
-        config: name, or None for the only one, or "default".
+        config: see select_split.
         split: name.
-        revision: branch, tag or commit of the repository, or None.
+        revision: branch, tag or commit of the repository's files; None prefers the conversion.
 
     Returns:
-        (manifest rows sorted by path, where they come from).
+        (manifest rows sorted by path, description of their source).
 
     Raises:
-        ValueError: there are none; the message says what there is.
+        ValueError: there are no such shards.
     """
     validate_repo_id(dataset)
-    chosen, why = [], f"--revision {revision} is given"
+    selected, reason = [], f"--revision {revision} is given"
     if revision is None:
-        chosen, problem = choose(list_tree(dataset, CONVERTED), place_converted, config, split)
-        why = f"the converted listing has {problem}"
-    source, found_at = "the hub's converted listing", CONVERTED
-    if not chosen:
-        source, found_at = "the repository's own files", revision or constants.DEFAULT_REVISION
-        entries = list_tree(dataset, found_at)
-        chosen, problem = choose(entries, place_own, config, split)
+        entries = list_tree(dataset, CONVERTED_REF)
+        selected, problem = select_split(entries, classify_converted, config, split)
+        reason = f"the hub's conversion has {problem}"
+    source, found_revision = "the hub's conversion", CONVERTED_REF
+    if not selected:
+        source, found_revision = "the repository's files", revision or constants.DEFAULT_REVISION
+        entries = list_tree(dataset, found_revision)
+        selected, problem = select_split(entries, classify_original, config, split)
         if problem:
             kinds = Counter(PurePosixPath(entry["path"]).suffix or "other" for entry in entries)
             found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "none"
             raise ValueError(
-                f"{dataset}: {why}; the repository's own files ({found}) have {problem}; give "
-                "--config, --split or --revision, or a list of addresses by --urls"
+                f"{dataset}: {reason}; the repository's files ({found}) have {problem}; give "
+                "--config, --split or --revision, or a list of addresses with --urls"
             )
-        print(f"taking the repository's own files ({found_at}): {why}")
-        names = (PurePosixPath(entry["path"]).name for entry in chosen)
-        totals = {int(match[2]) for name in names if (match := NUMBERED.fullmatch(name))}
-        if len(totals) == 1 and totals != {len(chosen)}:
-            print(f"warning: {len(chosen)} shards, named as if of {totals.pop()}", file=sys.stderr)
+        print(f"using the repository's files ({found_revision}): {reason}")
+        names = (PurePosixPath(entry["path"]).name for entry in selected)
+        totals = {int(match[2]) for name in names if (match := NUMBERED_NAME.fullmatch(name))}
+        if len(totals) == 1 and totals != {len(selected)}:
+            text = f"warning: {len(selected)} shards, but their names announce {totals.pop()}"
+            print(text, file=sys.stderr)
     rows = [
         manifest_row(
-            hf_hub_url(dataset, entry["path"], repo_type="dataset", revision=found_at),
+            hf_hub_url(dataset, entry["path"], repo_type="dataset", revision=found_revision),
             entry["size"],
             (entry.get("lfs") or {}).get("oid"),
         )
-        for entry in chosen
+        for entry in selected
     ]
-    return rows, f"{source} ({found_at})"
+    return rows, f"{source} ({found_revision})"
 
 
-def shards_of_urls(file):
-    """Read a list of shards: per line an address, then optionally size and SHA-256.
+def read_url_list(file):
+    """Read a list of shards, one "URL [SIZE [SHA256]]" per line.
 
     Returns:
         Manifest rows in the order of the file.
 
     Raises:
-        ValueError: names every line that is not as it should be, or twice there.
+        ValueError: the list is empty, or lines are malformed or repeated; names them all.
     """
     line_format = re.compile(
         r"(https?://[!-~]+)(?:[ \t]+([1-9][0-9]*)(?:[ \t]+([0-9a-fA-F]{64}))?)?"
@@ -337,7 +346,7 @@ def shards_of_urls(file):
     except UnicodeDecodeError as error:
         raise ValueError(f"--urls {file} is not UTF-8; save it as UTF-8 ({error})") from None
     rows, problems, seen = [], [], {}
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines knows other ends
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also splits at \x0b
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = line_format.fullmatch(line.strip())
@@ -351,20 +360,20 @@ def shards_of_urls(file):
                 manifest_row(match[1], match[2] and int(match[2]), match[3] and match[3].lower())
             )
     if problems or not rows:
-        raise ValueError(f"--urls {file}: {'; '.join(problems) or 'there are no addresses in it'}")
+        raise ValueError(f"--urls {file}: {'; '.join(problems) or 'it lists no addresses'}")
     return rows
 
 
-def file_names(urls):
-    """Flat names, all different: a repository path with dashes, or the last part of an address.
+def unique_file_names(urls):
+    """Unique file names: a repository path with dashes, or the last component of an address.
 
-    If two would be the same, all are numbered.
+    If two names collide, all get a number as prefix.
     """
     names = []
     for path in (unquote(urlsplit(url).path) for url in urls):
-        in_repository = re.search(rf"/resolve/(?:{CONVERTED}|[^/]+)/(.+)", path)
+        in_repository = re.search(rf"/resolve/(?:{CONVERTED_REF}|[^/]+)/(.+)", path)
         name = in_repository[1].replace("/", "-") if in_repository else PurePosixPath(path).name
-        # The loader wants *.parquet and leaves out what is hidden; a name has 255 bytes at most.
+        # The loader reads *.parquet except hidden files; a name has at most 255 bytes.
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", name.removesuffix(".parquet"))[-200:].lstrip(".-")
         names.append(f"{stem or 'shard'}.parquet")
     if len(set(names)) < len(names):
@@ -372,17 +381,17 @@ def file_names(urls):
     return names
 
 
-def deal(sizes, num_workers):
-    """Deal shards to workers: the largest first, each to the one with the fewest bytes so far.
+def assign_workers(sizes, num_workers):
+    """Assign each shard, largest first, to the worker with the fewest bytes so far.
 
-    No worker gets more than the mean and one shard; equal shards come out even, give or take one.
+    No worker gets more than the mean plus one shard. With equal sizes counts differ by one at most.
 
     Args:
-        sizes: bytes, > 0; None counts as the mean of the others.
+        sizes: bytes, > 0; None counts as the mean of the known sizes.
         num_workers: at least 1.
 
     Returns:
-        Worker of each shard, list of int in [0, num_workers).
+        Worker index of each shard, list of int in [0, num_workers).
 
     Source: Graham 1969, Bounds on multiprocessing timing anomalies (longest processing time).
     """
@@ -391,20 +400,20 @@ def deal(sizes, num_workers):
     sizes = [mean if size is None else size for size in sizes]
     loads = [(0, worker) for worker in range(num_workers)]
     workers = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # equal ones stay in order
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # a stable sort
         load, workers[i] = heapq.heappop(loads)
         heapq.heappush(loads, (load + sizes[i], workers[i]))
     return workers
 
 
 def read_footer(url):
-    """Read what a parquet file says of itself, by its last bytes.
+    """Read the footer of a remote parquet file.
 
     Returns:
-        (size in bytes, None if not told; pyarrow FileMetaData).
+        (size in bytes or None if unknown, pyarrow FileMetaData).
 
     Raises:
-        ValueError: it cannot be fetched, or is no parquet file; the message names it.
+        ValueError: the file cannot be fetched or is not parquet.
     """
     last_bytes = FOOTER_BYTES
     for _ in range(2):
@@ -418,7 +427,7 @@ def read_footer(url):
     try:
         footer = pq.read_metadata(pa.BufferReader(tail))
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{url} is no parquet file, or a broken one: {error}") from error
+        raise ValueError(f"{url} is not a parquet file, or is damaged: {error}") from error
     if response.status_code == 200:
         return len(tail), footer
     total = response.headers.get("content-range", "").rpartition("/")[2]
@@ -426,21 +435,21 @@ def read_footer(url):
 
 
 def read_columns(files):
-    """Read all shards' footers, fill in rows and missing sizes, and print what they hold.
+    """Read all footers, add rows and missing sizes to the manifest, and print a summary.
 
     Args:
-        files: manifest rows; changed.
+        files: manifest rows, changed in place.
 
     Raises:
-        ValueError: a shard cannot be read, or its size is not as listed; the message names it.
+        ValueError: a shard cannot be read or does not have the listed size.
     """
     row_groups, shards_with = [], {}  # (rows, bytes); columns -> names of files
     bar = tqdm(desc="footers", total=len(files), unit="shard")
-    with bar, ThreadPool(NUM_FOOTER_THREADS) as pool:  # its threads do not hold up Ctrl-C
+    with bar, ThreadPool(NUM_FOOTER_THREADS) as pool:  # exits at once on Ctrl-C
         footers = pool.imap(read_footer, [file["url"] for file in files])
         for file, (size, footer) in zip(files, footers):
             if size and file["size"] and size != file["size"]:
-                raise ValueError(f"{file['url']} has {size} bytes, not {file['size']} as listed")
+                raise ValueError(f"{file['url']} has {size} bytes, the list says {file['size']}")
             file["size"], file["rows"] = file["size"] or size, footer.num_rows
             schema = footer.schema.to_arrow_schema()
             columns = tuple(f"{field.name}: {field.type}" for field in schema)
@@ -454,29 +463,29 @@ def read_columns(files):
     print(f"{sum(file['rows'] for file in files)} rows, {len(row_groups)} row groups", end="")
     if row_groups:
         rows, sizes = zip(*row_groups)
-        print(f" of {spread(rows)} rows, {spread(sizes, 'B')}", end="")
+        print(f" of {format_range(rows)} rows, {format_range(sizes, 'B')}", end="")
     print("" if len(shards_with) == 1 else "; warning: the shards do not all have the same columns")
     for columns, names in shards_with.items():
-        which = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
-        print(f"columns of {len(names)} shards ({which}):", *columns, sep="\n  ")
+        short_names = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
+        print(f"columns of {len(names)} shards ({short_names}):", *columns, sep="\n  ")
 
 
-def spread(values, unit=""):
-    """Smallest to largest, for people, or the one there is."""
+def format_range(values, unit=""):
+    """Format as "smallest to largest", or as one value if all are equal."""
     show = partial(tqdm.format_sizeof, suffix=unit) if unit else str
     low, high = show(min(values)), show(max(values))
     return low if low == high else f"{low} to {high}"
 
 
-def total_size(files):
-    """The sum of the sizes, for people, and how many are unknown."""
+def format_size(files):
+    """Format the sum of the sizes and the number of unknown sizes."""
     unknown = sum(file["size"] is None for file in files)
     known = tqdm.format_sizeof(sum(file["size"] or 0 for file in files), "B")
     return f"{known} and {unknown} of unknown size" if unknown else known
 
 
 def aria2_input(files, worker):
-    """One worker's part as an aria2 input file; in its comments script.sh reads the sizes.
+    """One worker's shards as an aria2 input file; script.sh reads the sizes in its comments.
 
     Source: aria2c manual, section "Input File".
     """
@@ -486,13 +495,13 @@ def aria2_input(files, worker):
             lines += [f"# size={file['size']}"] if file["size"] else []
             lines += [file["url"], f"  out={file['file']}"]
             lines += [f"  checksum=sha-256={file['sha256']}"] if file["sha256"] else []
-    lines = lines or [f"# nothing for worker {worker}: there are more workers than shards"]
+    lines = lines or [f"# no shards for worker {worker}: there are more workers than shards"]
     return "\n".join(lines) + "\n"
 
 
 def write_file(path, text):
-    """Write a file that appears under its name when it is complete."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # hosts may share the folder
+    """Write to a temporary file and rename it, so that no reader sees a partial file."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # hosts may share path
     try:
         temporary.write_text(text, encoding="utf-8", newline="\n")
         os.replace(temporary, path)
@@ -501,58 +510,59 @@ def write_file(path, text):
 
 
 def write_plan(output_dir, files, worker, num_workers):
-    """Write all parts, the index of this worker if it is known, and the manifest."""
+    """Write the input files of all workers, this worker's index if known, and the manifest."""
     output_dir.mkdir(parents=True, exist_ok=True)
     for k in range(num_workers):
         write_file(output_dir / f"download-{k}.txt", aria2_input(files, k))
-    note = output_dir / f"worker-{socket.gethostname()}"
+    index_file = output_dir / f"worker-{socket.gethostname()}"
     if worker is None:
-        note.unlink(missing_ok=True)  # an earlier plan's would mislead script.sh
+        index_file.unlink(missing_ok=True)  # script.sh would use the index of an earlier plan
     else:
-        write_file(note, f"{worker}\n")
+        write_file(index_file, f"{worker}\n")
     write_file(output_dir / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
     for path in sorted(output_dir.glob("download-*.txt")):
         k = path.stem.removeprefix("download-")
         if k.isdecimal() and int(k) >= num_workers:
             path.unlink(missing_ok=True)
-            print(f"removed {path}: it was for a plan with more workers")
+            print(f"removed {path}, left over from a plan with more workers")
 
 
 def check(config):
-    """Refuse flags that do not go together."""
+    """Raise a ValueError for flags that are out of range or contradict each other."""
     if (config.dataset is None) == (config.urls is None):
-        raise ValueError("give --dataset NAME or --urls FILE, one of them")
+        raise ValueError("give one of --dataset NAME and --urls FILE")
     if config.urls and (config.config or config.revision):
-        raise ValueError("--urls goes without --config and --revision, which choose in a dataset")
+        raise ValueError("--urls excludes --config and --revision, which apply to --dataset")
     for name in ("num_workers", "max_shards"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     if config.worker is not None and not 0 <= config.worker < (config.num_workers or 0):
-        raise ValueError(f"--worker {config.worker} must be from 0 to --num_workers less one")
+        raise ValueError(f"--worker {config.worker} must be from 0 to --num_workers - 1")
     if config.output_dir.exists() and not config.output_dir.is_dir():
-        raise ValueError(f"--output_dir {config.output_dir} is a file; name a folder")
+        raise ValueError(f"--output_dir {config.output_dir} is a file; name a directory")
 
 
 def run(config):
-    """List, deal, write, and say what comes next."""
+    """Write the plan and print the next command."""
     check(config)
-    # First, where the processes meet: none waits for another that waits for the network.
+    # Processes may synchronise here; doing so before network access avoids waiting for retries.
     worker, num_workers, known_from = which_worker(config.worker, config.num_workers)
     if config.urls:
-        files, source = shards_of_urls(config.urls), str(config.urls)
+        files, source = read_url_list(config.urls), str(config.urls)
     else:
-        files, source = shards_of_dataset(
+        files, source = list_dataset_shards(
             config.dataset, config.config, config.split, config.revision
         )
     if any("@" in urlsplit(file["url"]).netloc for file in files):
         place = "--urls" if config.urls else "HF_ENDPOINT"
-        raise ValueError(f"an address in {place} holds a password; the plan is no place for it")
-    for file, name in zip(files, file_names([file["url"] for file in files])):
+        raise ValueError(f"an address in {place} has a password; remove it: plans are plain text")
+    for file, name in zip(files, unique_file_names([file["url"] for file in files])):
         file["file"] = name
-    files = files[: config.max_shards]  # named before, so that a name does not depend on it
-    # Before --columns fills in sizes: hosts agree, with the flag or without.
-    for file, its_worker in zip(files, deal([file["size"] for file in files], num_workers)):
-        file["worker"] = its_worker
+    files = files[: config.max_shards]  # after naming: names do not depend on it
+    # Before --columns adds sizes: plans with and without --columns must agree.
+    assigned = assign_workers([file["size"] for file in files], num_workers)
+    for file, assigned_worker in zip(files, assigned):
+        file["worker"] = assigned_worker
     if config.columns:
         read_columns(files)
     write_plan(config.output_dir, files, worker, num_workers)
@@ -560,34 +570,28 @@ def run(config):
     parts = [[file for file in files if file["worker"] == k] for k in range(num_workers)]
     counts = [len(part) for part in parts]
     part_sizes = [sum(file["size"] or 0 for file in part) for part in parts]
-    print(f"{len(files)} shards, {total_size(files)}, from {source}")
+    print(f"{len(files)} shards, {format_size(files)}, from {source}")
     print(
-        f"workers: {num_workers} (by {known_from}), each {spread(counts)} shards, "
-        f"{spread(part_sizes, 'B')}"
+        f"workers: {num_workers} (by {known_from}), each {format_range(counts)} shards, "
+        f"{format_range(part_sizes, 'B')}"
     )
-    left_out = 1 - num_workers * min(counts) / len(files)
-    if left_out > MAX_LEFT_OUT:
+    unused = 1 - num_workers * min(counts) / len(files)
+    if unused > MAX_UNUSED_FRACTION:
         print(
-            f"warning: {spread(counts)} shards a worker, and all train on as many rows as the one "
-            f"with the fewest: some {left_out:.0%} of the rows would be left out every epoch. "
-            "--num_workers 1 on every worker gives each all shards, and the loader shares out rows",
+            f"warning: each worker gets {format_range(counts)} shards and trains on as many rows "
+            f"as the smallest one: about {unused:.0%} of the rows are unused in every epoch; use "
+            "--num_workers 1 on every worker to give each worker all shards",
             file=sys.stderr,
         )
     k = 0 if num_workers == 1 else worker
-    where = "worker K" if k is None else f"worker {k}, {counts[k]} shards, {total_size(parts[k])}"
+    where = "worker K" if k is None else f"worker {k}, {counts[k]} shards, {format_size(parts[k])}"
     part = config.output_dir / f"download-{'K' if k is None else k}.txt"
     print(f"next, on {where}: bash script.sh {shlex.quote(str(part))} data")
 
 
 def main(args=None):
     """Command line."""
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="run the same command again",
-    )
+    run_main(Config, __doc__, run, args, interrupted="run the same command again")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,40 @@
 #!/usr/bin/env bash
-# Download one worker's part of a plan by script.py: resumes, retries, verifies every file.
+# Download one worker's shards of a plan by script.py: resumes, retries, verifies every file.
 #
 #   bash script.sh [PLAN_DIR/download-K.txt [DEST]]
 #   gcloud compute tpus tpu-vm ssh $TPU_NAME --zone=$ZONE --worker=all \
 #       --command="cd scripts && bash script.sh"
 #
-# The plan defaults to the only plan/download-*.txt, else to the part that script.py noted as this
-# host's in plan/worker-HOST, else to that of TPU_WORKER_ID; DEST to data. Asks nothing. Interrupted
-# or failed: run the same command again. A file gets its name in DEST only after its size and
-# SHA-256 were checked; until then it lies in DEST/.unfinished, which goes when all are there. Exit
-# code 0: complete; 1: files are missing, each named; 2: a mistake to put right (no such plan, no
-# aria2c, no space); 130, 143: interrupted.
+# Default plan: the only plan/download-*.txt, else plan/download-K.txt, where K is TPU_WORKER_ID on
+# a single slice, else the index in plan/worker-HOST, which script.py writes. Default DEST: data.
+# Asks no questions. After an interruption or a failure, run the same command again. Files are
+# downloaded to DEST/.unfinished and move to DEST after their size and SHA-256 are verified;
+# .unfinished is removed at the end. Exit code 0: complete; 1: files are missing, each is named;
+# 2: user error (no such plan, no aria2c, no disk space); 130, 143: interrupted.
 #
-# Environment, with what holds when it is not set:
-#   HF_TOKEN=           for gated datasets, else that of `hf auth login`; sent to HF_ENDPOINT only
+# Environment variables and their defaults:
+#   HF_TOKEN=           for gated datasets; default: that of `hf auth login`; sent to the hub only
 #   HF_ENDPOINT=https://huggingface.co
-#   FILES=4             files fetched at a time
-#   CONNECTIONS=8       connections for each, at most 16
-#   RETRY_WAIT=5        seconds before a retry, doubled after each round that brought nothing
-#   MAX_WAIT=300        ... up to this many
-#   MAX_ROUNDS=8        rounds on end that bring nothing before it gives up
-#   SAVE_EVERY=2        seconds of download that a SIGKILL may lose
-#   PROGRESS_EVERY=15   seconds between two lines of progress (1 on a terminal)
-#   LOCK_WAIT=60        seconds to wait for what an earlier run left behind in DEST
+#   FILES=4             files downloaded in parallel
+#   CONNECTIONS=8       connections per file, at most 16
+#   RETRY_WAIT=5        seconds before a retry, doubled after each round without progress
+#   MAX_WAIT=300        most seconds before a retry
+#   MAX_ROUNDS=8        consecutive rounds without progress before the script gives up
+#   SAVE_EVERY=2        seconds between aria2's saves; a SIGKILL loses what arrived since the last
+#   PROGRESS_EVERY=15   seconds between progress lines (1 on a terminal)
+#   LOCK_WAIT=60        seconds to wait for an earlier run on DEST to end
 set -euo pipefail
 shopt -s nullglob
 
-host=$(uname -n) # not HOSTNAME, which srun hands on from the login node
+host=$(uname -n) # not $HOSTNAME, which srun copies from the login node
 prefix="[$host]" nl=$'\n'
 say() { [ ! -t 1 ] || printf '\r\033[K' && echo "$prefix $*"; }
 fail() { say "error: $*" >&2; exit 2; }
 mb() { echo "$(($1 / 1000000)) MB"; }
 count_of() { printf '%s\n' "${state[@]-}" | grep -cx "$1" || true; }
 
-# Unlike a plain sleep, ends at once on a signal. Without stderr, where bash would report an aria2c
-# that was killed meanwhile.
+# A sleep that ends at once on a signal, as traps run during wait. stderr is discarded because bash
+# would report a killed aria2c on it.
 pause() {
     sleep "$1" >/dev/null 9>&- &
     wait $!
@@ -44,21 +44,21 @@ default_plan() {
     local parts=(plan/download-*.txt) k=
     [ ${#parts[@]} -ne 1 ] || { echo "${parts[0]}" && return; }
     [ ! -f "plan/worker-$host" ] || k=$(<"plan/worker-$host")
-    # Several workers on one host would share that note.
+    # Several workers on one host would share that file.
     [ "${MEGASCALE_NUM_SLICES:-1}" != 1 ] || k=${TPU_WORKER_ID:-$k}
-    [ -n "$k" ] || fail "plan/ has ${#parts[@]} parts, and not which is this host's:" \
+    [ -n "$k" ] || fail "plan/ has ${#parts[@]} parts and no index of this host:" \
         "run script.py here, or name the part: bash script.sh plan/download-K.txt"
     echo "plan/download-$k.txt"
 }
 
-# Fills urls, names, sizes and sums, by number of the file; empty where the plan says nothing.
+# Reads the plan into the arrays urls, names, sizes and sums; unknown values are empty.
 read_plan() {
     local line size='' number=0 i=0
     urls=() names=() sizes=() sums=() state=()
     while IFS= read -r line || [ -n "$line" ]; do
         number=$((number + 1))
         if [[ $line =~ ^https?:// ]]; then
-            i=${#urls[@]} state[i]=todo reason[i]='cut off' wrongs[i]=0
+            i=${#urls[@]} state[i]=pending reason[i]='cut off' failed_checks[i]=0
             urls[i]=$line sizes[i]=$size sums[i]='' size=
         elif [[ $line =~ ^'# size='([0-9]+)$ ]]; then
             size=${BASH_REMATCH[1]}
@@ -67,19 +67,21 @@ read_plan() {
         elif [[ $line =~ ^'  checksum=sha-256='([0-9a-f]{64})$ ]]; then
             sums[i]=${BASH_REMATCH[1]}
         elif [[ $line =~ ^('# size='|[^#]) ]]; then
-            fail "line $number of $plan is none that script.py writes: $line"
+            fail "line $number of $plan is not in script.py's format: $line; make the plan again"
         fi
     done <"$plan"
     count=${#urls[@]}
-    [ ${#names[@]} -eq "$count" ] || fail "$plan has $count addresses and ${#names[@]} names (out=)"
+    [ ${#names[@]} -eq "$count" ] ||
+        fail "$plan has $count addresses but ${#names[@]} names (out=);" \
+            "make the plan again"
 }
 
-# The line of .verified for the file $1 under its final name.
+# The line in .verified for file $1 under its final name.
 identity() { echo "$(stat -c '%s %.9Y' "$dest/${names[$1]}") ${sums[$1]:--} ${names[$1]}"; }
 
-# What was verified before is done. What changed since is checked as if it had just been downloaded,
-# and so is what lies whole in .unfinished, if there is something to check it by.
-scan() {
+# Files listed in .verified are done. Files that changed since are checked again, and so are
+# complete files in .unfinished whose SHA-256 is known.
+find_verified_files() {
     local verified line
     verified=$nl$(cat "$dest/.verified")$nl
     for ((i = 0; i < count; i++)); do
@@ -95,103 +97,108 @@ scan() {
     done
 }
 
-# Runs in the background, once a file: gives it its final name, or says by its status what is wrong.
+# Verifies file $1 and gives it its final name; status 3: wrong size, 4: wrong SHA-256. Runs in the
+# background.
 check() {
     local size sum
     size=$(stat -c %s "${partial[$1]}") && [ "$size" = "${sizes[$1]:-$size}" ] || return 3
     if [ -n "${sums[$1]}" ]; then
         sum=$(sha256sum <"${partial[$1]}") && [ "${sum%% *}" = "${sums[$1]}" ] || return 4
     fi
-    # Brought to disk first: .verified must not outlive it in a power cut.
+    # sync first: after a power cut .verified must not list a file that was lost.
     sync "${partial[$1]}" && mv -f "${partial[$1]}" "$dest/" && identity "$1" >&9
 }
 
-# Acts on the result of the check of file $1.
-finish() {
+# Handles the result of the check of file $1.
+handle_check_result() {
     local status=0
     wait "${checker[$1]}" || status=$?
     progressed=1
     case $status in
         0) state[$1]=done sizes[$1]=$(stat -c %s "$dest/${names[$1]}") && return ;;
-        3) reason[$1]="wrong size, $(stat -c %s "${partial[$1]}") and not ${sizes[$1]} bytes" ;;
-        4) reason[$1]="wrong SHA-256, it should be ${sums[$1]}" ;;
+        3) reason[$1]="wrong size, $(stat -c %s "${partial[$1]}") instead of ${sizes[$1]} bytes" ;;
+        4) reason[$1]="wrong SHA-256, expected ${sums[$1]}" ;;
         *) fail "cannot write ${names[$1]} in $dest" ;;
     esac
     rm "${partial[$1]}"
-    state[$1]=todo
-    # What was fetched is fetched a second time, in case it broke on the way.
-    [ $rounds = 0 ] || wrongs[$1]=$((wrongs[$1] + 1))
-    [ "${wrongs[$1]}" -lt 2 ] || give_up "$1"
+    state[$1]=pending
+    # A downloaded file that fails its check is downloaded once more.
+    [ $rounds = 0 ] || failed_checks[$1]=$((failed_checks[$1] + 1))
+    [ "${failed_checks[$1]}" -lt 2 ] || give_up "$1"
 }
 
-give_up() { # no further round can bring file $1
+give_up() { # file $1 cannot be downloaded, however often it is tried
     state[$1]=failed
-    say "${names[$1]}: ${reason[$1]}; the others go on"
+    say "${names[$1]}: ${reason[$1]}; the other files continue"
 }
 
-# Sends downloaded files to their check and checked ones to their final names; sets unchecked.
-sweep() {
+# Starts checks of downloaded files and handles finished checks; sets num_unchecked.
+update_states() {
     local complete
-    # A file of full length without its .aria2 is complete, or was killed before aria2's first
-    # record of it: only aria2's word tells these apart.
+    # A file of full length without an .aria2 file is complete, or aria2 was killed before it wrote
+    # one. Only aria2's log tells these cases apart.
     complete=$nl$(sed -n 's/.*Download complete: .*\///p' "$log")$nl
-    unchecked=0
+    num_unchecked=0
     for ((i = 0; i < count; i++)); do
-        if [[ ${state[i]} = todo && $complete = *"$nl${names[i]}$nl"* ]]; then
+        if [[ ${state[i]} = pending && $complete = *"$nl${names[i]}$nl"* ]]; then
             [ ! -e "${partial[i]}" ] || [ -e "${partial[i]}.aria2" ] || state[i]=downloaded
         elif [ "${state[i]}" = checking ] && ! kill -0 "${checker[i]}" 2>/dev/null; then
-            finish $i
+            handle_check_result $i
         fi
-        if [ "${state[i]}" = downloaded ] && [ $unchecked -lt "$checkers" ]; then
+        if [ "${state[i]}" = downloaded ] && [ $num_unchecked -lt "$max_checkers" ]; then
             check $i &
             checker[i]=$! state[i]=checking
         fi
-        [ "${state[i]}" != checking ] || unchecked=$((unchecked + 1))
+        [ "${state[i]}" != checking ] || num_unchecked=$((num_unchecked + 1))
     done
 }
-drain() { sweep; while [ $unchecked -gt 0 ]; do pause 0.1; sweep; done; }
+finish_checks() {
+    update_states
+    while [ $num_unchecked -gt 0 ]; do pause 0.1; update_states; done
+}
 
-# Sets total, the bytes of the files that may still be complete, and here, those of them that are on
-# disk: unfinished files have holes where nothing arrived yet.
-tally() {
+# Sets total, the bytes of all files except failed ones, and on_disk, their bytes on disk. Counts
+# allocated blocks, as unfinished files have holes.
+count_bytes() {
     local paths=()
-    total=0 here=0
+    total=0 on_disk=0
     for ((i = 0; i < count; i++)); do
         [ "${state[i]}" != failed ] || continue
         total=$((total + ${sizes[i]:-0}))
-        [ "${state[i]}" = done ] && here=$((here + sizes[i])) || paths+=("${partial[i]}")
+        [ "${state[i]}" = done ] && on_disk=$((on_disk + sizes[i])) || paths+=("${partial[i]}")
     done
-    here=$((here + $({ echo 0; stat -c '%b * %B' "${paths[@]}" || :; } 2>/dev/null | paste -sd +)))
+    on_disk=$((on_disk + $({ echo 0; stat -c '%b * %B' "${paths[@]}" || :; } 2>/dev/null |
+        paste -sd +)))
 }
 
 progress() {
     local rate left='?' line
-    tally
-    rate=$(((here - at_start) / (SECONDS > 0 ? SECONDS : 1)))
-    [ $rate -le 0 ] || [ $here -gt $total ] || left=$(((total - here) / rate / 60))
-    line="$(count_of done)/$count files, $(mb $here) of $(mb $total), $((rate / 1000000)) MB/s"
+    count_bytes
+    rate=$(((on_disk - at_start) / (SECONDS > 0 ? SECONDS : 1)))
+    [ $rate -le 0 ] || [ $on_disk -gt $total ] || left=$(((total - on_disk) / rate / 60))
+    line="$(count_of done)/$count files, $(mb $on_disk) of $(mb $total), $((rate / 1000000)) MB/s"
     line+=", $left min left"
     if [ -t 1 ]; then printf '\r%s\033[K' "$prefix $line"; else say "$line"; fi
 }
 
-# aria2 repeats its headers wherever it is redirected to, and the CDN must not see the token. curl
-# drops it there; what it is led to is what aria2 gets.
-sign_links() {
-    local asked=() targets=() links number status target
+# aria2 sends its headers to redirect targets too, but the CDN must not receive the token. curl
+# drops the token there, so it resolves the redirects and aria2 gets the signed links.
+resolve_links() {
+    local indices=() targets=() links number status target
     for ((i = 0; i < count; i++)); do
-        [[ ${state[i]} = todo && ${urls[i]} = "$hub"/* ]] || continue
-        asked+=("$i") targets+=("${urls[i]}") link[i]='' reason[i]='no answer from the hub'
+        [[ ${state[i]} = pending && ${urls[i]} = "$hub"/* ]] || continue
+        indices+=("$i") targets+=("${urls[i]}") link[i]='' reason[i]='no answer from the hub'
     done
-    [ ${#asked[@]} -gt 0 ] || return 0
-    links=$(mktemp "$unfinished/.links.XXXXXX") # its mode is 600
+    [ ${#indices[@]} -gt 0 ] || return 0
+    links=$(mktemp "$unfinished/.links.XXXXXX") # mktemp gives it mode 600
     printf 'Authorization: Bearer %s\n' "$token" | curl -qgsIL -H @- -m 60 --connect-timeout 10 \
         -Z --parallel-immediate --parallel-max 16 "${targets[@]}" \
         -w '\n=> %{urlnum} %{http_code} %{url_effective}\n' >"$links" 2>/dev/null 9>&- &
     child=$!
-    wait $child || true # each link has its own status
+    wait $child || true # every link has its own status
     child=
     while read -r number status target; do
-        i=${asked[number]}
+        i=${indices[number]}
         [[ $status = 200 || $target != "$hub"/* ]] &&
             link[i]=$target reason[i]='cut off' && continue
         [ "$status" = 000 ] || reason[i]="the hub answers $status to this HF_TOKEN"
@@ -201,17 +208,17 @@ sign_links() {
     rm "$links"
 }
 
-# One aria2 over all that is missing. It holds the lock too, and ends when this script is gone.
+# One run of aria2 for all pending files. It inherits the lock and ends when this script ends.
 fetch() {
     local shown=$SECONDS status=0 url why
     link=("${urls[@]}")
-    [ -z "$token" ] || sign_links
+    [ -z "$token" ] || resolve_links
     rounds=$((rounds + 1))
     for ((i = 0; i < count; i++)); do
-        [ "${state[i]}" = todo ] && [ -n "${link[i]}" ] || continue
+        [ "${state[i]}" = pending ] && [ -n "${link[i]}" ] || continue
         [ -e "${partial[i]}.aria2" ] || rm -f "${partial[i]}"
         printf '%s\n  out=%s\n' "${link[i]}" "${names[i]}"
-        [[ -z $token || ${link[i]} != "$hub"/* ]] || # what the hub itself sends
+        [[ -z $token || ${link[i]} != "$hub"/* ]] || # the hub sends this file itself
             printf '  header=Authorization: Bearer %s\n' "$token"
     done | aria2c --no-conf --no-netrc --input-file=- --dir="$unfinished" --continue \
         --max-concurrent-downloads="$files" --split="$connections" --min-split-size=1M \
@@ -222,20 +229,20 @@ fetch() {
     child=$!
     while kill -0 $child 2>/dev/null; do
         pause 0.5
-        sweep
+        update_states
         [ $((SECONDS - shown)) -lt "$progress_every" ] || { progress && shown=$SECONDS; }
     done
     wait $child 2>/dev/null || status=$?
     child=
     [ $status != 28 ] || fail "aria2c: $(head -n 3 "$log" | tr '\n' ' ')"
-    drain
-    # Its exit code is that of the last error only; the log has one for each file.
+    finish_checks
+    # The exit code covers the last error only; the log has one per file.
     while read -r url status why; do
         for ((i = 0; i < count; i++)); do
-            [ "${state[i]}" = todo ] && [ "${link[i]}" = "$url" ] || continue
+            [ "${state[i]}" = pending ] && [ "${link[i]}" = "$url" ] || continue
             reason[i]="$why (aria2 error $status)" trouble=$why
             [[ $status != 24 || ${urls[i]} != "$hub"/* ]] ||
-                reason[i]="the hub answers 401: a gated dataset wants HF_TOKEN"
+                reason[i]="the hub answers 401: a gated dataset needs HF_TOKEN"
             [[ $why != *status=403* || $token || ${urls[i]} != "$hub"/* ]] ||
                 reason[i]="the hub answers 403: if the dataset is gated, set HF_TOKEN"
             case $status in 3 | 24) give_up $i ;; esac
@@ -246,23 +253,24 @@ fetch() {
     ' "$log")
 }
 
-# Rounds of aria2 until nothing is missing that may still come.
+# Runs aria2 until no file is pending or MAX_ROUNDS rounds made no progress.
 download() {
     local idle=0 delay=$retry_wait free before trouble
-    while [ "$(count_of todo)" -gt 0 ] && [ $idle -lt "$max_rounds" ]; do
-        tally
+    while [ "$(count_of pending)" -gt 0 ] && [ $idle -lt "$max_rounds" ]; do
+        count_bytes
         free=$(df --output=avail -B1 "$dest" | tail -n 1)
-        [ $((total - here)) -le "$free" ] ||
-            fail "no space in $dest: $(mb $((total - here))) are needed, $(mb "$free") are free"
+        [ $((total - on_disk)) -le "$free" ] ||
+            fail "no space in $dest: $(mb $((total - on_disk))) needed, $(mb "$free") free;" \
+                "free some, or name another directory"
         if [ $rounds -gt 0 ]; then
-            say "$(count_of todo) files are still to come ($trouble); next try in $delay s"
+            say "$(count_of pending) files are pending ($trouble); next try in $delay s"
             pause "$delay"
         fi
-        before=$here progressed=0 trouble='cut off'
+        before=$on_disk progressed=0 trouble='cut off'
         fetch
-        tally
+        count_bytes
         idle=$((idle + 1)) delay=$((delay * 2 < max_wait ? delay * 2 : max_wait))
-        [ $progressed = 0 ] && [ $here -le "$before" ] || { idle=0 && delay=$retry_wait; }
+        [ $progressed = 0 ] && [ $on_disk -le "$before" ] || { idle=0 && delay=$retry_wait; }
     done
 }
 
@@ -283,7 +291,7 @@ files=${FILES:-4} connections=${CONNECTIONS:-8} save_every=${SAVE_EVERY:-2}
 retry_wait=${RETRY_WAIT:-5} max_wait=${MAX_WAIT:-300} max_rounds=${MAX_ROUNDS:-8}
 progress_every=${PROGRESS_EVERY:-15}
 [ ! -t 1 ] || progress_every=1
-checkers=$(nproc) child='' rounds=0
+max_checkers=$(nproc) child='' rounds=0
 
 plan=${1:-$(default_plan)} dest=${2:-data}
 unfinished=$dest/.unfinished log=$dest/.unfinished/.aria2.log
@@ -292,43 +300,44 @@ trap 'stop 143' TERM HUP
 k=${plan##*/download-}
 [ "$k" = "$plan" ] || prefix="[$host worker ${k%.txt}]"
 type aria2c ${token:+curl} >/dev/null 2>&1 ||
-    fail "no aria2c, or no curl: sudo apt-get install aria2 curl (setup-tpu-vm.sh does it)"
+    fail "aria2c or curl is not installed: sudo apt-get install aria2 curl (or run setup-tpu-vm.sh)"
 [ -f "$plan" ] || fail "no such plan: $plan; make one: python script.py --dataset NAME"
 read_plan
-mkdir -p "$dest" 2>/dev/null || fail "cannot make the folder $dest"
+mkdir -p "$dest" 2>/dev/null || fail "cannot make the directory $dest; name another"
 { exec 9>>"$dest/.verified"; } 2>/dev/null || fail "cannot write in $dest"
-flock -n 9 || say "waiting for what still runs on $dest"
-flock -w "${LOCK_WAIT:-60}" 9 >/dev/null & wait $! || fail "another script.sh is busy in $dest"
+flock -n 9 || say "waiting for another script.sh on $dest"
+flock -w "${LOCK_WAIT:-60}" 9 >/dev/null & wait $! ||
+    fail "another script.sh is busy in $dest; wait until it ends"
 
-scan
+find_verified_files
 if [ "$(count_of done)" -lt "$count" ]; then
     mkdir -p "$unfinished"
-    (umask 077 && touch "$log") # it has signed links
-    drain
+    (umask 077 && touch "$log") # contains signed links
+    finish_checks
 fi
-tally
-at_start=$here SECONDS=0
+count_bytes
+at_start=$on_disk SECONDS=0
 download
 
-planned=$(printf '%s/' '' "${names[@]}") others='' unsummed=0
+planned=$(printf '%s/' '' "${names[@]}") extra='' without_sum=0
 for ((i = 0; i < count; i++)); do
     [ "${state[i]}" = done ] || { say "missing: ${names[i]}: ${reason[i]}" >&2 && continue; }
     rm -f "${partial[i]}".aria2*
-    [ -n "${sums[i]}" ] || unsummed=$((unsummed + 1))
+    [ -n "${sums[i]}" ] || without_sum=$((without_sum + 1))
 done
 [ "$(count_of done)" -eq "$count" ] ||
     { say "$(count_of done) of $count files are complete; run the same command again" >&2; exit 1; }
 rm -f "$log" "$unfinished"/.links.*
 [ ! -d "$unfinished" ] || rmdir "$unfinished" 2>/dev/null ||
-    say "$unfinished has files of another plan: finish that one, or remove the folder;" \
-        "until then the loader refuses $dest"
+    say "$unfinished has files of another plan; the loader refuses $dest until you finish that" \
+        "plan or remove the directory"
 for file in "$dest"/*.parquet; do
-    [[ $planned = */"${file##*/}"/* ]] || others+=" ${file##*/}"
+    [[ $planned = */"${file##*/}"/* ]] || extra+=" ${file##*/}"
 done
-[ -z "$others" ] || say "not in $plan, but the loader takes every *.parquet in $dest;" \
-    "move away what is not to be trained on:$others"
-tally
+[ -z "$extra" ] || say "not in $plan, but the loader takes every *.parquet in $dest;" \
+    "move away files that you do not want to train on:$extra"
+count_bytes
 seconds=$((SECONDS > 0 ? SECONDS : 1)) verified='all verified'
-[ $unsummed = 0 ] || verified="$unsummed of them without a checksum"
-say "complete: $count files, $(mb $here), $verified; fetched $(mb $((here - at_start)))" \
-    "in $SECONDS s, $(((here - at_start) / seconds / 1000000)) MB/s"
+[ $without_sum = 0 ] || verified="$without_sum of them without a checksum"
+say "complete: $count files, $(mb $on_disk), $verified; fetched $(mb $((on_disk - at_start)))" \
+    "in $SECONDS s, $(((on_disk - at_start) / seconds / 1000000)) MB/s"

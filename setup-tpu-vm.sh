@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Put what the scripts need on a machine: aria2, curl, .venv, jax for its accelerator, requirements.txt.
+# Install what the scripts need: aria2, curl, .venv, jax for this accelerator, requirements.txt.
 #
 #   bash setup-tpu-vm.sh            a TPU VM; on a slice, run it on every worker at once:
 #   gcloud compute tpus tpu-vm ssh $TPU_NAME --zone=$ZONE --worker=all \
 #       --command="git clone URL_OF_THIS_REPOSITORY scripts; cd scripts && bash setup-tpu-vm.sh"
 #   bash setup-tpu-vm.sh cuda       a machine with NVIDIA GPUs (CUDA 12 or newer driver)
-#   bash setup-tpu-vm.sh cpu        any other
-#   bash setup-tpu-vm.sh aria2      aria2 and curl alone, with which script.sh downloads
+#   bash setup-tpu-vm.sh cpu        a machine without accelerator
+#   bash setup-tpu-vm.sh aria2      only aria2 and curl, which script.sh needs
 #
-# Safe to run again: what is there already is left alone. Then: source .venv/bin/activate
-# PYTHON=python3.12 chooses the interpreter, 3.11 or newer. Asks nothing.
+# Safe to run again: installed parts are kept. Then: source .venv/bin/activate
+# PYTHON=python3.12 selects the interpreter, 3.11 or newer. Asks no questions.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -34,7 +34,7 @@ esac
 apt_install() {
     say "installing $*"
     as_root=$([ "$(id -u)" = 0 ] || echo sudo)
-    # A fresh VM may still be updating itself: wait for its lock.
+    # A new VM may still be installing updates, so wait up to 300 s for the apt lock.
     apt_get="$as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"
     $apt_get update && $apt_get install -y "$@" >/dev/null
 }
@@ -51,7 +51,7 @@ find_python() {
 
 if ! command -v aria2c >/dev/null || ! command -v curl >/dev/null; then
     command -v apt-get >/dev/null || {
-        say "aria2 (aria2c) and curl are needed; install them with this system's package manager" >&2
+        say "install aria2 and curl with this system's package manager" >&2
         exit 2
     }
     apt_install aria2 curl
@@ -60,23 +60,23 @@ fi
 
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
-    # TPU images come with Ubuntu 22.04, whose python3 is 3.10 and whose archive has 3.11 beside it.
+    # TPU VMs run Ubuntu 22.04: python3 is 3.10, and its archive also has 3.11.
     [ -n "$python" ] || { apt_install python3.11 python3.11-venv && python=$(find_python); } || true
     if [ -z "$python" ]; then
-        say "Python 3.11 or newer is needed; install one, or name one by PYTHON=..." >&2
+        say "no Python 3.11 or newer; install one, or name it with PYTHON=..." >&2
         exit 2
     fi
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     say "making .venv with Python $version"
     rm -rf .venv
-    # Debian and Ubuntu keep venv in a package of its own.
+    # Debian and Ubuntu have venv in a separate package.
     "$python" -m venv .venv >/dev/null 2>&1 ||
         { apt_install "python$version-venv" && "$python" -m venv --clear .venv; }
 fi
 pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 say "installing packages for $target (some minutes the first time)"
-# torch only reads checkpoints, on the host. Its CPU build is a tenth of the size of the CUDA build
-# that the package index has; where PyTorch's own index is out of reach, the large one does as well.
+# torch only reads checkpoints, on the host. PyTorch's index has a CPU build, a tenth of the size of
+# the CUDA build on PyPI; the CUDA build is the fallback if that index cannot be reached.
 pip install --no-index "$torch" 2>/dev/null ||
     pip --retries 1 install "$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     pip install "$torch"

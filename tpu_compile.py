@@ -62,7 +62,7 @@ from tpu_programs import (
 )
 from training_flags import check_config, ema_flags
 from training_models import Models, encode_text
-from training_run import IN_FLIGHT, make_update_average
+from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
 DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
@@ -231,7 +231,7 @@ def train_job(config, devices):
             "optimizer": state.opt_state,
             "ema": [average] * num_averages,
             "frozen models": frozen,
-            "batches": [batch] * (1 + IN_FLIGHT),
+            "batches": [batch] * (1 + MAX_STEPS_IN_FLIGHT),
         },
         batch_per_chip=B,
         trips=config.gradient_accumulation_steps,

@@ -1,4 +1,4 @@
-"""The trainer's flags and their validation. Importing this loads neither jax nor torch."""
+"""The trainer's flags and their validation. Importing this file loads neither jax nor torch."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -13,7 +13,7 @@ POSITIVE = (
 
 
 def may_change(default: Any = MISSING) -> Any:
-    """A flag that may change when a run is resumed: results differ by rounding at most."""
+    """A flag that may change on resume, as it changes results by rounding at most."""
     return field(default=default, metadata={"may_change": True})
 
 
@@ -24,94 +24,94 @@ def per_process(default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    # model; directories may change when a run is resumed, the weights in them may not
+    # model; on resume, directories may change but not the weights in them
     pretrained_model_name_or_path: str = per_process()  # pipeline directory or hub id
-    unet_model_name_or_path: str = per_process()  # 8-channel UNet, of create_modified_unet.py
+    unet_model_name_or_path: str = per_process()  # output of create_modified_unet.py
     revision: str | None = may_change(None)  # branch, tag or commit of a hub id
     variant: str | None = may_change(None)  # e.g. fp16, of the pretrained model's files
     # data
-    train_data_dir: str = per_process("data")  # directory with *.parquet shards, this host's or all
-    original_image_column: str = ""  # "" finds original_image or input_image
-    edited_image_column: str = ""  # "" finds edited_image
-    edit_prompt_column: str = ""  # "" finds edit_prompt
-    max_train_samples: int | None = None  # use the first N pairs only
+    train_data_dir: str = per_process("data")  # directory of *.parquet shards, all or this host's
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    max_train_samples: int | None = None  # use the first N pairs only; None: all
     resolution: int = 256  # side of the square training images, pixels
-    random_crop: bool = True  # crop anywhere along the longer side, else in the middle
+    random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
-    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # dct: while decoding
-    shuffle_buffer: int = 4096  # encoded pairs to draw from, over all hosts; see docs/data.md
-    max_bad_fraction: float = may_change(0.1)  # stop if more pairs than this cannot be decoded
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
+    shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
+    max_bad_fraction: float = may_change(0.1)  # stop if a larger fraction is undecodable
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
-    cache_latents: str = per_process("")  # directory for the VAE's latents; "" encodes every step
+    cache_latents: str = per_process("")  # directory for the VAE's latents; "": no cache
     # training
-    train_batch_size: int = 16  # pairs per step over all devices of all hosts
+    train_batch_size: int = 16  # global batch: pairs per optimizer step
     gradient_accumulation_steps: int = may_change(1)  # micro-batches per step
     max_train_steps: int = 15000  # optimizer steps
-    num_train_epochs: int | None = may_change(None)  # instead of max_train_steps
-    learning_rate: float = 5e-5  # peak
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    lr_warmup_steps: int = 0  # linear from 0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_weight_decay: float = 1e-2
-    adam_epsilon: float = 1e-8
+    num_train_epochs: int | None = may_change(None)  # replaces max_train_steps; None: off
+    learning_rate: float = 5e-5  # peak value
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
+    lr_warmup_steps: int = 0  # linear warm-up from 0
+    adam_beta1: float = 0.9  # decay of the first moment
+    adam_beta2: float = 0.999  # decay of the second moment
+    adam_weight_decay: float = 1e-2  # decoupled, as in AdamW; 0: off
+    adam_epsilon: float = 1e-8  # added to the root of the second moment
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
-    snr_gamma: float | None = None  # min-SNR loss weights, 5 in the paper; None: off
-    conditioning_dropout_prob: float = 0.05  # of each of three cases, at most 1/3; 0: off
-    mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; master weights stay float32
-    gradient_checkpointing: bool = may_change(False)  # recompute activations: less memory, slower
-    seed: int = 42
+    snr_gamma: float | None = None  # min-SNR loss weighting, 5 in the paper; None: off
+    conditioning_dropout_prob: float = 0.05  # for text, image and both, each; at most 1/3; 0: off
+    mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
+    gradient_checkpointing: bool = may_change(False)  # less memory, slower
+    seed: int = 42  # of data order, augmentation, noise and dropout
     # exponential moving average (EMA) of the weights
-    ema: Literal["none", "late", "full", "power"] = "late"  # late: only in the final stage
-    ema_fraction: float = 0.036  # late: average this last part of the run
-    ema_start_step: int | None = None  # late: first averaged step, instead of ema_fraction
-    ema_decay: float | None = None  # per step; None: 1 - 5 / (averaged steps)
-    ema_every: int = 1  # steps between updates, each with decay ema_decay^ema_every
-    ema_warmup: bool = False  # smaller decays at first, (1 + n) / (10 + n), as in diffusers
+    ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
+    ema_fraction: float = 0.036  # late: fraction of the run, at its end, to average
+    ema_start_step: int | None = None  # late: first averaged step; replaces ema_fraction
+    ema_decay: float | None = None  # decay per step; None: 1 - 5 / (averaged steps)
+    ema_every: int = 1  # steps between updates; each has decay ema_decay ** ema_every
+    ema_warmup: bool = False  # decay of update n at most (1 + n) / (10 + n), as in diffusers
     ema_snapshot_steps: int | None = None  # power: steps between snapshots; None: 1/8 of the run
     # output
-    output_dir: str = per_process("instruct-pix2pix-model")  # becomes a pipeline directory
-    overwrite_output_dir: bool = may_change(False)  # replace the model of an earlier run
-    save_raw_unet: bool = may_change(False)  # also save the UNet before averaging, unet_raw/
+    output_dir: str = per_process("instruct-pix2pix-model")  # for model, checkpoints and metrics
+    overwrite_output_dir: bool = may_change(False)  # replace an existing model
+    save_raw_unet: bool = may_change(False)  # also save the UNet without EMA, in unet_raw/
     logging_steps: int = may_change(50)  # steps between lines of metrics.jsonl
-    report_to: Literal["none", "wandb"] = may_change("none")
+    report_to: Literal["none", "wandb"] = may_change("none")  # besides metrics.jsonl
     tracker_project_name: str = may_change("instruct-pix2pix")  # wandb project
     checkpointing_steps: int = may_change(500)  # steps between checkpoints; 0: only when stopped
-    checkpoints_total_limit: int | None = may_change(2)  # checkpoints to keep; None: all
-    resume_from_checkpoint: str = may_change("latest")  # or none, or a directory checkpoints/500
-    validation_image: tuple[str, ...] = may_change(())  # images to edit while training
+    checkpoints_total_limit: int | None = may_change(2)  # newest checkpoints to keep; None: all
+    resume_from_checkpoint: str = may_change("latest")  # latest, none, or DIR/checkpoints/STEP
+    validation_image: tuple[str, ...] = may_change(())  # images to edit during training
     validation_prompt: tuple[str, ...] = may_change(())  # one instruction each, or one for all
-    validation_steps: int = may_change(500)  # steps between edits, saved in validation/
-    profile_steps: str = may_change("")  # FIRST:LAST, steps to trace into profile/
+    validation_steps: int = may_change(500)  # steps between validations, saved in validation/
+    profile_steps: str = may_change("")  # FIRST:LAST, steps to trace into profile/; "": none
     push_to_hub: bool = may_change(False)  # upload the model; needs HF_TOKEN or `hf auth login`
     hub_model_id: str | None = may_change(None)  # OWNER/NAME; None: the name of output_dir
-    compilation_cache_dir: str = per_process("~/.cache/jax")  # compiled programs; "": none
-    # several hosts that no TPU slice, Slurm or Open MPI describes: all three, or none
+    compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
+    # several hosts without TPU slice, Slurm or Open MPI: give all three flags
     coordinator_address: str | None = per_process(None)  # HOST:PORT of process 0
-    num_processes: int | None = may_change(None)
-    process_id: int | None = per_process(None)  # of this process, from 0
+    num_processes: int | None = may_change(None)  # over all hosts
+    process_id: int | None = per_process(None)  # index of this process, from 0
 
 
 def fixed_flags(config: Config, unless: str) -> dict[str, Any]:
-    """The flags, {name: value}, whose metadata lacks `unless` ("may_change" or "per_process")."""
+    """The flags, {name: value}, without the metadata `unless` ("may_change" or "per_process")."""
     return {
         f.name: getattr(config, f.name) for f in fields(Config) if not f.metadata.get(unless, False)
     }
 
 
 def flag(config: Config, name: str) -> str:
-    """A flag as the user writes it, for an error message: "--name value"."""
+    """Format a flag for an error message: "--name value"."""
     return f"--{name} {getattr(config, name)}"
 
 
 def nearest_multiples(number: int, factor: int) -> str:
-    """The positive multiples of factor next to number, for an error message: "2 or 4"."""
+    """Format the positive multiples of factor next to number: "2 or 4"."""
     below = number // factor * factor
     return " or ".join(str(n) for n in (below, below + factor) if n > 0)
 
 
-def profile_window(text: str) -> tuple[int, int]:
-    """The first and the last step, from 0, that "FIRST:LAST" names; (-1, -1) for ""."""
+def profiled_steps(text: str) -> tuple[int, int]:
+    """Parse "FIRST:LAST" into the first and last profiled step, from 0; (-1, -1) for ""."""
     if not text:
         return -1, -1
     numbers = text.split(":")
@@ -125,7 +125,7 @@ def profile_window(text: str) -> tuple[int, int]:
 
 
 def check_config(config: Config, num_devices: int) -> None:
-    """Raise a ValueError for flags that no run can work with, before anything is loaded."""
+    """Raise a ValueError for invalid flags."""
     check_numbers(config)
     check_batch(config, num_devices)
     check_combinations(config)
@@ -133,7 +133,7 @@ def check_config(config: Config, num_devices: int) -> None:
 
 
 def check_numbers(config: Config) -> None:
-    """Refuse numbers that are out of their range."""
+    """Raise a ValueError for a number out of range."""
     for name in POSITIVE:
         if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"{flag(config, name)} must be at least 1")
@@ -143,7 +143,8 @@ def check_numbers(config: Config) -> None:
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{flag(config, name)} must be at least 0 and below 1")
-    for name in ("adam_weight_decay", "checkpointing_steps"):
+    not_negative = ("adam_weight_decay", "checkpointing_steps", "shuffle_buffer")
+    for name in (*not_negative, "dataloader_num_workers"):
         if not getattr(config, name) >= 0:
             raise ValueError(f"{flag(config, name)} must be at least 0")
     if config.snr_gamma is not None and not 0 < config.snr_gamma < float("inf"):
@@ -152,14 +153,16 @@ def check_numbers(config: Config) -> None:
         raise ValueError(f"{flag(config, 'seed')} must be from 0 to 4294967295")
     if not 0 <= config.conditioning_dropout_prob <= 1 / 3:
         raise ValueError(
-            f"{flag(config, 'conditioning_dropout_prob')} must be from 0 to 1/3: it is the chance "
-            "of each of three cases"
+            f"{flag(config, 'conditioning_dropout_prob')} must be from 0 to 1/3, as it applies "
+            "to three cases"
         )
-    profile_window(config.profile_steps)
+    if not 0 <= config.max_bad_fraction <= 1:
+        raise ValueError(f"{flag(config, 'max_bad_fraction')} must be from 0 to 1")
+    profiled_steps(config.profile_steps)
 
 
 def check_batch(config: Config, num_devices: int) -> None:
-    """Refuse a batch that the devices cannot share equally."""
+    """Raise a ValueError for a batch that cannot be divided over devices and micro-batches."""
     if config.train_batch_size % num_devices:
         raise ValueError(
             f"{flag(config, 'train_batch_size')} is not divisible by {num_devices} devices; try "
@@ -168,17 +171,17 @@ def check_batch(config: Config, num_devices: int) -> None:
     per_device = config.train_batch_size // num_devices
     if config.gradient_accumulation_steps < 1 or per_device % config.gradient_accumulation_steps:
         raise ValueError(
-            f"{flag(config, 'gradient_accumulation_steps')} must divide the {per_device} pairs of "
-            f"a device ({flag(config, 'train_batch_size')} on {num_devices} devices)"
+            f"{flag(config, 'gradient_accumulation_steps')} must divide the {per_device} pairs per "
+            f"device ({flag(config, 'train_batch_size')} on {num_devices} devices)"
         )
 
 
 def check_combinations(config: Config) -> None:
-    """Refuse flags that contradict each other."""
+    """Raise a ValueError for flags that contradict each other."""
     if config.num_train_epochs is not None and config.max_train_steps != Config.max_train_steps:
         raise ValueError(
-            f"{flag(config, 'num_train_epochs')} and {flag(config, 'max_train_steps')} both say "
-            "how long to train; leave out one"
+            f"{flag(config, 'num_train_epochs')} and {flag(config, 'max_train_steps')} both set "
+            "the length of the run; leave out one"
         )
     if config.ema_snapshot_steps is not None and config.ema != "power":
         raise ValueError(
@@ -192,22 +195,22 @@ def check_combinations(config: Config) -> None:
     num_images, num_prompts = len(config.validation_image), len(config.validation_prompt)
     if num_prompts not in (num_images, min(1, num_images)):
         raise ValueError(
-            f"{num_images} --validation_image and {num_prompts} --validation_prompt do not go "
-            "together; give one instruction for each image, or one for all"
+            f"{num_images} --validation_image and {num_prompts} --validation_prompt do not match; "
+            "give one instruction for each image, or one for all"
         )
     if config.hub_model_id is not None and not config.push_to_hub:
         raise ValueError(f"{flag(config, 'hub_model_id')} goes with --push_to_hub")
     if config.cache_latents and config.random_crop:
         raise ValueError(
-            "--cache_latents keeps latents of the middle of each image; add --no_random_crop (for "
-            "square images it changes nothing)"
+            "--cache_latents stores latents of the centre of each image; add --no_random_crop (it "
+            "changes nothing for square images)"
         )
     if config.num_train_epochs is None:
         check_schedules(config, config.max_train_steps)
 
 
 def check_schedules(config: Config, max_train_steps: int) -> None:
-    """Refuse a warm-up or an average that does not fit into max_train_steps steps."""
+    """Raise a ValueError for a warm-up, EMA or profile that does not fit into max_train_steps."""
     from ema_flax import ema_plan  # imports jax
 
     if not 0 <= config.lr_warmup_steps < max_train_steps:
@@ -218,17 +221,17 @@ def check_schedules(config: Config, max_train_steps: int) -> None:
     ema_plan(*ema_flags(config, max_train_steps))
     if (steps := snapshot_steps(config, max_train_steps)) > max_train_steps:
         raise ValueError(
-            f"--ema_snapshot_steps {steps} is more than the run's {max_train_steps} steps; take "
+            f"--ema_snapshot_steps {steps} is more than the run's {max_train_steps} steps; use "
             "an eighth of them or less"
         )
-    if profile_window(config.profile_steps)[1] >= max_train_steps:
+    if profiled_steps(config.profile_steps)[1] >= max_train_steps:
         raise ValueError(
-            f"{flag(config, 'profile_steps')} must be steps of the run, 0 to {max_train_steps - 1}"
+            f"{flag(config, 'profile_steps')} must be between 0 and {max_train_steps - 1}"
         )
 
 
 def ema_flags(config: Config, max_train_steps: int) -> tuple:
-    """The arguments of ema_flax.ema_plan."""
+    """The arguments of ema_flax.ema_plan that come from flags."""
     return (
         config.ema,
         max_train_steps,
@@ -241,7 +244,7 @@ def ema_flags(config: Config, max_train_steps: int) -> tuple:
 
 
 def snapshot_steps(config: Config, max_train_steps: int) -> int:
-    """Steps between snapshots of the averages, a multiple of ema_every; 0: no snapshots."""
+    """Steps between EMA snapshots, a multiple of ema_every; 0: no snapshots."""
     if config.ema != "power":
         return 0
     eighth = max_train_steps // 8 // config.ema_every * config.ema_every
@@ -249,7 +252,7 @@ def snapshot_steps(config: Config, max_train_steps: int) -> int:
 
 
 def check_output_dir(config: Config) -> None:
-    """Refuse an output_dir that cannot be written or whose content would be lost."""
+    """Raise a ValueError if output_dir cannot be written or its content would be lost."""
     if not config.output_dir:
         raise ValueError("--output_dir is empty; name a directory")
     output_dir, given = Path(config.output_dir), flag(config, "output_dir")
@@ -263,10 +266,14 @@ def check_output_dir(config: Config) -> None:
             f"{given} contains a model; name another directory, or replace the model with "
             "--overwrite_output_dir"
         )
-    own = [name for name in ("README.md", "config.json") if (output_dir / name).exists()]
-    if own and not (output_dir / "metrics.jsonl").exists() and not config.overwrite_output_dir:
+    overwritten = [name for name in ("README.md", "config.json") if (output_dir / name).exists()]
+    if (
+        overwritten
+        and not (output_dir / "metrics.jsonl").exists()
+        and not config.overwrite_output_dir
+    ):
         raise ValueError(
-            f"{given} contains {' and '.join(own)} of no training run, which would be lost; name "
-            "another directory, or add --overwrite_output_dir"
+            f"{given} contains {' and '.join(overwritten)} from something other than a training "
+            "run; name another directory, or replace them with --overwrite_output_dir"
         )
     check_writable(given, output_dir)

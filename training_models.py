@@ -1,6 +1,6 @@
-"""The models of a training run: loading, checking, encoding text and images, latents kept on disk.
+"""Models of a training run: load, check, encode text and images, cache latents on disk.
 
-cache_latents.py and the trainer's --cache_latents call write_latents().
+write_latents() implements cache_latents.py and the trainer's --cache_latents.
 """
 
 import contextlib
@@ -27,21 +27,22 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
+from command_line import differences
 from images import load_image, num_usable_cores
 from kernels_flax import by_platform
 from modeling_flax_clip import FlaxCLIPTextModel
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
-from parquet_dataset import MIN_ROWS_TO_JUDGE
+from parquet_dataset import MIN_ROWS_FOR_BAD_FRACTION
 from parquet_shards import (
     LATENTS,
     RowGroup,
     decode_pair,
-    first_rows_of,
-    latents_of,
+    latents_metadata,
     list_row_groups,
     pair_at,
     read_row_group,
+    take_first_rows,
 )
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -55,15 +56,15 @@ from training_output import tree_checksum
 logger = logging.getLogger(__name__)
 
 VALIDATION_INFERENCE_STEPS = 20
-COLUMNS = ("original_image", "edited_image", "edit_prompt")
-PIXELS_AT_ONCE = 8 * 256 * 256  # of the pairs that a device encodes at once
-UNFINISHED = ".unfinished-"  # what the folders are called in which shards are being written
-LEFT_SECONDS = 24 * 3600  # without a batch until such a folder counts as a killed process's
-SOURCE_BYTES_READ = 1 << 16  # of the end of a shard, where its footer is
+LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt")
+PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
+UNFINISHED_PREFIX = ".unfinished-"  # of temporary directories for shards
+STALE_SECONDS = 24 * 3600  # age at which an unfinished directory is removed
+FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 
 class Models(NamedTuple):
-    """The modules of a training step; parameters travel separately."""
+    """The modules of a training step, without parameters."""
 
     unet: FlaxUNet2DConditionModel
     vae: FlaxAutoencoderKL
@@ -72,7 +73,7 @@ class Models(NamedTuple):
 
 
 def encode_text(text_encoder, params, input_ids, time_ids=None):
-    """The outputs of the text encoder, as a dict that dropout and loss take.
+    """Encode token ids as the dict that conditioning_dropout and diffusion_loss take.
 
     Args:
         text_encoder, params: FlaxCLIPTextModel and its parameters; for SDXL a tuple of
@@ -97,20 +98,20 @@ def encode_text(text_encoder, params, input_ids, time_ids=None):
 
 
 def encode_images(vae, params, images):
-    """The VAE's posterior of images; CPUs encode one image after the other.
+    """Encode images with the VAE; CPUs encode them one at a time.
 
     Args:
         vae, params: FlaxAutoencoderKL and its parameters.
         images: uint8 (B, R, R, 3).
 
     Returns:
-        A distribution with mean and std, float32 (B, h, w, C), not scaled.
+        The posterior, a distribution with mean and std, float32 (B, h, w, C), unscaled.
     """
 
     def encode(params, images):
         return vae.apply({"params": params}, images, method=vae.encode).latent_dist
 
-    def encode_one_by_one(params, images):  # keeps the activations in a CPU's caches
+    def encode_one_by_one(params, images):  # activations fit into a CPU's caches
         posteriors = jax.lax.map(partial(encode, params), images[:, None])
         return jax.tree.map(lambda x: x[:, 0], posteriors)
 
@@ -119,18 +120,18 @@ def encode_images(vae, params, images):
 
 
 def encode_batch(batch, frozen, models):
-    """Latents and text states of a batch.
+    """Encode the images and the text of a batch; cached latents replace the images.
 
     Args:
-        batch: original_pixel_values and edited_pixel_values, uint8 (B, R, R, 3), or instead the
-            latents of cache_latents.py, original_latents (B, h, w, C) and edited_latents
-            (B, h, w, 2 C); input_ids (B, T); for SDXL input_ids (B, 2, T) and time_ids (B, 6).
-        frozen: {"vae", "text_encoder"} parameters; no VAE for latents.
+        batch: {"input_ids"} integers (B, T), for SDXL (B, 2, T) and {"time_ids"} (B, 6); and either
+            {"original_pixel_values", "edited_pixel_values"} uint8 (B, R, R, 3), or from
+            cache_latents.py {"original_latents"} (B, h, w, C), {"edited_latents"} (B, h, w, 2 C).
+        frozen: {"vae", "text_encoder"} parameters; cached latents need no "vae".
         models: Models.
 
     Returns:
-        mean and std of the edited images' posterior, float32 (B, h, w, C); mode of the original
-        images', (B, h, w, C); text, see encode_text.
+        (mean, std, mode, text): mean and std of the edited images' posterior, mode of the original
+        images' posterior, float32 (B, h, w, C); text as from encode_text.
     """
     text = encode_text(
         models.text_encoder, frozen["text_encoder"], batch["input_ids"], batch.get("time_ids")
@@ -145,18 +146,18 @@ def encode_batch(batch, frozen, models):
 
 
 def load_models(config: Config, dtype: Any):
-    """Load the models of a run and check that they go together; weights stay on the host.
+    """Load the models of a run onto the host and check that they fit together.
 
     Args:
         config: Config.
         dtype: compute dtype of the modules.
 
     Returns:
-        (Models; the pipeline to save at the end; the frozen parameters that train_step takes, in
-        float32; the UNet's parameters, float32).
+        (models, pipeline, frozen, params): Models; the pipeline to save at the end; train_step's
+        frozen parameters, float32; the UNet's parameters, float32.
 
     Raises:
-        ValueError: files are missing or damaged, or the models do not fit each other.
+        ValueError: files are missing or damaged, or the models do not fit together.
     """
     source, revision = config.pretrained_model_name_or_path, config.revision
     files = dict(revision=revision, variant=config.variant, dtype=dtype)
@@ -165,8 +166,8 @@ def load_models(config: Config, dtype: Any):
     )
     if unet.addition_embed_type is not None:
         raise ValueError(
-            f"{config.unet_model_name_or_path} is the UNet of an SDXL, which is not trained here; "
-            "give a Stable Diffusion 1.x or 2.x that create_modified_unet.py has widened"
+            f"{flag(config, 'unet_model_name_or_path')} is an SDXL UNet, which cannot be trained "
+            "here; give a Stable Diffusion 1.x or 2.x UNet widened by create_modified_unet.py"
         )
     unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, vae_params = FlaxAutoencoderKL.from_pretrained(source, subfolder="vae", **files)
@@ -197,24 +198,25 @@ def load_models(config: Config, dtype: Any):
 
 
 def check_models(config: Config, models: Models):
-    """Raise a ValueError for models that do not fit each other or the resolution."""
+    """Raise a ValueError for models that do not fit together or do not fit the resolution."""
     unet, vae, text_encoder, scheduler = models
     source = config.pretrained_model_name_or_path
     if scheduler.config.prediction_type == "sample":
         raise ValueError(
-            f"the scheduler of {source} has prediction_type=sample; epsilon and v_prediction can "
-            "be trained"
+            f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
+            "v_prediction"
         )
     if unet.in_channels != 2 * vae.latent_channels:
         raise ValueError(
             f"the UNet in {config.unet_model_name_or_path} has {unet.in_channels} input channels, "
-            f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it: create_modified_unet.py"
+            f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it with "
+            "create_modified_unet.py"
         )
     if unet.cross_attention_dim != text_encoder.module.hidden_size:
         raise ValueError(
-            f"the UNet in {config.unet_model_name_or_path} reads text states "
-            f"{unet.cross_attention_dim} wide, the text encoder of {source} makes "
-            f"{text_encoder.module.hidden_size}; take both from the same Stable Diffusion"
+            f"the UNet in {config.unet_model_name_or_path} has cross_attention_dim "
+            f"{unet.cross_attention_dim}, but the text encoder of {source} has hidden_size "
+            f"{text_encoder.module.hidden_size}; take both from the same Stable Diffusion model"
         )
     factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
     if config.resolution % factor:
@@ -228,7 +230,7 @@ def check_models(config: Config, models: Models):
 
 
 def load_validation_images(config: Config):
-    """The images to edit while training: PIL, RGB, cropped to squares of the run's resolution."""
+    """Load the images to edit during training: PIL, RGB, cropped squares of --resolution."""
     side = (config.resolution, config.resolution)
     try:
         return [
@@ -240,14 +242,14 @@ def load_validation_images(config: Config):
 
 
 def edit_images(pipeline, p_params, images, prompts, seed):
-    """Edit images on the devices of this process; all processes make the same call.
+    """Edit images on this process's devices; all processes must call this together.
 
     Args:
         pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
-        p_params: its parameters, on every device; those of the scheduler are not used.
-        images: N PIL images of one size.
+        p_params: its replicated parameters without the scheduler's.
+        images: N PIL images of equal size.
         prompts: N instructions.
-        seed: of the noise.
+        seed: seed of the noise.
 
     Returns:
         N PIL images.
@@ -270,19 +272,19 @@ def edit_images(pipeline, p_params, images, prompts, seed):
     return pipeline.numpy_to_pil(local_rows(images))[: len(prompts)]
 
 
-# Latents on disk
+# Cached latents
 
 
 def encode_pairs(vae, params, originals, edits):
-    """Latents of pairs and of their mirror images.
+    """Encode pairs and their mirror images.
 
     Args:
         vae, params: FlaxAutoencoderKL and its parameters.
         originals, edits: uint8 (B, R, R, 3).
 
     Returns:
-        float16 (B, 2, h, w, C), the modes of the originals, and (B, 2, h, w, 2 C), mean and
-        standard deviation of the edits; the second of two is of the image mirrored.
+        (modes, moments), float16: modes of the originals (B, 2, h, w, C); means and standard
+        deviations of the edits (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image.
     """
     B = len(originals)
     images = jnp.concatenate((originals, edits))
@@ -295,32 +297,32 @@ def encode_pairs(vae, params, originals, edits):
 
 
 def vae_checksum(params):
-    """What tells a VAE's float32 parameters from those of others, hexadecimal."""
+    """A hexadecimal checksum of a VAE's float32 parameters."""
     return f"{tree_checksum(params):08x}"
 
 
-def check_kept(path: Path, what: dict) -> None:
-    """Raise a ValueError if a shard of latents is not what it should be."""
+def check_existing_shard(path: Path, metadata: dict) -> None:
+    """Raise a ValueError unless a shard of latents has this metadata."""
     try:
-        kept = latents_of(pq.read_metadata(path))
+        existing = latents_metadata(pq.read_metadata(path))
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); remove it") from error
-    if kept is None:
         raise ValueError(
-            f"{path} holds no latents; name a folder of its own for them, not that of the data"
+            f"{path} cannot be read ({error}); remove it, and it is written again"
+        ) from error
+    if existing is None:
+        raise ValueError(
+            f"{path} contains no latents; name a directory for latents only, not that of the images"
         )
-    if changes := [
-        f"{name} was {kept.get(name)} and is {value}"
-        for name, value in what.items()
-        if kept.get(name) != value
-    ]:
-        raise ValueError(f"{path} was made otherwise ({'; '.join(changes)}); name another folder")
+    if different := differences(existing, metadata):
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(different)}); name another directory"
+        )
 
 
 def describe_source(path: Path, groups: list[RowGroup]) -> dict:
-    """What tells a shard of images from others: its size, end, rows and columns."""
+    """Identify a shard of images by its size, end, rows and columns."""
     with path.open("rb") as file:
-        file.seek(-min(SOURCE_BYTES_READ, path.stat().st_size), os.SEEK_END)
+        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
         end = zlib.crc32(file.read())
     return {
         "source_bytes": path.stat().st_size,
@@ -330,34 +332,34 @@ def describe_source(path: Path, groups: list[RowGroup]) -> dict:
     }
 
 
-def shards_of(groups: list[RowGroup]) -> Iterator[tuple[Path, list[RowGroup]]]:
-    """Row groups, which are in the order of shards, by shard."""
-    for path, of_shard in groupby(groups, key=lambda group: group.path):
-        yield path, list(of_shard)
+def group_by_shard(groups: list[RowGroup]) -> Iterator[tuple[Path, list[RowGroup]]]:
+    """Yield each shard with its row groups, which must be in the order of the shards."""
+    for path, shard_groups in groupby(groups, key=lambda group: group.path):
+        yield path, list(shard_groups)
 
 
-def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
-    """Encode a shard, row group by row group; it appears under its name when it is complete.
+def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, bad):
+    """Encode a shard into a temporary file, one row group at a time, and rename it to path.
 
     Args:
-        path: of the file to write.
-        groups: the shard's row groups.
-        encode: two uint8 (B, R, R, 3) -> arrays as of encode_pairs, maybe still on their way.
-        what: to be kept in the file.
-        batch_size: pairs that go to encode at once.
+        path: file to write.
+        groups: the row groups of the shard of images.
+        encode: (originals, edits), uint8 (B, R, R, 3) each -> encode_pairs' result on the devices.
+        metadata: dict to store in the file.
+        batch_size: pairs per call of encode.
         config: Config.
-        bar: tqdm that counts pairs.
-        bad: list to which pairs that cannot be decoded are added.
+        bar: tqdm bar that counts pairs.
+        bad: list of error messages; those of undecodable pairs are appended.
 
     Raises:
-        ValueError: there are more of those than config.max_bad_fraction allows.
+        ValueError: more pairs are undecodable than config.max_bad_fraction allows.
     """
-    kinds = pa.binary(), pa.binary(), pa.string()
-    schema = pa.schema(zip(COLUMNS, kinds), {LATENTS: json.dumps(what)})
+    types = pa.binary(), pa.binary(), pa.string()
+    schema = pa.schema(zip(LATENT_COLUMNS, types), {LATENTS: json.dumps(metadata)})
     R = config.resolution
 
     def decode(group, cells, position, out):
-        """The instruction, and why the pair is broken, or None; its pixels go to out."""
+        """Decode a pair into out; return (instruction, error message or None)."""
         prompt = None
         try:
             pair = pair_at(cells, position)
@@ -367,19 +369,19 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
             return prompt, f"{path.name} row {group.first_row + position}: {error}"
         return prompt, None
 
-    def finish(encoded, decoded):
-        """Cells of a batch that was encoded meanwhile."""
+    def collect(encoded, decoded):
+        """Wait for a batch; return its rows."""
         originals, edits = (np.asarray(x) for x in encoded)
         bar.update(len(decoded))
         for _, reason in decoded:
             if reason:
-                logger.warning("%s; it gets no latents", reason)
+                logger.warning("%s; stored without latents", reason)
                 bad.append(reason)
-        if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_TO_JUDGE):
+        if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
             raise ValueError(
                 f"{len(bad)} of the first {bar.n} pairs of {config.train_data_dir} cannot be "
-                f"decoded, more than max_bad_fraction={config.max_bad_fraction} allows; for one "
-                f"{bad[-1]}"
+                f"decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; for "
+                f"example {bad[-1]}"
             )
         return [
             (None, None, prompt) if reason else (original.tobytes(), edited.tobytes(), prompt)
@@ -387,11 +389,11 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
         ]
 
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED) as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED_PREFIX) as folder:
         unfinished = Path(folder, path.name)
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
             for group in groups:
-                cells, rows, waiting = read_row_group(group), [], None
+                cells, rows, in_flight = read_row_group(group), [], None
                 for start in range(0, group.num_rows, batch_size):
                     positions = range(start, min(start + batch_size, group.num_rows))
                     pixels = np.zeros((2, batch_size, R, R, 3), np.uint8)
@@ -400,35 +402,35 @@ def write_shard(path, groups, encode, what, batch_size, config, bar, bad):
                         for i, position in enumerate(positions)
                     ]
                     decoded = [future.result() for future in decoded]
-                    if waiting:  # the devices were at work while the next images were decoded
-                        rows += finish(*waiting)
-                    waiting = encode(*pixels), decoded
-                    with contextlib.suppress(OSError):  # not every file system can
-                        os.utime(folder)  # tells remove_leftovers that this process is at work
-                rows += finish(*waiting)
-                columns = [pa.array(column, kind) for column, kind in zip(zip(*rows), kinds)]
+                    if in_flight:  # encoded while this batch was decoded
+                        rows += collect(*in_flight)
+                    in_flight = encode(*pixels), decoded
+                    with contextlib.suppress(OSError):  # unsupported by some file systems
+                        os.utime(folder)  # for remove_leftovers
+                rows += collect(*in_flight)
+                columns = [pa.array(column, type_) for column, type_ in zip(zip(*rows), types)]
                 writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
         unfinished.replace(path)
 
 
 def remove_leftovers(output_dir):
-    """Remove the folders of killed processes; one touched within a day may be at work."""
-    for folder in output_dir.glob(f"{UNFINISHED}*"):
-        with contextlib.suppress(OSError):  # it was finished meanwhile, or is somebody else's
-            if time.time() - folder.stat().st_mtime > LEFT_SECONDS:
+    """Remove temporary directories of killed processes: those not touched for a day."""
+    for folder in output_dir.glob(f"{UNFINISHED_PREFIX}*"):
+        with contextlib.suppress(OSError):  # already removed, or no permission
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(folder)
 
 
 def write_latents(config, output_dir, batch_size=None):
-    """Write all shards of latents that are missing.
+    """Write all missing shards of latents.
 
     Args:
-        config: the Config of cache_latents.py, or the trainer's.
+        config: Config of cache_latents.py or of the trainer.
         output_dir: directory of the shards.
-        batch_size: pairs at once on each device; None: as many as have 8 images of 256 pixels.
+        batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
 
     Raises:
-        ValueError: data or VAE cannot be used, or the directory contains something else.
+        ValueError: invalid flags, data or VAE, or output_dir contains other files.
     """
     positive = {name: getattr(config, name) for name in ("resolution", "max_train_samples")}
     for name, value in (positive | {"batch_size": batch_size}).items():
@@ -442,15 +444,19 @@ def write_latents(config, output_dir, batch_size=None):
         raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
     output_dir = Path(output_dir)
     if output_dir.resolve() == Path(config.train_data_dir).resolve():
-        raise ValueError(f"{output_dir} is the folder of the data; name another for the latents")
+        raise ValueError(
+            f"{output_dir} is --train_data_dir; name another directory for the latents"
+        )
     groups = list_row_groups(
         config.train_data_dir,
         config.original_image_column,
         config.edited_image_column,
         config.edit_prompt_column,
     )
-    if latents_of(groups[0].metadata) is not None:
-        raise ValueError(f"{config.train_data_dir} holds latents already; train on it as it is")
+    if latents_metadata(groups[0].metadata) is not None:
+        raise ValueError(
+            f"--train_data_dir {config.train_data_dir} already has latents; train on it directly"
+        )
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
     vae, params = FlaxAutoencoderKL.from_pretrained(
         config.pretrained_model_name_or_path,
@@ -462,7 +468,10 @@ def write_latents(config, output_dir, batch_size=None):
     params = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
     factor = 2 ** (len(vae.block_out_channels) - 1)
     if config.resolution % factor:
-        raise ValueError(f"--resolution {config.resolution} must be a multiple of {factor}")
+        raise ValueError(
+            f"--resolution {config.resolution} is not a multiple of {factor}; try "
+            f"{nearest_multiples(config.resolution, factor)}"
+        )
     side = config.resolution // factor
     made_with = {
         "vae": vae_checksum(params),
@@ -472,73 +481,75 @@ def write_latents(config, output_dir, batch_size=None):
         "shape": [side, side, vae.latent_channels],
     }
     names = {group.path.name for group in groups}
-    for stranger in sorted(output_dir.glob("*.parquet")):
-        if stranger.name not in names:
+    for path in sorted(output_dir.glob("*.parquet")):
+        if path.name not in names:
             raise ValueError(
-                f"{stranger} is of no shard in {config.train_data_dir}; name another folder"
+                f"{path} matches no shard in {config.train_data_dir}; name another directory"
             )
     if config.max_train_samples is not None:
-        wanted = {group.path for group in first_rows_of(groups, config.max_train_samples)}
-        groups = [group for group in groups if group.path in wanted]
+        selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}
+        groups = [group for group in groups if group.path in selected]
     missing = []
-    for path, of_shard in shards_of(groups):
-        kept = output_dir / path.name
-        what = made_with | describe_source(path, of_shard)
-        if kept.exists():
-            check_kept(kept, what)
+    for path, shard_groups in group_by_shard(groups):
+        latent_path = output_dir / path.name
+        metadata = made_with | describe_source(path, shard_groups)
+        if latent_path.exists():
+            check_existing_shard(latent_path, metadata)
         else:
-            missing.append((kept, of_shard, what))
+            missing.append((latent_path, shard_groups, metadata))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{output_dir} cannot be a folder of latents ({error}); name another"
+            f"cannot make the directory {output_dir} ({error}); name another"
         ) from error
     remove_leftovers(output_dir)
     if not missing:
         return
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))
-    whole, shares = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
-    params = jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), params), whole)
-    # Every device its own pairs, which XLA would not see in a loop over images.
+    replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
+    params = jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), params), replicated)
+    # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
     program = jax.jit(
         jax.shard_map(
             partial(encode_pairs, vae),
             mesh=mesh,
-            in_specs=(whole.spec, shares.spec, shares.spec),
-            out_specs=shares.spec,
+            in_specs=(replicated.spec, sharded.spec, sharded.spec),
+            out_specs=sharded.spec,
             check_vma=False,
         )
     )
 
     def encode(originals, edits):
-        return program(params, *jax.device_put((originals, edits), shares))
+        return program(params, *jax.device_put((originals, edits), sharded))
 
-    per_device = batch_size or max(1, PIXELS_AT_ONCE // config.resolution**2)
-    most = max(group.num_rows for _, of_shard, _ in missing for group in of_shard)
-    batch_size = min(per_device, math.ceil(most / mesh.size)) * mesh.size
-    # Processes that share the folder begin at different shards, and find what others have done.
+    per_device = batch_size or max(1, PIXELS_PER_BATCH // config.resolution**2)
+    largest_group = max(group.num_rows for _, shard_groups, _ in missing for group in shard_groups)
+    batch_size = min(per_device, math.ceil(largest_group / mesh.size)) * mesh.size
+    # Processes that share output_dir start at different shards and skip existing ones.
     first = jax.process_index() * len(missing) // jax.process_count()
     missing, bad = missing[first:] + missing[:first], []
-    num_pairs = sum(group.num_rows for _, of_shard, _ in missing for group in of_shard)
+    num_pairs = sum(group.num_rows for _, shard_groups, _ in missing for group in shard_groups)
     with tqdm(total=num_pairs, desc="encoding", unit="pair") as bar:
-        for path, of_shard, what in missing:
+        for path, shard_groups, metadata in missing:
             if path.exists():
-                bar.update(sum(group.num_rows for group in of_shard))
+                bar.update(sum(group.num_rows for group in shard_groups))
             else:
-                write_shard(path, of_shard, encode, what, batch_size, config, bar, bad)
+                write_latent_shard(
+                    path, shard_groups, encode, metadata, batch_size, config, bar, bad
+                )
 
 
 def check_vae(dataset, vae_params, source):
-    """Raise a ValueError if a dataset's latents, if it has any, are of another VAE.
+    """Raise a ValueError if a dataset's cached latents are of another VAE.
 
     Args:
-        dataset: ParquetImagePairs.
-        vae_params: NumPy arrays, float32.
-        source: where the VAE is from, for the error.
+        dataset: ParquetImagePairs, of latents or images.
+        vae_params: float32 NumPy arrays.
+        source: name of the VAE's model for the error message.
     """
     if dataset.latents and dataset.latents["vae"] != vae_checksum(vae_params):
         raise ValueError(
-            f"{dataset.train_data_dir} has latents of another VAE than that of {source}; make new "
-            "ones in another directory"
+            f"{dataset.train_data_dir} has latents of another VAE than that of {source}; name "
+            "another directory to make new ones"
         )

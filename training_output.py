@@ -1,4 +1,4 @@
-"""What a training run writes: checkpoints, metrics, validation images, a model card.
+"""Output files of a training run: checkpoints, metrics, validation images, a model card.
 
 Checkpoints are written in the background by orbax-checkpoint:
 
@@ -8,19 +8,19 @@ Checkpoints are written in the background by orbax-checkpoint:
     checkpoints.save(step, state, run)      # returns before the files are written
     checkpoints.close()                     # waits for the last save
 
-A checkpoint is a dict of whole NumPy arrays, however they were sharded, and a dict that identifies
-the run. An incomplete checkpoint is never read. On a slice process 0 alone writes. Tokens are
-handled by huggingface_hub and wandb.
+A checkpoint contains unsharded NumPy arrays and a dict that identifies the run. Incomplete
+checkpoints are never read. With several processes, only process 0 writes. huggingface_hub and wandb
+handle their own tokens.
 """
 
 import contextlib
 import ctypes
 import json
-import os
 import shlex
 import shutil
 import textwrap
 import zlib
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -31,29 +31,29 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from command_line import one_line
+from command_line import differences, one_line, save_whole
 from processes_flax import from_process_0, wait_for_all
 from sharding_flax import TrainState, replicate, shard, shard_axes
 from training_flags import fixed_flags
 
-ARRAYS_AT_ONCE = 32  # arrays of a checkpoint that the host holds while it reads one
+ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
 
 
 class Checkpoints:
-    """The checkpoints of one run; one process uses it, the others need not know.
+    """The checkpoints of one run; one process reads and writes them.
 
     Args:
-        folder: they lie in FOLDER/STEP.
-        total_limit: so many are kept, the oldest go; None keeps all.
-        first_step: steps the run has done; checkpoints of later ones, which are of another run or
-            made anew, are removed when the first is saved. None keeps them.
+        folder: directory; a checkpoint is in FOLDER/STEP.
+        total_limit: number of newest checkpoints to keep; None: all.
+        first_step: step at which the run starts. Checkpoints of later steps, which are outdated,
+            are removed at the first save. None keeps them.
     """
 
     def __init__(self, folder, total_limit=None, first_step=None):
         self.folder = Path(folder).absolute()
         self.first_step = first_step
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Arrays are handed over, not copied: their memory may be a good part of the host's.
+        # No copies: the arrays may take a large part of the host's memory.
         arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
         registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
         this_process = ocp.options.MultiprocessingOptions(
@@ -63,7 +63,7 @@ class Checkpoints:
             self.folder,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=total_limit,
-                cleanup_tmp_directories=first_step is not None,  # of starts that were killed
+                cleanup_tmp_directories=first_step is not None,  # of killed processes
                 multiprocessing_options=this_process,
                 create=False,
             ),
@@ -80,15 +80,15 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def save(self, step, state, run):
-        """Write a checkpoint in the background; waits for the one before.
+        """Write a checkpoint in the background, after the previous one is complete.
 
         Args:
-            step: optimizer steps done.
-            state: dict of NumPy arrays; not to be changed before `wait` has returned.
-            run: what identifies the run, for JSON.
+            step: number of completed optimizer steps.
+            state: dict of NumPy arrays; must not change until `wait` returns.
+            run: JSON-serialisable dict that identifies the run.
 
         Raises:
-            OSError: it, or the one before, cannot be written; older ones are as they were.
+            OSError: this checkpoint or the previous one cannot be written; older ones are intact.
         """
         try:
             if self.first_step is not None:
@@ -97,7 +97,7 @@ class Checkpoints:
                 self.first_step = None
             needed = sum(x.nbytes for x in state.values())
             free = shutil.disk_usage(self.folder).free
-            if free < needed:  # before it starts: a write that fails half-way is noisy
+            if free < needed:  # checked first, as orbax logs tracebacks when a write fails
                 raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
             self.manager.save(
                 step,
@@ -106,35 +106,35 @@ class Checkpoints:
                 ),
             )
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._close_and_explain(error) from error
 
     def read_run(self, step):
-        """What identifies the run, as it was saved.
+        """Read the dict that identifies the run.
 
         Raises:
-            ValueError: there is no such checkpoint, or it is damaged.
+            ValueError: the checkpoint is missing or damaged.
         """
         return self._read(step, run=ocp.args.JsonRestore())["run"]
 
     def read_state(self, step, names=None):
-        """The arrays as they were saved.
+        """Read the arrays.
 
         Args:
-            step: of the checkpoint.
-            names: of some of them, so that not all are held at once; None reads all.
+            step: step of the checkpoint.
+            names: names of the arrays to read; None: all.
 
         Raises:
-            ValueError: as for read_run.
+            ValueError: the checkpoint is missing or damaged.
         """
-        some = {}
+        options = {}
         if names is not None:
             as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-            some = dict(
+            options = dict(
                 item=dict.fromkeys(names, 0),
                 restore_args=dict.fromkeys(names, as_numpy),
                 partial_restore=True,
             )
-        return self._read(step, state=ocp.args.PyTreeRestore(**some))["state"]
+        return self._read(step, state=ocp.args.PyTreeRestore(**options))["state"]
 
     def _read(self, step, **items):
         try:
@@ -142,38 +142,43 @@ class Checkpoints:
         except Exception as error:
             raise ValueError(
                 f"checkpoint {self.folder / str(step)} cannot be read "
-                f"({one_line(error, 200)}); remove it, and the one before is taken"
+                f"({one_line(error, 200)}); remove it to resume from the previous one"
             ) from error
 
     def wait(self):
-        """Wait until everything is written.
+        """Wait until the checkpoint is written.
 
         Raises:
-            OSError: as for save.
+            OSError: the checkpoint cannot be written.
         """
         try:
             self.manager.wait_until_finished()
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._close_and_explain(error) from error
 
     def close(self):
-        """Wait, and let go of the threads."""
+        """Wait, then stop the threads."""
         self.wait()
         self.manager.close()
 
-    def _fault(self, error):
-        whole = [step for step in self.manager.all_steps() if (self.folder / str(step)).exists()]
-        with contextlib.suppress(Exception):  # what failed once fails again
+    def _close_and_explain(self, error):
+        steps = self.manager.all_steps()
+        complete = [step for step in steps if (self.folder / str(step)).exists()]
+        with contextlib.suppress(Exception):  # close() raises the same error again
             self.manager.close()
         return OSError(
             f"a checkpoint cannot be written to {self.folder} "
             f"({one_line(error, 200)}); "
-            + (f"that of step {max(whole)} is complete" if whole else "there is none yet")
+            + (
+                f"the one of step {max(complete)} is complete"
+                if complete
+                else "none is complete yet"
+            )
         )
 
 
 def tree_checksum(tree):
-    """A number that two trees of arrays share if they are alike, bit for bit."""
+    """A CRC-32 of the names and bytes of all arrays of a tree."""
     checksum = 0
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         checksum = zlib.crc32(jax.tree_util.keystr(path).encode(), checksum)
@@ -182,7 +187,7 @@ def tree_checksum(tree):
 
 
 def run_identity(config, max_train_steps, dataset, models, params, frozen):
-    """What makes two starts the same run, a flat dict for JSON: flags, data, models' weights."""
+    """A flat JSON dict of all flags, data and weights that must not change on resume."""
     data = dataset.state_dict()
     modules = models._asdict() | {"text_encoder": models.text_encoder.module}
     configs = {name: dict(module.config) for name, module in modules.items()}
@@ -198,23 +203,23 @@ def run_identity(config, max_train_steps, dataset, models, params, frozen):
     }
 
 
-def find_checkpoint(output_dir, which, identity):
-    """Where a run has to go on.
+def find_checkpoint(output_dir, resume_from, identity):
+    """Find the checkpoint to resume from.
 
     Args:
-        output_dir: of the run; its checkpoints are in OUTPUT_DIR/checkpoints.
-        which: "latest" of them, "none", or the folder of one.
-        identity: what makes the run this run, a flat dict for JSON.
+        output_dir: the run's directory; its checkpoints are in OUTPUT_DIR/checkpoints.
+        resume_from: "latest", "none", or the directory of a checkpoint.
+        identity: the run's run_identity.
 
     Returns:
-        (Checkpoints, step, what was saved as `run`), or (None, 0, {}) if it has to begin.
+        (Checkpoints, step, run), with run as it was saved; (None, 0, {}) to start from step 0.
 
     Raises:
-        ValueError: no such checkpoint, a damaged one, or one of another run.
+        ValueError: the checkpoint is missing, damaged, or belongs to another run.
     """
-    if which == "none":
+    if resume_from == "none":
         return None, 0, {}
-    if which == "latest":
+    if resume_from == "latest":
         folder = Path(output_dir, "checkpoints")
         if not folder.is_dir():
             return None, 0, {}
@@ -230,60 +235,58 @@ def find_checkpoint(output_dir, which, identity):
             and model.exists()
             and model.stat().st_mtime > (folder / str(step)).stat().st_mtime
         ):
-            return None, 0, {}  # that run is finished, its model is written: it is to be replaced
+            return None, 0, {}  # the run is finished; --overwrite_output_dir starts a new one
     else:
-        path = Path(which)
+        path = Path(resume_from)
         if not (path.is_dir() and path.name.isdecimal()):
             raise ValueError(
-                f"resume_from_checkpoint={which} is no checkpoint; give the folder of one, such "
-                "as OUTPUT_DIR/checkpoints/500, or latest or none"
+                f"--resume_from_checkpoint {resume_from} is not a checkpoint; give latest, none or "
+                "its directory, such as OUTPUT_DIR/checkpoints/500"
             )
         checkpoints, step = Checkpoints(path.parent), int(path.name)
         run = checkpoints.read_run(step)
 
     saved = run["identity"]
-    current = json.loads(json.dumps(identity))  # tuples are lists there
-    different = [
-        f"{name} was {saved.get(name)} and is {current.get(name)}"
-        for name in sorted(saved.keys() | current.keys())
-        if saved.get(name) != current.get(name)
-    ]
-    if different:
+    current = json.loads(json.dumps(identity))  # tuples become lists
+    if different := differences(saved, dict.fromkeys(saved) | current):
         raise ValueError(
-            f"checkpoint {checkpoints.folder / str(step)} is of another run: "
-            f"{'; '.join(different)}. Change that back, name another --output_dir, or start anew "
+            f"checkpoint {checkpoints.folder / str(step)} belongs to another run: "
+            f"{'; '.join(different)}. Change that back, name another --output_dir, or start again "
             "with --resume_from_checkpoint none"
         )
     return checkpoints, step, run
 
 
-def by_name(tree):
-    """A tree as a flat dict: names such as "opt_state/0/mu/conv_in/kernel" -> arrays."""
+def flatten_by_name(tree):
+    """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def checkpoint_shapes(params, tx, num_averages):
-    """Shapes of all arrays of a checkpoint, not sharded, given those of the UNet's parameters."""
+    """Unsharded shapes of a checkpoint's arrays; params: shapes of the UNet's parameters."""
     opt_state = jax.eval_shape(tx.init, params)
     return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
 
 
 def read_state(checkpoints, step, shapes):
-    """Read a checkpoint onto the devices: process 0 reads it, in parts, and sends it to all.
+    """Read a checkpoint onto the devices; process 0 reads it in parts and broadcasts them.
 
     Args:
-        checkpoints: Checkpoints on process 0, None on the others.
-        step: of the checkpoint.
-        shapes: checkpoint_shapes.
+        checkpoints: Checkpoints on process 0, None on other processes.
+        step: step of the checkpoint.
+        shapes: see checkpoint_shapes.
 
     Returns:
         (TrainState, list of averages).
     """
-    shape_of, axis_of = by_name(shapes), by_name(shard_axes(shapes, jax.device_count()))
+    shape_of, axis_of = (
+        flatten_by_name(shapes),
+        flatten_by_name(shard_axes(shapes, jax.device_count())),
+    )
     names, arrays = list(shape_of), []
-    for start in range(0, len(names), ARRAYS_AT_ONCE):
-        part = names[start : start + ARRAYS_AT_ONCE]
+    for start in range(0, len(names), ARRAYS_PER_READ):
+        part = names[start : start + ARRAYS_PER_READ]
         saved = checkpoints.read_state(step, part) if checkpoints else {}
         wait_for_all("process 0 has read")
         for name in part:
@@ -296,7 +299,7 @@ def read_state(checkpoints, step, shapes):
 
 
 def release_memory():
-    """Return freed memory to the system; glibc keeps gigabytes of it otherwise."""
+    """Return freed memory to the system, of which glibc otherwise retains gigabytes."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)
 
@@ -305,10 +308,10 @@ def release_memory():
 
 FONT_SIZE = 14  # pixels
 LINE_HEIGHT = 20
-CHARACTER_WIDTH = 7  # about
+CHARACTER_WIDTH = 7  # on average
 
-# In a run's folder, and not of the model: what it resumes from, other weights, logs, hidden files.
-NOT_PUBLISHED = (
+# Files of a run that are not part of the model: checkpoints, other weights, logs, hidden files.
+UNPUBLISHED_PATTERNS = (
     "checkpoints/*",
     "ema_snapshots/*",
     "unet_raw/*",
@@ -321,25 +324,23 @@ NOT_PUBLISHED = (
 
 
 def write_text(path, text):
-    """Write a file; it appears under its name when it is complete."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    """Write a text file so that no reader sees a partial file."""
+    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))
 
 
 class MetricsLog:
-    """Folder/metrics.jsonl, one JSON object a line, and wandb if asked for.
+    """Write metrics to FOLDER/metrics.jsonl, one JSON object per line, and optionally to wandb.
 
     Args:
-        folder: of the run; must exist.
-        config: the run's flags, a dict, which wandb shows.
+        folder: the run's directory; must exist.
+        config: dict of the run's flags, for wandb.
         report_to: "none" or "wandb".
-        project: of wandb.
-        first_step: steps done so far. Rows of later steps, which a resumed run repeats, are dropped
-            from metrics.jsonl; 0 drops all. A resumed run goes on as the same run of wandb.
+        project: name of the wandb project.
+        first_step: step at which the run starts; later rows are removed from metrics.jsonl. A value
+            above 0 continues the wandb run of the previous start.
 
     Raises:
-        ValueError: wandb cannot start, e.g. nobody is logged in.
+        ValueError: wandb cannot start, e.g. because nobody is logged in.
     """
 
     def __init__(self, folder, config, report_to="none", project="instruct-pix2pix", first_step=0):
@@ -348,44 +349,44 @@ class MetricsLog:
         if report_to == "wandb":
             self.wandb_run = start_wandb(folder, config, project, resume=first_step > 0)
         self.path = folder / "metrics.jsonl"
-        write_text(self.path, "".join(kept_lines(self.path, first_step)))
+        write_text(self.path, "".join(lines_until_step(self.path, first_step)))
 
     def write(self, row):
-        """Append a row, a dict of numbers and None with "step" in it."""
+        """Append a row, a dict of numbers or None that contains "step"."""
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if self.wandb_run is not None:
             self.wandb_run.log(row)
 
     def images(self, name, path, caption, step):
-        """Show the image file at path under name in wandb; without wandb, nothing is done."""
+        """Log the image file at path to wandb, if it is used."""
         if self.wandb_run is not None:
             import wandb
 
             self.wandb_run.log({name: wandb.Image(str(path), caption=caption), "step": step})
 
     def close(self):
-        """Wait until wandb has sent everything; it takes a run that ends without for a failure."""
+        """Finish the wandb run, which wandb otherwise marks as failed."""
         if self.wandb_run is not None:
             self.wandb_run.finish()
 
 
-def kept_lines(path, last_step):
-    """The lines of a metrics.jsonl up to a step, without one that a crash has torn."""
+def lines_until_step(path, last_step):
+    """The lines of a metrics.jsonl up to a step, without a line that a crash truncated."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    kept = []
+    valid_lines = []
     for line in lines:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
         if isinstance(row, dict) and row.get("step", last_step + 1) <= last_step:
-            kept.append(f"{line}\n")
-    return kept
+            valid_lines.append(f"{line}\n")
+    return valid_lines
 
 
 def start_wandb(folder, config, project, resume):
-    """Start a run of wandb, or go on with the one whose id folder/wandb_run_id holds."""
+    """Start a wandb run, or resume the one whose id is in folder/wandb_run_id."""
     import wandb
 
     id_file = folder / "wandb_run_id"
@@ -397,18 +398,18 @@ def start_wandb(folder, config, project, resume):
             f"wandb: {one_line(error)}; run `wandb login`, set WANDB_MODE=offline, or leave out "
             "--report_to wandb"
         ) from error
-    # wandb's own step never goes back, and would swallow what a resumed run repeats.
+    # wandb drops rows whose own step decreases, as after a resume; "step" may repeat.
     run.define_metric("*", step_metric="step")
     write_text(id_file, run.id)
     return run
 
 
 def validation_grid(pairs, prompts):
-    """One image of several edits, under each other: before, after, and the instruction below.
+    """Draw one row per edit: before and after, with the instruction below.
 
     Args:
-        pairs: list of (before, after), PIL images; all are fitted into the first one's size.
-        prompts: as many instructions.
+        pairs: list of (before, after) PIL images; all are padded to the size of the first.
+        prompts: list of instructions of equal length.
 
     Returns:
         PIL image, RGB.
@@ -432,19 +433,19 @@ def validation_grid(pairs, prompts):
 def write_model_card(
     folder, *, name, base_model, dataset, command, config, metrics=None, image=None
 ):
-    """Write folder/README.md: what the model is, how it was made, how it is used.
+    """Write the model card, FOLDER/README.md.
 
     Args:
-        folder: pipeline folder.
-        name: Hub id of the model, or its folder where it is not published.
-        base_model: Hub id or folder that training started from; only an id goes into the metadata.
-        dataset: what it was trained on, in a word.
-        command: the command that made it, as shlex.join gives it.
-        config: all flags, a dict.
-        metrics: the last row of metrics.jsonl, a dict, if there is one.
-        image: path of a validation grid, relative to folder, if there is one.
+        folder: pipeline directory.
+        name: hub id of the model, or its directory if it is not published.
+        base_model: hub id or directory of the base model; only an id enters the metadata.
+        dataset: name of the dataset.
+        command: shell command that trained the model.
+        config: dict of all flags.
+        metrics: last row of metrics.jsonl, or None.
+        image: path of a validation grid relative to folder, or None.
 
-    Source: Hub documentation, "Model Cards". No license is claimed: the base model's binds.
+    Source: hub documentation, "Model Cards". The license field is empty: the base model's applies.
     """
     data = ModelCardData(
         base_model=None if Path(base_model).exists() else base_model,
@@ -454,11 +455,11 @@ def write_model_card(
         inference=True,
     )
     shown = f"![before and after, with the instruction]({image})\n" if image else ""
-    last_metrics = f"### Last metrics\n\n{table(metrics)}\n" if metrics else ""
+    last_metrics = f"### Last metrics\n\n{markdown_table(metrics)}\n" if metrics else ""
     text = f"""
 # {name}
 
-Edits images as told: an InstructPix2Pix fine-tuned from `{base_model}` on `{dataset}`, with JAX.
+Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on `{dataset}` with JAX.
 
 {shown}
 ## Use
@@ -479,7 +480,7 @@ edited = pipeline("make it red", image, guidance_scale=7.5, image_guidance_scale
 edited.save("out.png")
 ```
 
-On TPU, GPU or CPU, with the `edit_cli.py` of the scripts that trained it:
+On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
 
 ```sh
 python edit_cli.py --model {shlex.quote(name)} --resolution {config["resolution"]} \\
@@ -495,39 +496,41 @@ python edit_cli.py --model {shlex.quote(name)} --resolution {config["resolution"
 {last_metrics}
 ### Hyperparameters
 
-{table(config)}
+{markdown_table(config)}
 """
     write_text(Path(folder, "README.md"), f"---\n{data.to_yaml()}\n---\n{text}")
 
 
-def table(values):
-    """A dict as a Markdown table of two columns."""
+def markdown_table(values):
+    """Format a dict as a Markdown table with two columns."""
     cells = {name: repr(value).replace("|", r"\|") for name, value in values.items()}
     return "\n".join(["| | |", "|-|-|", *(f"| {name} | `{cells[name]}` |" for name in cells)])
 
 
 def check_hub(repo_id, folder):
-    """Make sure, before training, that the model can be published after it; makes the repository.
+    """Create the hub repository before training, to check that the upload will be possible.
 
     Args:
-        repo_id: NAME or OWNER/NAME; None takes the name of folder.
-        folder: where the model will lie.
+        repo_id: NAME or OWNER/NAME; None: the name of folder.
+        folder: directory of the model.
 
     Returns:
         OWNER/NAME.
 
     Raises:
-        ValueError: nobody is logged in, the token does not suffice, the Hub does not answer.
+        ValueError: no or insufficient token, or no answer from the hub.
     """
     log_in = (
-        "run `hf auth login` or set HF_TOKEN, with a token that may write, or leave out "
-        "--push_to_hub"
+        "run `hf auth login` or set HF_TOKEN, with a token with write access, or leave "
+        "out --push_to_hub"
     )
     token = get_token()
     if token is None:
         raise ValueError(f"--push_to_hub: nobody is logged in to the Hub; {log_in}")
-    if not (token.isascii() and token.isprintable()):  # the HTTP library's error would quote it
-        raise ValueError(f"--push_to_hub: the Hub's token holds a character none has; {log_in}")
+    if not (
+        token.isascii() and token.isprintable()
+    ):  # the HTTP library's error would quote the token
+        raise ValueError(f"--push_to_hub: the token contains an invalid character; {log_in}")
     repo_id = repo_id or Path(folder).resolve().name
     hub = HfApi()
     try:
@@ -537,47 +540,47 @@ def check_hub(repo_id, folder):
         hub.create_repo(repo_id, exist_ok=True)
     except HFValidationError as error:
         raise ValueError(f"--hub_model_id {repo_id}: {one_line(error)}") from error
-    # httpx2's own errors are no OSErrors; a ValueError is an answer that is not the Hub's.
+    # httpx2's errors are not OSErrors; a ValueError means that the response is not from the hub.
     except (httpx2.HTTPError, OSError, ValueError) as error:
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
-        way_out = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
+        remedy = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
         raise ValueError(
-            f"--push_to_hub: the Hub at {hub.endpoint}: {one_line(error)}; {way_out}"
+            f"--push_to_hub: the Hub at {hub.endpoint}: {one_line(error)}; {remedy}"
         ) from error
-    # With such a token the repository is found, if it exists, and the upload would fail.
+    # A read-only token passes the calls above if the repository exists, but the upload would fail.
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError(f"--push_to_hub: the token of {user['name']} may only read; {log_in}")
+        raise ValueError(f"--push_to_hub: the token of {user['name']} is read-only; {log_in}")
     return repo_id
 
 
 def push_to_hub(folder, repo_id):
-    """Upload a finished model, without what a run keeps for itself (NOT_PUBLISHED).
+    """Upload a trained model, without the files of UNPUBLISHED_PATTERNS.
 
     Args:
-        folder: pipeline folder with its README.md.
-        repo_id: OWNER/NAME, as check_hub gave it.
+        folder: pipeline directory with its README.md.
+        repo_id: OWNER/NAME, from check_hub.
 
     Returns:
-        The model's address.
+        URL of the model.
 
     Raises:
-        ValueError: it failed; says where the model is and how to upload it by hand.
+        ValueError: the upload failed; the message gives the command to upload the model by hand.
     """
     try:
         commit = HfApi().upload_folder(
             folder_path=folder,
             repo_id=repo_id,
             commit_message="Model trained with flax_train_instruct_pix2pix.py",
-            ignore_patterns=list(NOT_PUBLISHED),
+            ignore_patterns=list(UNPUBLISHED_PATTERNS),
         )
-    # Whatever it was: the training before it has not failed, and its result must not seem lost.
+    # Any error: the user must learn that training succeeded and where the model is.
     except Exception as error:
-        # huggingface_hub wraps what stopped one file in a RuntimeError that does not tell it.
+        # huggingface_hub wraps the error of one file in a RuntimeError without its text.
         reason = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         by_hand = ["hf", "upload", repo_id, str(folder), "."]
-        by_hand += [word for pattern in NOT_PUBLISHED for word in ("--exclude", pattern)]
+        by_hand += [word for pattern in UNPUBLISHED_PATTERNS for word in ("--exclude", pattern)]
         raise ValueError(
-            f"the model is safe in {folder} but was not uploaded: {one_line(reason)}; to upload "
-            f"it later: {shlex.join(by_hand)}"
+            f"the model is in {folder} but was not uploaded: {one_line(reason)}; to upload it "
+            f"later: {shlex.join(by_hand)}"
         ) from error
     return str(commit.repo_url)

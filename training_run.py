@@ -1,4 +1,4 @@
-"""The output directory of a training run: start or resume, log, save, validate, finish.
+"""The output directory of a training run: start or resume, log, save, validate and finish.
 
     run = TrainRun(config, ...)
     start_step = run.find_start()
@@ -10,8 +10,8 @@
             run.save(step + 1, state, averages)
     run.finish(run.final_weights(state, averages))
 
-TrainRun handles files and steps, not gradients. All processes make the same calls; process 0 alone
-writes.
+TrainRun handles files and steps, not gradients. All processes make the same calls; only process 0
+writes files.
 """
 
 import contextlib
@@ -52,15 +52,15 @@ from sharding_flax import (
     start_state,
     to_host,
 )
-from training_flags import Config, fixed_flags, profile_window, snapshot_steps
+from training_flags import Config, fixed_flags, profiled_steps, snapshot_steps
 from training_models import edit_images
 from training_output import (
     Checkpoints,
     MetricsLog,
-    by_name,
     check_hub,
     checkpoint_shapes,
     find_checkpoint,
+    flatten_by_name,
     push_to_hub,
     read_state,
     release_memory,
@@ -69,25 +69,25 @@ from training_output import (
     write_model_card,
 )
 
-IN_FLIGHT = 2  # steps that the devices may be behind the host, and batches on them ahead of time
+MAX_STEPS_IN_FLIGHT = 2  # steps that the host may run ahead of the devices; batches to prefetch
 
 
 class TrainRun:
     """One run and its output directory.
 
     Args:
-        config: Config, checked.
+        config: Config that check_config has accepted.
         max_train_steps: length of the run.
-        models, pipeline, frozen: as load_models returns them.
-        params: the UNet's parameters to start from, NumPy arrays, float32.
-        tx: optax optimizer that works on each number by itself, as Adam does.
-        dtype: that validation computes in.
+        models, pipeline, frozen: see load_models.
+        params: the UNet's initial parameters, float32 NumPy arrays.
+        tx: element-wise optax optimizer, such as Adam.
+        dtype: compute dtype of validation.
         dataset: ParquetImagePairs.
         plan: EmaPlan.
-        validation_images: as load_validation_images returns them.
+        validation_images: see load_validation_images.
 
     Raises:
-        ValueError: the processes have different flags or data, or the model cannot be uploaded.
+        ValueError: processes have different flags or data, or the model cannot be uploaded.
     """
 
     def __init__(
@@ -123,22 +123,22 @@ class TrainRun:
         if config.push_to_hub:
             self.repo_id = on_process_0(partial(check_hub, config.hub_model_id, self.output_dir))
 
-        self.pending = deque()  # metrics of steps that may still run
-        self.losses = []  # [loss, grad_norm] of the steps since the last line of metrics.jsonl
-        self.num_bad_before = 0  # undecodable pairs before this start
-        self.num_images, self.timed_from = 0, None
+        self.unfetched_metrics = deque()  # of steps that may still run on the devices
+        self.unlogged_metrics = []  # [loss, grad_norm] of each step since the last logged row
+        self.num_bad_before = 0  # undecodable pairs before the run was resumed
+        self.num_timed_images, self.clock_start = 0, None
         self.last_row = None
         self.is_stopping = False
 
     def find_start(self):
-        """The step to start from: that of the newest checkpoint, or 0. Sets the dataset to it.
+        """Find the step of the newest checkpoint, or 0, and set the dataset to it.
 
         Raises:
-            ValueError: the checkpoint is damaged or of another run.
+            ValueError: the checkpoint is damaged or belongs to another run.
         """
-        which = self.config.resume_from_checkpoint
-        find = partial(find_checkpoint, self.output_dir, which, self.identity)
-        self.source, start_step, self.saved = on_process_0(find) or (None, 0, {})
+        resume_from = self.config.resume_from_checkpoint
+        find = partial(find_checkpoint, self.output_dir, resume_from, self.identity)
+        self.source, start_step, self.saved_run = on_process_0(find) or (None, 0, {})
         self.start_step = int(from_process_0(np.int32(start_step)))
         epoch, batch = divmod(self.start_step, len(self.dataset))
         position = {"epoch": epoch, "batch": batch}
@@ -146,10 +146,10 @@ class TrainRun:
         return self.start_step
 
     def start_or_resume(self, params):
-        """The training state on the devices, of step find_start(), and the open files of the run.
+        """Create the training state of step find_start() on the devices and open the run's files.
 
         Args:
-            params: the UNet's parameters that a new run starts from.
+            params: the UNet's parameters for a new run.
 
         Returns:
             (TrainState, list of averages).
@@ -165,8 +165,8 @@ class TrainRun:
             state, averages = read_state(self.source, self.start_step, shapes)
             if self.source:
                 self.source.close()
-            self.losses = self.saved.get("losses", [])
-            self.num_bad_before = self.saved.get("num_bad", 0)
+            self.unlogged_metrics = self.saved_run.get("losses", [])
+            self.num_bad_before = self.saved_run.get("num_bad", 0)
         else:
             state, averages = start_state(params, self.tx, self.axes), []
         release_memory()
@@ -176,7 +176,7 @@ class TrainRun:
         return state, averages
 
     def _open_files(self):
-        """Open the run's files; metrics.jsonl comes first, as it marks a run's directory."""
+        """Open the run's files; metrics.jsonl first, because it marks the directory of a run."""
         config, output_dir = self.config, self.output_dir
         flags = asdict(config)
         self.metrics_log = MetricsLog(
@@ -186,37 +186,38 @@ class TrainRun:
         self.checkpoints = Checkpoints(
             output_dir / "checkpoints", config.checkpoints_total_limit, self.start_step
         )
-        if not self.start_step:  # snapshots of an earlier run
+        if not self.start_step:  # remove those of an earlier run
             shutil.rmtree(output_dir / "ema_snapshots", ignore_errors=True)
 
     def _announce(self):
-        """Print what is trained, on what, and from where."""
+        """Print the size of the run, the device and the first step."""
         num_params = sum(x.size for x in jax.tree.leaves(self.shapes))
         batch_size, num_devices = self.config.train_batch_size, jax.device_count()
         print(
             f"training {num_params / 1e6:.1f}M parameters on "
-            f"{len(self.dataset) * batch_size} of {self.dataset.num_rows} pairs an epoch: "
-            f"{batch_size} pairs a step on {num_devices} device(s), {jax.devices()[0].device_kind}"
+            f"{len(self.dataset) * batch_size} of {self.dataset.num_rows} pairs per epoch: "
+            f"{batch_size} pairs per step on {num_devices} device(s), "
+            f"{jax.devices()[0].device_kind}"
         )
         if self.start_step:
-            before = self.saved.get("num_devices", num_devices)
-            elsewhere = "" if before == num_devices else f", which ran on {before} device(s)"
-            print(f"resuming after step {self.start_step}{elsewhere}")
+            saved_on = self.saved_run.get("num_devices", num_devices)
+            change = "" if saved_on == num_devices else f", which ran on {saved_on} device(s)"
+            print(f"resuming after step {self.start_step}{change}")
         if self.plan.first_step is not None:
             decays = ", ".join(f"{d:.6g}" for d in self.plan.decays(self.max_train_steps))
             print(f"averaging the weights from step {self.plan.first_step} with decay {decays}")
 
     def next_batches(self, tokenize):
-        """The batches to train on, Batches, from step find_start() on."""
+        """The training batches from step find_start() on, a Batches."""
         self.batches = Batches(self.dataset, tokenize)
         return self.batches
 
     def steps(self, start_step):
-        """The numbers of the steps to do, with progress bar and profiler.
+        """Yield the remaining step numbers; show a progress bar and run the profiler.
 
-        Ends early after SIGTERM or Ctrl-C, when save_due has asked for a checkpoint.
+        Ends early after SIGTERM or Ctrl-C, once save_due has requested a checkpoint.
         """
-        first_profiled, last_profiled = profile_window(self.config.profile_steps)
+        first_profiled, last_profiled = profiled_steps(self.config.profile_steps)
         is_profiling = False
         with (
             StopSignal() as self.stop_signal,
@@ -233,58 +234,59 @@ class TrainRun:
                     is_profiling = True
                     jax.profiler.start_trace(self.output_dir / "profile")
                 yield step
-                if is_profiling and (step == last_profiled or self._is_last(step + 1)):
+                if is_profiling and (step == last_profiled or self._is_last_step(step + 1)):
                     is_profiling = False
-                    jax.block_until_ready(list(self.pending))
+                    jax.block_until_ready(list(self.unfetched_metrics))
                     jax.profiler.stop_trace()
                 if self.is_stopping:
                     break
 
-    def _is_last(self, step):
+    def _is_last_step(self, step):
         return step == self.max_train_steps
 
     def log(self, step, metrics, schedule):
-        """Take note of a step; every logging_steps append a line to metrics.jsonl.
+        """Record a step's metrics; every logging_steps append a row to metrics.jsonl.
 
-        The devices may be IN_FLIGHT steps behind: metrics are fetched when a line is due.
+        Metrics are fetched only when a row is due, so that the host need not wait for each step.
 
         Args:
-            step: steps done.
+            step: number of completed steps.
             metrics: {"loss", "grad_norm"}, replicated arrays.
-            schedule: step, from 0 -> learning rate.
+            schedule: step from 0 -> learning rate.
 
         Raises:
-            FloatingPointError: a loss or gradient since the last line is not finite.
+            FloatingPointError: a loss or gradient since the last row is not finite.
         """
         config = self.config
-        self.pending.append(metrics)
-        if self.timed_from is None:  # the first step includes compilation
+        self.unfetched_metrics.append(metrics)
+        if self.clock_start is None:  # the first step includes compilation
             jax.block_until_ready(metrics)
             self._restart_clock()
         else:
-            if len(self.pending) > IN_FLIGHT:  # the progress bar must not run ahead
-                jax.block_until_ready(self.pending[-1 - IN_FLIGHT])
-            self.num_images += config.train_batch_size
+            # The host must not run far ahead, or the progress bar would show steps not yet done.
+            if len(self.unfetched_metrics) > MAX_STEPS_IN_FLIGHT:
+                jax.block_until_ready(self.unfetched_metrics[-1 - MAX_STEPS_IN_FLIGHT])
+            self.num_timed_images += config.train_batch_size
         self.progress.update()
-        if step % config.logging_steps and not self._is_last(step):
+        if step % config.logging_steps and not self._is_last_step(step):
             return
-        self._fetch(step)
-        seconds = time.perf_counter() - self.timed_from
-        plan, timed = self.plan, self.num_images > 0
+        self._fetch_metrics(step)
+        seconds = time.perf_counter() - self.clock_start
+        plan, timed = self.plan, self.num_timed_images > 0
         is_averaging = plan.first_step is not None and step > plan.first_step
         num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
         self.last_row = {
             "step": step,
-            "loss": float(np.mean(self.losses, axis=0)[0]),
+            "loss": float(np.mean(self.unlogged_metrics, axis=0)[0]),
             "lr": float(schedule(step - 1)),
-            "grad_norm": self.losses[-1][1],
-            "images_per_second": self.num_images / seconds if timed else None,
-            "data_wait": self.batches.seconds_waited / seconds if timed else None,  # a share
+            "grad_norm": self.unlogged_metrics[-1][1],
+            "images_per_second": self.num_timed_images / seconds if timed else None,
+            "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
             "memory_gb": peak_memory() / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
-            "num_bad": self._num_bad(),
+            "num_bad": self._total_bad(),
         }
-        self.losses.clear()
+        self.unlogged_metrics.clear()
         self._restart_clock()
         if self.is_main:
             self.metrics_log.write(self.last_row)
@@ -294,84 +296,84 @@ class TrainRun:
             )
 
     def _restart_clock(self):
-        self.num_images, self.timed_from = 0, time.perf_counter()
+        self.num_timed_images, self.clock_start = 0, time.perf_counter()
         self.batches.seconds_waited = 0.0
 
-    def _fetch(self, step):
-        """Wait for the steps on the devices; their losses and norms join self.losses."""
-        while self.pending:
-            metrics = self.pending.popleft()
-            self.losses.append(
+    def _fetch_metrics(self, step):
+        """Wait for all steps and move their metrics to unlogged_metrics."""
+        while self.unfetched_metrics:
+            metrics = self.unfetched_metrics.popleft()
+            self.unlogged_metrics.append(
                 [float(first_replica(metrics[name])) for name in ("loss", "grad_norm")]
             )
-        sums = np.reshape(self.losses, (-1, 2)).sum(axis=1)
-        check_finite(sums, step - len(self.losses) + 1)
+        sums = np.reshape(self.unlogged_metrics, (-1, 2)).sum(axis=1)
+        check_finite(sums, step - len(self.unlogged_metrics) + 1)
 
-    def _num_bad(self):
-        """Undecodable pairs in the run's batches so far, over all processes."""
-        here = np.int32(self.batches.num_bad)
-        total = process_allgather(here).sum() if jax.process_count() > 1 else here
+    def _total_bad(self):
+        """Undecodable pairs in the run so far, over all processes."""
+        num_bad = np.int32(self.batches.num_bad)
+        total = process_allgather(num_bad).sum() if jax.process_count() > 1 else num_bad
         return self.num_bad_before + int(total)
 
     @contextlib.contextmanager
-    def _untimed(self):
-        """A context for work that is no training time; it ends when process 0 is done."""
-        began = time.perf_counter()
+    def _pause_clock(self):
+        """A context for work outside the timed steps; all processes leave it together."""
+        pause_start = time.perf_counter()
         yield
         wait_for_all("process 0 has written")
-        self.timed_from += time.perf_counter() - began
+        self.clock_start += time.perf_counter() - pause_start
 
     def snapshot_due(self, step):
-        """Whether the averages are to be kept for ema_posthoc.py."""
-        return self.snapshot_steps and (step % self.snapshot_steps == 0 or self._is_last(step))
+        """Whether to save the averages for ema_posthoc.py."""
+        return self.snapshot_steps and (step % self.snapshot_steps == 0 or self._is_last_step(step))
 
     def save_due(self, step):
-        """Whether to save a checkpoint: at intervals, at the end, and before stopping.
+        """Whether to save a checkpoint: at intervals, at the end, and after a stop signal.
 
-        All processes ask once after every step, and stop at the same one.
+        Every process must call it once per step, so that all stop after the same step.
         """
-        self.is_stopping = self.stop_signal.requested(step) and not self._is_last(step)
+        self.is_stopping = self.stop_signal.requested(step) and not self._is_last_step(step)
         every = self.config.checkpointing_steps
-        return self.is_stopping or (every and (step % every == 0 or self._is_last(step)))
+        return self.is_stopping or (every and (step % every == 0 or self._is_last_step(step)))
 
     def validation_due(self, step):
-        """Whether to edit the validation images; not before stopping, as time may be short."""
+        """Whether to edit the validation images; never after a stop signal, as time is short."""
         every = self.config.validation_steps
-        due = self.validation_images and (step % every == 0 or self._is_last(step))
+        due = self.validation_images and (step % every == 0 or self._is_last_step(step))
         return due and not self.is_stopping
 
     def save(self, step, state, averages):
-        """Save a checkpoint; files are written in the background.
+        """Save a checkpoint; its files are written in the background.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the checkpoint cannot be written.
         """
-        with self._untimed():
-            self._fetch(step)
+        with self._pause_clock():
+            self._fetch_metrics(step)
             if self.is_main:
-                self.checkpoints.wait()  # or the arrays of two checkpoints are held at once
+                self.checkpoints.wait()  # so that memory holds one checkpoint only
             release_memory()  # writing takes gigabytes
             content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
             axes = shard_axes(
                 checkpoint_shapes(self.shapes, self.tx, len(averages)), jax.device_count()
             )
-            content = by_name(to_host(content, axes))
-            run = {
+            content = flatten_by_name(to_host(content, axes))
+            metadata = {
                 "identity": self.identity,
-                "losses": self.losses,
-                "num_bad": self._num_bad(),
+                "losses": self.unlogged_metrics,
+                "num_bad": self._total_bad(),
                 "num_devices": jax.device_count(),
             }
             if self.is_main:
-                self.checkpoints.save(step, content, run)
+                self.checkpoints.save(step, content, metadata)
                 if jax.default_backend() == "cpu":  # the next step overwrites the arrays' memory
                     self.checkpoints.wait()
                     release_memory()
 
     def save_snapshots(self, step, averages):
-        """Write the averages in half precision to OUTPUT_DIR/ema_snapshots."""
-        with self._untimed():
-            # --ema_every need not divide the last step.
+        """Write the averages in float16 to OUTPUT_DIR/ema_snapshots."""
+        with self._pause_clock():
+            # The last update may be earlier than step if --ema_every does not divide it.
             updated = self.plan.last_update_step(step)
             for sigma_rel, average in zip(SIGMA_RELS, averages):
                 average = to_host(average, self.axes)
@@ -382,8 +384,8 @@ class TrainRun:
                     save_whole(self.output_dir / "ema_snapshots" / name, save)
 
     def validate(self, step, state, averages, p_frozen):
-        """Edit the validation images with the average, or with the parameters if there is none."""
-        with self._untimed():
+        """Edit the validation images with the first average, else with the parameters."""
+        with self._pause_clock():
             unet = self.p_gather(averages[0] if averages else state.params)
             params = {"unet": unet, **p_frozen}
             images, prompts = self.validation_images, self.validation_prompts
@@ -394,8 +396,11 @@ class TrainRun:
                 self.metrics_log.images("validation", path, f"before and after, step {step}", step)
 
     def final_weights(self, state, averages):
-        """The weights that the run ends with, as NumPy arrays: {"unet"} and, if asked for,
-        {"unet_raw"}; empty if the run stops before its last step."""
+        """Gather the final weights as NumPy arrays.
+
+        Returns:
+            {"unet"}, and {"unet_raw"} with --save_raw_unet; {} if the run was stopped early.
+        """
         self.batches.close()
         if self.is_stopping:
             return {}
@@ -405,13 +410,13 @@ class TrainRun:
         return weights
 
     def finish(self, weights):
-        """Write the model, its card and what is pending; or say how to resume, and exit.
+        """Write the model and its card and close all files; after a stop signal, exit instead.
 
         Args:
-            weights: of final_weights. Writing takes their size once more: free the devices first.
+            weights: from final_weights. Free device memory first, as writing copies them.
 
         Raises:
-            SystemExit: the run was stopped; the code is 128 + the signal's number.
+            SystemExit: a signal stopped the run; the exit code is 128 + signal number.
         """
         release_memory()
         if self.is_main:
@@ -434,7 +439,7 @@ class TrainRun:
         sys.exit(128 + number)
 
     def _save_model(self, weights):
-        """Write the pipeline; model_index.json comes last, as it marks a finished run."""
+        """Write the pipeline; model_index.json last, because it marks a finished run."""
         config, output_dir, unet = self.config, self.output_dir, self.models.unet
         if "unet_raw" in weights:
             unet.save_pretrained(output_dir / "unet_raw", params=weights["unet_raw"])
@@ -455,24 +460,24 @@ class TrainRun:
 
 
 class Batches:
-    """Epoch after epoch of batches on the devices, IN_FLIGHT of them ahead of time.
+    """An endless iterator of batches on the devices, with prefetching.
 
     Args:
         dataset: ParquetImagePairs.
-        tokenize: prompts -> ids (B, T).
+        tokenize: list of prompts -> ids (B, T).
 
     Attributes:
-        num_bad: undecodable pairs in the batches so far, in this process.
-        seconds_waited: for batches; whoever reads it may reset it.
+        num_bad: undecodable pairs in this process's batches so far.
+        seconds_waited: time spent waiting for batches; readers may reset it.
     """
 
     def __init__(self, dataset, tokenize):
         self.num_bad, self.seconds_waited = 0, 0.0
-        self.stream = self._put(dataset, tokenize)
-        self.ahead = deque(itertools.islice(self.stream, IN_FLIGHT))
+        self.stream = self._endless_batches(dataset, tokenize)
+        self.queue = deque(itertools.islice(self.stream, MAX_STEPS_IN_FLIGHT))
 
     @staticmethod
-    def _put(dataset, tokenize):
+    def _endless_batches(dataset, tokenize):
         while True:
             for batch in dataset:
                 batch = {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
@@ -482,37 +487,37 @@ class Batches:
         return self
 
     def __next__(self):
-        began = time.perf_counter()
-        batch, self.num_bad = self.ahead.popleft()
-        self.ahead.append(next(self.stream))
-        self.seconds_waited += time.perf_counter() - began
+        wait_start = time.perf_counter()
+        batch, self.num_bad = self.queue.popleft()
+        self.queue.append(next(self.stream))
+        self.seconds_waited += time.perf_counter() - wait_start
         return batch
 
     def peek(self):
-        """The next batch, which stays the next one."""
-        return self.ahead[0][0]
+        """Return the next batch without consuming it."""
+        return self.queue[0][0]
 
     def close(self):
-        """End the dataset's threads and let go of the batches."""
+        """Stop the dataset's threads and free the batches."""
         self.stream.close()
-        self.ahead.clear()
+        self.queue.clear()
 
 
 @contextlib.contextmanager
 def lock_output_dir(config: Config):
-    """A context in which no other run uses --output_dir; all processes enter it together.
+    """A context that locks --output_dir for this run; all processes must enter it together.
 
     Raises:
-        ValueError: another run uses the directory, or has just written a model to it.
+        ValueError: another run uses the directory or has just written a model to it.
     """
     output_dir = Path(config.output_dir)
-    model_before = finished_at(output_dir)
-    with contextlib.ExitStack() as held:
+    model_before = model_written_at(output_dir)
+    with contextlib.ExitStack() as stack:
 
         def lock():
-            held.enter_context(lock_folder(output_dir))
-            # --overwrite_output_dir is for models that were there when this run started.
-            if finished_at(output_dir) != model_before:
+            stack.enter_context(lock_folder(output_dir))
+            # --overwrite_output_dir covers only models that existed before the lock was requested.
+            if model_written_at(output_dir) != model_before:
                 raise ValueError(
                     f"a run that has just ended has written a model to --output_dir {output_dir}; "
                     "name another directory, or replace the model with --overwrite_output_dir"
@@ -522,34 +527,34 @@ def lock_output_dir(config: Config):
         yield
 
 
-def finished_at(output_dir):
-    """When the model in a directory was written, in ns; None: there is none."""
+def model_written_at(output_dir):
+    """Modification time of the model in a directory, in ns; None without a model."""
     model = output_dir / "model_index.json"
     return model.stat().st_mtime_ns if model.exists() else None
 
 
 def start_average(params):
-    """A copy of the sharded parameters: an average starts where they are."""
+    """Start an average as a copy of the sharded parameters."""
     return jax.pmap(ema_start, axis_name="batch")(params)
 
 
 def make_update_average(devices=None):
-    """The pmapped update of a sharded average: (average, params, decay) -> average."""
+    """Make the pmapped update of a sharded average: (average, params, decay) -> average."""
     return jax.pmap(in_place(ema_update), axis_name="batch", donate_argnums=0, devices=devices)
 
 
 def peak_memory():
-    """Most bytes that the first device has held; on a CPU, those of the process."""
+    """Peak memory of the first device in bytes; on a CPU, of the process."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def check_finite(numbers, first_step):
-    """Raise a FloatingPointError that names the first step with a number that is not finite."""
+    """Raise a FloatingPointError that names the first step with a non-finite number."""
     bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
     if bad:
         raise FloatingPointError(
             f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
-            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start anew with "
+            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start again with "
             "a lower --learning_rate, or without --mixed_precision bf16"
         )

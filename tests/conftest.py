@@ -1,4 +1,4 @@
-"""Test-wide settings: a CPU with four forced devices, strict dtype promotion, no network."""
+"""Settings of all tests: CPU with four virtual devices, strict dtype promotion, no network."""
 
 import gc
 import os
@@ -6,14 +6,14 @@ import signal
 import sys
 from pathlib import Path
 
-# Before jax is imported anywhere.
+# These must be set before jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Fusion emitters take a fifth of the time to compile.
+# XLA compiles five times faster without fusion emitters.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=4 --xla_cpu_use_fusion_emitters=false"
 )
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is most of the suite's time
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # see programs
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compilation takes most of the time
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # cache all programs, see programs()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
@@ -23,16 +23,16 @@ import torch
 from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent
-# The files that take longest start first, so that no worker is left alone with one at the end.
+# Longest first, so that no worker starts a long file at the end of the run.
 LONGEST_FILES = (
-    *("test_resume", "test_train", "test_models", "test_pipelines", "test_drop_in"),
-    *("test_sdxl_single", "test_tpu_compile", "test_pipeline_instruct_pix2pix", "test_blocks"),
-    *("test_pipelines_published", "test_reference_snippets", "test_cache_latents"),
+    *("test_resume", "test_models", "test_pipelines", "test_tpu_compile", "test_sdxl_single"),
+    *("test_train", "test_reference_snippets", "test_cache_latents", "test_script_sh"),
+    *("test_edit_cli", "test_drop_in", "test_blocks", "test_pipeline_instruct_pix2pix"),
 )
 
-# Shells start background jobs with SIGINT ignored, and child processes inherit that.
+# A test run in the background of a shell inherits an ignored SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # tiny models gain nothing from two, and lose where XLA holds the other
+torch.set_num_threads(1)  # tiny models are not faster with more, and XLA needs the other cores
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
     sys.path.append(str(tpu))
@@ -43,7 +43,7 @@ if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the benchmarks' tests slow, and order the files."""
+    """Mark the tests of benchmarks slow and sort the files."""
     for item in items:
         if item.path.stem.startswith("test_benchmark"):
             item.add_marker("slow")
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def optimized():
-    """Compile as users' programs are compiled."""
+    """Compile with XLA's default optimizations, as users do."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -61,7 +61,7 @@ def optimized():
 
 @pytest.fixture(autouse=True, scope="session")
 def programs(pytestconfig):
-    """Folder that keeps what all tests and the processes they start compile, for later runs too."""
+    """Persistent compilation cache for all tests and their child processes."""
     folder = str(pytestconfig.cache.mkdir(f"programs-jax-{jax.__version__}"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -71,10 +71,10 @@ def programs(pytestconfig):
 
 @pytest.fixture(autouse=True, scope="module")
 def free_programs():
-    """Free what a file's tests have compiled.
+    """Free compiled programs after every test file.
 
-    A program takes about ten memory maps of the 65,530 that Linux allows a process by default, and
-    XLA dies of a segmentation fault where it gets no more.
+    Linux allows a process 65,530 memory maps by default. A program needs about ten, and XLA
+    crashes with a segmentation fault when there are no more.
     """
     yield
     jax.clear_caches()

@@ -36,10 +36,10 @@ from kernels_flax import plain_operations
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_processing import ParquetImagePairs
 from parquet_shards import (
-    identify_shards,
     list_row_groups,
     pair_at,
     read_row_group,
+    shard_ids,
 )
 from training_models import encode_images, write_latents
 
@@ -127,9 +127,9 @@ def test_images_encoded_one_by_one_or_together(model):
 @pytest.mark.parametrize("batch_size", [None, 100, 1])
 def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
     """Filling up costs as much as pairs do. The largest row group has nine."""
-    sizes, write = set(), training_models.write_shard
+    sizes, write = set(), training_models.write_latent_shard
     monkeypatch.setattr(
-        training_models, "write_shard", lambda *args: sizes.add(args[4]) or write(*args)
+        training_models, "write_latent_shard", lambda *args: sizes.add(args[4]) or write(*args)
     )
     fill(config_for(model, data, tmp_path / "latents", batch_size=batch_size))
     n = jax.local_device_count()
@@ -144,7 +144,7 @@ def test_latents_are_known_as_their_images(data, kept):
     ]
     assert states[0].pop("latents") is None and states[1].pop("latents")
     assert states[0] == states[1]
-    shards = [identify_shards(list_row_groups(str(folder))).keys() for folder in (data, kept)]
+    shards = [shard_ids(list_row_groups(str(folder))).keys() for folder in (data, kept)]
     assert shards[0] == shards[1]
 
 
@@ -170,14 +170,14 @@ def test_training_is_the_same(model, data, tmp_path, monkeypatch):
 
 
 def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
-    folder, write = tmp_path / "latents", training_models.write_shard
+    folder, write = tmp_path / "latents", training_models.write_latent_shard
 
     def write_until_b(path, *args):
         if path.name == "b.parquet":
             raise KeyboardInterrupt
         write(path, *args)
 
-    monkeypatch.setattr(training_models, "write_shard", write_until_b)
+    monkeypatch.setattr(training_models, "write_latent_shard", write_until_b)
     flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
     flags += ["--output_dir", str(folder), "--resolution", "16"]
     with pytest.raises(SystemExit) as ended:
@@ -197,7 +197,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_p
     for folder in (old, new):
         folder.mkdir(parents=True)
         (folder / "a.parquet").write_bytes(b"a half")
-    long_ago = time.time() - 2 * training_models.LEFT_SECONDS
+    long_ago = time.time() - 2 * training_models.STALE_SECONDS
     os.utime(old, (long_ago, long_ago))
     touch, touched = os.utime, []
     monkeypatch.setattr(os, "utime", lambda folder: touched.append(folder) or touch(folder))
@@ -214,7 +214,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_p
 
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
     """The second of two begins with the second shard, and leaves what it finds done."""
-    folder, write, written = tmp_path / "latents", training_models.write_shard, []
+    folder, write, written = tmp_path / "latents", training_models.write_latent_shard, []
 
     def write_both(path, *args):
         written.append(path.name)
@@ -222,7 +222,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
         if path.name == "b.parquet":  # meanwhile the other process
             shutil.copy(path, path.with_name("a.parquet"))
 
-    monkeypatch.setattr(training_models, "write_shard", write_both)
+    monkeypatch.setattr(training_models, "write_latent_shard", write_both)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     fill(config_for(model, data, folder))
@@ -230,9 +230,9 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
 
 
 def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_models, "MIN_ROWS_TO_JUDGE", 1)
+    monkeypatch.setattr(training_models, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     with pytest.raises(
-        ValueError, match=r"1 of the first . pairs of .* for one a\.parquet row 3: "
+        ValueError, match=r"1 of the first . pairs of .* for example a\.parquet row 3: "
     ):
         fill(config_for(model, data, tmp_path / "latents", max_bad_fraction=0.1))
     assert not any((tmp_path / "latents").iterdir())
@@ -258,23 +258,32 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(resolution=32), "was made otherwise (resolution was 16 and is 32; shape was"),
+        (
+            dict(resolution=32),
+            "was made with other settings (resolution was 16 and is 32; shape was",
+        ),
         (dict(image_interpolation_mode="bicubic"), "(image_interpolation_mode was dct and is"),
-        (dict(pretrained_model_name_or_path="OTHER"), "was made otherwise (vae was"),
-        (dict(train_data_dir="GROWN"), "was made otherwise (source_bytes was"),
-        (dict(train_data_dir="FEWER"), "b.parquet is of no shard in"),
-        (dict(train_data_dir="FEWER", max_train_samples=5), "b.parquet is of no shard in"),
-        (dict(mixed_precision="bf16"), "was made otherwise (mixed_precision was no and is bf16)"),
+        (dict(pretrained_model_name_or_path="OTHER"), "was made with other settings (vae was"),
+        (dict(train_data_dir="GROWN"), "was made with other settings (source_bytes was"),
+        (dict(train_data_dir="FEWER"), "b.parquet matches no shard in"),
+        (dict(train_data_dir="FEWER", max_train_samples=5), "b.parquet matches no shard in"),
+        (
+            dict(mixed_precision="bf16"),
+            "was made with other settings (mixed_precision was no and is bf16)",
+        ),
         (
             dict(original_image_column="edited_image", edited_image_column="original_image"),
-            "was made otherwise (columns was ['original_image', 'edited_image', 'edit_prompt'] and",
+            "other settings (columns was ['original_image', 'edited_image', 'edit_prompt'] and",
         ),
-        (dict(train_data_dir="KEPT", output_dir="NEW"), "holds latents already; train on it"),
-        (dict(output_dir="DATA"), "is the folder of the data; name another"),
-        (dict(output_dir="COPY"), "a.parquet holds no latents; name a folder of its own"),
-        (dict(resolution=15, output_dir="NEW"), "--resolution 15 must be a multiple of 2"),
-        (dict(train_data_dir="NONE"), "is not a folder; give the one with the shards"),
-        (dict(output_dir="FILE"), "cannot be a folder of latents ("),
+        (dict(train_data_dir="KEPT", output_dir="NEW"), "already has latents; train on it"),
+        (dict(output_dir="DATA"), "is --train_data_dir; name another directory"),
+        (dict(output_dir="COPY"), "a.parquet contains no latents; name a directory"),
+        (
+            dict(resolution=15, output_dir="NEW"),
+            "--resolution 15 is not a multiple of 2; try 14 or 16",
+        ),
+        (dict(train_data_dir="NONE"), "is not a directory; name that of the shards"),
+        (dict(output_dir="FILE"), "cannot make the directory"),
         (dict(batch_size=0), "--batch_size 0 must be at least 1"),
         (dict(dataloader_num_workers=-1), "--dataloader_num_workers -1 must be at least 0"),
         (dict(max_bad_fraction=-1.0), "--max_bad_fraction -1.0 must be from 0 to 1"),
@@ -313,10 +322,13 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
     run = partial(config_of, out=tmp_path / "out", random_crop=False)
     for config, message in (
         (run(model, data, cache_latents="x", random_crop=True), "add --no_random_crop"),
-        (run(model, kept, random_crop=True), "random_crop=True does not go with latents"),
-        (run(model, kept, resolution=32), "holds latents of resolution=16, not 32"),
+        (
+            run(model, kept, random_crop=True),
+            "latents are of the centre of each image; add --no_random_crop",
+        ),
+        (run(model, kept, resolution=32), "contains latents of --resolution 16, not 32"),
         (run(other, kept), "has latents of another VAE than"),
-        (run(model, mixed), "do not go together: latents and images"),
+        (run(model, mixed), "b.parquet does not match the first shard"),
     ):
         with pytest.raises(SystemExit) as ended:
             run_main(config, monkeypatch)
@@ -325,7 +337,7 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
         assert error.startswith("error: ") and message in error
     with pytest.raises(SystemExit):
         parquet_processing.main(["--train_data_dir", str(kept)])
-    assert "holds latents; only images can be looked at" in capsys.readouterr().err
+    assert "contains latents; name the directory of the images" in capsys.readouterr().err
 
 
 def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
@@ -354,6 +366,6 @@ def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
     )
     assert len(list(dataset)) == 1
     assert list(dataset.bad_rows.values()) == [
-        "edited_image: no latents in the shard, as of an image that is broken"
+        "edited_image: no latents in the shard; the image was undecodable"
     ]
     assert json.loads(table.schema.metadata[b"latents"])["rows"] == 7

@@ -1,4 +1,4 @@
-"""parquet_pairs.py: what is written, what is refused, what stays after a stop."""
+"""parquet_pairs.py: written shards, refused input, interruptions."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ HEADER = "input,edit,edited\n"
 
 
 def save(path, seed=0, size=(16, 16), mode="RGB", orientation=None, **options):
-    """Save an image of noise by its extension."""
+    """Save a noise image in the format of the file extension."""
     rng = np.random.default_rng(seed)
     image = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), np.uint8)).convert(mode)
     if mode == "RGBA":
@@ -37,7 +37,7 @@ def save(path, seed=0, size=(16, 16), mode="RGB", orientation=None, **options):
 
 
 def write_list(file, rows):
-    """JSON lines or CSV of dicts that have the same keys."""
+    """Write dicts with equal keys as JSON lines or CSV."""
     if file.suffix == ".csv":
         with open(file, "w", encoding="utf-8-sig", newline="") as opened:
             writer = csv.DictWriter(opened, rows[0])
@@ -50,7 +50,7 @@ def write_list(file, rows):
 
 
 def make_pairs(folder, count, edits=1):
-    """A list of count originals, each with some edits."""
+    """Write `count` originals with a few edits each, and their list."""
     rows = []
     for n in range(count):
         save(folder / f"images/{n}.jpg", n)
@@ -62,7 +62,7 @@ def make_pairs(folder, count, edits=1):
 
 
 def read(folder):
-    """The rows of all shards, in order."""
+    """Read the rows of all shards in order."""
     return [row for path in sorted(folder.iterdir()) for row in pq.read_table(path).to_pylist()]
 
 
@@ -98,7 +98,7 @@ def test_bytes_are_copied_and_read_upright(tmp_path, capsys, form):
     source, rows, names = tmp_path / "own", [], []
     for n, kind in enumerate(KINDS):
         original = save(source / "original" / kind["name"], n, **{**kind, "name": None})
-        # Of the same shape and another size and format: another extension too.
+        # Edited images with the same aspect ratio but another size, format and extension.
         edited = save(source / "edited" / f"{original.stem}.webp", 50 + n, (32, 32), lossless=True)
         names.append((original, edited))
         text = f'line\nof "{n}", \x0b\u2028 ö'
@@ -135,20 +135,20 @@ def test_bytes_are_copied_and_read_upright(tmp_path, capsys, form):
 
 @pytest.mark.parametrize("extension", ["jpg", "png", "webp", "tiff"])
 def test_turned_images_are_compared_upright(tmp_path, extension):
-    """A photograph lying on its side and its upright edit have the same shape."""
+    """An image rotated by EXIF and its upright edit have the same aspect ratio."""
     save(tmp_path / f"a.{extension}", size=(64, 48), orientation=6)
     save(tmp_path / "b.png", size=(24, 32))
     save(tmp_path / "c.png", size=(32, 24))
     row = {"input": f"a.{extension}", "edit": "x", "edited": "b.png"}
     write_pairs(write_list(tmp_path / "ok.jsonl", [row]), tmp_path / "data")
     file = write_list(tmp_path / "bad.jsonl", [row | {"edited": "c.png"}])
-    with pytest.raises(ValueError, match=r"a\.\w+ is 48x64 and .*c\.png 32x24: one shape"):
+    with pytest.raises(ValueError, match=r"a\.\w+ is 48x64 and .*c\.png 32x24; give both the same"):
         write_pairs(file, tmp_path / "other")
 
 
 def test_row_groups_and_shards(tmp_path, monkeypatch):
     file = make_pairs(tmp_path, 11)
-    row_bytes = len((tmp_path / "images/0.jpg").read_bytes()) + 900  # a little more than a pair
+    row_bytes = len((tmp_path / "images/0.jpg").read_bytes()) + 900  # slightly more than one pair
     monkeypatch.setattr(parquet_pairs, "ROW_GROUP_ROWS", 3)
     monkeypatch.setattr(parquet_pairs, "SHARD_BYTES", 6 * row_bytes)
     write_pairs(file, tmp_path / "by_rows")
@@ -203,7 +203,7 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
 
 
 def test_paths_to_the_same_file_are_one_image(tmp_path, capsys):
-    """Held out under one spelling of its path, an image is not trained on under another."""
+    """A held-out image is not in the shards under another spelling of its path."""
     for name in ("a.png", "b.png", "edited.png", "other.png"):
         save(tmp_path / name)
     (tmp_path / "link.png").symlink_to("a.png")
@@ -243,11 +243,11 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"edited": "text.png"}, "text.png: no known image format (4 bytes)"),
         (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
         (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
-        (good | {"edited": "wide.png"}, "wide.png 24x16: one shape is needed"),
+        (good | {"edited": "wide.png"}, "wide.png 24x16; give both the same"),
         (good | {"edit": " \n"}, "edit is empty"),
         (good | {"edit": ["red"]}, 'edit is ["red"], not text'),
         (good | {"edit": None}, "edit is empty"),
-        (good | {"edit": "\ud800"}, "edit is not Unicode"),
+        (good | {"edit": "\ud800"}, "edit is not valid Unicode"),
         ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or output"),
         ({}, "no original_image or "),
         (good | {"input": "./good.png", "edit": "red "}, "repeats line 1"),
@@ -266,18 +266,20 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         f"error: {file} has {count} problems: line 2: {tmp_path}/gone.png: does"
     )
     assert error.endswith(f"; and {count - 10} more\n") and "line 12" not in error
-    monkeypatch.setattr(parquet_pairs, "NUM_NAMED", 99)
+    monkeypatch.setattr(parquet_pairs, "MAX_NAMED_PROBLEMS", 99)
     told = error_of(capsys, *flags).strip().partition("problems: ")[2].split("; line ")
     assert len(told) == count
     for line, (problem, (_, expected)) in enumerate(zip(told, rows[1:]), start=2):
         assert problem.removeprefix("line ").startswith(f"{line}: ") and expected in problem
     assert not (tmp_path / "data").exists()
-    main(*flags, "--max_pairs", 1)  # the first row is good
+    main(*flags, "--max_pairs", 1)  # the first row is valid
     assert len(read(tmp_path / "data")) == 1
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
-@pytest.mark.parametrize("most", [100, 150])  # a bomb for Pillow, and what it warns of
+@pytest.mark.parametrize(
+    "most", [100, 150]
+)  # Pillow raises an error for the first and warns for the second
 def test_too_many_pixels(tmp_path, monkeypatch, name, most):
     save(tmp_path / name)
     row = {"input": name, "edit": "x", "edited": name}
@@ -320,18 +322,18 @@ def test_bad_directories(tmp_path, capsys, caplog):
     rows = [{"name": "a", "edit": "x"}, {"name": "b", "edit": "x"}, {"name": "b.jpg", "edit": "x"}]
     write_list(tmp_path / "captions.csv", rows)
     error = error_of(capsys, *flags)
-    assert "captions.csv has 2 problems: line 3: 2 images in original/ are called b; " in error
-    assert "line 4: no images in edited/ are called b.jpg" in error and not caplog.records
+    assert "captions.csv has 2 problems: line 3: 2 images in original/ are named b; " in error
+    assert "line 4: no images in edited/ are named b.jpg" in error and not caplog.records
     rows[:2] = [{"name": "elsewhere/a.png", "edit": "x"}, {"name": "b.2", "edit": "x"}]
     write_list(tmp_path / "captions.csv", rows[:2])
     error = error_of(capsys, *flags)
-    assert "line 2: elsewhere/a.png has a directory in it; name the file in original/" in error
-    assert "line 3: no images in original/ are called b.2" in error
+    assert "line 2: elsewhere/a.png contains a directory; give the file name in original/" in error
+    assert "line 3: no images in original/ are named b.2" in error
     rows[0] = {"name": "a", "edit": "x"}
     write_list(tmp_path / "captions.csv", rows[:1])
     main(*flags)
     (record,) = caplog.records
-    assert "no edit of 2 of the files in original/, such as b.jpg" in record.getMessage()
+    assert "no edit of 2 files in original/, for example b.jpg" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -351,11 +353,14 @@ def test_bad_directories(tmp_path, capsys, caplog):
             "--num_held_out -1 must be at least 0",
         ),
         ("--pairs a.csv --output_dir full", "--output_dir full is not empty (x.parquet)"),
-        ("--pairs a.csv --output_dir file", "--output_dir file is a file; name a directory"),
-        ("--pairs a.csv --output_dir file/x", "--output_dir file/x cannot be made: "),
+        (
+            "--pairs a.csv --output_dir file",
+            "--output_dir file cannot be written: file is not a directory",
+        ),
+        ("--pairs a.csv --output_dir file/x", "--output_dir file/x cannot be written: "),
         (
             "--pairs a.csv --output_dir x --held_out_dir file/y --num_held_out 1",
-            "--held_out_dir file/y cannot be made: ",
+            "--held_out_dir file/y cannot be written: ",
         ),
         ("--pairs a.csv --output_dir x --preview file/x.png", "--preview file/x.png cannot be wri"),
         ("--pairs a.csv --output_dir x --preview x.txt", "--preview x.txt ends in .txt"),
@@ -365,7 +370,7 @@ def test_bad_directories(tmp_path, capsys, caplog):
         ),
         (
             "--pairs a.csv --output_dir x --held_out_dir ./x --num_held_out 1",
-            "--held_out_dir x is --output_dir too",
+            "--held_out_dir x is also --output_dir",
         ),
     ],
 )
@@ -389,7 +394,7 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch, capsys, stop_at):
     def interrupted(*args):
         calls.append(args)
         if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)  # to the main thread, as Ctrl-C
+            os.kill(os.getpid(), signal.SIGINT)  # like Ctrl-C
         return real(*args)
 
     monkeypatch.setattr(owner, stop_at, interrupted)
@@ -405,7 +410,7 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch, capsys, stop_at):
 
 
 def test_interrupt_after_the_shards_are_written(tmp_path, monkeypatch, capsys):
-    """The advice is not to run the same command again, which would refuse the full directory."""
+    """The message does not say to run the command again, as the directory is not empty now."""
     file, data = make_pairs(tmp_path, 2), tmp_path / "data"
 
     def interrupted(groups):
@@ -420,10 +425,10 @@ def test_interrupt_after_the_shards_are_written(tmp_path, monkeypatch, capsys):
 
 
 def test_unfinished_directory_is_not_read(tmp_path):
-    """What SIGKILL leaves at any moment while shards move into their place."""
+    """After a SIGKILL while shards are moved, the directory is refused."""
     file = make_pairs(tmp_path, 1)
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "data").symlink_to("elsewhere")  # written into, not replaced
+    (tmp_path / "data").symlink_to("elsewhere")  # a link is followed, not replaced
     write_pairs(file, tmp_path / "data")
     assert len(read(tmp_path / "elsewhere")) == 1
     (tmp_path / "data" / parquet_pairs.UNFINISHED).mkdir()

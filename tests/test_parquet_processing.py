@@ -43,19 +43,19 @@ def encode(pixels, image_format="PNG", **options):
 
 
 def smooth(seed, height=24, width=24):
-    """An image with slow gradients, (height, width, 3) uint8."""
+    """An image with smooth gradients, uint8 (height, width, 3)."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
     return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def plain(value):
-    """A PNG of one colour, which says which row a pixel came from."""
+    """A PNG of one colour that identifies its row."""
     return encode(np.full((20, 20, 3), value, np.uint8))
 
 
 def write_shard(path, rows, names=("original_image", "edit_prompt", "edited_image"), **options):
-    """Rows are (original bytes, prompt, edited bytes); images are stored as the public ones."""
+    """Write rows of (original bytes, prompt, edited bytes) as public datasets store them."""
     originals, prompts, edits = zip(*rows) if rows else ((), (), ())
     cells = [
         pa.array([{"bytes": data, "path": None} for data in originals], IMAGE),
@@ -66,7 +66,7 @@ def write_shard(path, rows, names=("original_image", "edit_prompt", "edited_imag
 
 
 def write_numbered(folder, shard_rows, row_group_size=8):
-    """Shards whose row n (over all shards) has prompt str(n) and images of colour n, 255 - n."""
+    """Write shards whose n-th row, over all shards, has prompt str(n) and colours n and 255 - n."""
     first = 0
     for k, count in enumerate(shard_rows):
         rows = [(plain(n % 256), str(n), plain(255 - n % 256)) for n in range(first, first + count)]
@@ -77,7 +77,7 @@ def write_numbered(folder, shard_rows, row_group_size=8):
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory):
-    """53 rows in three unequal shards, row groups of 8 and less."""
+    """53 rows in three shards of different length, with at most 8 rows per row group."""
     return write_numbered(tmp_path_factory.mktemp("numbered"), [30, 4, 19])
 
 
@@ -120,7 +120,7 @@ def test_large_jpeg_is_scaled_while_decoding():
 
 
 def photograph(side, quality=100):
-    """A crop of a real photograph as JPEG, square."""
+    """A square crop of a photograph as JPEG."""
     image = Image.fromarray(skimage.data.astronaut()).resize((side, side), Image.Resampling.LANCZOS)
     return encode(image, "JPEG", quality=quality)
 
@@ -134,9 +134,9 @@ def test_scaling_while_decoding_is_close_to_the_filter(tmp_path, side):
     (exact,) = ParquetImagePairs(tmp_path, resample="lanczos", **options)
     difference = fast[ORIGINAL].astype(float) - exact[ORIGINAL]
     psnr = 10 * np.log10(255**2 / np.mean(difference**2))
-    assert 35 < psnr < 60  # close, and not the same code
+    assert 35 < psnr < 60  # close, but not the same algorithm
     flipped = ParquetImagePairs(tmp_path, batch_size=1, random_crop=False)
-    for epoch in range(20):  # both ways, decoded straight into the batch
+    for epoch in range(20):  # both flips, decoded into the batch
         flipped.set_epoch(epoch)
         (batch,) = flipped
         for name in (ORIGINAL, EDITED):
@@ -149,7 +149,7 @@ def test_every_kind_of_image():
     image = Image.fromarray(pixels)
     grey = np.asarray(image.convert("L"))
     turned = image.getexif()
-    turned[0x0112] = 6  # stored lying on its side
+    turned[0x0112] = 6  # rotated by 90 degrees
     alpha = image.copy()
     alpha.putalpha(128)
     palette = image.quantize(64)
@@ -174,7 +174,7 @@ def test_every_kind_of_image():
         (encode(pixels, "TIFF"), pixels),
         (cmyk, np.asarray(Image.open(io.BytesIO(cmyk)).convert("RGB"))),
     ]
-    blended = (encode(alpha), see_through)  # Pillow may round the other way
+    blended = (encode(alpha), see_through)  # Pillow may round differently
     for data, expected in exact:
         decoded = decode_image(data)
         assert decoded.dtype == np.uint8
@@ -227,7 +227,7 @@ def test_truncated_image_is_refused(kind):
         "GIF": lambda: encode(image, "GIF"),
     }[kind]()
     decode_image(data)
-    # The last bytes of a PNG (20) and of a GIF hold no pixels: only what comes before is missed.
+    # The last 20 bytes of a PNG and the last bytes of a GIF hold no pixels.
     for end in (len(data) // 3, len(data) - (24 if kind in ("PNG", "GIF") else 2)):
         with pytest.raises(ValueError, match=r"\w"):
             decode_image(data[:end])
@@ -251,7 +251,7 @@ def test_pair_is_cropped_and_flipped_alike(tmp_path):
     dataset = ParquetImagePairs(tmp_path, batch_size=8, resolution=24)
     flips, places = Counter(), set()
     for batch in dataset:
-        # Resampling rounds to whole numbers, each image on its own.
+        # Resampling rounds each image to integers separately.
         total = batch[ORIGINAL].astype(int) + batch[EDITED]
         assert np.abs(total - 255).max() <= 1
         for pixels, prompt in zip(batch[ORIGINAL], batch["edit_prompt"]):
@@ -347,7 +347,7 @@ def test_epoch_order(group_rows, num_parts, left_out, window, epoch):
     group_of = np.repeat(np.arange(len(group_rows)), group_rows)
     num_uses = 0
     for part in order:
-        # What is held from first to last use: a window's rows, and a row group at either end.
+        # In memory: the rows of a window and one row group at either end.
         groups = group_of[part]
         used, first, count = np.unique(groups, return_index=True, return_counts=True)
         last = rows_per_part - 1 - np.unique(groups[::-1], return_index=True)[1]
@@ -355,7 +355,7 @@ def test_epoch_order(group_rows, num_parts, left_out, window, epoch):
             held = count[(first <= moment) & (moment <= last)].sum()
             assert held <= window + 2 * max(group_rows)
         num_uses += len(used)
-    assert num_uses <= len(group_rows) + num_parts  # a cut between parts makes one more
+    assert num_uses <= len(group_rows) + num_parts  # each cut between parts splits one
 
 
 def test_order_is_well_mixed():
@@ -370,12 +370,12 @@ def test_order_is_well_mixed():
     order = order_of(0)[0]
     groups_per_batch = [len(set(batch // 1000)) for batch in order.reshape(-1, 50)]
     assert np.mean(groups_per_batch) > 3.5 and min(groups_per_batch) >= 2
-    # Neighbours in a shard are hundreds of rows apart in training, not batch mates.
+    # Neighbours in a shard are hundreds of rows apart in training, not in the same batch.
     when = np.argsort(order)
     apart = np.abs(np.diff(when.reshape(40, 1000), axis=1))
     assert np.median(apart) > 1000
     assert abs(np.corrcoef(when, np.argsort(order_of(1)[0]))[0, 1]) < 0.4
-    # Eight parts of a batch come from eight row groups even if a part reads one after another.
+    # The eight parts of a batch come from eight row groups even without shuffling in a part.
     batches = order_of(0, num_parts=8, window=0).reshape(8, -1, 4).swapaxes(0, 1).reshape(-1, 32)
     assert np.mean([len(set(batch // 1000)) for batch in batches]) > 7
 
@@ -386,12 +386,12 @@ def test_small_dataset_is_shuffled_uniformly_and_leaves_out_other_rows_each_epoc
         order = epoch_order([5, 2], seed=[0, epoch], num_parts=1, rows_per_part=6, window=7)[0]
         firsts[int(order[0])] += 1
         left_out.update({*range(7)} - {*order.tolist()})
-    # 2000 draws of one in seven: 286 with a standard deviation of 15.7.
+    # 2000 draws with probability 1/7: mean 286, standard deviation 15.7.
     assert len(firsts) == 7 and all(abs(n - 2000 / 7) < 80 for n in firsts.values())
-    # The row group that comes last loses one of its rows: each of five, or of two, by a half.
+    # The last row group loses one random row, of five or of two.
     assert all(abs(left_out[row] - (200 if row < 5 else 500)) < 80 for row in range(7))
 
-    # A row is followed by its neighbour once in a random order of seven, on average.
+    # In a random order of seven rows, one row on average is followed by its neighbour.
     orders = [
         epoch_order([7], seed=[0, epoch], num_parts=1, rows_per_part=7, window=7)[0]
         for epoch in range(2000)
@@ -399,11 +399,11 @@ def test_small_dataset_is_shuffled_uniformly_and_leaves_out_other_rows_each_epoc
     assert abs(np.mean([np.sum(np.diff(order) % 7 == 1) for order in orders]) - 1) < 0.1
 
 
-# Several processes, and going on after a stop
+# Several processes, and resuming
 
 
 def on_processes(make, process_count):
-    """Call make(process_index, all_gather) for all processes at once; what each gave or raised."""
+    """Call make(process_index, all_gather) in one thread per process; return results or errors."""
     barrier = threading.Barrier(process_count)
     told = [None] * process_count
 
@@ -489,12 +489,14 @@ def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
             rows = np.array([int(prompt) for prompt in batch["edit_prompt"]])
             np.testing.assert_array_equal(batch[ORIGINAL][:, 3, 3, 1], rows)
         assert len(streams[-1]) == num_batches
-    assert all(own_states == states[0] for own_states in states)  # one state for all
+    assert all(
+        own_states == states[0] for own_states in states
+    )  # the state is the same on all processes
     seen = Counter(prompt for stream in streams for prompt in prompts_of(stream))
     assert max(seen.values()) == 1
     assert seen.total() == num_batches * batch_size * process_count
 
-    # At every step: the rest of the stream, on another number of threads.
+    # Resume at every step, with another number of threads.
     make_all = partial(make, num_parts=num_parts, num_threads=data.draw(threads, "other threads"))
     again = on_processes(make_all, process_count)
     for dataset, stream in zip(again, streams):
@@ -507,7 +509,7 @@ def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
         assert dataset.state_dict() == states[0][-1]
     assert states[0][-1]["epoch"] == epoch + 1 and states[0][-1]["batch"] == 0
 
-    if not own:  # another number of processes goes on with the same global batches
+    if not own:  # another number of processes resumes with the same global batches
         counts = [n for n in divisors if n != process_count]
         process_count = data.draw(st.sampled_from(counts), "other processes") if counts else 1
         batch_size = global_batch // process_count
@@ -533,7 +535,7 @@ def test_epochs_follow_each_other_and_loading_goes_on_in_the_middle(numbered):
     next(iterator), next(iterator)
     state = dataset.state_dict()
     iterator.close()
-    assert same(next(iter(dataset)), epochs[1][0])  # a new iteration begins the epoch anew
+    assert same(next(iter(dataset)), epochs[1][0])  # a new iteration restarts the epoch
     dataset.load_state_dict(state)
     assert prompts_of(dataset) == prompts_of(epochs[1][2:])
     assert prompts_of(dataset) == prompts_of(epochs[2])
@@ -552,7 +554,7 @@ def test_state_of_another_stream_is_refused(numbered, tmp_path):
 
 
 def test_folders_that_do_not_fit_together(numbered, tmp_path):
-    write_numbered(tmp_path, [30])  # the first shard of three
+    write_numbered(tmp_path, [30])  # the first of three shards
 
     def make(process_index, all_gather, folders):
         return ParquetImagePairs(
@@ -564,8 +566,8 @@ def test_folders_that_do_not_fit_together(numbered, tmp_path):
         assert "processes 0 and 1 both have shard-0.parquet" in str(error)
     missing = tmp_path / "missing"
     first, second = on_processes(partial(make, folders=[numbered, missing]), 2)
-    assert "process 1 cannot use its train_data_dir" in str(first)
-    assert "missing is not a folder" in str(second)
+    assert "process 1 cannot use its --train_data_dir" in str(first)
+    assert "missing is not a directory" in str(second)
 
 
 GATHER = """
@@ -580,7 +582,7 @@ for folder in sys.argv[3:]:
         process_index=jax.process_index(), all_gather=process_allgather,
     )
     prompts = [prompt for batch in dataset for prompt in batch["edit_prompt"]]
-    print("rows", sum(dataset.folder_rows), *prompts, sep=",")
+    print("rows", sum(dataset.directory_rows), *prompts, sep=",")
 """
 
 
@@ -634,7 +636,7 @@ next(iter(DataLoader(dataset, batch_size=None)))
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120)
-    assert "TypeError: import torch before ParquetImagePairs is made" in done.stderr
+    assert "TypeError: import torch before creating ParquetImagePairs" in done.stderr
 
 
 def test_torch_is_not_needed(numbered):
@@ -663,7 +665,7 @@ def test_max_rows_are_too_few(numbered):
 
 @pytest.mark.parametrize("num_parts, window", [(1, 0), (1, 20), (2, 10), (3, 40)])
 def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
-    """Counts the row groups that are alive: at most a window of each part, its ends, one ahead."""
+    """Row groups in memory: at most a window per part, its ends, and one read ahead."""
     read, alive, most = parquet_shards.read_row_group, set(), []
 
     def watched(*args):
@@ -683,7 +685,7 @@ def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
         assert len(list(dataset)) == 53 // num_parts
         gc.collect()
         assert not alive
-    # 53 rows in row groups of 8, 6 and less: in rows, then in groups of at least 3 on average.
+    # 53 rows, in row groups of at least 3 rows on average.
     assert 1 < max(most) <= min(num_parts * (window / 3 + 2) + 2, 9)
 
 
@@ -700,7 +702,7 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
     rows[20] = rows[21] = (b"bad", "x", b"bad")
     write_shard(tmp_path / "a.parquet", rows[:15], row_group_size=5)
     write_shard(tmp_path / "b.parquet", rows[15:], row_group_size=5)
-    # The next good one of the row group, after its last the first.
+    # The next decodable row of the row group, cyclically.
     stands_in = {3: 0, 4: 0, 17: 19, 18: 19, 20: 22, 21: 22}
 
     for seed in range(3):
@@ -733,7 +735,7 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
         assert any(message.startswith(wanted) for message in messages)
         assert all(map(same, ParquetImagePairs(tmp_path, num_threads=5, **options), batches))
 
-    # Counted every epoch, named once.
+    # Counted in every epoch, logged once.
     caplog.clear()
     list(dataset)
     assert dataset.num_bad == 12 and len(dataset.bad_rows) == 6
@@ -764,7 +766,7 @@ def test_a_long_stretch_of_broken_pairs_is_looked_through_once(tmp_path, monkeyp
 
 
 def test_text_that_is_none(tmp_path, capsys):
-    """A prompt that is not UTF-8 is a broken pair, for the loader and for the description."""
+    """A prompt that is not UTF-8 counts as an undecodable pair in loader and description."""
     rows = [(plain(n), "abcd", plain(n)) for n in range(4)]
     plainly = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     write_shard(tmp_path / "a.parquet", rows, **plainly)
@@ -793,15 +795,15 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
         return dataset.num_seen, ""
 
     assert run(max_bad_fraction=0.2) == (100, "")
-    seen, error = run(max_bad_fraction=0.1)  # of an epoch's 100: more than ten
+    seen, error = run(max_bad_fraction=0.1)  # more than ten of the 100 pairs of an epoch
     assert "11 of the first" in error or "12 of the first" in error
-    assert "max_bad_fraction=0.1" in error and "a.parquet row" in error
-    monkeypatch.setattr(parquet_dataset, "MIN_ROWS_TO_JUDGE", 1)
+    assert "--max_bad_fraction 0.1" in error and "a.parquet row" in error
+    monkeypatch.setattr(parquet_dataset, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     assert run(max_bad_fraction=0)[0] <= seen
 
 
 def test_a_whole_pass_with_all_that_goes_wrong(tmp_path, caplog):
-    """Broken images, an unreadable shard, two schemas: what is described, nothing else lost."""
+    """Reports undecodable images, an unreadable shard and two schemas; keeps all other rows."""
     rows = [(plain(n), str(n), plain(255 - n)) for n in range(200)]
     bad = list(range(7, 200, 20))  # 5%
     for n in bad:
@@ -809,7 +811,9 @@ def test_a_whole_pass_with_all_that_goes_wrong(tmp_path, caplog):
     write_shard(tmp_path / "a.parquet", rows[:80], row_group_size=30)
     before, prompts, after = zip(*rows[80:140])
     table = pa.table({"input_image": before, "edited_image": after, "edit_prompt": prompts})
-    pq.write_table(table, tmp_path / "b.parquet")  # other names, plain binary, another order
+    pq.write_table(
+        table, tmp_path / "b.parquet"
+    )  # other column names and order, plain binary images
     write_shard(tmp_path / "c.parquet", rows[140:], row_group_size=100)
     (tmp_path / "d.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"1 of 4 shards .*: d\.parquet \("):
@@ -819,7 +823,7 @@ def test_a_whole_pass_with_all_that_goes_wrong(tmp_path, caplog):
     dataset = ParquetImagePairs(tmp_path, batch_size=8, resolution=4, num_parts=4)
     seen = Counter(prompts_of(dataset))
     good = {str(n) for n in range(200) if n not in bad}
-    assert set(seen) == good  # none of the good ones is lost
+    assert set(seen) == good  # no decodable row is lost
     assert seen.total() == 200 and dataset.num_bad == len(bad) == len(dataset.bad_rows)
     assert len(caplog.records) == len(bad)
     assert seen - Counter(good) == Counter(str(n + 1) for n in bad)
@@ -834,7 +838,7 @@ BYTES = (pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int32(), pa.binar
 
 @pytest.mark.parametrize("text", TEXTS, ids=str)
 def test_every_type_of_text_and_of_bytes(tmp_path, text):
-    """A row group is read in two parts, with a null in the second."""
+    """A row group is read in two arrays; the second has a null."""
     originals = [plain(n % 7) for n in range(43)]
     edits = [plain(255 - n % 7) for n in range(43)]
     originals[35] = None
@@ -878,7 +882,7 @@ def all_broken(folder):
 
 
 BAD_FOLDERS = {
-    "missing": (Path.rmdir, ["is not a folder"]),
+    "missing": (Path.rmdir, ["is not a directory"]),
     "no shards": (lambda folder: (folder / "a.txt").touch(), ["no *.parquet"]),
     "truncated": (truncated, ["1 of 2 shards", "shard-1.parquet"]),
     "zero bytes": (lambda folder: (folder / "a.parquet").touch(), ["a.parquet", "0 bytes"]),
@@ -897,10 +901,10 @@ BAD_FOLDERS = {
 
 @pytest.mark.parametrize("kind", BAD_FOLDERS)
 def test_bad_folder(tmp_path, capsys, kind):
-    spoil, words = BAD_FOLDERS[kind]
+    damage, words = BAD_FOLDERS[kind]
     folder = tmp_path / "data"
     folder.mkdir()
-    spoil(folder)
+    damage(folder)
     with pytest.raises(ValueError) as error:
         ParquetImagePairs(folder, batch_size=1, resolution=8)
     assert all(word in str(error.value) for word in words)
@@ -924,7 +928,7 @@ def test_wrong_column_types(tmp_path):
 
 
 def test_columns_of_one_name(tmp_path):
-    """Refused where it matters which of them is meant."""
+    """Refused only if the ambiguous column is needed."""
     names = ["original_image", "edited_image", "edit_prompt", "x", "x"]
     columns = [pa.array([plain(0)])] * 2 + [pa.array(["red"])] * 3
     pq.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "a.parquet")
@@ -936,19 +940,22 @@ def test_columns_of_one_name(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"batch_size": 54}, "batch of a process can be 53 at most"),
-        ({"batch_size": 20, "process_count": 3}, "needs 60 rows.* 53; .* process can be 17"),
+        ({"batch_size": 54}, "use at most 53 pairs per process"),
+        (
+            {"batch_size": 20, "process_count": 3},
+            "needs 60 rows.* 53; use at most 17 pairs per process",
+        ),
         ({"num_parts": 3, "process_count": 2}, "num_parts=3 does not divide the global batch of 4"),
         ({"num_parts": 3}, "num_parts=3 does not divide the global batch of 2 pairs"),
         ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 must be from 0 to 1"),
-        ({"batch_size": 1, "process_count": 99}, "use 53 processes at most"),
+        ({"batch_size": 1, "process_count": 99}, "use at most 53 processes"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"resolution": 0}, "resolution=0 must be at least 1"),
         ({"resolution": -8}, "resolution=-8"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"num_threads": -1}, "num_threads=-1"),
         ({"process_index": 2, "process_count": 2}, "process_index=2 must be from 0"),
-        ({"resample": "nearest"}, "resample=nearest is unknown; use dct or lanczos or bicubic"),
+        ({"resample": "nearest"}, "resample=nearest is unknown; use one of dct, lanczos, bicubic"),
     ],
 )
 def test_bad_arguments(numbered, options, words):
@@ -969,7 +976,7 @@ def test_damaged_row_group_is_named(tmp_path):
     path = tmp_path / "shard-1.parquet"
     data = bytearray(path.read_bytes())
     offset = pq.read_metadata(path).row_group(0).column(0).dictionary_page_offset
-    data[offset : offset + 40] = b"\xff" * 40  # the footer is whole, the data are not
+    data[offset : offset + 40] = b"\xff" * 40  # damages the data but not the footer
     path.write_bytes(data)
     dataset = ParquetImagePairs(tmp_path, batch_size=4, resolution=8)
     with pytest.raises(ValueError, match=r"shard-1\.parquet: row group 0 cannot be read") as error:
@@ -1022,16 +1029,20 @@ def test_script_describes_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spoil, args, words",
+    "damage, args, words",
     [
         (truncated, [], "1 of 2 shards in data cannot be read as parquet: shard-1.parquet ("),
-        (wrong_columns, [], "it has image, edit_prompt, z: choose with --original_image_column"),
-        (all_broken, [], "none of the 3 rows checked in data can be decoded; the first is a.par"),
+        (
+            wrong_columns,
+            [],
+            "it has image, edit_prompt, z: choose one with --original_image_column",
+        ),
+        (all_broken, [], "none of the 3 checked rows in data can be decoded; the first error: "),
     ],
 )
-def test_script_ends_with_one_line(tmp_path, spoil, args, words):
+def test_script_ends_with_one_line(tmp_path, damage, args, words):
     (tmp_path / "data").mkdir()
-    spoil(tmp_path / "data")
+    damage(tmp_path / "data")
     done = run_script("--train_data_dir", "data", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
@@ -1042,9 +1053,9 @@ def test_script_ends_with_one_line(tmp_path, spoil, args, words):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--resolution", "0"], "resolution=0 must be at least 1"),
-        (["--num_preview", "-1"], "num_preview=-1 must be at least 1"),
-        (["--num_checked", "-1"], "num_checked=-1"),
+        (["--resolution", "0"], "--resolution 0 must be at least 1"),
+        (["--num_preview", "-1"], "--num_preview -1 must be at least 1"),
+        (["--num_checked", "-1"], "--num_checked -1 must be"),
         (
             ["--preview", "preview.txt"],
             "--preview preview.txt ends in .txt; name it .png or .jpg or .jpeg",
@@ -1078,5 +1089,5 @@ def test_a_sample_is_spread_over_the_folder(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "checked     16 rows (a sample)" in out
     shown = [int(line.split("'")[1]) for line in out.split("prompts")[1].splitlines()]
-    # The first two rows of 8 of the 20 row groups, every other one of them shown.
+    # The first two rows of 8 of the 20 row groups are checked; half of them are in the preview.
     assert shown == [3 * group for group in (0, 2, 5, 8, 10, 13, 16, 19)]

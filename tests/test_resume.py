@@ -283,7 +283,7 @@ def test_a_process_dies_and_the_others_end(model, data, one_process, tmp_path, m
     assert starts[1 - victim].process.returncode not in (0, None)
     print(errors[-1500:])
     if victim == 1:
-        assert errors.splitlines()[-1].startswith("error: process 0 has lost another one")
+        assert errors.splitlines()[-1].startswith("error: process 0 has lost another process")
     starts[victim].process.communicate()
     run(config_of(model, data, out, **RUN), 4)
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
@@ -459,8 +459,11 @@ def remove_saved_run(out):
         ({"max_train_steps": 6}, "max_train_steps was 4 and is 6"),
         ({"model": 1}, "weights of unet_model_name_or_path was"),
         ({"data": 1}, "shards of train_data_dir was"),
-        ({"resume_from_checkpoint": "nowhere"}, "resume_from_checkpoint=nowhere is no checkpoint"),
-        ({"resume_from_checkpoint": "3"}, "/checkpoints/3 is no checkpoint"),
+        (
+            {"resume_from_checkpoint": "nowhere"},
+            "--resume_from_checkpoint nowhere is not a checkpoint",
+        ),
+        ({"resume_from_checkpoint": "3"}, "/checkpoints/3 is not a checkpoint"),
         ({"spoil": remove_saved_run}, "checkpoints/4 cannot be read"),
     ],
 )
@@ -504,7 +507,7 @@ def test_a_disk_that_is_too_full_is_told_first(model, data, tmp_path, monkeypatc
     """Before a checkpoint is begun."""
     free = iter([10**9, 20_000])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=next(free)))
-    with pytest.raises(OSError, match=r"GB, 2e-05 GB are free.*that of step 2 is complete"):
+    with pytest.raises(OSError, match=r"GB, 2e-05 GB are free.*the one of step 2 is complete"):
         run_here(config_of(model, data, tmp_path, **SHORT))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
@@ -533,7 +536,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path
     # Threads that were writing may print their own errors before, after and on the same line.
     (line,) = re.findall(r"error: a checkpoint cannot be written to .*", errors)
     assert "Error writing" in line
-    assert "; that of step 2 is complete" in line
+    assert "; the one of step 2 is complete" in line
     output, _ = run(config)
     assert "resuming after step 2" in output
     assert_same(contents(tmp_path), whole_run)

@@ -1,4 +1,4 @@
-"""script.py against a stand-in for the hub: what is listed, how it is dealt, what is written."""
+"""script.py against a fake hub: listing, assignment to workers, written files."""
 
 import contextlib
 import hashlib
@@ -35,11 +35,11 @@ TPU_VARIABLES = (
     "MEGASCALE_NUM_SLICES",
     "MEGASCALE_SLICE_ID",
 )
-NOTED = f"worker-{socket.gethostname()}"  # the file with this host's index
+WORKER_FILE = f"worker-{socket.gethostname()}"  # contains this host's worker index
 
 
 def parquet(num_rows=3, row_group_size=2, **columns):
-    """A small parquet file's bytes."""
+    """The bytes of a small parquet file."""
     columns = columns or {"edit": pa.array(["turn it"] * num_rows)}
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, row_group_size=row_group_size)
@@ -48,7 +48,7 @@ def parquet(num_rows=3, row_group_size=2, **columns):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """The stand-in, which script.py asks in this process; empty working directory; no TPU."""
+    """A fake hub for script.py in this process, an empty working directory and no TPU."""
     with Hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
         template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -66,36 +66,36 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def sleeps(monkeypatch):
-    """Waits are noted instead of waited."""
+    """Record calls of time.sleep instead of sleeping."""
     waits = []
     monkeypatch.setattr(script.time, "sleep", waits.append)
     return waits
 
 
 def plan(*flags, output_dir="plan"):
-    """Run the command line in this process; the manifest's files."""
+    """Run script.py in this process and return the files of the manifest."""
     script.main([*map(str, flags), f"--output_dir={output_dir}"])
     return json.loads(Path(output_dir, "manifest.json").read_text())["files"]
 
 
 def error_of(capsys, *flags):
-    """The one line on stderr with which the command line fails, progress left out."""
+    """Run script.py, which must fail, and return its one error line, without progress."""
     with pytest.raises(SystemExit) as exit_info:
         plan(*flags)
     assert exit_info.value.code == 2
-    progress = re.compile(r"|footers: .*|.*asking again in \d+ s")
+    progress = re.compile(r"|footers: .*|.*retrying in \d+ s")
     lines = [x for x in capsys.readouterr().err.splitlines() if not progress.fullmatch(x)]
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
 
 
-def parse_part(path):
-    """Read an aria2 input file as the contract has it: [(size, url, out, sha256)]."""
+def parse_aria2_input(path):
+    """Parse an aria2 input file strictly: [(size, url, out, sha256)]."""
     entry = re.compile(
         r"(?:# size=(\d+)\n)?(http\S+)\n  out=(\S+)\n(?:  checksum=sha-256=([0-9a-f]{64})\n)?"
     )
     text = Path(path).read_text()
-    assert entry.sub("", text) == "" or text.startswith("# nothing"), text
+    assert entry.sub("", text) == "" or text.startswith("# no shards"), text
     return [
         (int(size) if size else None, url, out, sha256 or None)
         for size, url, out, sha256 in entry.findall(text)
@@ -103,7 +103,7 @@ def parse_part(path):
 
 
 def start_script(hub, *flags, cwd, **env):
-    """The real command line, in a process of its own, as on an ordinary machine."""
+    """Start script.py in a separate process with a clean environment."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -122,24 +122,24 @@ def start_script(hub, *flags, cwd, **env):
 
 
 def run_script(hub, *flags, cwd, **env):
-    """(exit code, stdout, stderr) of the command line."""
+    """Run script.py in a separate process: (exit code, stdout, stderr)."""
     with start_script(hub, *flags, cwd=cwd, **env) as process:
         out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
-# --- Dealing -----------------------------------------------------------------------------------
+# --- Assignment to workers ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [3, 4, 7, 8, 16, 64])
 def test_near_equal_shards(hub, num_workers):
-    """262 shards of 489 to 504 MB: disjoint, complete, within a shard of the mean, the same on
-    every host but for the note of which host it is."""
+    """262 shards of 489 to 504 MB: disjoint, complete, within one shard of the mean, and the same
+    on every host except for the file with the worker index."""
     sizes = [489_000_000 + 7919 * 1893 * i % 15_000_000 for i in range(262)]
     hub.add(PAPER, {f"data/train-{i:05d}-of-00262-{i:08x}.parquet": n for i, n in enumerate(sizes)})
     files = plan("--dataset", PAPER, "--num_workers", num_workers)
     assert [file["size"] for file in files] == sizes
-    parts = [parse_part(f"plan/download-{k}.txt") for k in range(num_workers)]
+    parts = [parse_aria2_input(f"plan/download-{k}.txt") for k in range(num_workers)]
     assert Counter(entry[1] for part in parts for entry in part) == Counter(
         file["url"] for file in files
     )
@@ -153,7 +153,7 @@ def test_near_equal_shards(hub, num_workers):
     for k in {0, num_workers // 2, num_workers - 1}:
         plan("--dataset", PAPER, "--num_workers", num_workers, "--worker", k, output_dir=f"of{k}")
         by_k = {path.name: path.read_bytes() for path in Path(f"of{k}").iterdir()}
-        assert by_k == written | {NOTED: b"%d\n" % k}
+        assert by_k == written | {WORKER_FILE: b"%d\n" % k}
 
 
 @settings(deadline=None, max_examples=300)
@@ -162,8 +162,8 @@ def test_near_equal_shards(hub, num_workers):
     st.integers(1, 70),
 )
 def test_deal_random_sizes(sizes, num_workers):
-    workers = script.deal(sizes, num_workers)
-    assert workers == script.deal(list(sizes), num_workers)
+    workers = script.assign_workers(sizes, num_workers)
+    assert workers == script.assign_workers(list(sizes), num_workers)
     assert len(workers) == len(sizes) and set(workers) <= set(range(num_workers))
     known = [size for size in sizes if size is not None]
     mean = sum(known) // len(known) if known else 1
@@ -174,7 +174,7 @@ def test_deal_random_sizes(sizes, num_workers):
     ]
     largest = max(weights, default=0)
     assert max(loads) <= sum(weights) / num_workers + largest
-    # Each went, the larger before the smaller, to the first of the least loaded.
+    # Larger shards come first; each goes to the first of the least loaded workers.
     loads = [0] * num_workers
     for weight, _, worker in sorted(
         (-weight, i, worker) for i, (weight, worker) in enumerate(zip(weights, workers))
@@ -185,24 +185,24 @@ def test_deal_random_sizes(sizes, num_workers):
 
 @given(st.integers(0, 300), st.integers(1, 70), st.none() | st.integers(1, 10**9))
 def test_deal_equal_sizes(num_shards, num_workers, size):
-    counts = Counter(script.deal([size] * num_shards, num_workers))
+    counts = Counter(script.assign_workers([size] * num_shards, num_workers))
     counts = [counts[k] for k in range(num_workers)]
     assert sum(counts) == num_shards and max(counts) - min(counts) <= 1
 
 
 def test_deal_by_hand():
-    """Largest first to the least loaded; ties by order."""
-    assert script.deal([5, 9, 5, 5, 1], 2) == [1, 0, 1, 0, 1]
-    assert script.deal([4, None, 2], 2) == [0, 1, 1]  # the unknown one counts as 3
+    """Largest first to the least loaded worker; ties keep their order."""
+    assert script.assign_workers([5, 9, 5, 5, 1], 2) == [1, 0, 1, 0, 1]
+    assert script.assign_workers([4, None, 2], 2) == [0, 1, 1]  # the unknown size counts as 3
 
 
 # --- Listing -----------------------------------------------------------------------------------
 
 
 def test_converted_listing(hub, capsys):
-    """Preferred when complete; a page is not the whole; sizes and sums are the hub's."""
+    """A complete conversion is preferred; pagination works; sizes and checksums are the hub's."""
     shards = {f"default/train/{i:04d}.parquet": parquet(i + 1) for i in range(60)}
-    hub.add("a/b", shards | {"default/test/0000.parquet": parquet()}, script.CONVERTED)
+    hub.add("a/b", shards | {"default/test/0000.parquet": parquet()}, script.CONVERTED_REF)
     hub.add("a/b", {"data/train-00000-of-00001.parquet": parquet()})
     files = plan("--dataset=a/b", "--num_workers=1")
     assert [file["file"] for file in files] == [path.replace("/", "-") for path in sorted(shards)]
@@ -218,10 +218,10 @@ def test_converted_listing(hub, capsys):
             "worker": 0,
         }
     expected = [(file["size"], file["url"], file["file"], file["sha256"]) for file in files]
-    assert parse_part("plan/download-0.txt") == expected
-    assert len(hub.requests) == 2  # pages of one listing, nothing else
+    assert parse_aria2_input("plan/download-0.txt") == expected
+    assert len(hub.requests) == 2  # the two pages of the listing
     out = capsys.readouterr().out
-    assert "60 shards" in out and "converted listing" in out
+    assert "60 shards" in out and "conversion" in out
     assert "bash script.sh plan/download-0.txt data" in out
     assert len(plan("--dataset=a/b", "--num_workers=1", "--split=test")) == 1
 
@@ -236,15 +236,15 @@ def test_converted_listing(hub, capsys):
     ],
 )
 def test_partial_conversion_is_not_used(hub, capsys, converted):
-    hub.add("a/b", converted, script.CONVERTED)
+    hub.add("a/b", converted, script.CONVERTED_REF)
     hub.add("a/b", {"data/train-00000-of-00001-abc.parquet": parquet(), "README.md": b""})
     (file,) = plan("--dataset=a/b", "--num_workers=1")
     assert (
         file["url"]
         == f"{hub.endpoint}/datasets/a/b/resolve/main/data/train-00000-of-00001-abc.parquet"
     )
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("taking"))
-    assert "only the first part" in line and "own files (main)" in line
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("using"))
+    assert "only the first part" in line and "files (main)" in line
 
     hub.trees["a/b", "main"] = {"train.tar": b"x"}
     error = error_of(capsys, "--dataset=a/b", "--num_workers=1")
@@ -253,12 +253,14 @@ def test_partial_conversion_is_not_used(hub, capsys, converted):
 
 
 def test_many_converted_parts(hub):
-    """More than 10000 files lie in several folders."""
+    """The hub splits more than 10000 files into several directories."""
     paths = [f"en/train-part{k}/{i:04d}.parquet" for k in (0, 1) for i in (0, 1)]
-    hub.add("a/b", dict.fromkeys(paths, 7), script.CONVERTED)
+    hub.add("a/b", dict.fromkeys(paths, 7), script.CONVERTED_REF)
     files = plan("--dataset=a/b", "--num_workers=1")
     assert [urlsplit(file["url"]).path.split("parquet/", 1)[1] for file in files] == paths
-    assert [file["sha256"] for file in files] == [None] * 4  # the hub has none for small files
+    assert [file["sha256"] for file in files] == [
+        None
+    ] * 4  # the hub has no checksums of small files
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_many_converted_parts(hub):
     ],
 )
 def test_layouts(path, where):
-    assert script.place_own(path) == where
+    assert script.classify_original(path) == where
 
 
 def test_configs_and_splits(hub, capsys):
@@ -303,17 +305,17 @@ def test_configs_and_splits(hub, capsys):
     assert "de, en" in error
 
     hub.add("a/b", {"train.parquet": 13})
-    assert [file["size"] for file in plan(*flags)] == [13]  # "default", among others
+    assert [file["size"] for file in plan(*flags)] == [13]  # "default" among several configurations
 
-    # A conversion with several configurations is not got round by the repository's own files.
+    # With several converted configurations the repository's files are no fallback.
     hub.add("c/d", {"train.parquet": 1})
-    hub.add("c/d", {"x/train/0000.parquet": 2, "y/train/0000.parquet": 3}, script.CONVERTED)
+    hub.add("c/d", {"x/train/0000.parquet": 2, "y/train/0000.parquet": 3}, script.CONVERTED_REF)
     assert "x, y" in error_of(capsys, "--dataset=c/d", "--num_workers=1")
 
 
 def test_revision(hub, capsys):
-    """Own files of that revision, quoted in the address; the conversion is of main only."""
-    hub.add("a/b", {"default/train/0000.parquet": 1}, script.CONVERTED)
+    """--revision selects repository files and is quoted in the URL; only main is converted."""
+    hub.add("a/b", {"default/train/0000.parquet": 1}, script.CONVERTED_REF)
     hub.add("a/b", {"train.parquet": 2}, "refs/pr/1")
     (file,) = plan("--dataset=a/b", "--num_workers=1", "--revision=refs/pr/1")
     assert file["url"].endswith("/resolve/refs%2Fpr%2F1/train.parquet") and file["size"] == 2
@@ -324,14 +326,14 @@ def test_revision(hub, capsys):
 def test_incomplete_upload_is_told(hub, capsys):
     hub.add("a/b", {f"data/train-{i:05d}-of-00004-ab.parquet": 5 for i in range(3)})
     plan("--dataset=a/b", "--num_workers=1")
-    assert "3 shards, named as if of 4" in capsys.readouterr().err
+    assert "3 shards, but their names announce 4" in capsys.readouterr().err
 
 
 def test_names_do_not_collide(hub, tmp_path):
     hub.add("a/b", {"data/x-y/train.parquet": 1, "data/x/y-train.parquet": 2})
     rows = plan("--dataset=a/b", "--num_workers=1", "--config=x-y")
     assert [row["file"] for row in rows] == ["data-x-y-train.parquet"]
-    names = script.file_names(
+    names = script.unique_file_names(
         [
             "https://h/datasets/a/b/resolve/main/data/x-y/train.parquet",
             "https://h/datasets/a/b/resolve/main/data/x/y-train.parquet",
@@ -346,10 +348,10 @@ def test_names_do_not_collide(hub, tmp_path):
         "http://three/",
         "http://three/%20-o/" + 300 * "x" + ".parquet",
     ]
-    names = script.file_names(urls)
+    names = script.unique_file_names(urls)
     assert len(set(names)) == len(urls)
     assert all(re.fullmatch(r"[A-Za-z0-9_][\w.-]{0,230}\.parquet", name) for name in names), names
-    assert script.file_names(urls[3:5]) == ["unfinished.parquet", "shard.parquet"]
+    assert script.unique_file_names(urls[3:5]) == ["unfinished.parquet", "shard.parquet"]
     (tmp_path / "urls.txt").write_text("\n".join(urls))
     files = plan("--urls", tmp_path / "urls.txt", "--num_workers=1", "--max_shards=2")
     assert [file["file"] for file in files] == names[:2]
@@ -363,9 +365,9 @@ def test_access_errors(hub, capsys, monkeypatch):
     hub.add("a/gated", {"train.parquet": parquet()})
     hub.token, hub.gated = TOKEN, {"a/gated"}
     assert "HF_TOKEN" in error_of(capsys, "--dataset=a/private")
-    assert len(plan("--dataset=a/gated", "--num_workers=1")) == 1  # its listing is open
+    assert len(plan("--dataset=a/gated", "--num_workers=1")) == 1  # the listing is public
     error = error_of(capsys, "--dataset=a/gated", "--num_workers=1", "--columns")
-    assert "ask for it" in error and "HF_TOKEN" in error
+    assert "ask for access" in error and "HF_TOKEN" in error
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert plan("--dataset=a/gated", "--num_workers=1", "--columns")[0]["rows"] == 3
     assert len(plan("--dataset=a/private", "--num_workers=1")) == 1
@@ -379,8 +381,8 @@ def test_access_errors(hub, capsys, monkeypatch):
 
 
 def test_waiting(hub, capsys, sleeps):
-    """As the answer's header says, as seconds, as a date, as the hub's own; else ever longer."""
-    hub.add("a/b", {"default/train/0000.parquet": 1}, script.CONVERTED)
+    """Waits follow Retry-After (seconds or date) or RateLimit, else they double."""
+    hub.add("a/b", {"default/train/0000.parquet": 1}, script.CONVERTED_REF)
     hub.failures["/api/datasets/a/b/tree/refs"] += [
         (429, {"Retry-After": "7"}),
         (429, {"Retry-After": formatdate(script.time.time() + 40, usegmt=True)}),
@@ -395,10 +397,10 @@ def test_waiting(hub, capsys, sleeps):
     assert len(plan("--dataset=a/b", "--num_workers=1")) == 1
     assert [sleeps[0], *sleeps[2:4]] == [7, 56, 1]
     assert 35 <= sleeps[1] <= 40
-    # Waits that are not told double from 1 s whatever else was waited.
+    # Unrequested waits double from 1 s, independent of requested ones.
     assert sleeps[4:] == [1, 2]
     err = capsys.readouterr().err
-    assert "HTTP 429; asking again in 7 s" in err and "HTTP 503; asking again in 1 s" in err
+    assert "HTTP 429; retrying in 7 s" in err and "HTTP 503; retrying in 1 s" in err
     assert len(hub.requests) == 7
 
 
@@ -447,26 +449,26 @@ def test_passwords_stay_out_of_the_plan(hub, capsys, tmp_path):
 
 
 def test_command_line(hub, tmp_path):
-    """The real thing: HF_ENDPOINT, HF_TOKEN for the hub only, 429, 503, redirects."""
+    """A separate process with HF_ENDPOINT, HF_TOKEN for the hub only, 429, 503, redirects."""
     hub.token = TOKEN
     hub.add(
         "a/b",
         {f"default/train/{i:04d}.parquet": parquet(5 + i) for i in range(3)},
-        script.CONVERTED,
+        script.CONVERTED_REF,
     )
     hub.failures["/api/"] = [(429, {"Retry-After": "1"})]
     hub.failures["/cdn/"] = [(503, {})]
     code, out, err = run_script(hub, "--dataset=a/b", "--columns", cwd=tmp_path, HF_TOKEN=TOKEN)
     assert code == 0, err
-    assert "HTTP 429; asking again in 1 s" in err
-    assert "HTTP 503; asking again in 1 s" in err
+    assert "HTTP 429; retrying in 1 s" in err
+    assert "HTTP 503; retrying in 1 s" in err
     assert "18 rows, 10 row groups of 1 to 2 rows" in out
-    assert "workers: 1 (by JAX)" in out and (tmp_path / "plan" / NOTED).read_text() == "0\n"
+    assert "workers: 1 (by JAX)" in out and (tmp_path / "plan" / WORKER_FILE).read_text() == "0\n"
     files = json.loads((tmp_path / "plan/manifest.json").read_text())["files"]
     assert [file["rows"] for file in files] == [5, 6, 7]
     for file in files:
         assert file["url"].startswith(f"{hub.endpoint}/datasets/a/b/resolve/")
-    assert parse_part(tmp_path / "plan/download-0.txt") == [
+    assert parse_aria2_input(tmp_path / "plan/download-0.txt") == [
         (file["size"], file["url"], file["file"], file["sha256"]) for file in files
     ]
 
@@ -503,10 +505,10 @@ def test_urls(hub, tmp_path, capsys):
     list_file = tmp_path / "urls.txt"
     list_file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
     files = plan("--urls", list_file, "--num_workers=2")
-    assert parse_part("plan/download-0.txt") == [
+    assert parse_aria2_input("plan/download-0.txt") == [
         (123, "https://h/b.parquet?x=%20y#z", "b.parquet", None)
     ]
-    assert parse_part("plan/download-1.txt") == [
+    assert parse_aria2_input("plan/download-1.txt") == [
         (None, "http://h/a.parquet", "a.parquet", None),
         (5, "https://h/c.parquet", "c.parquet", sha256),
     ]
@@ -520,7 +522,7 @@ def test_urls(hub, tmp_path, capsys):
     error = error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert re.findall(r"line (\d) is not", error) == ["2", "3", "4", "6", "7"]
     assert "line 5 repeats line 1" in error
-    for separator in "\x0b\x0c\x1c\x1d\x1e\x85\u2028":  # a newline alone ends a line
+    for separator in "\x0b\x0c\x1c\x1d\x1e\x85\u2028":  # only a newline ends a line
         list_file.write_text(f"#{separator}http://h/a\nhttp://h/b{separator}http://h/c\n", "utf-8")
         error = error_of(capsys, "--urls", list_file, "--num_workers=1")
         assert re.findall(r"line (\d) ", error) == ["2"]
@@ -528,7 +530,7 @@ def test_urls(hub, tmp_path, capsys):
     error = error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert "urls.txt is not UTF-8" in error
     list_file.write_text("# nothing\n")
-    assert "no addresses" in error_of(capsys, "--urls", list_file, "--num_workers=1")
+    assert "lists no addresses" in error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert "missing.txt" in error_of(capsys, "--urls", "missing.txt", "--num_workers=1")
 
 
@@ -536,7 +538,7 @@ def test_urls(hub, tmp_path, capsys):
 
 
 def test_columns(hub, tmp_path, capsys, monkeypatch):
-    """Rows, types, row groups and missing sizes; footers longer than the first request."""
+    """Rows, types, row groups, missing sizes, and footers longer than the first request."""
     image = pa.array(
         [{"bytes": b"x" * 100, "path": None}] * 7,
         pa.struct({"bytes": pa.binary(), "path": pa.string()}),
@@ -561,7 +563,7 @@ def test_columns(hub, tmp_path, capsys, monkeypatch):
     assert "16 rows, 6 row groups of 1 to 5 rows" in out and "not all have the same" in out
     assert "columns of 2 shards (0.parquet, 1.parquet):\n  edit: string\n" in out
     assert "  image: struct<bytes: binary, path: string>\n" in out
-    assert len(hub.paths()) == 4  # one more for the long footer
+    assert len(hub.paths()) == 4  # one more request for the long footer
     ranges = [headers["range"] for _, _, headers in hub.requests]
     assert ranges.count("bytes=-65536") == 3
     got_token = {(host, "authorization" in headers) for host, _, headers in hub.requests}
@@ -586,12 +588,12 @@ def test_columns_of_a_broken_shard(hub, tmp_path, capfd, content):
     with pytest.raises(SystemExit):
         plan("--urls", list_file, "--num_workers=1", "--columns")
     error = capfd.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and "/bad.parquet is no parquet file" in error
+    assert error.startswith("error: ") and "/bad.parquet is not a parquet file" in error
     assert not Path("plan").exists()
 
 
 def test_columns_without_ranges(hub, tmp_path, capsys):
-    """A server that sends whole files is not made to, unless they are small."""
+    """A server without range requests is refused, unless the files are small."""
     big = parquet(x=pa.array([os.urandom(200_000)]))
     hub.add("x/y", {"0.parquet": parquet(), "1.parquet": big}, "z")
     hub.ranges = False
@@ -602,7 +604,7 @@ def test_columns_without_ranges(hub, tmp_path, capsys):
     list_file.write_text(f"{hub.endpoint}/plain/x/y/z/1.parquet")
     with pytest.raises(SystemExit):
         plan("--urls", list_file, "--num_workers=1", "--columns")
-    assert "whole files" in capsys.readouterr().err
+    assert "no range requests" in capsys.readouterr().err
 
 
 # --- Workers -------------------------------------------------------------------------------------
@@ -615,16 +617,16 @@ def shards(hub):
 
 
 def own_part(capsys, *flags):
-    """(worker, number of workers) of this host, as it is told and noted; all parts are written."""
+    """(worker index, number of workers), printed and written; all input files exist."""
     plan("--dataset=a/b", *flags)
-    worker = int(Path("plan", NOTED).read_text())
+    worker = int(Path("plan", WORKER_FILE).read_text())
     count = int(re.search(r"workers: (\d+)", out := capsys.readouterr().out)[1])
     parts = {path.name for path in Path("plan").glob("download-*.txt")}
     assert parts == {f"download-{k}.txt" for k in range(count)}
     path = f"plan/download-{worker}.txt"
-    assert f"worker {worker}, {len(parse_part(path))} shards" in out
+    assert f"worker {worker}, {len(parse_aria2_input(path))} shards" in out
     assert f"bash script.sh {path} data" in out
-    Path("plan", NOTED).unlink()
+    Path("plan", WORKER_FILE).unlink()
     return worker, count
 
 
@@ -663,8 +665,8 @@ def test_worker_by_jax(shards, capsys, monkeypatch):
 
 
 def test_worker_by_jax_in_a_cluster(shards, tmp_path):
-    """Two processes as srun starts them; without the others, or without srun, there is no plan."""
-    for port in range(61440, 65536):  # of which JAX takes one by the number of the job
+    """Two srun tasks agree; a missing task or a missing srun is an error without a plan."""
+    for port in range(61440, 65536):  # JAX derives its port from the job id
         with socket.socket() as taken, contextlib.suppress(OSError):
             taken.bind(("", port))
             break
@@ -685,7 +687,8 @@ def test_worker_by_jax_in_a_cluster(shards, tmp_path):
         assert process.returncode == 0, err
         assert "workers: 2 (by JAX)" in out
         assert (
-            f"worker {k}, " in out and (tmp_path / f"host{k}/plan" / NOTED).read_text() == f"{k}\n"
+            f"worker {k}, " in out
+            and (tmp_path / f"host{k}/plan" / WORKER_FILE).read_text() == f"{k}\n"
         )
 
     code, out, err = run_script(shards, *flags, cwd=tmp_path, SLURM_NTASKS="2")
@@ -694,15 +697,15 @@ def test_worker_by_jax_in_a_cluster(shards, tmp_path):
 
 
 def test_num_workers_alone_notes_no_worker(shards, capsys):
-    for num_workers in (4, 1):  # and what an earlier plan noted does not stay to mislead
+    for num_workers in (4, 1):  # no worker index of an earlier plan remains
         plan("--dataset=a/b", "--num_workers=4", "--worker=3")
-        assert Path("plan", NOTED).read_text() == "3\n"
+        assert Path("plan", WORKER_FILE).read_text() == "3\n"
         plan("--dataset=a/b", f"--num_workers={num_workers}")
-        assert not Path("plan", NOTED).exists()
+        assert not Path("plan", WORKER_FILE).exists()
 
 
 def test_columns_do_not_change_who_gets_what(hub, tmp_path):
-    """Hosts agree, though only one has found out the sizes."""
+    """Plans with and without --columns agree, though only one knows the sizes."""
     contents = {f"{i}.parquet": parquet(x=pa.array([os.urandom(9000 >> i)])) for i in range(5)}
     hub.add("x/y", contents, "z")
     (tmp_path / "urls.txt").write_text(
@@ -713,7 +716,9 @@ def test_columns_do_not_change_who_gets_what(hub, tmp_path):
     assert [file["worker"] for file in found_out] == [file["worker"] for file in plain]
     sizes = [file["size"] for file in found_out]
     assert sizes == [len(content) for content in contents.values()]
-    assert script.deal(sizes, 2) != [file["worker"] for file in plain], "the test shows nothing"
+    assert script.assign_workers(sizes, 2) != [file["worker"] for file in plain], (
+        "the test shows nothing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -739,18 +744,18 @@ def test_unequal_parts_are_told(shards, capsys, num_shards, num_workers, percent
     if percent is None:
         assert lines == []
     else:
-        assert len(lines) == 1 and f" some {percent}% of the rows" in lines[0]
+        assert len(lines) == 1 and f" about {percent}% of the rows" in lines[0]
         assert "--num_workers 1 on every worker" in lines[0]
 
 
 def test_max_shards_are_the_first(shards):
     files = plan("--dataset=a/b", "--num_workers=3", "--max_shards=7")
     assert [file["size"] for file in files] == [100 + i for i in range(7)]
-    assert sum(len(parse_part(path)) for path in Path("plan").glob("download-*")) == 7
+    assert sum(len(parse_aria2_input(path)) for path in Path("plan").glob("download-*")) == 7
 
 
 def test_stale_parts_do_not_mislead(shards, capsys):
-    """After a run every part in the folder is of this plan."""
+    """A new plan removes the input files of an older one."""
     plan("--dataset=a/b", "--num_workers=8")
     Path("plan/download-notes.txt").write_text("mine")
     plan("--dataset=a/b", "--num_workers=3", "--worker=1")
@@ -759,7 +764,7 @@ def test_stale_parts_do_not_mislead(shards, capsys):
     assert names == {
         "manifest.json",
         "download-notes.txt",
-        NOTED,
+        WORKER_FILE,
         *(f"download-{k}.txt" for k in range(3)),
     }
     plan("--dataset=a/b", "--num_workers=3", output_dir="fresh")
@@ -769,7 +774,7 @@ def test_stale_parts_do_not_mislead(shards, capsys):
 
 
 def test_files_appear_complete(shards, monkeypatch):
-    """A run that dies while it writes leaves the earlier plan whole."""
+    """A failed write leaves the earlier plan unchanged."""
     plan("--dataset=a/b", "--num_workers=2")
     before = {path.name: path.read_bytes() for path in Path("plan").iterdir()}
 
@@ -783,9 +788,9 @@ def test_files_appear_complete(shards, monkeypatch):
 
 
 def test_flags(hub, tmp_path, capsys):
-    assert "one of them" in error_of(capsys)
-    assert "one of them" in error_of(capsys, "--dataset=a/b", "--urls=x")
-    assert "--urls goes without" in error_of(capsys, "--urls=x", "--revision=v1")
+    assert "one of --dataset" in error_of(capsys)
+    assert "one of --dataset" in error_of(capsys, "--dataset=a/b", "--urls=x")
+    assert "--urls excludes" in error_of(capsys, "--urls=x", "--revision=v1")
     assert "--num_workers 0" in error_of(capsys, "--dataset=a/b", "--num_workers=0")
     assert "--max_shards -1" in error_of(capsys, "--dataset=a/b", "--max_shards=-1")
     for flags in (
@@ -800,11 +805,11 @@ def test_flags(hub, tmp_path, capsys):
 
 
 def test_interrupt(hub, tmp_path):
-    """Ctrl-C ends it at once, in one line, even where threads wait as they were told."""
+    """Ctrl-C ends the script at once with one line, even while threads wait to retry."""
     hub.add("a/b", {f"{i}.parquet": parquet() for i in range(20)})
     hub.failures["/cdn/"] = [(429, {"Retry-After": "300"})] * 100
     with start_script(hub, "--dataset=a/b", "--columns", cwd=tmp_path) as process:
-        while "asking again in 300 s" not in process.stderr.readline():
+        while "retrying in 300 s" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)

@@ -1,4 +1,4 @@
-"""script.sh with the real aria2c against a server that misbehaves, files of a few MB."""
+"""script.sh with the real aria2c and a faulty local server; files of a few MB."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ from flaky_server import Fault, FlakyServer
 
 SCRIPT = ROOT / "script.sh"
 CONNECTIONS = 4
-BLOCK = 16 * 1024  # what aria2 records of an unfinished piece, and so loses a part of
+BLOCK = 16 * 1024  # aria2 records unfinished pieces in blocks and loses partial blocks
 QUICK = {
     "RETRY_WAIT": "1",
     "MAX_WAIT": "1",
@@ -47,7 +47,7 @@ def make_files(count, size, seed=0):
 
 
 def write_plan(folder, server, files, worker=3, sizes=None, known=("size", "sha256")):
-    """Write the plan of files as script.py does, into a folder with a space in its name."""
+    """Write a plan as script.py does; its directory has a space in its name."""
     path = folder / "my plan" / f"download-{worker}.txt"
     path.parent.mkdir(exist_ok=True)
     entries = []
@@ -63,7 +63,7 @@ def write_plan(folder, server, files, worker=3, sizes=None, known=("size", "sha2
 
 
 def environment(**changes):
-    """What the script is run in: none of this machine's proxies and tokens, and short waits."""
+    """The script's environment: short waits, without this machine's proxies and tokens."""
     kept = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
     return kept | QUICK | changes
 
@@ -80,7 +80,7 @@ def start(plan, dest, **changes):
 
 
 def end(process, worker=3):
-    """Wait for the script; return its exit code and lines, less the prefix that each must have."""
+    """Wait for the script; return its exit code and its lines without the host prefix."""
     output, _ = process.communicate(timeout=50)
     prefix = f"[{socket.gethostname()} worker {worker}] "
     lines = output.splitlines()
@@ -104,7 +104,7 @@ def assert_complete(dest, files):
 
 @contextlib.contextmanager
 def watched(dest, files):
-    """Read every file as soon as it has its final name, and again whenever it changes."""
+    """Check the content of every file as soon as it has its final name or changes."""
     seen, bad, over = {}, [], threading.Event()
 
     def look():
@@ -136,7 +136,7 @@ def wait_for(condition, what):
 
 
 def children(pid):
-    """{command name: pid} of the processes that pid started."""
+    """{command name: pid} of the children of pid."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def children(pid):
 
 
 def saved_bytes(unfinished):
-    """Bytes that a resume need not fetch, from aria2's control files (format in its manual)."""
+    """Bytes that a resume skips, from aria2's control files (format: aria2 manual)."""
     total = 0
     for path in unfinished.glob("*.aria2"):
         data = path.read_bytes()
@@ -184,7 +184,7 @@ def test_everything_goes_wrong_and_all_is_complete_in_the_end(tmp_path, dest):
         plan = write_plan(tmp_path, server, files)
         with watched(dest, files):
             process = start(plan, dest, MAX_ROUNDS="4")
-            # This one's links are bad from the start, until someone at the CDN puts it right.
+            # Signed links of this file fail at first, until the CDN recovers.
             refused = (names[5], 403)
             wait_for(lambda: refused in [r[2:4] for r in server.requests], "a bad link")
             faults[names[5]].link_requests = 1
@@ -214,15 +214,15 @@ def test_wrong_short_and_absent_files_are_named_and_the_others_complete(tmp_path
         assert code == 1
         assert missing(lines) == sorted([wrong, short, absent])
         digest = hashlib.sha256(files[wrong]).hexdigest()
-        assert f"missing: {wrong}: wrong SHA-256, it should be {digest}" in lines
-        assert f"missing: {short}: wrong size, 800000 and not {len(files[short])} bytes" in lines
+        assert f"missing: {wrong}: wrong SHA-256, expected {digest}" in lines
+        assert f"missing: {short}: wrong size, 800000 instead of {len(files[short])} bytes" in lines
         assert any(
             line.startswith(f"missing: {absent}: ") and "not found" in line for line in lines
         )
         assert (dest / ".unfinished").is_dir(), "the loader must see that this folder is not whole"
         for name in (right, once):
             assert (dest / name).read_bytes() == files[name]
-        # Below 1 MiB a file is one request: fetched once, and once more where it came wrong.
+        # A file below 1 MiB is one request; a wrong one is requested twice.
         sent = {name: server.sent[name] for name in files}
         assert sent[right] == len(files[right]) and sent[once] == 2 * len(files[once])
         assert sent[wrong] == 2 * len(bad) and sent[short] == 2 * 800_000 and sent[absent] == 0
@@ -255,10 +255,12 @@ def test_killed_at_random_moments_it_fetches_nothing_twice_beyond_what_the_resum
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 os.kill(aria2 if kind == "aria2" else process.pid, signal.SIGKILL)
-            if kind != "aria2":  # then the script goes on by itself, in RETRY_WAIT seconds
-                process.communicate(timeout=3)  # an orphan with the pipe would hang an ssh session
+            if kind != "aria2":  # after losing aria2 the script retries in RETRY_WAIT seconds
+                process.communicate(
+                    timeout=3
+                )  # an orphan that holds the pipe would hang an ssh session
             wait_for(lambda pid=aria2: not Path(f"/proc/{pid}/fd/0").exists(), "aria2c's end")
-            time.sleep(0.3)  # what is in the server's hands
+            time.sleep(0.3)  # lets the server finish the requests it has received
             arrived = sum(server.sent.values()) - sent
             before, saved = saved, saved_bytes(dest / ".unfinished")
             assert saved > before, "nothing was kept"
@@ -267,15 +269,14 @@ def test_killed_at_random_moments_it_fetches_nothing_twice_beyond_what_the_resum
         code, lines = end(process)
         assert code == 0, lines
         assert_complete(dest, files)
-        # The last run fetches what was not saved.
+        # The last run downloads the bytes that were not saved.
         wasted["last"] = sum(server.sent.values()) - sent - (sum(map(len, files.values())) - saved)
     print(wasted)
-    # A kill loses what arrived since the last save, a second ago and a little more on a busy
-    # machine. Apart from that a connection that ends, killed or because another has taken over its
-    # rest, leaves a part of one block unrecorded and may have another on its way.
+    # A kill loses the bytes since the last save, about a second on an idle machine. In addition
+    # every connection that ends may leave one partial block unrecorded and one in flight.
     blocks = 2 * 4 * CONNECTIONS * BLOCK
     assert wasted["group"] <= 4 * CONNECTIONS * rate * 1.5 + blocks
-    assert wasted["script"] <= blocks  # aria2 saves before it follows
+    assert wasted["script"] <= blocks  # aria2 saves before it ends
     assert wasted["aria2"] <= 4 * CONNECTIONS * rate * 1.5 + blocks
     assert wasted["last"] <= blocks
 
@@ -292,7 +293,7 @@ def test_the_second_run_is_quick_and_asks_nothing(tmp_path, dest):
         assert code == 0 and len(server.requests) == asked
         assert lines[0].startswith("complete: 30 files, 1 MB, all verified; fetched 0 MB in ")
 
-        # Touched: hashed again, not fetched. Other bytes of the same length: fetched.
+        # A touched file is only hashed; a file with other bytes of the same length is downloaded.
         touched, changed, shorter, *_ = files
         os.utime(dest / touched)
         (dest / changed).write_bytes(bytes(len(files[changed])))
@@ -304,7 +305,7 @@ def test_the_second_run_is_quick_and_asks_nothing(tmp_path, dest):
 
 
 def test_leftovers_that_only_look_complete_are_not_taken(tmp_path, dest):
-    # A kill before aria2's first record of a file may leave it at full length, with holes.
+    # A kill before aria2's first save may leave a file of full length with holes.
     files = make_files(2, 100_000)
     with FlakyServer(files) as server:
         for known in (("size", "sha256"), ("size",), ()):
@@ -321,7 +322,7 @@ def test_leftovers_that_only_look_complete_are_not_taken(tmp_path, dest):
 
 
 def test_without_checksum(tmp_path, dest):
-    """What nothing is known of is fetched, even where a file of its name lies, and that is told."""
+    """A file without size and checksum is downloaded even if one of its name exists."""
     files = make_files(3, 10_000)
     first, second, third = files
     with FlakyServer(files) as server:
@@ -343,7 +344,7 @@ def test_without_checksum(tmp_path, dest):
 
 
 def test_files_are_on_disk_before_they_get_their_names(tmp_path, dest):
-    """In the order of calls; what a power cut leaves cannot be tested."""
+    """sync, mv and .verified in this order; a power cut itself cannot be tested."""
     files = make_files(2, 1000)
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -369,7 +370,7 @@ def test_other_shards_in_the_folder_are_named(tmp_path, dest):
         code, lines = run(plan := write_plan(tmp_path, server, {one: files[one]}), dest)
     assert code == 0 and len(lines) == 2
     assert lines[0].startswith(f"not in {plan}, but the loader takes every *.parquet in {dest};")
-    assert lines[0].endswith(f" trained on: {other}")
+    assert lines[0].endswith(f" train on: {other}")
     assert lines[1].startswith("complete: 1 files, ")
 
 
@@ -384,8 +385,11 @@ def test_one_at_a_time_and_signals_end_it_at_once(tmp_path, dest):
             if number == signal.SIGTERM:
                 other_code, other_lines = run(plan, dest, LOCK_WAIT="1")
                 assert other_code == 2
-                assert other_lines[-1] == f"error: another script.sh is busy in {dest}"
-            # Ctrl-C reaches every process of the terminal, other signals the script.
+                assert (
+                    other_lines[-1]
+                    == f"error: another script.sh is busy in {dest}; wait until it ends"
+                )
+            # Ctrl-C reaches all processes of the terminal, other signals only the script.
             (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
             began = time.monotonic()
             ended, lines = end(process)
@@ -405,15 +409,15 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
         code, (line,) = run(plan, dest)
         assert code == 2
         assert re.fullmatch(
-            rf"error: no space in {dest}: 4000000000000 MB are needed, \d+ MB are free", line
+            rf"error: no space in {dest}: 4000000000000 MB needed, \d+ MB free; free some, .*", line
         )
 
         bare = tmp_path / "bin"
         bare.mkdir()
         for tool in ("bash", "uname", "nproc"):
             (bare / tool).symlink_to(shutil.which(tool))
-        wanted = "error: no aria2c, or no curl: sudo apt-get install aria2 curl "
-        wanted += "(setup-tpu-vm.sh does it)"
+        wanted = "error: aria2c or curl is not installed: sudo apt-get install aria2 curl "
+        wanted += "(or run setup-tpu-vm.sh)"
         assert run(plan, dest, PATH=str(bare)) == (2, [wanted])
         (bare / "aria2c").symlink_to(shutil.which("aria2c"))
         assert run(plan, dest, PATH=str(bare), HF_TOKEN="hf_x") == (2, [wanted])
@@ -432,7 +436,7 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
     plan = write_plan(tmp_path, server, files)
     (tmp_path / "file").touch()
     code, (line,) = run(plan, tmp_path / "file")
-    assert code == 2 and line == f"error: cannot make the folder {tmp_path / 'file'}"
+    assert code == 2 and line.startswith("error: cannot make the directory ")
     code, (line,) = run(plan, dest, CONNECTIONS="17")
     assert code == 2 and line.startswith("error: aria2c: ") and "max-connection-per-server" in line
 
@@ -477,14 +481,14 @@ def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest, redirect):
 
 
 def test_refused_tokens(tmp_path, dest):
-    """None, a wrong one, and one that is for another host, which is then not called the hub."""
+    """No token, a wrong one, and one for another host, whose errors do not mention the hub."""
     files = make_files(2, 1000)
     token = "hf_TheSecretOfThisTest"
     with FlakyServer(files, token=token) as server:
         plan = write_plan(tmp_path, server, files)
         hub = {"HF_ENDPOINT": server.hub}
         for changes, reason in (
-            (hub, "the hub answers 401: a gated dataset wants HF_TOKEN"),
+            (hub, "the hub answers 401: a gated dataset needs HF_TOKEN"),
             (hub | {"HF_TOKEN": "hf_wrong"}, "the hub answers 401 to this HF_TOKEN"),
             ({"HF_TOKEN": token}, "Authorization failed. (aria2 error 24)"),
         ):
@@ -499,7 +503,7 @@ def test_refused_tokens(tmp_path, dest):
 
 
 def test_resolving_the_links(tmp_path, dest):
-    """A signal ends it at once; what the hub does not answer does not hold up the others."""
+    """A signal ends the script at once; one unanswered request does not delay other files."""
     files = make_files(3, 1000)
     first, *others = files
     faults = {first: Fault(delay=60)}
@@ -522,7 +526,7 @@ def test_resolving_the_links(tmp_path, dest):
         code, lines = run(plan, dest, HF_ENDPOINT=server.hub, HF_TOKEN="hf_x")
         assert code == 0, lines
         assert_complete(dest, files)
-        assert "1 files are still to come (no answer from the hub); next try in 1 s" in lines
+        assert "1 files are pending (no answer from the hub); next try in 1 s" in lines
         heads = [name for _, method, name, *_ in server.requests if method == "HEAD"]
         assert sorted(heads) == sorted([first] * 3 + others * 2)
 
@@ -534,7 +538,7 @@ def test_default_plan(tmp_path):
     noted = plans / f"worker-{socket.gethostname()}"
 
     def run_bare(worker, **variables):
-        """Run it without arguments; the name of the file that it downloads, which goes."""
+        """Run without arguments; delete the downloaded file and return its name."""
         process = subprocess.Popen(
             ["bash", SCRIPT],
             cwd=tmp_path,
@@ -562,7 +566,7 @@ def test_default_plan(tmp_path):
 
     assert "plan/ has 0 parts" in error()
     with FlakyServer(files) as server:
-        # What script.py notes, on the second slice of two with four hosts each.
+        # The index that script.py writes on the second of two slices with four hosts each.
         urls = tmp_path / "urls.txt"
         urls.write_text("".join(f"{server.url(name)} {len(files[name])}\n" for name in files))
         slices = {
@@ -592,7 +596,7 @@ def test_default_plan(tmp_path):
         part = (plans / "download-3.txt").read_text()
         assert f"out={run_bare(3, TPU_WORKER_ID='3')}\n" in part
 
-        # The only part there is needs no question.
+        # A single part is the default.
         for k in range(8):
             if k != 5:
                 (plans / f"download-{k}.txt").unlink()
@@ -622,7 +626,7 @@ def test_progress_in_lines_and_on_a_terminal(tmp_path, dest):
         )
         os.close(theirs)
         output = b""
-        with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
+        with contextlib.suppress(OSError):  # Linux reports a closed pseudo-terminal as EIO
             while piece := os.read(ours, 4096):
                 output += piece
         os.close(ours)

@@ -779,7 +779,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
         *("model_index.json", "config.json", "metrics.jsonl", "README.md", "checkpoints"),
     }
     output = capsys.readouterr().out
-    assert "8 pairs a step on 4 device(s)" in output
+    assert "8 pairs per step on 4 device(s)" in output
     assert "averaging the weights from step 2 with decay 0.6" in output
 
 
@@ -975,7 +975,7 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
             text=True,
         )
     assert done.returncode == 0, done.stderr
-    assert "8 pairs a step on 2 device(s)" in done.stdout
+    assert "8 pairs per step on 2 device(s)" in done.stdout
     assert "3/3" in done.stderr
     assert "a.parquet row 3" in done.stderr  # the broken image
     rows = read_metrics(out)
@@ -1051,7 +1051,7 @@ BAD_FLAGS = [
     ({"ema": "full", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not full"),
     ({"ema": "none", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not none"),
     ({"ema": "none", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not none"),
-    ({"num_train_epochs": 2}, "--num_train_epochs 2 and --max_train_steps 5 both say how long"),
+    ({"num_train_epochs": 2}, "--num_train_epochs 2 and --max_train_steps 5 both set the length"),
     ({"max_train_samples": 0}, "--max_train_samples 0 must be at least 1"),
     ({"checkpointing_steps": -1}, "--checkpointing_steps -1 must be at least 0"),
     ({"checkpoints_total_limit": 0}, "--checkpoints_total_limit 0 must be at least 1"),
@@ -1059,10 +1059,13 @@ BAD_FLAGS = [
     ({"ema": "power", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not power"),
     (
         {"validation_image": ("a.png", "b.png"), "validation_prompt": ("x", "y", "z")},
-        "2 --validation_image and 3 --validation_prompt do not go together",
+        "2 --validation_image and 3 --validation_prompt do not match",
     ),
-    ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not go"),
-    ({"validation_image": ("file",)}, "1 --validation_image and 0 --validation_prompt do not go"),
+    ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not match"),
+    (
+        {"validation_image": ("file",)},
+        "1 --validation_image and 0 --validation_prompt do not match",
+    ),
     (
         {"validation_image": ("a.png",), "validation_prompt": ("x",)},
         "--validation_image a.png does not exist",
@@ -1077,7 +1080,7 @@ BAD_FLAGS = [
     ),
     ({"validation_steps": 0}, "--validation_steps 0 must be at least 1"),
     ({"profile_steps": "3"}, "--profile_steps 3 must be FIRST:LAST"),
-    ({"output_dir": "own"}, "--output_dir own contains README.md of no training run"),
+    ({"output_dir": "own"}, "--output_dir own contains README.md from something other"),
     ({"output_dir": "file/out"}, "--output_dir file/out cannot be written: "),
     (
         {"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3},
@@ -1092,7 +1095,7 @@ BAD_FLAGS = [
     ),
     ({"seed": -1}, "--seed -1 must be from 0 to 4294967295"),
     ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
-    ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs of a device"),
+    ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs per device"),
     ({"snr_gamma": 0.0}, "--snr_gamma 0.0 must be above 0 and finite"),
     ({"ema_every": 0}, "--ema_every 0 must be from 1 to the averaged steps"),
     ({"ema_fraction": 1.5}, "--ema_fraction 1.5 must be above 0 and at most 1, a window as long"),
@@ -1186,7 +1189,11 @@ BAD_FOLDERS = [
     ({"unet_model_name_or_path": "model"}, None, "no config.json in model"),
     ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
     ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
-    ({"unet_model_name_or_path": "other"}, None, "reads text states 40 wide, the text encoder"),
+    (
+        {"unet_model_name_or_path": "other"},
+        None,
+        "has cross_attention_dim 40, but the text encoder",
+    ),
     ({"pretrained_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}/vae"),
     ({}, without("model/vae"), "no config.json in model/vae"),
     ({}, without("model/text_encoder"), "no config.json in model/text_encoder"),
@@ -1202,24 +1209,24 @@ BAD_FOLDERS = [
     (
         {},
         changed("model/scheduler/scheduler_config.json", prediction_type="sample"),
-        "has prediction_type=sample",
+        "has prediction_type sample",
     ),
     ({"resolution": 17}, None, "--resolution 17 is not a multiple of 2; try 16 or 18"),
     ({"resolution": 1}, None, "--resolution 1 is not a multiple of 2; try 2\n"),
     ({"resolution": -6}, None, "--resolution -6 must be at least 1"),
     ({"resolution": 0}, None, "--resolution 0 must be at least 1"),
-    ({"dataloader_num_workers": -1}, None, "=-1 must be at least 0"),
-    ({"train_data_dir": NOWHERE}, None, f"train_data_dir={NOWHERE} is not a folder"),
-    ({"train_data_dir": "model"}, None, "train_data_dir=model holds no *.parquet file"),
+    ({"dataloader_num_workers": -1}, None, "workers -1 must be at least 0"),
+    ({"train_data_dir": NOWHERE}, None, f"--train_data_dir {NOWHERE} is not a dir"),
+    ({"train_data_dir": "model"}, None, "--train_data_dir model contains no *.parquet file"),
     ({}, columns_named("a", "b", "c"), "a.parquet has no column original_image or input_image"),
     ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
     ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
     (
         {"unet_model_name_or_path": "xl/unet"},
         lambda: make_tiny_xl("xl"),
-        "xl/unet is the UNet of an SDXL, which is not trained here",
+        "xl/unet is an SDXL UNet, which cannot be trained here",
     ),
-    ({"train_batch_size": 20}, None, "the batch of a process can be 16 at most"),
+    ({"train_batch_size": 20}, None, "use at most 16 pairs per process"),
     (
         {"ema": "power", "ema_snapshot_steps": 100},
         None,

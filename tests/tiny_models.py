@@ -1,4 +1,4 @@
-"""A tiny random Stable Diffusion in the real folder layout, written by PyTorch's own classes."""
+"""Tiny random Stable Diffusion and SDXL pipelines, written by the PyTorch classes."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def byte_symbols():
 
 
 def write_tokenizer(folder):
-    """Write a CLIP BPE tokenizer of a few merges into folder; returns its vocabulary, a dict."""
+    """Write a CLIP BPE tokenizer with a few merges to folder; return its vocabulary, a dict."""
     symbols = byte_symbols()
     words = symbols + [f"{s}</w>" for s in symbols] + ["".join(pair) for pair in MERGES]
     vocab = {word: i for i, word in enumerate([*words, START, END])}
@@ -63,17 +63,17 @@ def make_tiny_pipeline(
     vae_channels=(16, 16, 32),
     unet_channels=(16,),
 ):
-    """Write a random pipeline of about 0.3M parameters, a second's work.
+    """Write a random pipeline of about 0.3M parameters, in about a second.
 
     Args:
-        folder: where to; must not exist.
-        in_channels: 8 gives an InstructPix2Pix, 4 a text-to-image model to widen and train.
+        folder: new directory.
+        in_channels: 8 for InstructPix2Pix, 4 for a text-to-image model.
         scheduler: a key of SCHEDULERS.
-        seed: of the random weights.
+        seed: seed of the weights.
         prediction_type: "epsilon" or "v_prediction".
-        vae_channels: multiples of 8; each level after the first halves the image, so three
-            make latents a quarter as wide and four an eighth, as in the real model.
-        unet_channels: multiples of 8, one entry per level.
+        vae_channels: multiples of 8, one per level; n levels reduce images by 2^(n - 1), so three
+            give latents of a quarter of the width, and four an eighth, as in the real model.
+        unet_channels: multiples of 8, one per level.
 
     Returns:
         folder, a Path.
@@ -149,11 +149,11 @@ def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=T
     """Write a random SDXL pipeline, base or refiner, of about 0.5M parameters.
 
     Args:
-        folder: where to; must not exist.
-        refiner: True leaves the first text encoder out and takes an aesthetic score.
+        folder: new directory.
+        refiner: write a refiner, without first text encoder and with an aesthetic score.
         scheduler: a key of SCHEDULERS.
-        seed: of the random weights.
-        force_zeros: of model_index.json, force_zeros_for_empty_prompt.
+        seed: seed of the weights.
+        force_zeros: force_zeros_for_empty_prompt in model_index.json.
 
     Returns:
         folder, a Path.
@@ -233,8 +233,8 @@ def make_tiny_safety_checker(folder, seed=0):
     """Write a random safety checker of about 0.1M parameters for images of 224 x 224.
 
     Args:
-        folder: where to.
-        seed: of the random weights.
+        folder: directory to write to.
+        seed: seed of the weights.
 
     Returns:
         folder, a Path.
@@ -250,7 +250,7 @@ def make_tiny_safety_checker(folder, seed=0):
     vision = tower | {"image_size": 224, "patch_size": 32}
     config = CLIPConfig(text_config=tower, vision_config=vision, projection_dim=16)
     checker = StableDiffusionSafetyChecker(config)
-    for name in ("concept_embeds", "special_care_embeds"):  # made of ones, as the weights are
+    for name in ("concept_embeds", "special_care_embeds"):  # initialised to ones
         torch.nn.init.normal_(getattr(checker, name))
     checker.save_pretrained(folder)
     return Path(folder)
