@@ -581,11 +581,8 @@ def run(config):
     devices = slice_devices(tpu)
     check_flags(config, len(devices))
     output = report_file(config)
-    print(
-        f"compiling {program_name(config)} for {config.tpu}, {tpu.num_chips} chip(s) in "
-        f"{tpu.num_hosts} host(s); a full-size model takes 5 to 20 minutes",
-        flush=True,
-    )
+    place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
+    print(f"compiling {program_name(config)} for {place}; at full size 5 to 20 minutes", flush=True)
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
     save_whole(output, partial(write_json, content=report))

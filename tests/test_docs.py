@@ -7,6 +7,8 @@ import re
 import pytest
 from conftest import ROOT
 
+from benchmarks.tables import fill
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -82,6 +84,12 @@ def faults(text, folder):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_commands(page):
     assert list(faults(page.read_text(), page.parent)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_of_the_results_files(page):
+    text = page.read_text()
+    assert fill(text) == text, "run python -m benchmarks.tables"
 
 
 def test_faults_are_found():
