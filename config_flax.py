@@ -167,7 +167,7 @@ class ConfigMixin:
         return (config, kwargs) if return_unused_kwargs else config
 
     def save_config(self, save_directory, push_to_hub=False):
-        """Write the config file alone, as PyTorch reads it."""
+        """Write only the config file, as PyTorch reads it."""
         refuse_push_to_hub(push_to_hub)
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,7 +323,7 @@ def has_type(value, annotation):
     return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
-# A shard lies beside its index: letters, digits and a few signs, no path.
+# A shard is in the directory of its index: letters, digits and a few signs, no path.
 SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
 
 
@@ -495,7 +495,7 @@ def writing_pipeline(save_directory):
     model_index.json is removed first and the new one is moved last: a folder that has one is
     complete. Files that are not of the model stay.
 
-    If the caller fails, save_directory is left as it was. If a file cannot be moved, it stays in
+    If the caller fails, save_directory is not changed. If a file cannot be moved, it stays in
     save_directory/.saving-*.
 
     Args:

@@ -1,4 +1,4 @@
-"""Widen a Stable Diffusion UNet so that it also sees the image to edit: 4 to 8 input channels.
+"""Widen a Stable Diffusion UNet from 4 to 8 input channels, for the image to edit.
 
     python create_modified_unet.py --output_dir modified_unet \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5
@@ -9,7 +9,7 @@ On a CPU within seconds, with the demo's model:
         --output_dir /tmp/modified_unet
 
 The new channels' weights are zero and the bias is kept, so the widened UNet computes exactly what
-the narrow one did, whatever the new channels hold; the script checks that before it saves. Needs
+the original does for any values of the new channels; the script checks that before it saves. Needs
 about 8 GB of memory for Stable Diffusion 1.5, and no accelerator.
 
 Paper: InstructPix2Pix (arXiv 2211.09800), section 3.2.
@@ -143,7 +143,7 @@ def create_modified_unet(config: Config):
             f"the widened UNet differs from the narrow one by {difference:.2e}; nothing was saved"
         )
     wide.save_pretrained(config.output_dir, params=wide_params)
-    print(f"saved {config.output_dir}: {in_channels} input channels, the rest as it was")
+    print(f"saved {config.output_dir}: {in_channels} input channels, all other weights unchanged")
 
 
 def main(args=None):

@@ -11,16 +11,15 @@ model of `make demo`, on a CPU:
         --edit "invert the colors" --output inverted.png --resolution 64 \\
         --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2
 
-Sizes: the EXIF orientation is applied; the longer side becomes --resolution, the shorter one what
-the aspect ratio makes of it, each rounded to the nearest multiple of the VAE's factor (8). The
-image is scaled (Lanczos), up or down, until it covers that size, and what stands over, less than
-one multiple in all, is cropped evenly from both sides. Transparent parts become white.
+Sizes: the EXIF orientation is applied. The longer side becomes --resolution and the aspect ratio is
+kept, each side rounded to the nearest multiple of the VAE's factor (8). The image is resized
+(Lanczos) to cover that size and cropped evenly on both sides. Transparent parts become white.
 
-The noise of an edit depends on --seed and on its place in the list (0, 1, ...), not on batch size,
-number of devices or the other edits: the same command gives the same images anywhere, up to
-rounding. Images of one size run together; each size compiles once, which takes most of the time
-of a short list; --compilation_cache_dir keeps the programs for the next start. Runs on TPU, GPU and
-CPU; --batch_size times devices is what runs at once.
+The noise of an edit depends on --seed and its index in the list, not on batch size, devices or
+other edits: the same command gives the same images on any machine, up to rounding. Images of one
+size run in one batch. Each size compiles once, which takes most of the time of a short list;
+--compilation_cache_dir saves the programs for the next start. Runs on TPU, GPU and CPU, with
+--batch_size images at once on each device.
 
 Source: InstructPix2Pix (arXiv 2211.09800).
 """
@@ -61,7 +60,9 @@ class Config:
     model: str  # folder or Hub id of an InstructPix2Pix pipeline
     input: tuple[Path, ...] = ()  # images
     edit: tuple[str, ...] = ()  # instructions: one per image, or one for all
-    output: Path | None = None  # image (.png, .jpg); several edits: folder; default: beside input
+    output: Path | None = (
+        None  # image (.png, .jpg); several edits: directory; default: next to input
+    )
     edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
     num_inference_steps: int = 50
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
@@ -92,7 +93,7 @@ def edits_of_flags(inputs, instructions, output):
     Args:
         inputs: paths.
         instructions: as many, or one.
-        output: file or existing folder for one edit, folder for several, None: beside each input,
+        output: file or existing folder for one edit, directory for several; None: next to each,
             NAME-edited.png.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Averages of the weights over training: pure functions that stand alone.
+"""Averages of the weights over training (EMA): pure functions without dependencies.
 
     ema = ema_start(params)
     for n in range(1, num_steps + 1):
@@ -76,7 +76,7 @@ def sigma_rel_to_gamma(sigma_rel):
         )
     gamma = np.polynomial.Polynomial([0, 1])
     cubic = sigma_rel**2 * (gamma + 2) ** 2 * (gamma + 3) - (gamma + 1)
-    return float(cubic.roots().real.max())  # the others are below 0
+    return float(cubic.roots().real.max())  # the other roots are negative
 
 
 class EmaPlan(NamedTuple):

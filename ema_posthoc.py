@@ -52,7 +52,7 @@ class Config:
 
 
 class Snapshot(NamedTuple):
-    """An average that was tracked, as it was at a step."""
+    """A tracked average at a step."""
 
     step: int
     sigma_rel: float
@@ -245,7 +245,7 @@ def output_folders(config):
 
 def run(config):
     """Check everything that can be checked, then rebuild one average after the other."""
-    jax.config.update("jax_platforms", "cpu")  # for shapes alone
+    jax.config.update("jax_platforms", "cpu")  # only shapes are computed
     source = Path(config.train_output_dir)
     if not source.is_dir():
         raise ValueError(f"train_output_dir={source} is no folder; name one that was trained into")

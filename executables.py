@@ -11,8 +11,9 @@ A program from disk is neither traced nor compiled again:
             compiled = jax.jit(f).lower(*args).compile()
         store.save(name, what, compiled)
 
-An executable is code: who can write the file can run anything as its reader. So the folder is made
-for its owner alone, one that others may write to is refused, and so is a file in it.
+An executable is code: whoever can write the file can run code as its reader. The directory is
+therefore made for its owner only (mode 0700), and a directory or file that other users may write to
+is refused.
 """
 
 import hashlib
@@ -179,7 +180,7 @@ def initialize_cache(path):
 
 @contextmanager
 def no_compilation_cache():
-    """Compile anew, whatever jax's persistent cache has.
+    """Compile without reading or writing jax's persistent cache.
 
     A CPU's executable that was read from there and is kept again can be loaded but not run.
     """
@@ -194,7 +195,7 @@ def no_compilation_cache():
 
 
 def is_private(status):
-    """Is a file or folder, of which this is os.stat's result, this user's alone to write to?"""
+    """Whether only this user may write to a file or directory, given os.stat's result."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -204,7 +205,7 @@ def _short(value):
 
 
 def surroundings(devices, files):
-    """What a compiled program depends on besides what was compiled, a flat dict.
+    """What a compiled program depends on apart from its function, a flat dict.
 
     Versions, devices, settings of XLA and jax, and a checksum of the code.
 

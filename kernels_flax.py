@@ -19,7 +19,7 @@ _plain = ContextVar("plain", default=False)
 
 @contextmanager
 def plain_operations():
-    """Functions traced inside have by_platform's default implementations alone.
+    """Functions traced inside use only the default implementations of by_platform.
 
     For counting: XLA's cost analysis counts nothing of a kernel and the body of a loop once, and
     other algorithms have fewer operations. Trace a new function inside: jax caches traces, so one
@@ -310,7 +310,7 @@ def convolve(x, kernel, stride, padding):
 def multiply_patches(x, kernel, stride, padding):
     """convolve as a matmul of patches, forward and backward.
 
-    For kernels of 1x1 and for few positions: XLA's CPU compiler arranges a kernel anew in every
+    For kernels of 1x1 and for few positions: XLA's CPU compiler rearranges a kernel in every
     call.
     """
     size, *_, D = kernel.shape

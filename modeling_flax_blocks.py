@@ -21,7 +21,7 @@ from kernels_flax import attention, convolve
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype):
-    """Group normalisation over the last axis, and SiLU if activate; keeps x alone for the gradient.
+    """Group normalisation over the last axis, SiLU if activate; only x is saved for the gradient.
 
     Channels stay the innermost axis throughout: means are taken per channel, then over each group.
 
@@ -87,7 +87,7 @@ group_norm.defvjp(_group_norm_forward, _group_norm_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def layer_norm(x, scale, bias, epsilon, dtype):
-    """Layer normalisation over the last axis; keeps x alone for the gradient.
+    """Layer normalisation over the last axis; only x is saved for the gradient.
 
     Args:
         x: (..., C).
@@ -261,7 +261,7 @@ class Attention(nn.Module):
 
 @jax.custom_vjp
 def gated_gelu(x):
-    """x (..., 2 C) -> (..., C): the first half times GELU (erf) of the second; keeps x alone.
+    """x (..., 2 C) -> (..., C): the first half times GELU (erf) of the second; only x is saved.
 
     Source: GLU variants (arXiv 2002.05202), equation 6.
     """

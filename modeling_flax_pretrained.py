@@ -227,7 +227,7 @@ class FlaxPreTrainedModel(FloatingCasts):
         _do_init=True,
         **kwargs,
     ):
-        """Read config.json and the weights beside it.
+        """Read config.json and the weights in the same directory.
 
         Args:
             pretrained_model_name_or_path: a folder, or a Hub id ("owner/name").

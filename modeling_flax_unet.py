@@ -156,7 +156,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
 
     weights_name = "diffusion_pytorch_model"
     torch_class_name = "UNet2DConditionModel"
-    # What is not implemented: the only value (besides null) that each entry may have.
+    # Options that are not implemented: the only value that each may have, besides null.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
         "act_fn": "silu",
         "attention_type": "default",

@@ -196,7 +196,7 @@ class FloatingCasts:
 
 
 class FlaxModelMixin(ConfigMixin, FloatingCasts):
-    """What every model can do besides computing: from_pretrained, save_pretrained, config, casts.
+    """Loading, saving, config and casts of all models.
 
     A model is a Linen module whose dataclass fields are config.json entries, with a method
     `init_weights(rng) -> params` and these class attributes (assigned without an annotation, which
@@ -284,7 +284,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         config=None,
         **config_overrides,
     ):
-        """Read config.json and the weights beside it.
+        """Read config.json and the weights in the same directory.
 
         Args:
             pretrained_model_name_or_path: a folder, or a Hub id ("owner/name").
@@ -365,8 +365,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     ):
         """Write config.json and the weights; PyTorch's from_pretrained opens the folder.
 
-        Everything is written beside its place and moved in at the end, so an interrupted save
-        leaves the folder as it was. Shards and index of an earlier save with the same variant go.
+        All files are written under temporary names and moved into place at the end, so an
+        interrupted save changes nothing. Shards and index of an earlier save are removed.
 
         Args:
             save_directory: folder, made if absent.
@@ -520,7 +520,7 @@ def _weight_files(fetch, stem, suffix, dot_variant):
 
 
 def _read_weights(file):
-    """Yield (Flax path, array) of one file; each array stands alone, the file is not kept."""
+    """Yield (Flax path, array) of one file; the arrays do not refer to the file."""
     read = {".msgpack": _read_msgpack, ".bin": _read_bin}.get(file.suffix, _read_safetensors)
     try:
         for key, array in read(file):
@@ -543,7 +543,7 @@ def _read_weights(file):
 
 
 def _read_safetensors(file):
-    # pread, as the pages of a memory map would stay resident beside the copies made of them.
+    # pread: the pages of a memory map would stay in memory next to the copies.
     with safe_open(file, "np", backend="pread") as tensors, open(file, "rb") as raw:
         header_size = int.from_bytes(raw.read(8), "little")
         header = json.loads(raw.read(header_size))

@@ -227,7 +227,7 @@ class TextToImage(FlaxDiffusionPipeline):
         return x_0 if return_latents else self._decode(params, x_0)
 
     def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
-        """What the UNet is told of each branch, its arguments after the timestep: a list."""
+        """The UNet's arguments after the timestep, for all branches: a list."""
         if neg_prompt_ids is None:
             neg_prompt_ids = self.prepare_text_inputs("")
         neg_prompt_ids = rows_per_image(neg_prompt_ids, len(prompt_ids))
@@ -279,7 +279,7 @@ class ImageToImage(TextToImage):
     """Text and an image to begin with in, image out.
 
     An image's noise is not that which TextToImage draws for the same key, so one key can make an
-    image and go on from it. With PNDM, the scheduler of Stable Diffusion 1.x,
+    image and continue from it. With PNDM, the scheduler of Stable Diffusion 1.x,
     and strength below 1 it differs from PyTorch, whose steps are then one timestep late (38 dB
     apart at strength 0.7); with other schedulers, or at strength 1, it does not.
 
@@ -443,7 +443,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
     check_channels = staticmethod(partial(check_channels, for_inpainting=True))
 
     def prepare_inputs(self, prompt, image, mask):
-        """Turn prompts, images and masks into arrays; one of each goes with many of the others.
+        """Turn prompts, images and masks into arrays; one of each is repeated for many of the rest.
 
         Args:
             prompt: str or list of str.

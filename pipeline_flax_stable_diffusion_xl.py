@@ -10,10 +10,12 @@ Base, then refiner, which goes on from the base's latents:
     refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained("REFINER")
     images = refiner(refiner.prepare_text_inputs(prompt), latents, params, key, 0.3).images
 
-On several devices as with FlaxStableDiffusionPipeline. The UNet is told that the original has the
-result's size and was not cropped, and the refiner aesthetic scores of 6 and, of the null text, 2.5,
-as PyTorch's pipelines do by default; that they can be given other sizes, and a share of the steps
-(denoising_end, denoising_start), is not here. Source: SDXL (arXiv 2307.01952).
+On several devices as with FlaxStableDiffusionPipeline. As in PyTorch's pipelines by default, micro-
+conditioning says that the original has the result's size and was not cropped, and the refiner gets
+the aesthetic scores 6 and, for the null text, 2.5. Other sizes, and sharing the steps between base
+and refiner (denoising_end, denoising_start), are not supported.
+
+Source: SDXL (arXiv 2307.01952).
 """
 
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ from sampling_flax import (
 )
 from scheduling_flax import Scheduler
 
-AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # what the refiner is told of each branch's image
+AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,7 @@ class XLParts(FlaxDiffusionPipeline):
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; takes SDXL, and its refiner to go on from images."""
+        """See FlaxDiffusionPipeline.check; takes SDXL, and its refiner for image to image."""
         path = pretrained_model_name_or_path
 
         def parts(index):

@@ -80,7 +80,7 @@ class FlaxStableDiffusionXLPipelineOutput(FlaxImagePipelineOutput):
 
 @struct.dataclass
 class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
-    """images as in FlaxImagePipelineOutput, and what the safety checker says of them.
+    """images as in FlaxImagePipelineOutput, and the verdict of the safety checker.
 
     nsfw_content_detected is a list of bool, one per image, devices flattened; False without a
     safety checker. Images for which it is True are black.
@@ -106,7 +106,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
         tokenizer = CLIPTokenizer.from_pretrained(
             path, subfolder=subfolder, revision=revision, **hub_options
         )
-    except Exception as error:  # what the tokenizers library raises has no class of its own
+    except Exception as error:  # the tokenizers library raises plain Exception
         reason = one_line(error)
         raise ValueError(f"the {subfolder} of {path} cannot be read: {reason}") from error
     # Without its files transformers makes a tokenizer of two tokens and says nothing.
@@ -327,7 +327,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
         The folder may exist, be a mount point or a link: a model in it is replaced, other files
         stay. It has a model_index.json only while the model in it is complete. A save that is
-        interrupted while it writes leaves the folder as it was; see writing_pipeline.
+        interrupted while it writes changes nothing; see writing_pipeline.
 
         Args:
             save_directory: folder, made if absent.

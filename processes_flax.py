@@ -144,7 +144,7 @@ def start_distributed(coordinator_address=None, num_processes=None, process_id=N
     if timeout not in (flags := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{flags} {timeout}={COLLECTIVE_SECONDS}"
     jax.distributed.initialize(*arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-    # Connect the devices now: later a process may compile for longer than the others wait.
+    # Connect the devices now: a process that compiles later may exceed the timeout of the rest.
     jax.pmap(lambda x: jax.lax.psum(x, "batch"), "batch")(np.ones(jax.local_device_count()))
 
 
@@ -174,7 +174,7 @@ def wait_for_all(name):
         import orbax.checkpoint as ocp  # seconds to import
 
         everyone = set(range(jax.process_count()))
-        name = f"{name} {next(_numbers)}"  # every barrier needs a name of its own
+        name = f"{name} {next(_numbers)}"  # barriers need distinct names
         ocp.multihost.sync_global_processes(name, timeout=WAIT_SECONDS, processes=everyone)
 
 
@@ -187,7 +187,7 @@ def from_process_0(x):
 
 
 def on_process_0(function):
-    """Call function() on process 0 alone; all processes call this together.
+    """Call function() on process 0 only; all processes call this together.
 
     Returns:
         The function's result on process 0, None on the other processes.

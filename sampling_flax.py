@@ -11,7 +11,7 @@ They run inside a compiled program and know nothing of pipelines:
 
     images = decode(vae, vae_params, denoise(scheduler, state, x_t, keys, predict))
 
-The noise of an image depends on its own key alone, not on the batch or the devices.
+The noise of an image depends only on its key, not on the batch or the devices.
 """
 
 import math

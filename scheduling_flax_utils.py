@@ -51,7 +51,7 @@ class SchedulerState:
 
     @classmethod
     def create(cls, *args, **kwargs):
-        """The state of the given fields; the others have the values before set_timesteps."""
+        """The state with the given fields; the rest have their values before set_timesteps."""
         return cls(*args, **kwargs)
 
 
@@ -425,7 +425,7 @@ class FlaxSchedulerMixin(ConfigMixin):
             num_inference_steps: Python or NumPy integer, 1 to num_train_timesteps.
             shape: shape of the samples; PNDM, LMS and DPM-Solver need it for their memory.
             first_step: Python int, how many steps at the noisy end are left out, for a run that
-                begins with a noised image; multistep methods start anew there.
+                begins with a noised image; multistep methods start there without history.
 
         Returns:
             The state at its first step. state.timesteps has an entry per step that is left (PNDM:

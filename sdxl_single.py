@@ -4,10 +4,10 @@
     python sdxl_single.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output out/
     python sdxl_single.py --prompts_file prompts.txt --batch_size 2 --output out/ --grid grid.png
 
-Each device makes its share, --batch_size images at once; numbers that do not come out even are
-filled up and the surplus thrown away. Image i of the list (--num_images of each prompt in a row)
-gets its noise from --seed and i alone, so the same command gives the same images on any number of
-devices, up to rounding. The first batch compiles, and --compilation_cache_dir keeps the program.
+Each device makes its share, --batch_size images at once; a partial last batch is padded. The noise
+of image i of the list (--num_images of each prompt in a row) depends only on --seed and i, so the
+same command gives the same images on any number of devices, up to rounding. The first batch
+compiles, and --compilation_cache_dir keeps the program.
 
 Its twin sdxl_single_aot.py compiles ahead of time and keeps the executable, which starts sooner;
 `diff sdxl_single.py sdxl_single_aot.py` shows what that takes.
@@ -139,7 +139,7 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 
 
 def replicate_all(params, devices, seed, num_images):
-    """(parameters on every device; a key for each image, which depends on its number alone)."""
+    """(parameters on every device; a key for each image, which depends only on its index)."""
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
     return params, keys_per_image(jax.random.key(seed), num_images)
 

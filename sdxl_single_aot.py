@@ -77,7 +77,7 @@ class Config:
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # folder; of a single image also a file (.png, .jpg)
     grid: Path | None = None  # all images in one
-    executable_dir: str = "~/.cache/sdxl_single_aot"  # yours alone; "" keeps none
+    executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
 # 1. Load
@@ -143,7 +143,7 @@ def tokenize_prompts(pipeline, prompts, negative_prompt):
 
 
 def replicate_all(params, devices, seed, num_images):
-    """(parameters on every device; a key for each image, which depends on its number alone)."""
+    """(parameters on every device; a key for each image, which depends only on its index)."""
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
     return params, keys_per_image(jax.random.key(seed), num_images)
 

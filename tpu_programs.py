@@ -48,7 +48,7 @@ SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 
 # Without it the compiler asks the network which TPU it is on, complains, leaves logs in /tmp, and
-# runs in one process at a time only, or in none beside a training run.
+# runs in only one process at a time.
 LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -237,7 +237,7 @@ def in_hbm(kind):
 
 
 def all_bytes(kind):
-    """Bytes of all arrays in a type's text, wherever they are."""
+    """Bytes of all arrays in a type's text, in HBM and VMEM."""
     return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind))
 
 
@@ -283,7 +283,7 @@ def num_trips(loop, condition):
 
 
 def slices_of(computation):
-    """What a fusion reads of those parameters of which it reads slices alone.
+    """Bytes that a fusion reads of the parameters of which it reads only slices.
 
     Args:
         computation: its instructions.

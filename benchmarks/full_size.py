@@ -221,7 +221,7 @@ class Starts:
 def make_model(folder, size):
     """Write a pipeline of SDXL's kind: the UNet of that size, the rest tiny.
 
-    To be called in a process of its own, so that its memory is returned.
+    Call it in a new process, which frees the memory.
     """
     jax.config.update("jax_platforms", "cpu")
     text_encoder = TEXT_ENCODER.clone(

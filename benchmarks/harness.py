@@ -148,7 +148,7 @@ def rows_of(results, kind):
 
 
 def in_new_process(function, *args):
-    """function's result, in a process of its own, whose devices and memory are its own.
+    """Run function in a new process, with its own devices and memory; returns its result.
 
     Raises:
         ValueError: the process was killed.
@@ -271,14 +271,14 @@ def time_in_this_process(contenders, rounds, seconds):
         for _, name in in_turn(list(contenders), rounds):
             prepare, run = contenders[name]
             prepare()
-            run()  # brings its weights back to the caches; the others' threads come to rest
+            run()  # warms the caches; threads of the previous contender go idle
             passes[name].append(measure(run, seconds))
             bar.update()
     return {"first_seconds": first, "seconds": passes}
 
 
 def time_in_turn(contenders, args, rounds, seconds):
-    """Time contenders, every measurement in a process of its own.
+    """Time contenders, each measurement in a new process.
 
     Args:
         contenders: {name: make_run}; make_run(*args) -> run, which does a pass to its end.

@@ -165,7 +165,7 @@ class Sdxl:
 
 
 def make_sdxl(folder, size):
-    """Write the pipeline's folder; in a process of its own, so that its memory is returned."""
+    """Write the pipeline's directory; call it in a new process, which frees the memory."""
     jax.config.update("jax_platforms", "cpu")
     ids = {"bos_token_id": END_OF_TEXT - 1, "eos_token_id": END_OF_TEXT}
     ids |= {"pad_token_id": END_OF_TEXT}

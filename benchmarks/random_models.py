@@ -72,7 +72,7 @@ def write_module(folder, module):
 def make_pipeline(folder, quick, in_channels=4):
     """Write a pipeline's folder with random weights, of Stable Diffusion 1.5's shapes or tiny.
 
-    To be called in a process of its own, so that its memory is returned.
+    Call it in a new process, which frees the memory.
 
     Args:
         folder: to be made.

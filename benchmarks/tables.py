@@ -315,7 +315,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fill(page: str) -> str:
-    """A page with its tables made anew."""
+    """A page with the tables of the results files."""
     return PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[4], page)
 
 

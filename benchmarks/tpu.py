@@ -1,4 +1,4 @@
-"""What the TPU's compiler says of the programs, without a TPU. Nothing is run.
+"""Programs compiled for TPUs, without a TPU: memory, traffic, cycles. Nothing is run.
 
     python -m benchmarks.tpu programs
 

@@ -115,7 +115,7 @@ def make_inputs(case, batch_size):
 
 
 def count_flops(case, inputs, with_gradient):
-    """FLOPs of a pass by PyTorch's counter, of shapes alone."""
+    """FLOPs of a pass by PyTorch's counter; only shapes are computed."""
     with torch.device("meta"):
         unet = UNet2DConditionModel(**case.config)
     args = jax.tree.map(lambda x: torch.empty(x.shape, device="meta"), inputs)
