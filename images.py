@@ -98,6 +98,36 @@ def to_array(image):
     return array.astype(np.float32) * 2 - 1
 
 
+def prepare_masks(mask):
+    """Masks as float32 (B, 1, H, W) of 0 (keep) and 1 (repaint).
+
+    Args:
+        mask: mask or list of masks of one size: PIL of any mode, or array (H, W), or arrays
+            (B, H, W); uint8, bool, or float in [0, 1]. From the middle of the range on a pixel is
+            repainted.
+
+    Raises:
+        ValueError: sizes differ, or it is no mask.
+    """
+    is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
+    masks = []
+    for one in mask if is_batch else [mask]:
+        array = np.asarray(one.convert("L") if isinstance(one, Image.Image) else one)
+        if array.ndim != 2:
+            raise ValueError(f"a mask has shape {array.shape}; as an array it is (H, W)")
+        if array.dtype == np.uint8:
+            array = array.astype(np.float32) / 255
+        if array.min() < 0 or array.max() > 1:
+            raise ValueError(
+                f"a mask has {array.dtype} values from {array.min()} to {array.max()}; give uint8, "
+                "bool, or float in [0, 1]"
+            )
+        masks.append(array >= 0.5)
+    if len({mask.shape for mask in masks}) != 1:
+        raise ValueError("the masks of a batch must have one size; resize them, or call per size")
+    return np.stack(masks)[:, None].astype(np.float32)
+
+
 def load_image(path):
     """Read an image file completely, and turn the image as its EXIF orientation says.
 

@@ -19,7 +19,7 @@ In Python it is an iterator of NumPy batches and a torch IterableDataset:
     for batch in ParquetImagePairs("data", batch_size=16): ...
 
 Needs only a CPU. Decoding a pair of 512x512 JPEGs at 256x256 takes about 3 ms on one core
-(measured by benchmarks/bench_data.py). Images are prepared as in InstructPix2Pix
+(measured by `python -m benchmarks.data`). Images are prepared as in InstructPix2Pix
 (arXiv 2211.09800).
 """
 

@@ -1,19 +1,19 @@
-"""FlaxStableDiffusionPipeline and FlaxStableDiffusionImg2ImgPipeline: images from text.
+"""Pipelines of Stable Diffusion 1.x and 2.x: text to image, image to image, inpainting.
 
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained("MODEL")
     prompt_ids = pipeline.prepare_inputs("a red panda reading")
     images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
 
-On several devices, each with its share of the prompts:
+On several devices, with a share of the prompts on each:
 
     p_params = flax.jax_utils.replicate(params)
     prompt_ids = flax.training.common_utils.shard(prompt_ids)
     images = pipeline(prompt_ids, p_params, key, jit=True).images  # (devices, B, H, W, 3)
 
-Any Stable Diffusion 1.x or 2.x folder. Text encoding, denoising and decoding are one compiled
-program; `jax.pmap(pipeline._generate)` makes the same.
+Text encoding, denoising and decoding are one compiled program, as in
+`jax.pmap(pipeline._generate)`.
 
-Source: Latent Diffusion Models (arXiv 2112.10752); from an image, SDEdit (arXiv 2108.01073).
+Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXiv 2108.01073).
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
 from config_flax import read_parts
 from executables import run
-from images import prepare_images
+from images import prepare_images, prepare_masks
 from pipeline_flax_utils import (
     FlaxDiffusionPipeline,
     FlaxStableDiffusionPipelineOutput,
@@ -434,36 +433,6 @@ class FlaxStableDiffusionImg2ImgPipeline(StableDiffusionParts, ImageToImage):
     """Text and an image in, image out, with Stable Diffusion 1.x and 2.x; see ImageToImage."""
 
     torch_class_name = "StableDiffusionImg2ImgPipeline"
-
-
-def prepare_masks(mask):
-    """Masks as float32 (B, 1, H, W) of 0 (keep) and 1 (repaint).
-
-    Args:
-        mask: mask or list of masks of one size: PIL of any mode, or array (H, W), or arrays
-            (B, H, W); uint8, bool, or float in [0, 1]. From the middle of the range on a pixel is
-            repainted.
-
-    Raises:
-        ValueError: sizes differ, or it is no mask.
-    """
-    is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
-    masks = []
-    for one in mask if is_batch else [mask]:
-        array = np.asarray(one.convert("L") if isinstance(one, Image.Image) else one)
-        if array.ndim != 2:
-            raise ValueError(f"a mask has shape {array.shape}; as an array it is (H, W)")
-        if array.dtype == np.uint8:
-            array = array.astype(np.float32) / 255
-        if array.min() < 0 or array.max() > 1:
-            raise ValueError(
-                f"a mask has {array.dtype} values from {array.min()} to {array.max()}; give uint8, "
-                "bool, or float in [0, 1]"
-            )
-        masks.append(array >= 0.5)
-    if len({mask.shape for mask in masks}) != 1:
-        raise ValueError("the masks of a batch must have one size; resize them, or call per size")
-    return np.stack(masks)[:, None].astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -360,7 +360,7 @@ def sdxl_job(config, devices):
     )
 
 
-JOBS = {Train: train_job, Unet: unet_job, Sdxl: sdxl_job}
+SUBCOMMANDS = {Train: train_job, Unet: unet_job, Sdxl: sdxl_job}
 BATCH_FLAGS = {Train: "train_batch_size", Unet: "batch_size", Sdxl: "num_images"}
 
 
@@ -380,7 +380,7 @@ def count_flops(config, batch_per_chip):
     """
     one = 1 if isinstance(config, Sdxl) else batch_per_chip  # images are decoded in a loop
     config = replace(config, **{BATCH_FLAGS[type(config)]: one})
-    job = JOBS[type(config)](config, jax.devices("cpu")[:1])
+    job = SUBCOMMANDS[type(config)](config, jax.devices("cpu")[:1])
 
     def count(program, args):
         with plain_operations():
@@ -516,7 +516,7 @@ def compile_for(config, tpu, devices):
         ValueError: flags or models that do not go together.
     """
     check_flags(config, len(devices))
-    job = JOBS[type(config)](config, devices)
+    job = SUBCOMMANDS[type(config)](config, devices)
     step = measure(job.step, job.args)
     if "needs" in step:
         return describe(config, tpu, job, step, None, None)
@@ -581,11 +581,8 @@ def run(config):
     devices = slice_devices(tpu)
     check_flags(config, len(devices))
     output = report_file(config)
-    print(
-        f"compiling {program_name(config)} for {config.tpu}, {tpu.num_chips} chip(s) in "
-        f"{tpu.num_hosts} host(s); a full-size model takes 5 to 20 minutes",
-        flush=True,
-    )
+    place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
+    print(f"compiling {program_name(config)} for {place}; at full size 5 to 20 minutes", flush=True)
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
     save_whole(output, partial(write_json, content=report))

@@ -1,22 +1,29 @@
-"""The whole way at full size on one machine: memory and time of every command.
+"""Command lines at full size on one machine: time and peak memory, and starts of the SDXL scripts.
 
-    python benchmarks/full_size.py
+    python -m benchmarks.full_size commands
 
-Makes a pipeline folder of Stable Diffusion 1.5's shapes with random float32 weights and a shard of
-pictures, and then runs the command lines that a user would run, each a process of its own: widen
-the UNet; train it at 256 pixels, batch 1, with an average of the weights from the first step, until
-the checkpoint of step 1 is there and the process is killed (SIGKILL); the same command again, which
-goes on and trains step 2; edit a picture in two steps. The same with tiny models, in a minute:
+writes a pipeline of Stable Diffusion 1.5's shapes with random float32 weights and a shard of
+images, then runs the user's command lines, each in its own process: widen the UNet; train it at 256
+pixels with batch 1 and an EMA from the first step until the checkpoint of step 1 exists, and kill
+the process (SIGKILL); the same command again, which resumes; edit an image. Tiny, in a minute:
 
-    python benchmarks/full_size.py --quick --output quick.json
+    python -m benchmarks.full_size commands --quick --output full_size.json
 
-Peak memory is the largest resident set of the command's process (VmHWM), which on a CPU holds what
-would be on the device as well. Writes benchmarks/results/full_size.json and prints a table. Needs
-a CPU, 23 GB of memory and 45 GB of disk (Linux).
+Needs 20 GB of memory and 30 GB of disk; a quarter of an hour on two cores.
+
+    python -m benchmarks.full_size starts
+
+starts sdxl_single.py without a cache and with jax's persistent cache, and sdxl_single_aot.py
+without and with its executable on disk, each in its own process and twice, for one image of one
+step. The UNet has Stable Diffusion 1.5's size (860M parameters, 256 pixels). Tiny: --size tiny.
+Needs 16 GB of memory; three minutes on two otherwise idle cores.
+
+Rows go to benchmarks/results/full_size.json.
 """
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -24,161 +31,51 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
-import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import bench_data  # noqa: E402
-from benchmarks.bench_data import (  # noqa: E402
-    check_replaced,
-    load_photographs,
-    make_shards,
-    this_command,
-    write_json,
+from benchmarks.data import load_photographs, make_shards
+from benchmarks.harness import (
+    GIB,
+    ROOT,
+    command_line,
+    describe_machine,
+    in_new_process,
+    read_rows,
+    report,
+    rows_of,
+    write_rows,
 )
-from modeling_flax_clip import FlaxCLIPTextModule  # noqa: E402
-from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
-from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
+from benchmarks.random_models import (
+    END_OF_TEXT,
+    TEXT_ENCODER,
+    TINY_UNET,
+    UNET,
+    VAE,
+    make_pipeline,
+    write_pipeline,
+)
+from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule
 
 POLL_SECONDS = 0.05
-GIB = 2**30
-TOKENIZER = ROOT / "demo" / "base_model" / "tokenizer"
-END_OF_TEXT = 633  # in TOKENIZER, whose ids are all below
-UNET = FlaxUNet2DConditionModel(sample_size=64, cross_attention_dim=768)
-TINY_UNET = {  # what differs in a UNet of 64 pixels, to try a benchmark
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-}
-VAE = FlaxAutoencoderKL(
-    down_block_types=("DownEncoderBlock2D",) * 4,
-    up_block_types=("UpDecoderBlock2D",) * 4,
-    block_out_channels=(128, 256, 512, 512),
-    layers_per_block=2,
-    sample_size=512,
-)
-TEXT_ENCODER = FlaxCLIPTextModule(
-    hidden_size=768,
-    intermediate_size=3072,
-    projection_dim=768,
-    num_attention_heads=12,
-    bos_token_id=END_OF_TEXT - 1,
-    eos_token_id=END_OF_TEXT,
-    pad_token_id=END_OF_TEXT,
-)
-SCHEDULER = {
-    "_class_name": "PNDMScheduler",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "num_train_timesteps": 1000,
-    "set_alpha_to_one": False,
-    "skip_prk_steps": True,
-    "steps_offset": 1,
-}
-MODEL_INDEX = {
-    "_class_name": "StableDiffusionPipeline",
-    "feature_extractor": [None, None],
-    "requires_safety_checker": False,
-    "safety_checker": [None, None],
-    "scheduler": ["diffusers", "PNDMScheduler"],
-    "text_encoder": ["transformers", "CLIPTextModel"],
-    "tokenizer": ["transformers", "CLIPTokenizer"],
-    "unet": ["diffusers", "UNet2DConditionModel"],
-    "vae": ["diffusers", "AutoencoderKL"],
-}
 
 
 @dataclass(frozen=True)
-class Config:
+class Commands:
     work_dir: str = ""  # a new folder for models and checkpoints; "": a temporary one, removed
-    quick: bool = False  # tiny models and pictures of 64 pixels, to try this script
+    quick: bool = False  # tiny models and images of 64 pixels, to try this script
     output: str = "benchmarks/results/full_size.json"
 
 
-def in_new_process(function, *args):
-    """function's result, in a process of its own, whose devices and memory are its own.
-
-    Raises:
-        ValueError: the process was killed.
-    """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        try:
-            return process.submit(function, *args).result()
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "a process was killed, most likely as memory ran out; measure less at once or on a "
-                "machine that has more"
-            ) from error
-
-
-def write_module(folder, module):
-    """Write a module with random float32 weights, scales of norms 1 and biases 0.
-
-    Array by array, as one program for all would hold them twice, and in files that can be held
-    beside them while they are written.
-
-    Args:
-        folder: path, to be made.
-        module: a FlaxModelMixin.
-    """
-    rng = np.random.default_rng(0)
-
-    def make(path, shape):
-        match path[-1].key:
-            case "scale":
-                return np.ones(shape.shape, np.float32)
-            case "bias":
-                return np.zeros(shape.shape, np.float32)
-        return rng.standard_normal(shape.shape, np.float32) * np.float32(0.02)
-
-    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
-    params = jax.tree_util.tree_map_with_path(make, shapes)
-    module.save_pretrained(folder, params=params, max_shard_size="2GB")
-
-
-def make_pipeline(folder, quick, in_channels=4):
-    """Write a pipeline's folder with random weights, of Stable Diffusion 1.5's shapes or tiny.
-
-    To be called in a process of its own, so that its memory is returned.
-
-    Args:
-        folder: to be made.
-        quick: tiny models.
-        in_channels: of the UNet; 8 for InstructPix2Pix.
-    """
-    jax.config.update("jax_platforms", "cpu")
-    unet, vae, text_encoder = UNET.clone(in_channels=in_channels), VAE, TEXT_ENCODER
-    if quick:
-        unet = unet.clone(**TINY_UNET)
-        vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
-        text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
-    for name, module in {"unet": unet, "vae": vae, "text_encoder": text_encoder}.items():
-        write_module(folder / name, module)
-    shutil.copytree(TOKENIZER, folder / "tokenizer")
-    (folder / "scheduler").mkdir()
-    for file, content in (
-        ("scheduler/scheduler_config.json", SCHEDULER),
-        ("model_index.json", MODEL_INDEX),
-    ):
-        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
-
-
 def make_inputs(folder, quick):
-    """Write a pipeline (base), data for the trainer (data) and a picture to edit (picture.png)."""
+    """Write a pipeline (base), data for the trainer (data) and an image to edit (image.png)."""
     make_pipeline(folder / "base", quick)
     make_shards(folder / "data", num_shards=1, rows_per_shard=8, seed=0)
-    load_photographs()[0].save(folder / "picture.png")
+    load_photographs()[0].save(folder / "image.png")
 
 
 def peak_of(pid):
@@ -232,7 +129,7 @@ def run_command(arguments, kill_when=None):
             "when memory is short: close other programs, or try --quick"
         )
     figures = {
-        "command": command,
+        "command_line": command,
         "seconds": seconds,
         "peak_gib": peak / GIB,
         "peak_after_seconds": peak_after,
@@ -240,52 +137,7 @@ def run_command(arguments, kill_when=None):
     return figures, output
 
 
-def describe_machine(packages):
-    """What the figures were measured on and with, memory included."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    machine = bench_data.describe_machine(packages) | {"memory_gib": memory}
-    if machine["load_before"] > machine["cores"] / 2:
-        print(
-            f"warning: other work (load {machine['load_before']:.1f} on {machine['cores']} cores) "
-            "slows down some contenders more than others",
-            file=sys.stderr,
-        )
-    return machine
-
-
-def check_output(output):
-    """Find out that a file cannot be written before anything is measured; ValueError."""
-    folder = Path(output).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"output={output} cannot be written: {error.strerror}") from error
-
-
-def read_results(output, figures):
-    """The rows of a JSON file, none of a new one.
-
-    Args:
-        output: the file.
-        figures: the key that holds a row's figures.
-
-    Raises:
-        ValueError: it is damaged, or holds something else.
-    """
-    output = Path(output)
-    try:
-        results = json.loads(output.read_text()) if output.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{output} cannot be read ({error}); name another --output") from error
-    rows = results.values() if isinstance(results, dict) else [None]
-    if not all(isinstance(row, dict) and figures in row for row in rows):
-        raise ValueError(f"{output} holds something else than such results; name another --output")
-    return results
-
-
-def bench(folder, quick):
+def bench_commands(folder, quick):
     """Make the inputs in a folder, run the commands.
 
     Returns:
@@ -303,7 +155,7 @@ def bench(folder, quick):
     train += ["--ema", "full", "--ema_decay", "0.9999"]
     train += ["--checkpointing_steps", "1", "--checkpoints_total_limit", "1"]
     train += ["--output_dir", str(model), "--compilation_cache_dir", f"{folder}/cache"]
-    edit = ["edit_cli.py", "--model", str(model), "--input", f"{folder}/picture.png"]
+    edit = ["edit_cli.py", "--model", str(model), "--input", f"{folder}/image.png"]
     edit += ["--edit", "invert the colors", "--output", f"{folder}/edited.png"]
     edit += ["--resolution", resolution, "--num_inference_steps", "2"]
 
@@ -328,7 +180,7 @@ def bench(folder, quick):
     return figures
 
 
-def format_table(figures):
+def format_commands(figures):
     """The figures as Markdown."""
     lines = ["| | seconds | peak memory, GiB | reached after, s |", "|---|---|---|---|"]
     for name, row in figures.items():
@@ -339,43 +191,159 @@ def format_table(figures):
     return "\n".join(lines)
 
 
-def run(config):
+def run_commands(config):
     """Make the folder, measure, write."""
-    check_replaced(config.output)
+    read_rows(config.output)
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
         if folder.is_dir() and any(folder.iterdir()):
-            raise ValueError(f"work_dir={folder} is not empty; name a new folder")
+            raise ValueError(f"--work_dir {folder} is not empty; name a new directory")
         folder.mkdir(parents=True, exist_ok=True)
-        figures = bench(folder, config.quick)
-    report(format_table(figures), config.output, machine=machine, figures=figures)
+        figures = bench_commands(folder, config.quick)
+    rows = {
+        f"command {name}": row | {"command_line": row["command"]} for name, row in figures.items()
+    }
+    results = write_rows(rows, machine, config.output)
+    report(format_commands(rows_of(results, "command")), config.output)
 
 
-def report(table, output, **results):
-    """Write results, with the command that gives them, to a JSON file and print their table."""
-    write_json({"command": this_command()} | results, output)
-    print(f"\n{table}\n\nwrote {output}")
+SECONDS = re.compile(r"^(?:compiled|loaded).* in ([\d.]+) s$", re.MULTILINE)
 
 
-def command_line(config_class, description, run, args=None):
-    """What every benchmark's main does: read the flags, run; mistakes end in one line."""
-    config = tyro.cli(config_class, description=description, args=args, use_underscores=True)
-    try:
-        if hasattr(config, "output"):
-            check_output(config.output)
-        run(config)
-    except KeyboardInterrupt:
-        print("interrupted; only what is in the output file already is kept", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+@dataclass(frozen=True)
+class Starts:
+    size: Literal["tiny", "sd15"] = "sd15"  # of the UNet
+    rounds: int = 1  # of all starts
+    output: str = "benchmarks/results/full_size.json"
+
+
+def make_model(folder, size):
+    """Write a pipeline of SDXL's kind: the UNet of that size, the rest tiny.
+
+    To be called in a process of its own, so that its memory is returned.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    text_encoder = TEXT_ENCODER.clone(
+        vocab_size=END_OF_TEXT + 1,
+        hidden_size=384,
+        intermediate_size=384,
+        num_attention_heads=6,
+        num_hidden_layers=2,
+    )
+    options = {name: getattr(text_encoder, name) for name in text_encoder.config}
+    options |= {"projection_dim": 384, "hidden_act": "gelu"}
+    unet = UNET.clone(
+        sample_size=32,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=256,
+        projection_class_embeddings_input_dim=384 + 6 * 256,
+    )
+    if size == "tiny":
+        unet = unet.clone(sample_size=8, **TINY_UNET)
+    modules = {
+        "unet": unet,
+        "vae": VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1),
+        "text_encoder": text_encoder,
+        "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**options),
+    }
+    write_pipeline(folder, modules)
+
+
+def start(script, folder, *options):
+    """Run a script for one image.
+
+    Returns:
+        {"seconds": from start to end of the process, "compile_seconds": what it says of compiling
+        or loading, None of a script that does not tell}.
+    """
+    output = folder / "image.png"
+    output.unlink(missing_ok=True)
+    command = [sys.executable, script, "--pretrained_model_name_or_path", str(folder / "model")]
+    command += ["--prompt", "a photograph", "--num_images", "1", "--num_inference_steps", "1"]
+    environment = os.environ | {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    started = time.perf_counter()
+    done = subprocess.run(
+        [*command, "--output", str(output), *options],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        raise ChildProcessError(f"{script} failed: {said[-1]}")
+    told = SECONDS.search(done.stderr)
+    return {"seconds": seconds, "compile_seconds": float(told[1]) if told else None}
+
+
+def bench_starts(folder, size, rounds):
+    """All starts.
+
+    Returns:
+        {what: [figures of start, one per round]}.
+    """
+    in_new_process(make_model, folder / "model", size)
+    cache, kept = folder / "cache", folder / "kept"
+    figures = {}
+    for _ in range(rounds):
+        for place in (cache, kept):
+            shutil.rmtree(place, ignore_errors=True)
+        for name, script, *options in (
+            ("jit, no cache", "sdxl_single.py", "--compilation_cache_dir", ""),
+            ("jit, first start", "sdxl_single.py", "--compilation_cache_dir", str(cache)),
+            ("jit, persistent cache", "sdxl_single.py", "--compilation_cache_dir", str(cache)),
+            ("AOT, first start", "sdxl_single_aot.py", "--executable_dir", str(kept)),
+            ("AOT, executable kept", "sdxl_single_aot.py", "--executable_dir", str(kept)),
+        ):
+            row = start(script, folder, *options)
+            print(f"{name}: {row['seconds']:.1f} s", flush=True)
+            figures.setdefault(name, []).append(row)
+    return figures
+
+
+def format_starts(results):
+    """Markdown of the rows of starts, medians."""
+    lines = [
+        "| UNet, start | to the image, s | of which compiling or loading, s |",
+        "|---|---|---|",
+    ]
+    for name, row in rows_of(results, "start").items():
+        starts = sorted(row["starts"], key=lambda figure: figure["seconds"])
+        middle = starts[len(starts) // 2]
+        told = middle["compile_seconds"]
+        cell = "" if told is None else f"{told:.2f}"
+        lines.append(f"| {name} | {middle['seconds']:.1f} | {cell} |")
+    return "\n".join(lines)
+
+
+def run_starts(config):
+    """Make the model, measure, write, print."""
+    if config.rounds < 1:
+        raise ValueError(f"--rounds {config.rounds} must be at least 1")
+    read_rows(config.output)
+    machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
+    with tempfile.TemporaryDirectory() as temporary:
+        figures = bench_starts(Path(temporary), config.size, config.rounds)
+    rows = {f"start {config.size} {name}": {"starts": starts} for name, starts in figures.items()}
+    results = write_rows(rows, machine, config.output)
+    report(format_starts(results), config.output)
+
+
+SUBCOMMANDS = {Commands: run_commands, Starts: run_starts}
+
+
+def run(config):
+    """Run the subcommand."""
+    SUBCOMMANDS[type(config)](config)
 
 
 def main(args=None):
     """Command line."""
-    command_line(Config, __doc__, run, args)
+    command_line(Commands | Starts, __doc__, run, args)
 
 
 if __name__ == "__main__":

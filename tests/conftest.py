@@ -23,12 +23,11 @@ import torch
 from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARK_TESTS = ("test_bench_", "test_profile_unet", "test_full_size", "test_ema_study")
 # Longest first, so that no worker starts a long file at the end of the run.
 LONGEST_FILES = (
-    *("test_resume", "test_train", "test_models", "test_pipelines", "test_drop_in"),
-    *("test_sdxl_single", "test_tpu_compile", "test_pipeline_instruct_pix2pix", "test_blocks"),
-    *("test_pipelines_published", "test_reference_snippets", "test_cache_latents"),
+    *("test_resume", "test_models", "test_pipelines", "test_tpu_compile", "test_sdxl_single"),
+    *("test_train", "test_reference_snippets", "test_cache_latents", "test_script_sh"),
+    *("test_edit_cli", "test_drop_in", "test_blocks", "test_pipeline_instruct_pix2pix"),
 )
 
 # A test run in the background of a shell inherits an ignored SIGINT.
@@ -46,7 +45,7 @@ if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
 def pytest_collection_modifyitems(items):
     """Mark the tests of benchmarks slow and sort the files."""
     for item in items:
-        if item.path.stem.startswith(BENCHMARK_TESTS):
+        if item.path.stem.startswith("test_benchmark"):
             item.add_marker("slow")
     rank = {name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

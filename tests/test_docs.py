@@ -7,6 +7,8 @@ import re
 import pytest
 from conftest import ROOT
 
+from benchmarks.tables import fill
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -38,9 +40,10 @@ def commands(text):
 
 
 def flags_of(script):
-    """The flags that a script takes: the fields of its Config, with --no_ for switches."""
-    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    fields = dataclasses.fields(module.Config)
+    """The flags of a script and of its subcommands, with --no_ for switches."""
+    module = importlib.import_module(script.removesuffix(".py"))
+    configs = [module.Config] if hasattr(module, "Config") else module.SUBCOMMANDS
+    fields = [field for config in configs for field in dataclasses.fields(config)]
     return {f"--{field.name}" for field in fields} | {
         f"--no_{field.name}" for field in fields if field.type in (bool, "bool")
     }
@@ -64,13 +67,15 @@ def faults(text, folder):
             if rest and rest[0] not in targets:
                 yield f"make {rest[0]}: no such target"
             continue
+        if program == "python" and rest[:1] == ["-m"]:
+            rest = [rest[1].replace(".", "/") + ".py", *rest[2:]]
         files = [word for word in rest if re.fullmatch(r"[\w/-]+\.(py|sh)", word)]
         if USERS_FILES & set(files):
             continue
         if missing := [name for name in files if not (ROOT / name).exists()]:
             yield f"{' '.join(words)}: {', '.join(missing)} does not exist"
         elif program == "python" and files:
-            known = flags_of(files[0])
+            known = flags_of(files[0].replace("/", "."))
             for flag in re.findall(r"--\w+", " ".join(rest)):
                 if flag not in known:
                     yield f"{files[0]} has no flag {flag}"
@@ -79,6 +84,12 @@ def faults(text, folder):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_commands(page):
     assert list(faults(page.read_text(), page.parent)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_of_the_results_files(page):
+    text = page.read_text()
+    assert fill(text) == text, "run python -m benchmarks.tables"
 
 
 def test_faults_are_found():

@@ -98,6 +98,14 @@ UNETS = {
 }
 
 
+TWO_LEVELS = dict(
+    block_out_channels=(32, 64),
+    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    layers_per_block=1,
+)
+
+
 def flax_params(model):
     """A PyTorch model's parameters as our tree, host arrays."""
     pairs = dict(torch_to_flax(key, x.numpy()) for key, x in model.state_dict().items())
@@ -136,7 +144,7 @@ def unet_inputs(module, batch, height, width):
 
 
 FAST_UNETS = ("sd1 at 40x56", "sd2", "instruct-pix2pix", "no middle block", "sdxl base")
-BF16_UNETS = ("sd2", "sdxl base")
+BF16_UNETS = ("sd2",)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +163,7 @@ def test_unet_equals_pytorch(name, request):
     assert result.dtype == jnp.float32
     assert error(result, expected) < TOLERANCE
 
-    if name not in BF16_UNETS:  # each takes as long to compile
+    if name not in BF16_UNETS:  # a second program takes as long to compile
         return
     rough = jax.jit(ours.clone(dtype=jnp.bfloat16).apply)
     result = rough({"params": params}, *inputs, **added).sample
@@ -206,7 +214,7 @@ def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
 
 
 def test_unet_gradients_equal_pytorch_and_checkpointing_changes_nothing():
-    theirs, ours, params = unet_pair(dict(attention_head_dim=4))
+    theirs, ours, params = unet_pair(TWO_LEVELS | dict(attention_head_dim=4))
     (x, t, text), _ = unet_inputs(ours, 2, 8, 8)
     target = torch.randn(2, 4, 8, 8)
     torch.nn.functional.mse_loss(theirs(x, t, text).sample, target).backward()
@@ -230,7 +238,7 @@ def test_unet_gradients_equal_pytorch_and_checkpointing_changes_nothing():
 
 def test_gradient_checkpointing_recomputes():
     """The checkpointed backward pass has the forward's work in it again."""
-    _, ours, params = unet_pair({})
+    _, ours, params = unet_pair(TWO_LEVELS)
     inputs = [to_jax(x) for x in unet_inputs(ours, 1, 8, 8)[0]]
 
     def num_convolutions(module):
@@ -240,7 +248,7 @@ def test_gradient_checkpointing_recomputes():
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count("conv_general_dilated")
 
     plain = num_convolutions(ours)
-    assert num_convolutions(ours.clone(gradient_checkpointing=True)) > plain + 10
+    assert num_convolutions(ours.clone(gradient_checkpointing=True)) > plain + 5
 
 
 @pytest.mark.parametrize(

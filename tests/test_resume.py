@@ -168,6 +168,7 @@ def test_killed_it_ends_as_if_it_had_not_been(model, data, whole_run, tmp_path, 
         assert saving
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(
     model, data, whole_run, tmp_path, monkeypatch, capsys
 ):

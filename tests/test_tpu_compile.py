@@ -456,7 +456,8 @@ ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
 
 def test_flops_count_all_micro_batches(model):
     """Twice the pairs are twice the work; micro-batches change nothing."""
-    unet = Unet(tpu="v5e-4", pretrained_model_name_or_path=str(model), mixed_precision="no")
+    paths = {"pretrained_model_name_or_path": str(model)}
+    unet = Unet(tpu="v5e-4", resolution=16, mixed_precision="no", **paths)
     one, two = (tpu_compile.count_flops(unet, n) for n in (2, 4))
     assert two == pytest.approx(2 * one, rel=0.01)
     with jax.numpy_dtype_promotion("standard"):  # optax promotes

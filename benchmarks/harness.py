@@ -1,0 +1,404 @@
+"""What the benchmarks share: contenders measured in turn, results, random models, command lines.
+
+`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}. Every row has "command"
+and "machine". The rows of contenders measured in turn also have "device", "case", "work",
+"batch_size", "dtype", "flops" of a pass (of its UNet), "peak_flops_per_second", "seconds"
+{contender: [of a pass, per round]}, "first_seconds" {contender: [until the first result]} and
+"summary".
+"""
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from command_line import run_main
+from pipeline_flax_utils import replace_leaves
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
+GIB = 2**30
+
+
+# Command line and results
+
+
+def command_line(config_class, description, run, args=None):
+    """Parse the flags, check that --output can be written, and run."""
+
+    def work(config):
+        if hasattr(config, "output"):
+            check_output(config.output)
+        run(config)
+
+    run_main(config_class, description, work, args, interrupted="the rows written so far are kept")
+
+
+def check_output(output):
+    """Find out that a file cannot be written before anything is measured; ValueError."""
+    folder = Path(output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+
+
+def this_command():
+    """The command of this process."""
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+
+
+def describe_machine(packages=PACKAGES):
+    """CPU, memory, load and versions of packages, which a row keeps."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    machine = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
+    }
+    if machine["load_before"] > machine["cores"] / 2:
+        print(
+            f"warning: other work (load {machine['load_before']:.1f} on {machine['cores']} cores) "
+            "slows down some contenders more than others",
+            file=sys.stderr,
+        )
+    return machine
+
+
+def read_rows(output):
+    """The rows of a results file, {case: row}; {} if the file does not exist.
+
+    Raises:
+        ValueError: the file is damaged, or is no results file.
+    """
+    output = Path(output)
+    try:
+        rows = json.loads(output.read_text()) if output.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--output {output} cannot be read ({error}); name another") from error
+    values = rows.values() if isinstance(rows, dict) else [None]
+    if not all(isinstance(row, dict) and "command" in row for row in values):
+        raise ValueError(f"--output {output} is no results file; name another")
+    return rows
+
+
+def write_rows(rows, machine, output):
+    """Write rows into a results file, next to the rows of other cases.
+
+    Args:
+        rows: {case: dict}.
+        machine: describe_machine(), called before they were measured.
+        output: the file.
+
+    Returns:
+        All rows of the file.
+    """
+    output = Path(output)
+    origin = {"command": this_command(), "machine": machine}
+    results = read_rows(output) | {case: row | origin for case, row in rows.items()}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(output)
+    return results
+
+
+def report(table, output):
+    """Print the table of a results file."""
+    print(f"\n{table}\n\nwrote {output}")
+
+
+def rows_of(results, kind):
+    """{name: row} of the rows whose case is "KIND NAME"."""
+    prefix = f"{kind} "
+    return {
+        case.removeprefix(prefix): row for case, row in results.items() if case.startswith(prefix)
+    }
+
+
+# Contenders in turn
+
+
+def in_new_process(function, *args):
+    """function's result, in a process of its own, whose devices and memory are its own.
+
+    Raises:
+        ValueError: the process was killed.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        try:
+            return process.submit(function, *args).result()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process was killed, most likely as memory ran out; measure less at once or on a "
+                "machine that has more"
+            ) from error
+
+
+def find_device():
+    """Where both run: "cuda" or "cpu", as PyTorch calls it.
+
+    Raises:
+        ValueError: not both see a GPU, or there are several, or there is a TPU.
+    """
+    backend = jax.default_backend()
+    if backend not in ("cpu", "gpu"):
+        raise ValueError(f"PyTorch does not run on this {backend}; set JAX_PLATFORMS=cpu")
+    if (backend == "gpu") != torch.cuda.is_available():
+        sees, blind = ("jax", "torch") if backend == "gpu" else ("torch", "jax")
+        raise ValueError(f"{sees} sees a GPU and {blind} does not; install {blind} with CUDA")
+    if backend == "cpu":
+        return "cpu"
+    if jax.device_count() > 1:
+        raise ValueError(f"{jax.device_count()} GPUs; set CUDA_VISIBLE_DEVICES=0")
+    return "cuda"
+
+
+def can_compile():
+    """Is there the C++ compiler that torch.compile wants?"""
+    return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+def synchronize(device):
+    """Wait for what PyTorch has under way."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(run, seconds):
+    """Seconds of a pass: the mean over as many as fill the time given, at least one."""
+    started = time.perf_counter()
+    count = 0
+    while count == 0 or time.perf_counter() - started < seconds:
+        run()
+        count += 1
+    return (time.perf_counter() - started) / count
+
+
+def in_turn(names, rounds):
+    """(round, name) of every measurement; every other round goes backwards.
+
+    So none always comes after the same other.
+    """
+    for number in range(rounds):
+        for name in names[::-1] if number % 2 else names:
+            yield number, name
+
+
+def contenders_on(device, ours, theirs):
+    """{name: its function}: ours, and theirs(..., compiled=) in the ways worth while there."""
+    contenders = {"ours": ours, "torch eager": partial(theirs, compiled=False)}
+    if device == "cuda" and can_compile():
+        contenders["torch compiled"] = partial(theirs, compiled=True)
+    return contenders
+
+
+def on_device(params, dtype):
+    """A pipeline's parameters from from_pretrained, in dtype on the first device.
+
+    The scheduler's state stays as it is, float32: bfloat16 would ruin it.
+    """
+    state = params.pop("scheduler")
+    replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
+    return params | {"scheduler": state}
+
+
+def torch_pipeline(pipeline_class, folder, device, compiled):
+    """A PyTorch pipeline of a folder, in bfloat16 on a GPU; compiled: UNet and VAE."""
+    pipeline = pipeline_class.from_pretrained(
+        folder, torch_dtype=torch.bfloat16 if device == "cuda" else torch.float32
+    ).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    if compiled:
+        pipeline.unet = torch.compile(pipeline.unet.to(memory_format=torch.channels_last))
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode)
+    return pipeline
+
+
+def time_contender(make_run, args, seconds, started):
+    """Seconds from started (time.time()) to the first pass's end, and of a pass after that."""
+    run = make_run(*args)
+    run()
+    first = time.time() - started
+    return first, measure(run, seconds)
+
+
+def time_in_this_process(contenders, rounds, seconds):
+    """Time contenders, all of which are held at once.
+
+    Args:
+        contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.
+        rounds: how often each is measured, after a first pass.
+        seconds: of a measurement, see measure.
+
+    Returns:
+        As time_in_turn; "first_seconds" is of a single pass.
+    """
+    first, passes = {}, {name: [] for name in contenders}
+    with tqdm(total=(rounds + 1) * len(contenders), unit="measurement") as bar:
+        for name, (prepare, run) in contenders.items():
+            prepare()
+            first[name] = [measure(run, 0)]
+            bar.update()
+        for _, name in in_turn(list(contenders), rounds):
+            prepare, run = contenders[name]
+            prepare()
+            run()  # brings its weights back to the caches; the others' threads come to rest
+            passes[name].append(measure(run, seconds))
+            bar.update()
+    return {"first_seconds": first, "seconds": passes}
+
+
+def time_in_turn(contenders, args, rounds, seconds):
+    """Time contenders, every measurement in a process of its own.
+
+    Args:
+        contenders: {name: make_run}; make_run(*args) -> run, which does a pass to its end.
+        args: for all of them.
+        rounds: how often each is measured.
+        seconds: of a measurement, see measure.
+
+    Returns:
+        {"first_seconds": {name: [from the process's start to the first pass's end]},
+        "seconds": {name: [of a pass]}}.
+    """
+    figures = {kind: {name: [] for name in contenders} for kind in ("first_seconds", "seconds")}
+    for _, name in tqdm(list(in_turn(list(contenders), rounds)), unit="measurement"):
+        started = time.time()
+        took = in_new_process(time_contender, contenders[name], args, seconds, started)
+        for kind, value in zip(figures, took):
+            figures[kind][name].append(value)
+    return figures
+
+
+def matmul_peak(half, device):
+    """FLOPs per second of the fastest large matmul, of jax's and PyTorch's."""
+    n = 2048 if device == "cpu" else 8192
+    x = np.random.default_rng(0).standard_normal((n, n), np.float32)
+    ours = jnp.asarray(x, jnp.bfloat16 if half else jnp.float32)
+    theirs = torch.from_numpy(x).to(device, torch.bfloat16 if half else torch.float32)
+    multiply = jax.jit(jnp.matmul)
+
+    def run_theirs():
+        theirs @ theirs
+        synchronize(device)
+
+    best = 0.0
+    for run in (lambda: jax.block_until_ready(multiply(ours, ours)), run_theirs):
+        run()
+        for _ in range(3):
+            best = max(best, 2 * n**3 / measure(run, 0.5))
+    return best
+
+
+def make_row(case, work, batch_size, flops, device, figures):
+    """A row of results; figures: "seconds" and "first_seconds", flops: of a pass."""
+    half = device == "cuda"
+    return {
+        "case": case,
+        "work": work,
+        "batch_size": batch_size,
+        "dtype": "bfloat16" if half else "float32",
+        "flops": flops,
+        "peak_flops_per_second": matmul_peak(half, device),
+        **figures,
+    }
+
+
+def summarize(row):
+    """Medians: samples/s, share of the peak, and how many times as fast ours is, per contender."""
+    summary = {}
+    for name, seconds in row["seconds"].items():
+        ratios = [theirs / ours for theirs, ours in zip(seconds, row["seconds"]["ours"])]
+        middle = statistics.median(seconds)
+        summary[name] = {
+            "samples_per_second": row["batch_size"] / middle,
+            "peak_share": row["flops"] / middle / row["peak_flops_per_second"],
+            "first_seconds": statistics.median(row["first_seconds"][name]),
+            "ours_times_as_fast": statistics.median(ratios),
+            "ours_times_as_fast_range": [min(ratios), max(ratios)],
+        }
+    return summary
+
+
+def check_config(config, *names):
+    """Find mistakes before anything is measured.
+
+    Args:
+        config: with rounds and output.
+        *names: of its flags that are counts as well, or tuples of counts.
+
+    Raises:
+        ValueError: a count below 1, no count, or an output that read_rows refuses.
+    """
+    for name in (*names, "rounds"):
+        values = getattr(config, name)
+        if values == ():
+            raise ValueError(f"--{name} is empty; give at least one number")
+        if (least := min(values) if isinstance(values, tuple) else values) < 1:
+            raise ValueError(f"--{name} {least} must be at least 1")
+    read_rows(config.output)
+
+
+def format_table(results):
+    """Rows as Markdown."""
+    lines = [
+        "| device | what | batch | | s | samples/s | of the peak | first, s | ours times as fast |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results.values():
+        if "summary" not in row:
+            continue
+        for name, figures in row["summary"].items():
+            low, high = figures["ours_times_as_fast_range"]
+            ratio = f"{figures['ours_times_as_fast']:.2f} ({low:.2f}-{high:.2f})"
+            rate = figures["samples_per_second"]
+            lines.append(
+                f"| {row['device']} | {row['case']} {row['work']} | {row['batch_size']} | {name} "
+                f"| {row['batch_size'] / rate:.3g} | {rate:.3g} | {figures['peak_share']:.0%} | "
+                f"{figures['first_seconds']:.1f} | {'1' if name == 'ours' else ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def write_contenders(rows, machine, output):
+    """Write rows of make_row, each as soon as it is measured, and print the table of the file.
+
+    Args:
+        rows: iterable of rows.
+        machine, output: as for write_rows.
+    """
+    kind = jax.devices()[0].device_kind
+    for row in rows:
+        case = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
+        row |= {"device": kind, "summary": summarize(row)}
+        results = write_rows({case: row}, machine, output)
+    report(format_table(results), output)

@@ -1,0 +1,276 @@
+"""Edited images and SDXL images against PyTorch diffusers' pipelines, alternating in one run.
+
+    python -m benchmarks.images edit
+    python -m benchmarks.images sdxl --image_size 1024 --num_inference_steps 30 --batch_sizes 1 8
+
+`edit` edits images with Stable Diffusion 1.5's shapes and random weights, 20 steps, both guidance
+scales. `sdxl` makes images from text with SDXL's shapes and guidance; its defaults, 256 pixels and
+4 steps, are for a CPU, the command above is for a GPU. PyTorch's pipelines use the same scheduler;
+on a GPU both compute in bfloat16 and PyTorch also runs with UNet and VAE through torch.compile, on
+a CPU both compute in float32. Each measurement runs in its own process: from its start to the first
+image ("first", with loading and compiling), then images for --seconds. The share of the peak counts
+the UNet's FLOPs only. Tiny, a minute each:
+
+    python -m benchmarks.images edit --size tiny --resolution 64 --rounds 1 --output images.json
+    python -m benchmarks.images sdxl --size tiny --image_size 64 --rounds 1 --output images.json
+
+Rows go to benchmarks/results/images.json. `edit` needs 12 GB of memory, `sdxl` 18 GB and 14 GB of
+disk; a quarter of an hour on two otherwise idle cores.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from diffusers import StableDiffusionInstructPix2PixPipeline, StableDiffusionXLPipeline
+from PIL import Image
+
+from benchmarks.harness import (
+    PACKAGES,
+    check_config,
+    command_line,
+    contenders_on,
+    describe_machine,
+    find_device,
+    in_new_process,
+    make_row,
+    on_device,
+    time_in_turn,
+    torch_pipeline,
+    write_contenders,
+)
+from benchmarks.random_models import (
+    END_OF_TEXT,
+    TINY_UNET,
+    VAE,
+    make_pipeline,
+    write_pipeline,
+)
+from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
+from config_flax import PUBLISHED_CONFIGS
+from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    BRANCHES,
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from scheduling_flax import scheduler_from_pretrained
+
+PROMPT = "invert the colors"
+
+
+SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
+
+
+@dataclass(frozen=True)
+class Edit:
+    size: Literal["sd15", "tiny"] = "sd15"
+    resolution: int = 256  # pixels
+    batch_sizes: tuple[int, ...] = (1,)  # images at once
+    num_inference_steps: int = 20
+    rounds: int = 2  # each contender is measured once in each
+    seconds: float = 30.0  # of a measurement, at least; one batch at least
+    output: str = "benchmarks/results/images.json"
+
+
+def make_images(config, batch_size):
+    """Random images, PIL."""
+    shape = (batch_size, config.resolution, config.resolution, 3)
+    return [Image.fromarray(x) for x in np.random.default_rng(0).integers(0, 256, shape, np.uint8)]
+
+
+def our_edit(folder, config, batch_size, device):
+    """Ours, from images to images."""
+    dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, dtype=dtype
+    )
+    params = on_device(params, dtype)
+    images = make_images(config, batch_size)
+
+    def run_edit():
+        ids, pixels = pipeline.prepare_inputs([PROMPT] * batch_size, images)
+        key = jax.random.key(0)
+        out = pipeline(ids, pixels, params, key, config.num_inference_steps, **SCALES)
+        pipeline.numpy_to_pil(np.asarray(out.images))
+
+    return run_edit
+
+
+def torch_edit(folder, config, batch_size, device, compiled):
+    """PyTorch's."""
+    pipeline = torch_pipeline(StableDiffusionInstructPix2PixPipeline, folder, device, compiled)
+    images = make_images(config, batch_size)
+
+    def run_edit():
+        steps = config.num_inference_steps
+        pipeline([PROMPT] * batch_size, images, num_inference_steps=steps, **SCALES)
+
+    return run_edit
+
+
+def bench_edit(folder, config, batch_size, device):
+    """A row of results, as in side_by_side.py."""
+    contenders = contenders_on(device, our_edit, torch_edit)
+    args = (folder, config, batch_size, device)
+    figures = time_in_turn(contenders, args, config.rounds, config.seconds)
+    case = Case(SD15_EDIT | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
+    inputs = make_inputs(case, len(BRANCHES) * batch_size)
+    scheduler, state = scheduler_from_pretrained(str(folder))
+    # PNDM has one more call of the UNet than steps.
+    num_calls = len(scheduler.set_timesteps(state, config.num_inference_steps).timesteps)
+    return make_row(
+        f"{config.size}_{config.resolution}",
+        f"edit, {config.num_inference_steps} steps",
+        batch_size,
+        num_calls * count_flops(case, inputs, False),
+        device,
+        figures,
+    )
+
+
+def run_edit(config):
+    """Measure, write, print."""
+    check_config(config, "num_inference_steps", "batch_sizes")
+    if config.resolution < 64 or config.resolution % 64:
+        raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
+    device, machine = find_device(), describe_machine(PACKAGES)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        in_new_process(make_pipeline, folder, config.size == "tiny", 8)
+        rows = (bench_edit(folder, config, batch_size, device) for batch_size in config.batch_sizes)
+        write_contenders(rows, machine, config.output)
+
+
+GUIDANCE_SCALE = 5.0
+
+
+TINY = TINY_UNET | {"transformer_layers_per_block": 1, "attention_head_dim": 8}
+
+
+@dataclass(frozen=True)
+class Sdxl:
+    size: Literal["sdxl", "tiny"] = "sdxl"
+    image_size: int = 256  # pixels of a side
+    batch_sizes: tuple[int, ...] = (1,)  # images at once
+    num_inference_steps: int = 4
+    rounds: int = 2  # each contender is measured once in each
+    seconds: float = 30.0  # of a measurement, at least; one batch at least
+    output: str = "benchmarks/results/images.json"
+
+
+def make_sdxl(folder, size):
+    """Write the pipeline's folder; in a process of its own, so that its memory is returned."""
+    jax.config.update("jax_platforms", "cpu")
+    ids = {"bos_token_id": END_OF_TEXT - 1, "eos_token_id": END_OF_TEXT}
+    ids |= {"pad_token_id": END_OF_TEXT}
+    configs = {
+        name: dict(PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"][name])
+        for name in ("unet", "vae", "text_encoder", "text_encoder_2")
+    }
+    if size == "tiny":
+        configs["unet"] |= TINY
+        configs["vae"] |= {"block_out_channels": (32,) * 4, "layers_per_block": 1}
+        for name in ("text_encoder", "text_encoder_2"):
+            configs[name] |= {"vocab_size": END_OF_TEXT + 1, "num_hidden_layers": 2}
+    write_pipeline(
+        folder,
+        {
+            "text_encoder": FlaxCLIPTextModule(**configs["text_encoder"], **ids),
+            "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(
+                **configs["text_encoder_2"], **ids
+            ),
+            "vae": VAE.clone(**configs["vae"]),
+            "unet": FlaxUNet2DConditionModel(**configs["unet"]),
+        },
+    )
+
+
+def our_images(folder, config, batch_size, device):
+    """Ours, from prompts to images."""
+    dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype)
+    params = on_device(params, dtype)
+
+    def run_sdxl():
+        out = pipeline(
+            pipeline.prepare_text_inputs([PROMPT] * batch_size),
+            params,
+            jax.random.key(0),
+            config.num_inference_steps,
+            GUIDANCE_SCALE,
+            config.image_size,
+            config.image_size,
+        )
+        pipeline.numpy_to_pil(np.asarray(out.images))
+
+    return run_sdxl
+
+
+def torch_images(folder, config, batch_size, device, compiled):
+    """PyTorch's."""
+    pipeline = torch_pipeline(StableDiffusionXLPipeline, folder, device, compiled)
+
+    def run_sdxl():
+        pipeline(
+            [PROMPT] * batch_size,
+            height=config.image_size,
+            width=config.image_size,
+            num_inference_steps=config.num_inference_steps,
+            guidance_scale=GUIDANCE_SCALE,
+        )
+
+    return run_sdxl
+
+
+def bench_sdxl(folder, config, batch_size, device):
+    """A row of results, as in side_by_side.py."""
+    contenders = contenders_on(device, our_images, torch_images)
+    args = (folder, config, batch_size, device)
+    figures = time_in_turn(contenders, args, config.rounds, config.seconds)
+    unet = CASES["sdxl_1024"].config | (TINY if config.size == "tiny" else {})
+    case = Case(unet, config.image_size // 8)
+    flops = count_flops(case, make_inputs(case, 2 * batch_size), False)
+    return make_row(
+        f"{config.size}_{config.image_size}",
+        f"images, {config.num_inference_steps} steps",
+        batch_size,
+        config.num_inference_steps * flops,
+        device,
+        figures,
+    )
+
+
+def run_sdxl(config):
+    """Measure, write, print."""
+    check_config(config, "num_inference_steps", "batch_sizes")
+    if config.image_size < 64 or config.image_size % 64:
+        raise ValueError(f"image_size={config.image_size} must be a multiple of 64")
+    device, machine = find_device(), describe_machine(PACKAGES)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        in_new_process(make_sdxl, folder, config.size)
+        rows = (bench_sdxl(folder, config, batch_size, device) for batch_size in config.batch_sizes)
+        write_contenders(rows, machine, config.output)
+
+
+SUBCOMMANDS = {Edit: run_edit, Sdxl: run_sdxl}
+
+
+def run(config):
+    """Run the subcommand."""
+    SUBCOMMANDS[type(config)](config)
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Edit | Sdxl, __doc__, run, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Models with random weights in the shapes of the published ones, and tiny ones."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+
+from benchmarks.harness import ROOT
+from config_flax import PUBLISHED_CONFIGS, write_json
+from modeling_flax_clip import FlaxCLIPTextModule
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_vae import FlaxAutoencoderKL
+from scheduling_flax import FlaxEulerDiscreteScheduler
+
+TOKENIZER = ROOT / "demo" / "base_model" / "tokenizer"
+END_OF_TEXT = 633  # the last id of TOKENIZER
+SD15 = PUBLISHED_CONFIGS["stable-diffusion-v1-5"]
+SDXL = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]
+UNET = FlaxUNet2DConditionModel(**SD15["unet"])
+VAE = FlaxAutoencoderKL(**SD15["vae"])
+TEXT_ENCODER = FlaxCLIPTextModule(
+    **SD15["text_encoder"],
+    bos_token_id=END_OF_TEXT - 1,
+    eos_token_id=END_OF_TEXT,
+    pad_token_id=END_OF_TEXT,
+)
+TINY_UNET = {  # what differs in a UNet of 64 pixels, to try a benchmark
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+}
+MODEL_INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "feature_extractor": [None, None],
+    "requires_safety_checker": False,
+    "safety_checker": [None, None],
+    "scheduler": ["diffusers", "PNDMScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+
+
+def write_module(folder, module):
+    """Write a module with random float32 weights, scales of norms 1 and biases 0.
+
+    Array by array, as one program for all would hold them twice, and in files that can be held
+    beside them while they are written.
+
+    Args:
+        folder: path, to be made.
+        module: a FlaxModelMixin.
+    """
+    rng = np.random.default_rng(0)
+
+    def make(path, shape):
+        match path[-1].key:
+            case "scale":
+                return np.ones(shape.shape, np.float32)
+            case "bias":
+                return np.zeros(shape.shape, np.float32)
+        return rng.standard_normal(shape.shape, np.float32) * np.float32(0.02)
+
+    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(make, shapes)
+    module.save_pretrained(folder, params=params, max_shard_size="2GB")
+
+
+def make_pipeline(folder, quick, in_channels=4):
+    """Write a pipeline's folder with random weights, of Stable Diffusion 1.5's shapes or tiny.
+
+    To be called in a process of its own, so that its memory is returned.
+
+    Args:
+        folder: to be made.
+        quick: tiny models.
+        in_channels: of the UNet; 8 for InstructPix2Pix.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    unet, vae, text_encoder = UNET.clone(in_channels=in_channels), VAE, TEXT_ENCODER
+    if quick:
+        unet = unet.clone(**TINY_UNET)
+        vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
+        text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
+    for name, module in {"unet": unet, "vae": vae, "text_encoder": text_encoder}.items():
+        write_module(folder / name, module)
+    shutil.copytree(TOKENIZER, folder / "tokenizer")
+    (folder / "scheduler").mkdir()
+    for file, content in (
+        ("scheduler/scheduler_config.json", SD15["scheduler"]),
+        ("model_index.json", MODEL_INDEX),
+    ):
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_pipeline(folder, modules):
+    """Write a folder of SDXL's kind with random weights; modules: {name: module}."""
+    index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
+    for name, module in modules.items():
+        write_module(folder / name, module)
+        library = "transformers" if name.startswith("text") else "diffusers"
+        index[name] = [library, module.torch_class_name]
+    for name in ("tokenizer", "tokenizer_2"):
+        shutil.copytree(TOKENIZER, folder / name)
+        index[name] = ["transformers", "CLIPTokenizer"]
+    FlaxEulerDiscreteScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
+    ).save_pretrained(folder / "scheduler")
+    index["scheduler"] = ["diffusers", "EulerDiscreteScheduler"]
+    write_json(folder / "model_index.json", index)

@@ -1,0 +1,332 @@
+"""Write the tables of the docs from the results files.
+
+    python -m benchmarks.tables
+
+A page of docs/ marks the place of a table with the lines `<!-- results: NAME -->` and
+`<!-- end of results -->`; NAME is a key of TABLES. tests/test_docs.py compares the pages with the
+results files.
+"""
+
+import re
+from collections.abc import Callable
+
+from benchmarks.harness import GIB, ROOT, read_rows
+from benchmarks.tpu import BASELINES
+
+PLACE = re.compile(r"(<!-- results: (\S+) -->\n\n)(.*?)(\n<!-- end of results -->)", re.DOTALL)
+
+
+def rows(name: str) -> dict:
+    """The rows of benchmarks/results/NAME.json."""
+    return read_rows(ROOT / "benchmarks" / "results" / f"{name}.json")
+
+
+def table(header: str, lines: list[list[str]]) -> str:
+    """Markdown; header: the titles of the columns, separated by |."""
+    columns = [title.strip() for title in header.split("|")]
+    form = ["| " + " | ".join(cells) + " |" for cells in [columns, *lines]]
+    return "\n".join([form[0], "|---" * len(columns) + "|", *form[1:]]) + "\n"
+
+
+def seconds(value: float) -> str:
+    """A time with three digits."""
+    return f"{value:.3g} s"
+
+
+def spread(low: float, middle: float, high: float) -> str:
+    """A median and its range."""
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def pytorch_table() -> str:
+    """Ours and eager PyTorch, alternating in one run."""
+    lines = []
+    for title, name, case, ours in (
+        ("UNet, two samples", "unet", "cpu sd15_256 forward 2", "ours"),
+        ("UNet and its gradient, two samples", "unet", "cpu sd15_256 gradient 2", "ours"),
+        ("UNet, 512 pixels, one sample", "unet", "cpu sd15_512 forward 1", "ours"),
+        ("UNet and its gradient, 512 pixels", "unet", "cpu sd15_512 gradient 1", "ours"),
+        ("optimizer step, two pairs", "train", "cpu sd15_256 optimizer step 2", "ours"),
+        (
+            "the same, `--cache_latents`",
+            "train",
+            "cpu sd15_256 optimizer step 2",
+            "ours, latents cached",
+        ),
+        ("edit, 20 steps, one image", "images", "cpu sd15_256 edit, 20 steps 1", "ours"),
+        ("SDXL, 4 steps, one image", "images", "cpu sdxl_256 images, 4 steps 1", "ours"),
+    ):
+        row = rows(name)[case]
+        summary, batch_size = row["summary"], row["batch_size"]
+        theirs = summary["torch eager"]
+        cells = [
+            title,
+            str(len(row["seconds"][ours])),
+            seconds(batch_size / summary[ours]["samples_per_second"]),
+            f"{summary[ours]['peak_share']:.0%}",
+        ]
+        if ours == "ours":
+            low, high = theirs["ours_times_as_fast_range"]
+            cells.append(seconds(batch_size / theirs["samples_per_second"]))
+            cells.append(spread(low, theirs["ours_times_as_fast"], high))
+        else:
+            cells += ["", ""]
+        lines.append(cells)
+    return table("| rounds | ours | of the peak | PyTorch | ours is times as fast", lines)
+
+
+def operations_table() -> str:
+    """How many times as fast ours is as XLA's operation and as the faster layout of PyTorch."""
+    results = rows("operations")
+
+    def ratio(name, work, contenders):
+        summary = results[f"cpu {name} {work} 2"]["summary"]
+        found = [summary[x]["ours_times_as_fast"] for x in contenders if x in summary]
+        return f"{min(found):.2f}" if found else ""
+
+    torch = ("torch eager", "torch channels_last")
+    lines = [
+        [title, *(ratio(name, w, c) for c in (("xla",), torch) for w in ("forward", "gradient"))]
+        for title, name in (
+            ("3x3 convolution, 32x32 positions, 320 channels", "conv_32"),
+            ("3x3 convolution, 16x16 positions, 640 channels", "conv_16"),
+            ("3x3 convolution, 8x8 positions, 1280 channels", "conv_8"),
+            ("matmul, 1024 positions, 320 to 2560 channels", "dense_1024"),
+            ("self-attention, 1024 positions, 8 heads of 40", "self_attention_1024"),
+            ("attention to 77 tokens of text", "text_attention_1024"),
+        )
+    ]
+    return table("| XLA: forward | with gradients | PyTorch: forward | with gradients", lines)
+
+
+def profile_table() -> str:
+    """Seconds of the UNet by kind of operation."""
+    results = rows("unet")
+    kinds = ("convolutions", "matmuls", "attention", "norms", "other")
+    lines = []
+    for work, title in (("forward", "forward"), ("gradient", "with gradient")):
+        for name, whose in (("ours", "ours"), ("torch eager", "PyTorch")):
+            times = results[f"profile {work} {name}"]["seconds_by_kind"]
+            figures = [*(times[kind] for kind in kinds), sum(times.values())]
+            lines.append([title, whose, *(f"{x:.2f}" for x in figures)])
+    return table(f"| | {' | '.join(kinds)} | all", lines)
+
+
+def full_size_table() -> str:
+    """Time and peak memory of the command lines."""
+    results = rows("full_size")
+    lines = []
+    for title, name in (
+        ("`create_modified_unet.py`", "widen"),
+        ("`flax_train_instruct_pix2pix.py`, killed after step 1", "train, killed"),
+        ("the same command again, from the checkpoint to the model", "train, resumed"),
+        ("`edit_cli.py`, 2 steps", "edit"),
+    ):
+        row = results[f"command {name}"]
+        lines.append([title, f"{row['seconds']:.0f}", f"{row['peak_gib']:.1f} GiB"])
+    return table("| seconds | peak memory", lines)
+
+
+def start_table() -> str:
+    """From the command to the first SDXL image."""
+    lines = []
+    for case, row in rows("full_size").items():
+        if case.startswith("start sd15 "):
+            starts = sorted(row["starts"], key=lambda start: start["seconds"])
+            middle = starts[len(starts) // 2]
+            compiling = middle["compile_seconds"]
+            lines.append(
+                [
+                    case.removeprefix("start sd15 "),
+                    f"{middle['seconds']:.1f} s",
+                    "" if compiling is None else f"{compiling:.2f} s",
+                ]
+            )
+    return table("start | to the image | of which tracing, compiling or loading", lines)
+
+
+def memory_cells(row: dict) -> str:
+    """Memory of a program and of the chip."""
+    return f"{row['memory_total'] / GIB:.1f} of {row['memory_usable'] / GIB:.2f}"
+
+
+def tpu_sdxl_table() -> str:
+    """SDXL images as compiled."""
+    results = rows("tpu")
+    lines = []
+    for tpu in ("v5e-4", "v4-8", "v6e-4"):
+        for num_images in (1, 2, 4):
+            row = results[f"program {tpu} sdxl {num_images}"]
+            lines.append(
+                [
+                    tpu.split("-")[0],
+                    str(num_images),
+                    memory_cells(row),
+                    f"{row['hbm_bytes'] / num_images / 1e9:.0f}",
+                    f"{row['step_seconds'] / num_images:.2f}",
+                    f"{row['images_per_second_per_chip']:.2f}",
+                ]
+            )
+    return table(
+        "chip | images at once | holds, GiB | to and from HBM, GB per image "
+        "| at least, s per image | at most, images/s per chip",
+        lines,
+    )
+
+
+def tpu_train_table() -> str:
+    """Training steps as compiled."""
+    lines = []
+    for case, row in rows("tpu").items():
+        if row.get("program") != "train":
+            continue
+        slice_name, _, job = case.removeprefix("program ").partition(" train")
+        state = sum(row["memory"][name] for name in ("parameters", "optimizer", "ema"))
+        sent = f"{row['interconnect_bytes'] / 1e9:.2f}" if "interconnect_bytes" in row else ""
+        lines.append(
+            [
+                slice_name,
+                job.strip() or "Stable Diffusion 1.5",
+                str(row["chips"]),
+                str(row["batch_per_chip"]),
+                memory_cells(row),
+                f"{state / GIB:.1f}",
+                f"{row['memory']['temporaries'] / GIB:.1f}",
+                f"{row['flops'] / 1e12:.1f}",
+                f"{row['hbm_bytes'] / 1e9 + row['ema_hbm_bytes'] / 1e9:.1f}",
+                sent,
+                f"{row['step_seconds'] * 1e3:.0f}",
+            ]
+        )
+    return table(
+        "slice | model | chips | pairs per chip | memory, GiB | of which state | temporaries "
+        "| TFLOP | to and from HBM, GB | to other chips, GB | at least, ms",
+        lines,
+    )
+
+
+def tpu_unet_table() -> str:
+    """The UNet as compiled for a v5e chip, and other classes."""
+    row = rows("tpu")["program v5e-1 unet"]
+    lines = [
+        [
+            "ours",
+            f"{row['memory']['temporaries'] / 1e9:.2f} GB",
+            f"{row['bytes_accessed'] / 1e9:.1f} GB",
+            f"{row['hbm_bytes'] / 1e9:.1f} GB",
+            f"{row['flops'] / 1e12:.2f} T",
+        ]
+    ]
+    for name, (temporaries, accessed, flops) in BASELINES["unet"].items():
+        cells = [f"{temporaries / 1e9:.2f} GB", f"{accessed / 1e9:.1f} GB", "", f"{flops / 1e12} T"]
+        lines.append([name, *cells])
+    return table("| temporaries | bytes accessed | of them to and from HBM | FLOPs", lines)
+
+
+def attention_table() -> str:
+    """Cycles of an attention layer."""
+    results = rows("tpu")
+    lines = []
+    for case, title in (
+        ("Stable Diffusion 1.5, 256 px, forward and backward", None),
+        ("Stable Diffusion 1.5, 512 px, forward and backward", None),
+        ("SDXL, 1024 px, 64x64 positions", None),
+        ("SDXL, 1024 px, 32x32 positions", None),
+    ):
+        cells = [title or case]
+        for variant in ("ours", "all three"):
+            row = results[f"attention {case}, {variant}"]
+            cells += [f"{sum(row['kernels'].values()) / 1e3:.0f}", f"{row['rest'] / 1e3:.0f}"]
+        lines.append(cells)
+    return table(
+        "an attention layer, thousand cycles | kernels | all else | blocks of 512: kernels "
+        "| all else",
+        lines,
+    )
+
+
+def ema_cost_table() -> str:
+    """What an average costs."""
+    cost = rows("ema")["cost"]
+    lines = []
+    for name, plan in cost["figures"]["plans"].items():
+        summary, held = cost["summary"][name], plan["average_bytes"]
+        time = spread(summary["min"], summary["median"], summary["max"])
+        lines.append([name, time, f"{held / 1e6:.1f} MB" if held else "0"])
+    return table("| time of a step to that of none | held by a device", lines)
+
+
+def ema_quality_table() -> str:
+    """What an average gives."""
+    summary = rows("ema")["quality constant"]["summary"]
+    lines = []
+    for name, row in summary.items():
+        if name.startswith("post-hoc 0"):
+            continue
+        names = ("loss", "loss_to_none", "edit_error_ratio", "edit_error_ratio_to_none")
+        cells = [spread(row[x]["min"], row[x]["median"], row[x]["max"]) for x in names]
+        cells[0] = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["loss"])
+        lines.append([name, *cells, f"{row['instruction_accuracy']['median']:.0%}"])
+    return table("average | held-out loss | to none | edit error | to none | right edit", lines)
+
+
+def data_table() -> str:
+    """Pairs per second of the loader and of others."""
+    results = rows("data")
+    lines = []
+    for title, case, digits in (
+        ("ceiling", "method ceiling", 0),
+        ("**ParquetImagePairs**", "method ours", 0),
+        ("ceiling, Lanczos", "method ceiling_lanczos", 0),
+        ("ParquetImagePairs, Lanczos", "method ours_lanczos", 0),
+        ("Hugging Face `datasets`, streaming", "method datasets", 0),
+        ("PyTorch DataLoader, pyarrow, Pillow", "method torch", 0),
+        ("ours / ceiling", "ratio ours/ceiling", 2),
+        ("ours / `datasets`", "ratio ours/datasets", 2),
+    ):
+        summary = results[case]["summary"]
+        figures = [
+            summary[threads][figure]["median"]
+            for figure in ("pairs_per_second", "pairs_per_cpu_second")
+            for threads in ("1", "2")
+        ]
+        lines.append([title, *(f"{x:.{digits}f}" for x in figures)])
+    return table(
+        "| pairs/s, 1 thread | pairs/s, 2 threads | pairs per CPU second, 1 thread "
+        "| pairs per CPU second, 2 threads",
+        lines,
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "pytorch": pytorch_table,
+    "operations": operations_table,
+    "profile": profile_table,
+    "full_size": full_size_table,
+    "start": start_table,
+    "tpu_sdxl": tpu_sdxl_table,
+    "tpu_train": tpu_train_table,
+    "tpu_unet": tpu_unet_table,
+    "attention": attention_table,
+    "ema_cost": ema_cost_table,
+    "ema_quality": ema_quality_table,
+    "data": data_table,
+}
+
+
+def fill(page: str) -> str:
+    """A page with its tables made anew."""
+    return PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[4], page)
+
+
+def main() -> None:
+    """Write all pages."""
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        text = path.read_text()
+        if (filled := fill(text)) != text:
+            path.write_text(filled)
+            print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""What the TPU's compiler says of the programs, without a TPU. Nothing is run.
+
+    python -m benchmarks.tpu programs
+
+compiles with tpu_compile.py the training step of Stable Diffusion 1.5 (256 pixels, 8 pairs per
+chip, bfloat16) with and without --cache_latents, its UNet, SDXL's UNet in one sampling step and
+whole SDXL images (1024 pixels). Rows that benchmarks/results/tpu.json has already are not compiled
+again; --again compiles them. With the demo's model, in a minute:
+
+    python -m benchmarks.tpu programs --tpus v5e-1 --jobs unet --resolution 64 \\
+        --pretrained_model_name_or_path demo/base_model --output /tmp/tpu.json
+
+    python -m benchmarks.tpu attention
+
+counts the cycles of an attention layer, projections included, by the blocks and layouts of splash
+attention: the instruction bundles of a kernel's loop times its iterations (all branches taken, no
+waiting for data), and what the compiler expects of all other operations.
+
+"Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
+kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
+(tpu_programs.py). The rows of other classes were measured with the same compiler: those that
+diffusers 0.39 had, and MaxDiffusion's. Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
+5 to 75 minutes per program on two cores, ten minutes for attention.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from tqdm import tqdm
+
+from benchmarks.harness import (
+    GIB,
+    ROOT,
+    command_line,
+    describe_machine,
+    read_rows,
+    report,
+    rows_of,
+    write_rows,
+)
+from config_flax import read_json
+from executables import no_compilation_cache
+from modeling_flax_blocks import Attention
+from tpu_programs import find_slice, kernel_bytes, replicated, slice_devices
+
+PAIRS_PER_CHIP = 8
+TRAIN = ("train", "--mixed_precision", "bf16", "--ema", "full")
+# Arguments of tpu_compile.py.
+JOBS = {
+    "train": TRAIN,
+    "train latents": (*TRAIN, "--cache_latents", "latents", "--no_random_crop"),
+    "train sdxl": (
+        *TRAIN[:3],
+        "--family",
+        "sdxl",
+        "--resolution",
+        "512",
+        "--gradient_checkpointing",
+    ),
+    "unet": ("unet", "--batch_size", str(PAIRS_PER_CHIP)),
+    "unet sdxl": (
+        *("unet", "--family", "sdxl", "--no_gradient", "--batch_size", "2"),
+        *("--resolution", "1024"),
+    ),
+    "sdxl 1": ("sdxl", "--num_images", "1"),
+    "sdxl 2": ("sdxl", "--num_images", "2"),
+    "sdxl 4": ("sdxl", "--num_images", "4"),
+}
+# Other classes on one v5e chip: (temporaries, bytes accessed, FLOPs).
+BASELINES = {
+    "unet": {
+        "diffusers 0.39": (1.45e9, 54.8e9, 4.06e12),
+        "MaxDiffusion": (2.38e9, 68.4e9, 4.08e12),
+    },
+    "unet sdxl": {"diffusers 0.39": (1.03e9, 98.4e9, 14.05e12)},
+}
+JobName = Literal[tuple(JOBS)]
+
+CASES = {
+    "Stable Diffusion 1.5, 256 px, forward and backward": ((8, 1024, 320), 8, True),
+    "Stable Diffusion 1.5, 512 px, forward and backward": ((2, 4096, 320), 8, True),
+    "SDXL, 1024 px, 64x64 positions": ((2, 4096, 640), 10, False),
+    "SDXL, 1024 px, 32x32 positions": ((2, 1024, 1280), 20, False),
+}
+
+
+BlockSizes, Layout = splash_attention_kernel.BlockSizes, splash_attention_kernel.QKVLayout
+
+
+HEAD_DIM_LAST = dict.fromkeys(("q_layout", "k_layout", "v_layout"), Layout.HEAD_DIM_MINOR)
+
+
+TWO_KERNELS = {"use_fused_bwd_kernel": False, "block_q_dq": 512, "block_kv_dq": 512}
+
+
+SMALL_BLOCKS = {
+    "block_q": 512,
+    "block_kv": 512,
+    "block_kv_compute": 512,
+    "block_q_dkv": 512,
+    "block_kv_dkv": 512,
+    "block_kv_dkv_compute": 512,
+}
+
+
+VARIANTS = {  # changes to the BlockSizes of kernels_flax.splash
+    "ours": {},
+    "head dimension last": HEAD_DIM_LAST,
+    "blocks of 512": SMALL_BLOCKS,
+    "backward in two kernels": TWO_KERNELS,
+    "all three": HEAD_DIM_LAST | SMALL_BLOCKS | TWO_KERNELS,
+}
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Training steps, UNets and SDXL images."""
+
+    tpus: tuple[str, ...] = ("v5e-4", "v4-8", "v6e-4")
+    jobs: tuple[JobName, ...] = ("train", "unet", "unet sdxl", "sdxl 1", "sdxl 2", "sdxl 4")
+    pairs_per_chip: int = PAIRS_PER_CHIP  # of the training steps
+    again: bool = False  # also compile rows that the output has
+    resolution: int | None = None  # pixels, of training and UNets; None: as described
+    pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
+    output: str = "benchmarks/results/tpu.json"
+
+
+@dataclass(frozen=True)
+class AttentionCycles:
+    """Cycles of an attention layer."""
+
+    tpu: str = "v5e-1"  # a slice, as for tpu_compile.py; its first chip counts
+    output: str = "benchmarks/results/tpu.json"
+
+
+def case_name(tpu, job, config):
+    """The case of a row: the slice, the job and what differs from the defaults."""
+    changes = []
+    if job.startswith("train") and config.pairs_per_chip != PAIRS_PER_CHIP:
+        changes.append(f"{config.pairs_per_chip} pairs")
+    if config.resolution is not None:
+        changes.append(f"{config.resolution} px")
+    if config.pretrained_model_name_or_path:
+        changes.append(config.pretrained_model_name_or_path)
+    return " ".join(["program", tpu, job, *changes])
+
+
+def arguments_of(tpu, job, config):
+    """The arguments of tpu_compile.py."""
+    program, *flags = JOBS[job]
+    arguments = [program, "--tpu", tpu, *flags]
+    if program == "train":
+        batch_size = config.pairs_per_chip * find_slice(tpu).num_chips
+        arguments += ["--train_batch_size", str(batch_size)]
+    if config.resolution is not None and program != "sdxl":
+        arguments += ["--resolution", str(config.resolution)]
+    if model := config.pretrained_model_name_or_path:
+        arguments += ["--pretrained_model_name_or_path", str(Path(model).absolute())]
+    return arguments
+
+
+def compile_program(tpu, job, config):
+    """The report of tpu_compile.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "report.json")
+        arguments = [*arguments_of(tpu, job, config), "--output", str(output)]
+        done = subprocess.run(
+            [sys.executable, "tpu_compile.py", *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            said = done.stderr.strip() or f"tpu_compile.py ended with code {done.returncode}"
+            raise ValueError(said.splitlines()[-1].removeprefix("error: "))
+        return read_json(output)
+
+
+def format_programs(results):
+    """Markdown of the rows of programs."""
+    lines = [
+        "| program | memory, GiB | temporaries, GiB | accessed, GB | HBM, GB | sent, GB | TFLOP "
+        "| at least, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case, row in rows_of(results, "program").items():
+        if "memory" not in row:
+            lines.append(f"| {case} | does not fit | | | | | | |")
+            continue
+        # A loop's body counts once in the compiler's count.
+        accessed = "" if row["program"] == "sdxl" else f"{row['bytes_accessed'] / 1e9:.3g}"
+        sent = f"{row['interconnect_bytes'] / 1e9:.3g}" if "interconnect_bytes" in row else ""
+        lines.append(
+            f"| {case} | {row['memory_total'] / GIB:.1f} of {row['memory_usable'] / GIB:.2f} "
+            f"| {row['memory']['temporaries'] / GIB:.3g} | {accessed} "
+            f"| {row['hbm_bytes'] / 1e9:.3g} | {sent} | {row['flops'] / 1e12:.3g} "
+            f"| {row['step_seconds'] * 1e3:.3g} |"
+        )
+    for job, classes in BASELINES.items():
+        for name, (temporaries, num_bytes, flops) in classes.items():
+            lines.append(
+                f"| v5e {job}, {name} | | {temporaries / GIB:.3g} | {num_bytes / 1e9:.3g} | | "
+                f"| {flops / 1e12:.3g} | |"
+            )
+    return "\n".join(lines)
+
+
+def run_programs(config):
+    """Compile the rows that are missing, print all."""
+    if not (config.tpus and config.jobs):
+        raise ValueError("--tpus and --jobs need at least one value each")
+    for tpu in config.tpus:
+        find_slice(tpu)
+    machine = describe_machine(("jax", "jaxlib", "libtpu"))
+    results = read_rows(config.output)
+    for job in config.jobs:
+        for tpu in config.tpus:
+            case = case_name(tpu, job, config)
+            if config.again or case not in results:
+                print(f"{case} ...", flush=True)
+                rows = {case: compile_program(tpu, job, config)}
+                results = write_rows(rows, machine, config.output)
+    report(format_programs(results), config.output)
+
+
+def kernel_cycles(file):
+    """Cycles of a kernel from its final bundles: those of its loop times its iterations."""
+    text = file.read_text()
+    first, *_ = re.findall(r"^ *(0x[0-9a-f]+) +LB:", text, re.MULTILINE)  # loop body
+    *_, last = re.findall(r"^ *(0x[0-9a-f]+) .*:", text, re.MULTILINE)
+    *_, trips = re.findall(r"(\d+) /\* loop exit test \*/", text)
+    return (int(last, 16) - int(first, 16)) * (int(trips) - 2)  # two fill and empty the pipeline
+
+
+def count_cycles(device, case, changes, folder):
+    """What attention takes with changes to splash's blocks.
+
+    Args:
+        device: the chip.
+        case: one of CASES' values.
+        changes: one of VARIANTS' values.
+        folder: Path, where the compiler writes.
+
+    Returns:
+        {"kernels": {name: cycles}, "rest": cycles, "bytes_accessed": int}.
+
+    Raises:
+        ValueError: the compiler wrote nothing of the kernels.
+    """
+    (B, T, C), num_heads, with_gradient = case
+    layer = Attention(C, num_heads, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((B, T, C), jnp.bfloat16)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.square(layer.apply(params, x).astype(jnp.float32)).mean()
+
+    def changed(**sizes):
+        return BlockSizes(**(sizes | changes))
+
+    program = jax.grad(loss, (0, 1)) if with_gradient else layer.apply
+    jax.clear_caches()  # of attention that was traced with other blocks
+    for file in folder.iterdir():
+        file.unlink()
+    args = replicated((params, x), 1)
+    with mock.patch.object(splash_attention_kernel, "BlockSizes", changed), no_compilation_cache():
+        compiled = jax.pmap(program, devices=[device]).lower(*args).compile()
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    kernels = {
+        re.search(r"splash_mha_([a-z]+)", file.name)[1]: kernel_cycles(file)
+        for file in folder.glob("*splash_mha_*-final_bundles.txt")
+    }
+    if not kernels:
+        raise ValueError(
+            f"libtpu {version('libtpu')} wrote no final_bundles: it may have other flags"
+        )
+    return {
+        "kernels": kernels,
+        "rest": sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry))),
+        "bytes_accessed": compiled.cost_analysis()["bytes accessed"] + kernel_bytes(text),
+    }
+
+
+def format_attention(results):
+    """Markdown of the rows of attention layers."""
+    lines = ["| thousand cycles | kernels | all else | accessed, GB |", "|---|---|---|---|"]
+    for name, row in rows_of(results, "attention").items():
+        lines.append(
+            f"| {name} | {sum(row['kernels'].values()) / 1e3:.0f} | {row['rest'] / 1e3:.0f} | "
+            f"{row['bytes_accessed'] / 1e9:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def run_attention(config):
+    """Compile, write, print."""
+    tpu = find_slice(config.tpu)
+    read_rows(config.output)
+    jax.config.update("jax_platforms", "cpu")
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
+        device = slice_devices(tpu)[0]
+        machine = describe_machine(("jax", "jaxlib", "libtpu"))
+        with tqdm(total=len(CASES) * len(VARIANTS), unit="program") as bar:
+            for case in CASES:
+                for name, changes in VARIANTS.items():
+                    counts = count_cycles(device, CASES[case], changes, Path(folder))
+                    figures[f"attention {case}, {name}"] = counts
+                    bar.update()
+    results = write_rows(figures, machine, config.output)
+    report(format_attention(results), config.output)
+
+
+SUBCOMMANDS = {Programs: run_programs, AttentionCycles: run_attention}
+
+
+def run(config):
+    """Run the subcommand."""
+    SUBCOMMANDS[type(config)](config)
+
+
+def main(args=None):
+    """Command line."""
+    command_line(Programs | AttentionCycles, __doc__, run, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The benchmarks' harness, benchmarks/train.py and benchmarks/images.py; mistakes of all."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from conftest import ROOT
+
+from benchmarks import data, ema, full_size, images, train, unet
+from benchmarks.harness import in_new_process, in_turn, read_rows, rows_of, summarize, write_rows
+
+
+def test_summary_by_hand():
+    """A ratio is taken within its round."""
+    row = {
+        "batch_size": 4,
+        "flops": 100.0,
+        "peak_flops_per_second": 1000.0,
+        "seconds": {"ours": [1.0, 2.0, 4.0], "torch eager": [3.0, 4.0, 4.0]},
+        "first_seconds": {"ours": [9.0], "torch eager": [7.0]},
+    }
+    summary = summarize(row)
+    assert summary["ours"] == {
+        "samples_per_second": 2.0,
+        "peak_share": 0.05,
+        "first_seconds": 9.0,
+        "ours_times_as_fast": 1.0,
+        "ours_times_as_fast_range": [1.0, 1.0],
+    }
+    assert summary["torch eager"]["ours_times_as_fast"] == 2.0
+    assert summary["torch eager"]["ours_times_as_fast_range"] == [1.0, 3.0]
+    turns = [name for _, name in in_turn(["a", "b", "c"], 2)]
+    assert turns == ["a", "b", "c", "c", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (train, ["step", "--resolution", "64"]),
+        (images, ["edit", "--resolution", "64", "--num_inference_steps", "2"]),
+        (images, ["sdxl", "--image_size", "64", "--num_inference_steps", "2"]),
+    ],
+    ids=["train", "edit", "sdxl"],
+)
+def test_command_line(script, flags, tmp_path, capsys):
+    output = tmp_path / "figures.json"
+    flags += ["--size", "tiny", "--rounds", "1", "--seconds", "0"]
+    script.main([*flags, "--output", str(output)])
+    (row,) = json.loads(output.read_text()).values()
+    assert row["summary"].keys() - {"ours, latents cached"} == {"ours", "torch eager"}
+    for figures in row["summary"].values():
+        assert 0 < figures["peak_share"] < 1
+        assert figures["first_seconds"] > row["batch_size"] / figures["samples_per_second"]
+    assert "| ours times as fast |" in capsys.readouterr().out
+
+
+def test_starts(tmp_path, capsys):
+    output = tmp_path / "start.json"
+    full_size.main(["starts", "--size", "tiny", "--output", str(output)])
+    rows = rows_of(json.loads(output.read_text()), "start")
+    seconds = {name: row["starts"][0]["seconds"] for name, row in rows.items()}
+    assert seconds["tiny AOT, executable kept"] < seconds["tiny AOT, first start"]
+    assert "| tiny AOT, executable kept |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (train, "step --resolution 100", "--resolution 100 must be a multiple of 64"),
+        (images, "edit --rounds 0", "--rounds 0 must be at least 1"),
+        (images, "edit --batch_sizes 1 0", "--batch_sizes 0 must be at least 1"),
+        (images, "sdxl --batch_sizes", "--batch_sizes is empty; give at least one number"),
+        (images, "sdxl --output README.md", "README.md cannot be read (Expecting value"),
+        (train, "step --output demo/base_model/model_index.json", "is no results file; name"),
+        (images, "sdxl --image_size 8", "--image_size 8 must be a multiple of 64"),
+        (ema, "--output README.md", "README.md cannot be read (Expecting value"),
+        (full_size, "starts --rounds 0", "--rounds 0 must be at least 1"),
+        (full_size, "commands --output README.md", "README.md cannot be read"),
+        (unet, "profile --output README.md", "README.md cannot be read"),
+        (data, "--num_shards 1", "--num_shards 1 must be at least 2"),
+    ],
+)
+def test_flags_that_do_not_work(script, flags, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(flags.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_of_other_cases_stay(tmp_path, monkeypatch):
+    output = tmp_path / "figures.json"
+    monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks/unet.py"), "--size", "tiny"])
+    write_rows({"a": {"x": 1}, "b": {"x": 2}}, {"cores": 2}, output)
+    write_rows({"b": {"x": 3}}, {"cores": 2}, output)
+    rows = read_rows(output)
+    assert {case: row["x"] for case, row in rows.items()} == {"a": 1, "b": 3}
+    assert rows["a"]["command"] == "python -m benchmarks.unet --size tiny"
+    assert rows["a"]["machine"] == {"cores": 2}
+
+
+def test_memory(tmp_path):
+    """Parameters, moments and average are sharded; micro-batches need less memory."""
+    command = [sys.executable, "-m", "benchmarks.train", "memory"]
+    command += ["--output", tmp_path / "memory.json"]
+    command += ["--pretrained_model_name_or_path", "demo/base_model", "--resolution", "64"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    figures = rows_of(json.loads((tmp_path / "memory.json").read_text()), "memory CPU")
+    assert figures.keys() == train.VARIANTS.keys()
+    plain = figures["plain"]
+    assert plain["ema"] == plain["parameters"] == pytest.approx(plain["optimizer"] / 2, rel=0.01)
+    assert figures["4 micro-batches"]["temporaries"] < plain["temporaries"]
+    assert "| CPU bf16, 4 micro-batches, checkpointing |" in done.stdout
+
+
+def test_a_batch_that_cannot_be_divided_is_refused():
+    with pytest.raises(ValueError, match="--batch_per_device 6 cannot be cut into four"):
+        train.run(train.Memory(batch_per_device=6))
+
+
+def test_flags_that_the_trainer_refuses_are_refused():
+    with pytest.raises(ValueError, match="--resolution -64 must be at least 1"):
+        train.compile_variants(train.Memory(resolution=-64), jax.devices()[:4])
+
+
+def test_a_killed_process_is_told():
+    with pytest.raises(ValueError, match="a process was killed, most likely as memory ran out"):
+        in_new_process(os._exit, 9)

@@ -1,0 +1,85 @@
+"""benchmarks/tpu.py: how cycles are counted, tiny runs, mistakes."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from tiny_models import make_tiny_pipeline
+
+from benchmarks import tpu
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs"
+)
+
+BUNDLES = """= control target key start
+LB: loop body
+= control target key end
+     0   :  { %s1 = smov 0 }
+   0x1   :  { %s2 = smov 1 /* materialized constant */ }
+   0x2 LB: > { %s3 = sphi %s1 }
+   0x3   : > { %s4 = sadd.s32 1, %s3 ;;  %p5 = scmp.ge.s32 %s4, 12 /* loop exit test */ }
+   0x4 PF: > { %6 = sbr.rel (!%p5) target = $region9 }
+   0x5   :  { %7 = vsyncpa [#allocation6], 1 }
+"""
+
+
+def test_a_kernels_loop_counts_as_often_as_it_is_run(tmp_path):
+    (tmp_path / "bundles.txt").write_text(BUNDLES)
+    assert tpu.kernel_cycles(tmp_path / "bundles.txt") == (5 - 2) * 10
+
+
+SMALL = """if True:
+    import sys
+    from benchmarks import tpu
+    tpu.CASES = {"small": ((1, 1024, 80), 2, True)}
+    variants = tpu.VARIANTS
+    tpu.VARIANTS = {name: variants[name] for name in ("ours", "all three")}
+    tpu.main(["attention", "--output", sys.argv[1]])
+"""
+
+
+@needs_libtpu
+def test_attention(tmp_path):
+    output = tmp_path / "splash.json"
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL, str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text())
+    figures = {case.removeprefix("attention small, "): row for case, row in results.items()}
+    assert figures["ours"]["kernels"].keys() == {"fwd", "dkv"}
+    assert figures["all three"]["kernels"].keys() == {"fwd", "dkv", "dq"}
+    cycles = {name: sum(row["kernels"].values()) for name, row in figures.items()}
+    assert 10_000 < cycles["ours"] < 0.9 * cycles["all three"]
+    assert "| small, all three | " in done.stdout
+
+
+@needs_libtpu
+def test_programs(tmp_path, capsys):
+    """The second run reads the rows of the first."""
+    model = make_tiny_pipeline(tmp_path / "model")
+    output = tmp_path / "tpu.json"
+    flags = ["programs", "--tpus", "v5e-1", "--jobs", "unet", "--resolution", "16"]
+    flags += ["--pretrained_model_name_or_path", str(model), "--output", str(output)]
+    tpu.main(flags)
+    (case,) = json.loads(output.read_text())
+    assert case == f"program v5e-1 unet 16 px {model}"
+    assert f"{case} ..." in capsys.readouterr().out
+    tpu.main(flags)
+    out = capsys.readouterr().out
+    assert "16 px ..." not in out and "| v5e-1 unet 16 px" in out
+    assert "| v5e unet, MaxDiffusion | | 2.22 | 68.4 | | | 4.08 | |" in out
+
+
+def test_an_unknown_slice_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tpu.main(["programs", "--tpus", "v9-4", "--output", str(tmp_path / "tpu.json")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --tpu v9-4 is not known; known are ")
