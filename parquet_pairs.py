@@ -440,7 +440,7 @@ def check_empty(given: str, directory: Path) -> None:
 
 
 @contextmanager
-def write_atomically(folder: Path) -> Iterator[Path]:
+def move_when_complete(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory whose content moves to folder, which must be empty, at the end.
 
     The temporary directory is folder/.unfinished, and the loader refuses folder as long as it
@@ -505,11 +505,11 @@ def write_pairs(
         raise ValueError(f"{file} has {count}: {'; '.join(named)}")
     training, held_out = split_held_out(pairs, num_held_out, seed)
 
-    with write_atomically(output_dir) as folder:
+    with move_when_complete(output_dir) as folder:
         num_shards = write_shards(training, folder)
         report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
         if held_out:
-            with write_atomically(held_out_dir) as folder:
+            with move_when_complete(held_out_dir) as folder:
                 write_held_out(held_out, folder, held_out_dir)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / 'edits.jsonl'}"
     return report
