@@ -29,10 +29,11 @@ from hub_upload_server import UploadHub
 from PIL import ExifTags, Image, ImageOps
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
-from transformers import CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
 from ema_flax import ema_plan, ema_start, ema_update
+from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch
 from parquet_processing import ParquetImagePairs
@@ -49,7 +50,7 @@ from sharding_flax import (
     start_state,
     to_host,
 )
-from training_models import Models, load_models
+from training_models import Models, encode_text, load_models
 
 SCRIPT = Path(trainer.__file__)
 NUM_DEVICES = 4  # conftest.py's
@@ -1249,3 +1250,29 @@ def test_bad_folders_are_one_line(
         flags = flags | {"unet_model_name_or_path": unet_of[name]}
     config = config_of("model", "data", "out", **flags)
     assert message in run_badly(config, monkeypatch, capsys)
+
+
+def test_sdxl_text_equals_pytorch(tmp_path):
+    """Penultimate states of both encoders, side by side, and the projected end of text."""
+    folder = make_tiny_xl(tmp_path / "xl")
+    ids = np.random.default_rng(0).integers(0, 500, (2, 2, 77)).astype(np.int32)
+    encoders, params, expected = [], [], []
+    for i, (ours, theirs) in enumerate(
+        (
+            (FlaxCLIPTextModel, CLIPTextModel),
+            (FlaxCLIPTextModelWithProjection, CLIPTextModelWithProjection),
+        )
+    ):
+        subfolder = f"text_encoder{'_2' if i else ''}"
+        encoder, its_params = ours.from_pretrained(folder, subfolder=subfolder, _do_init=False)
+        encoders.append(encoder)
+        params.append(its_params)
+        theirs = theirs.from_pretrained(folder, subfolder=subfolder)
+        with torch.no_grad():
+            expected.append(theirs(torch.from_numpy(ids[:, i]).long(), output_hidden_states=True))
+    time_ids = np.ones((2, 6), np.float32)
+    text = encode_text(tuple(encoders), tuple(params), ids, time_ids)
+    states = torch.cat([output.hidden_states[-2] for output in expected], -1)
+    np.testing.assert_allclose(text["states"], states.numpy(), atol=1e-5)
+    np.testing.assert_allclose(text["pooled"], expected[1].text_embeds.numpy(), atol=1e-5)
+    assert text["time_ids"] is time_ids
