@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Numbers of an image's noises: 0 is what it starts from, i + 1 that of step i.
-POSTERIOR_NOISE = 2**31 - 1  # of the VAE's posterior
-SEQUEL = 2**31 - 2  # folds an image's key into that of a pipeline that continues from the image
+# Indices folded into an image's key: 0 for its initial noise, i + 1 for the noise of step i.
+POSTERIOR_NOISE = 2**31 - 1  # for the sample of the VAE's posterior
+SEQUEL = 2**31 - 2  # for a second pipeline that continues from the image (refiner, image to image)
 
 # Pixels that the VAE decodes at once: more is no faster, and a million takes 3 GiB in float32.
 DECODED_PIXELS = 1024 * 1024
-# Inputs of the UNet in each branch of guidance of a text-to-image model.
+# The branches of guidance of a text-to-image model.
 BRANCHES = ("text", "null")
 
 

@@ -1,8 +1,7 @@
 """Euler, Euler-ancestral, LMS and DPM-Solver++: schedulers that step in sigma, noise over signal.
 
-scheduling_flax.py says how they are used. A step finds its place in the run by the timestep. If
-that is the timestep of state.step_index, or not in state.timesteps (as it was rounded), the place
-is state.step_index.
+scheduling_flax.py shows their use. A step finds its index by its timestep: it is state.step_index
+if that entry of state.timesteps equals the timestep, or if no entry does (a rounded timestep).
 """
 
 import jax
