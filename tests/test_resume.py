@@ -313,18 +313,16 @@ def test_a_process_that_compiles_for_long_is_waited_for(model, data, one_process
     np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
 
 
-def test_processes_are_stopped_go_on_and_do_what_one_does(
-    model, data, one_process, edits, tmp_path
-):
+def test_processes_are_stopped_go_on_and_do_what_one_does(model, data, one_process, tmp_path):
     out = tmp_path / "out"
-    starts = start_all(model, data, out, 2, 4, checkpointing_steps=0, **edits)
+    # Of so few rows the broken one may come to one process in every epoch.
+    starts = start_all(model, data, out, 2, 4, checkpointing_steps=0, max_bad_fraction=0.5)
     starts[0].wait_until(starts[0].logged(3))
     starts[1].process.send_signal(signal.SIGTERM)  # to one, which stops all
     ends = [start.end(143) for start in starts]
     assert all("stopped by SIGTERM after step" in output for output, _ in ends)
-    for start in start_all(model, data, out, 2, 4, **edits):
+    for start in start_all(model, data, out, 2, 4, max_bad_fraction=0.5):
         start.end()
-    assert len(list((out / "validation").iterdir())) == 2
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
 
 

@@ -86,6 +86,7 @@ def assert_alike(found, expected):
     assert difference.max() <= 1 and difference.mean() < 0.01
 
 
+@pytest.mark.slow
 def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch, store):
     expected = images(made)
     devices = jax.local_devices()

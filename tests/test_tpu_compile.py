@@ -686,7 +686,7 @@ def test_unknown_type():
         ),
         (
             "--tpu v4-8 --gradient_accumulation_steps 3",
-            "--gradient_accumulation_steps 3 must divide the 4 pairs of a device",
+            "--gradient_accumulation_steps 3 must divide the 4 pairs per device",
         ),
         (
             "--tpu v4-8 --pretrained_model_name_or_path .",
