@@ -256,6 +256,18 @@ def ema_cost_table() -> str:
     return table("| time of a step to that of none | held by a device", lines)
 
 
+EMA_TITLES = {
+    "full 0.9999": "full, 0.9999",
+    "full 0.9999, scaled": "full, 0.9999 as of 15000 steps, here 0.9985",
+    "full 0.9999, warm-up": "full, 0.9999, Hugging Face's warm-up",
+    "late 3.6%": "late, last 3.6%, decay 1 - 5/window",
+    "late 3.6%, 0.9999": "late, last 3.6%, 0.9999",
+    "late 20%": "**late, last 20%, decay 1 - 5/window**",
+    "late 20%, 0.9999": "late, last 20%, 0.9999",
+    "post-hoc, best": "post-hoc, best length (0.05 each time)",
+}
+
+
 def ema_quality_table() -> str:
     """What an average gives."""
     summary = rows("ema")["quality constant"]["summary"]
@@ -266,7 +278,8 @@ def ema_quality_table() -> str:
         names = ("loss", "loss_to_none", "edit_error_ratio", "edit_error_ratio_to_none")
         cells = [spread(row[x]["min"], row[x]["median"], row[x]["max"]) for x in names]
         cells[0] = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["loss"])
-        lines.append([name, *cells, f"{row['instruction_accuracy']['median']:.0%}"])
+        accuracy = f"{row['instruction_accuracy']['median']:.0%}"
+        lines.append([EMA_TITLES.get(name, name), *cells, accuracy])
     return table("average | held-out loss | to none | edit error | to none | right edit", lines)
 
 
