@@ -596,7 +596,7 @@ def run(config: Config) -> None:
 
 def main(args=None):
     """Command line."""
-    command_line(Config, __doc__, run, args)
+    command_line({Config: run}, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Commands:
+    """Time and peak memory of the command lines."""
+
     work_dir: str = ""  # a new folder for models and checkpoints; "": a temporary one, removed
     quick: bool = False  # tiny models and images of 64 pixels, to try this script
     output: str = "benchmarks/results/full_size.json"
@@ -213,6 +215,8 @@ SECONDS = re.compile(r"^(?:compiled|loaded).* in ([\d.]+) s$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Starts:
+    """Starts of the SDXL scripts to the first image."""
+
     size: Literal["tiny", "sd15"] = "sd15"  # of the UNet
     rounds: int = 1  # of all starts
     output: str = "benchmarks/results/full_size.json"
@@ -336,14 +340,9 @@ def run_starts(config):
 SUBCOMMANDS = {Commands: run_commands, Starts: run_starts}
 
 
-def run(config):
-    """Run the subcommand."""
-    SUBCOMMANDS[type(config)](config)
-
-
 def main(args=None):
     """Command line."""
-    command_line(Commands | Starts, __doc__, run, args)
+    command_line(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ and "machine". The rows of contenders measured in turn also have "device", "case
 "summary".
 """
 
+import functools
 import json
+import operator
 import os
 import platform
 import shlex
@@ -42,15 +44,26 @@ GIB = 2**30
 # Command line and results
 
 
-def command_line(config_class, description, run, args=None):
-    """Parse the flags, check that --output can be written, and run."""
+def command_line(subcommands, description, args=None):
+    """Parse the flags, check that --output can be written, and run.
+
+    Args:
+        subcommands: {dataclass of the flags: function of the config}; several are subcommands.
+        description: for --help.
+        args: the flags; None takes those of this process.
+    """
 
     def work(config):
-        if hasattr(config, "output"):
-            check_output(config.output)
-        run(config)
+        check_output(config.output)
+        subcommands[type(config)](config)
 
-    run_main(config_class, description, work, args, interrupted="the rows written so far are kept")
+    run_main(
+        functools.reduce(operator.or_, subcommands),
+        description,
+        work,
+        args,
+        interrupted="the rows written so far are kept",
+    )
 
 
 def check_output(output):

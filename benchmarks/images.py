@@ -69,6 +69,8 @@ SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
 
 @dataclass(frozen=True)
 class Edit:
+    """Edited images with Stable Diffusion 1.5."""
+
     size: Literal["sd15", "tiny"] = "sd15"
     resolution: int = 256  # pixels
     batch_sizes: tuple[int, ...] = (1,)  # images at once
@@ -155,6 +157,8 @@ TINY = TINY_UNET | {"transformer_layers_per_block": 1, "attention_head_dim": 8}
 
 @dataclass(frozen=True)
 class Sdxl:
+    """SDXL images from text."""
+
     size: Literal["sdxl", "tiny"] = "sdxl"
     image_size: int = 256  # pixels of a side
     batch_sizes: tuple[int, ...] = (1,)  # images at once
@@ -262,14 +266,9 @@ def run_sdxl(config):
 SUBCOMMANDS = {Edit: run_edit, Sdxl: run_sdxl}
 
 
-def run(config):
-    """Run the subcommand."""
-    SUBCOMMANDS[type(config)](config)
-
-
 def main(args=None):
     """Command line."""
-    command_line(Edit | Sdxl, __doc__, run, args)
+    command_line(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    command_line(Config, __doc__, run, args)
+    command_line({Config: run}, __doc__, args)
 
 
 if __name__ == "__main__":

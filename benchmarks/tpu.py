@@ -51,7 +51,7 @@ from benchmarks.harness import (
 )
 from config_flax import read_json
 from executables import no_compilation_cache
-from modeling_flax_blocks import Attention
+from modeling_flax_blocks import Attention as AttentionLayer
 from tpu_programs import find_slice, kernel_bytes, replicated, slice_devices
 
 PAIRS_PER_CHIP = 8
@@ -137,7 +137,7 @@ class Programs:
 
 
 @dataclass(frozen=True)
-class AttentionCycles:
+class Attention:
     """Cycles of an attention layer."""
 
     tpu: str = "v5e-1"  # a slice, as for tpu_compile.py; its first chip counts
@@ -256,7 +256,7 @@ def count_cycles(device, case, changes, folder):
         ValueError: the compiler wrote nothing of the kernels.
     """
     (B, T, C), num_heads, with_gradient = case
-    layer = Attention(C, num_heads, jnp.bfloat16)
+    layer = AttentionLayer(C, num_heads, jnp.bfloat16)
     x = jax.ShapeDtypeStruct((B, T, C), jnp.bfloat16)
     params = jax.eval_shape(layer.init, jax.random.key(0), x)
 
@@ -322,17 +322,12 @@ def run_attention(config):
     report(format_attention(results), config.output)
 
 
-SUBCOMMANDS = {Programs: run_programs, AttentionCycles: run_attention}
-
-
-def run(config):
-    """Run the subcommand."""
-    SUBCOMMANDS[type(config)](config)
+SUBCOMMANDS = {Programs: run_programs, Attention: run_attention}
 
 
 def main(args=None):
     """Command line."""
-    command_line(Programs | AttentionCycles, __doc__, run, args)
+    command_line(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ EMA_DECAY = 0.9999
 
 @dataclass(frozen=True)
 class Step:
+    """Time of an optimizer step."""
+
     size: Literal["sd15", "tiny"] = "sd15"
     resolution: int = 256  # pixels
     batch_size: int = 2  # pairs
@@ -241,6 +243,8 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Memory:
+    """Memory of a training step, as compiled."""
+
     pretrained_model_name_or_path: str = ""  # folder or Hub id; "" is Stable Diffusion 1.5
     resolution: int = 256  # pixels
     batch_per_device: int = 8  # pairs
@@ -317,14 +321,9 @@ def run_memory(config):
 SUBCOMMANDS = {Step: run_step, Memory: run_memory}
 
 
-def run(config):
-    """Run the subcommand."""
-    SUBCOMMANDS[type(config)](config)
-
-
 def main(args=None):
     """Command line."""
-    command_line(Step | Memory, __doc__, run, args)
+    command_line(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

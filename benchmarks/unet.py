@@ -80,6 +80,8 @@ CASES = {
 
 @dataclass(frozen=True)
 class Time:
+    """Time of a pass."""
+
     cases: tuple[Literal["sd15_256", "sd15_512", "sdxl_1024", "tiny"], ...] = (
         "sd15_256",
         "sd15_512",
@@ -254,6 +256,8 @@ INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re
 
 @dataclass(frozen=True)
 class Profile:
+    """Time by kind of operation, on a CPU."""
+
     case: Literal[tuple(CASES)] = "sd15_256"
     batch_size: int = 2  # samples
     output: str = "benchmarks/results/unet.json"
@@ -349,14 +353,9 @@ def run_profile(config):
 SUBCOMMANDS = {Time: run_time, Profile: run_profile}
 
 
-def run(config):
-    """Run the subcommand."""
-    SUBCOMMANDS[type(config)](config)
-
-
 def main(args=None):
     """Command line."""
-    command_line(Time | Profile, __doc__, run, args)
+    command_line(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_memory(tmp_path):
 
 def test_a_batch_that_cannot_be_divided_is_refused():
     with pytest.raises(ValueError, match="--batch_per_device 6 cannot be cut into four"):
-        train.run(train.Memory(batch_per_device=6))
+        train.run_memory(train.Memory(batch_per_device=6))
 
 
 def test_flags_that_the_trainer_refuses_are_refused():
