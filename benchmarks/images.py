@@ -95,13 +95,13 @@ def our_edit(folder, config, batch_size, device):
     params = on_device(params, dtype)
     images = make_images(config, batch_size)
 
-    def run_edit():
+    def run():
         ids, pixels = pipeline.prepare_inputs([PROMPT] * batch_size, images)
         key = jax.random.key(0)
         out = pipeline(ids, pixels, params, key, config.num_inference_steps, **SCALES)
         pipeline.numpy_to_pil(np.asarray(out.images))
 
-    return run_edit
+    return run
 
 
 def torch_edit(folder, config, batch_size, device, compiled):
@@ -109,11 +109,11 @@ def torch_edit(folder, config, batch_size, device, compiled):
     pipeline = torch_pipeline(StableDiffusionInstructPix2PixPipeline, folder, device, compiled)
     images = make_images(config, batch_size)
 
-    def run_edit():
+    def run():
         steps = config.num_inference_steps
         pipeline([PROMPT] * batch_size, images, num_inference_steps=steps, **SCALES)
 
-    return run_edit
+    return run
 
 
 def bench_edit(folder, config, batch_size, device):
@@ -140,7 +140,7 @@ def run_edit(config):
     """Measure, write, print."""
     check_config(config, "num_inference_steps", "batch_sizes")
     if config.resolution < 64 or config.resolution % 64:
-        raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
+        raise ValueError(f"--resolution {config.resolution} must be a multiple of 64")
     device, machine = find_device(), describe_machine(PACKAGES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
@@ -201,7 +201,7 @@ def our_images(folder, config, batch_size, device):
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype)
     params = on_device(params, dtype)
 
-    def run_sdxl():
+    def run():
         out = pipeline(
             pipeline.prepare_text_inputs([PROMPT] * batch_size),
             params,
@@ -213,14 +213,14 @@ def our_images(folder, config, batch_size, device):
         )
         pipeline.numpy_to_pil(np.asarray(out.images))
 
-    return run_sdxl
+    return run
 
 
 def torch_images(folder, config, batch_size, device, compiled):
     """PyTorch's."""
     pipeline = torch_pipeline(StableDiffusionXLPipeline, folder, device, compiled)
 
-    def run_sdxl():
+    def run():
         pipeline(
             [PROMPT] * batch_size,
             height=config.image_size,
@@ -229,7 +229,7 @@ def torch_images(folder, config, batch_size, device, compiled):
             guidance_scale=GUIDANCE_SCALE,
         )
 
-    return run_sdxl
+    return run
 
 
 def bench_sdxl(folder, config, batch_size, device):
@@ -254,7 +254,7 @@ def run_sdxl(config):
     """Measure, write, print."""
     check_config(config, "num_inference_steps", "batch_sizes")
     if config.image_size < 64 or config.image_size % 64:
-        raise ValueError(f"image_size={config.image_size} must be a multiple of 64")
+        raise ValueError(f"--image_size {config.image_size} must be a multiple of 64")
     device, machine = find_device(), describe_machine(PACKAGES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"

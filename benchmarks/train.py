@@ -133,12 +133,12 @@ def our_step(folder, config, device, latents=False):
     held["average"] = start_average(held["state"].params)
     decay = replicate(np.float32(EMA_DECAY))
 
-    def run_step():
+    def run():
         held["state"], metrics = p_train_step(held["state"], frozen, batch, rng)
         held["average"] = p_update_average(held["average"], held["state"].params, decay)
         jax.block_until_ready((metrics, held))
 
-    return run_step
+    return run
 
 
 def torch_step(folder, config, device, compiled):
@@ -171,7 +171,7 @@ def torch_step(folder, config, device, compiled):
         null_text = text_encoder(empty)[0]
     rate, B = flags.conditioning_dropout_prob, config.batch_size
 
-    def run_step():
+    def run():
         with torch.no_grad():
             original, edited = (
                 (batch[name].permute(0, 3, 1, 2) / 127.5 - 1).to(half)
@@ -197,14 +197,14 @@ def torch_step(folder, config, device, compiled):
         average.step(unet.parameters())
         synchronize(device)
 
-    return run_step
+    return run
 
 
 def run_step(config):
     """Measure, write, print."""
     check_config(config, "batch_size")
     if config.resolution < 64 or config.resolution % 64:
-        raise ValueError(f"resolution={config.resolution} must be a multiple of 64")
+        raise ValueError(f"--resolution {config.resolution} must be a multiple of 64")
     device, machine = find_device(), describe_machine(PACKAGES)
     case = Case(SD15_EDIT | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
     contenders = contenders_on(device, our_step, torch_step)

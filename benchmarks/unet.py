@@ -153,7 +153,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
             program = programs.get(name, unet)
             return program(sample, *inputs[1:3], added_cond_kwargs=inputs[3]).sample
 
-    def run_time(name):
+    def run_pass(name):
         if with_gradient:
             forward(name).float().square().mean().backward()
             for parameter in unet.parameters():
@@ -167,7 +167,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
         unet.to(memory_format=memory[name])
 
     names = [name for name in memory if name != "compiled" or compiled]
-    return {f"torch {name}": (partial(prepare, name), partial(run_time, name)) for name in names}
+    return {f"torch {name}": (partial(prepare, name), partial(run_pass, name)) for name in names}
 
 
 def our_program(folder, inputs, with_gradient, half):
@@ -306,9 +306,9 @@ def profile_ours(program, args):
 
 def profile_theirs(run):
     """{kind: seconds} of a pass, after a first one; run does one."""
-    run_profile()
+    run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
-        run_profile()
+        run()
     averages = trace.key_averages()
     return by_kind(((x.key, x.self_cpu_time_total / 1e6) for x in averages), TORCH_KINDS)
 
@@ -326,7 +326,7 @@ def format_profile(results):
 def run_profile(config):
     """Profile both passes, write, print."""
     if config.batch_size < 1:
-        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
+        raise ValueError(f"--batch_size {config.batch_size} must be at least 1")
     if jax.default_backend() != "cpu":
         raise ValueError("this is for CPUs; set JAX_PLATFORMS=cpu")
     read_rows(config.output)
