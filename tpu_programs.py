@@ -364,7 +364,21 @@ def hbm_bytes(text):
 
 
 COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce)(-start)?")
-GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
+# replica_groups={{0,1,2,3}}, =[1,4]<=[4] or =mesh['batch'=4] {'batch'}
+LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+TILED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+
+
+def group_size(rest):
+    """Number of chips in a group of a collective, from the rest of its line."""
+    if listed := LISTED_GROUP.search(rest):
+        return len(listed[1].split(","))
+    if tiled := TILED_GROUPS.search(rest):
+        return int(tiled[1])
+    axes, used = MESH_GROUPS.search(rest).groups()
+    sizes = dict(re.findall(r"'([^']*)'=(\d+)", axes))
+    return math.prod(int(sizes[name]) for name in re.findall(r"'([^']*)'", used))
 
 
 def interconnect_bytes(text):
@@ -384,19 +398,21 @@ def interconnect_bytes(text):
     @cache
     def sent_by(computation):
         total = 0
-        for _, kind, operation, rest in computations[computation]:
+        for name, kind, operation, rest in computations[computation]:
             if found := COLLECTIVE.fullmatch(operation):
                 sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind)]
                 if found[2] and len(sizes) > 1:
                     sizes = sizes[len(sizes) // 2 :]  # the type of a start: operands, results
-                groups = GROUPS.search(rest)
-                n = len(groups[1].split(",")) if groups[1] else int(groups[2])
+                n = group_size(rest)
                 factor = {"all-gather": 1 / n, "reduce-scatter": 1.0, "all-reduce": 2 / n}[found[1]]
                 total += sum(sizes) * (n - 1) * factor
             trips = 1
             if operation == "while":
                 trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
-            called = CALLED.findall(rest) + FUSED.findall(rest)
+            called = CALLED.findall(rest)
+            # A collective is also written in the fusions that overlap with it and in its end.
+            if name.startswith("async-collective-start"):
+                called += FUSED.findall(rest)
             if operation == "call":
                 called += re.findall(r"to_apply=%([\w.\-]+)", rest)
             for branches in BRANCHES.findall(rest):

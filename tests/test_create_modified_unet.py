@@ -73,7 +73,7 @@ def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
     (check,) = [line for line in lines if line.startswith("largest difference")]
     assert float(check.split()[2].rstrip(",")) <= 1e-5 * float(check.split()[5].rstrip(","))
     assert "the 4 new channels" in check
-    assert lines[-1] == f"saved {out}: 8 input channels, the rest as it was"
+    assert lines[-1] == f"saved {out}: 8 input channels, all other weights unchanged"
 
 
 def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ from tpu_programs import (
     CHIPS,
     LIBTPU_ENVIRONMENT,
     find_slice,
+    group_size,
     hbm_bytes,
     interconnect_bytes,
     kernel_bytes,
@@ -389,6 +390,13 @@ ENTRY %main (a: f32[256]) -> f32[256] {
         assert hbm_bytes(f"{negated}{dtype}[256]{{0}} negate(%a)\n}}") == 2 * size
     endless = text.replace("direction=LT", "direction=NE")
     assert hbm_bytes(endless) == 1024 + 256 + 1024 + 3 * 1024
+
+
+@pytest.mark.parametrize(
+    "groups", ["{{0,1,2,3}}", "[2,4]<=[8]", "mesh['batch'=4,'model'=2] {'batch'}"]
+)
+def test_groups_in_every_notation(groups):
+    assert group_size(f"%x), channel_id=1, replica_groups={groups}, dimensions={{0}}") == 4
 
 
 @needs_libtpu
