@@ -143,7 +143,7 @@ def unet_inputs(module, batch, height, width):
     return inputs, {"added_cond_kwargs": {"text_embeds": torch.randn(batch, 20), "time_ids": sizes}}
 
 
-FAST_UNETS = ("sd1 at 40x56", "sd2", "instruct-pix2pix", "no middle block", "sdxl base")
+FAST_UNETS = ("sd2", "instruct-pix2pix", "sdxl base")
 BF16_UNETS = ("sd2",)
 
 
@@ -213,7 +213,7 @@ def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
     assert error(result, expected) < TOLERANCE
 
 
-def test_unet_gradients_equal_pytorch_and_checkpointing_changes_nothing():
+def test_unet_gradients_equal_pytorch_and_checkpointing_recomputes():
     theirs, ours, params = unet_pair(TWO_LEVELS | dict(attention_head_dim=4))
     (x, t, text), _ = unet_inputs(ours, 2, 8, 8)
     target = torch.randn(2, 4, 8, 8)
@@ -222,33 +222,23 @@ def test_unet_gradients_equal_pytorch_and_checkpointing_changes_nothing():
         theirs.get_parameter(name).data = parameter.grad  # so that flax_params reads gradients
     expected = flatten_dict(flax_params(theirs))
 
+    num_convolutions = []
     for module in (ours, ours.clone(gradient_checkpointing=True)):
 
         def loss(params, module=module):
             prediction = module.apply({"params": params}, to_jax(x), to_jax(t), to_jax(text)).sample
             return jnp.square(prediction - to_jax(target)).mean()
 
-        grads = flatten_dict(jax.jit(jax.grad(loss))(params))
+        gradient = jax.jit(jax.grad(loss)).trace(params)
+        num_convolutions.append(str(gradient.jaxpr).count("conv_general_dilated"))
+        grads = flatten_dict(gradient.lower().compile()(params))
         assert grads.keys() == expected.keys()
         norm = np.sqrt(sum(np.sum(g**2) for g in expected.values()))
         for key, grad in grads.items():
             difference = np.linalg.norm(np.asarray(grad) - expected[key])
             assert difference < 1e-3 * np.linalg.norm(expected[key]) + 1e-6 * norm, key
-
-
-def test_gradient_checkpointing_recomputes():
-    """The checkpointed backward pass has the forward's work in it again."""
-    _, ours, params = unet_pair(TWO_LEVELS)
-    inputs = [to_jax(x) for x in unet_inputs(ours, 1, 8, 8)[0]]
-
-    def num_convolutions(module):
-        def loss(params):
-            return module.apply({"params": params}, *inputs).sample.sum()
-
-        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("conv_general_dilated")
-
-    plain = num_convolutions(ours)
-    assert num_convolutions(ours.clone(gradient_checkpointing=True)) > plain + 5
+    plain, recomputed = num_convolutions
+    assert recomputed > plain + 5
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def data(tmp_path_factory):
 class Start:
     """One start of the trainer by its command line, in the background."""
 
-    def __init__(self, config, num_devices=2, code=None):
+    def __init__(self, config, num_devices=4, code=None):
         flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={num_devices}")
         self.out = Path(config.output_dir)
         program = [SCRIPT] if code is None else ["-c", code]
@@ -95,7 +95,7 @@ class Start:
         return output, errors
 
 
-def run(config, num_devices=2, code=0):
+def run(config, num_devices=4, code=0):
     return Start(config, num_devices).end(code)
 
 
@@ -116,11 +116,16 @@ def contents(out):
 
 
 @pytest.fixture(scope="module")
-def whole_run(model, data, tmp_path_factory):
-    """A run that nothing interrupts."""
+def uninterrupted(model, data, tmp_path_factory):
+    """The directory of a run that nothing interrupts, on four devices of one process."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run(config_of(model, data, out, **RUN))
-    return contents(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole_run(uninterrupted):
+    return contents(uninterrupted)
 
 
 def assert_same(found, expected):
@@ -242,11 +247,8 @@ def losses(out):
 
 
 @pytest.fixture(scope="module")
-def one_process(model, data, tmp_path_factory):
-    """Losses of a run on four devices of one process."""
-    out = tmp_path_factory.mktemp("one") / "out"
-    run(config_of(model, data, out, **RUN), 4)
-    return losses(out)
+def one_process(uninterrupted):
+    return losses(uninterrupted)
 
 
 @pytest.fixture
@@ -285,7 +287,7 @@ def test_a_process_dies_and_the_others_end(model, data, one_process, tmp_path, m
     if victim == 1:
         assert errors.splitlines()[-1].startswith("error: process 0 has lost another process")
     starts[victim].process.communicate()
-    run(config_of(model, data, out, **RUN), 4)
+    run(config_of(model, data, out, **RUN))
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
 
 
@@ -316,12 +318,12 @@ def test_a_process_that_compiles_for_long_is_waited_for(model, data, one_process
 def test_processes_are_stopped_go_on_and_do_what_one_does(model, data, one_process, tmp_path):
     out = tmp_path / "out"
     # Of so few rows the broken one may come to one process in every epoch.
-    starts = start_all(model, data, out, 2, 4, checkpointing_steps=0, max_bad_fraction=0.5)
+    starts = start_all(model, data, out, 2, 2, checkpointing_steps=0, max_bad_fraction=0.5)
     starts[0].wait_until(starts[0].logged(3))
     starts[1].process.send_signal(signal.SIGTERM)  # to one, which stops all
     ends = [start.end(143) for start in starts]
     assert all("stopped by SIGTERM after step" in output for output, _ in ends)
-    for start in start_all(model, data, out, 2, 4, max_bad_fraction=0.5):
+    for start in start_all(model, data, out, 2, 2, max_bad_fraction=0.5):
         start.end()
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
 

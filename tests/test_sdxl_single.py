@@ -137,7 +137,7 @@ def other(**changes):
     ("spoil", "reason"),
     [
         (damage, "is damaged"),
-        (cut_off, "is damaged"),
+        pytest.param(cut_off, "is damaged", marks=pytest.mark.slow),
         (other(jax="0.9.0"), f"jax was 0.9.0 and is {jax.__version__}"),
         (other(device="TPU v5e"), "device was TPU v5e and is cpu"),
         (other(jax_default_matmul_precision="high"), "precision was high and is None"),

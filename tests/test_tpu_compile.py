@@ -246,6 +246,7 @@ def test_report_by_hand(model):
     }
 
 
+@pytest.mark.slow
 def test_sdxl_counts_every_step(tmp_path):
     """The loop's body is in the whole program once, so the other steps' are added."""
     model = make_tiny_xl(tmp_path / "xl")
@@ -462,6 +463,7 @@ ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
     assert kernel_bytes(text) == 32 + 3 * 2048
 
 
+@pytest.mark.slow
 def test_flops_count_all_micro_batches(model):
     """Twice the pairs are twice the work; micro-batches change nothing."""
     paths = {"pretrained_model_name_or_path": str(model)}
