@@ -41,13 +41,7 @@ from executables import use_compilation_cache
 from parquet_dataset import ParquetImagePairs
 from parquet_shards import KNOWN_COLUMNS
 from processes_flax import start_distributed, wait_for_all
-from sharding_flax import (
-    gather,
-    global_norm,
-    in_place,
-    replicate,
-    state_shapes,
-)
+from sharding_flax import gather, global_norm, in_place, replicate, state_shapes
 from training_flags import Config, check_config, check_schedules, ema_flags
 from training_models import (
     check_vae,
@@ -56,12 +50,7 @@ from training_models import (
     load_validation_images,
     write_latents,
 )
-from training_run import (
-    TrainRun,
-    lock_output_dir,
-    make_update_average,
-    start_average,
-)
+from training_run import TrainRun, lock_output_dir, make_update_average, start_average
 
 # Errors of a process whose peer has died.
 LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
@@ -374,9 +363,7 @@ def run_training(config: Config, validation_images):
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     start_step = run.find_start()
     batches = run.next_batches(pipeline.prepare_text_inputs)
-    if (
-        jax.process_count() == 1
-    ):  # compile before the state takes memory; works with one process only
+    if jax.process_count() == 1:  # compile before the state takes memory
         shapes = state_shapes(params, tx, run.axes, jax.device_count())
         p_train_step = p_train_step.lower(shapes, p_frozen, batches.peek(), p_rng).compile()
     state, averages = run.start_or_resume(params)

@@ -177,9 +177,8 @@ def tpu_sdxl_table() -> str:
 def tpu_train_table() -> str:
     """Training steps as compiled."""
     lines = []
-    for case, row in rows("tpu").items():
-        if row.get("program") != "train":
-            continue
+    programs = [x for x in rows("tpu").items() if x[1].get("program") == "train"]
+    for case, row in sorted(programs, key=lambda x: (-x[1]["batch_per_chip"], x[1]["chips"])):
         slice_name, _, job = case.removeprefix("program ").partition(" train")
         state = sum(row["memory"][name] for name in ("parameters", "optimizer", "ema"))
         sent = f"{row['interconnect_bytes'] / 1e9:.2f}" if "interconnect_bytes" in row else ""
@@ -201,6 +200,32 @@ def tpu_train_table() -> str:
     return table(
         "slice | model | chips | pairs per chip | memory, GiB | of which state | temporaries "
         "| TFLOP | to and from HBM, GB | to other chips, GB | at least, ms",
+        lines,
+    )
+
+
+def tpu_recipes_table() -> str:
+    """The two recipes of docs/training.md: memory and least time as compiled."""
+    lines, results = [], rows("tpu")
+    for title, pairs, num_steps in (("toy run", " 4 pairs", 1000), ("full dataset", "", 15000)):
+        for slice_name in ("v4-32", "v5e-16"):
+            row = results[f"program {slice_name} train{pairs}"]
+            seconds_of_run = num_steps * row["step_seconds"]
+            lines.append(
+                [
+                    title,
+                    slice_name,
+                    f"{row['batch_per_chip'] * row['chips']}",
+                    str(row["batch_per_chip"]),
+                    memory_cells(row),
+                    f"{row['step_seconds'] * 1e3:.0f} ms",
+                    f"{num_steps}",
+                    f"{seconds_of_run / 60:.1f} min",
+                ]
+            )
+    return table(
+        "recipe | slice | batch size | pairs per chip | memory per chip, GiB | a step, at least "
+        "| steps | all steps, at least",
         lines,
     )
 
@@ -317,6 +342,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile": profile_table,
     "full_size": full_size_table,
     "start": start_table,
+    "tpu_recipes": tpu_recipes_table,
     "tpu_sdxl": tpu_sdxl_table,
     "tpu_train": tpu_train_table,
     "tpu_unet": tpu_unet_table,
