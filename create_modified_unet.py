@@ -1,4 +1,4 @@
-"""Widen a Stable Diffusion UNet from 4 to 8 input channels, for the image to edit.
+"""Widen a UNet of Stable Diffusion or SDXL from 4 to 8 input channels, for the image to edit.
 
     python create_modified_unet.py --output_dir modified_unet \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5
@@ -10,7 +10,7 @@ On a CPU within seconds, with the demo's model:
 
 The new channels' weights are zero and the bias is kept, so the widened UNet computes exactly what
 the original does for any values of the new channels; the script checks that before it saves. Needs
-about 8 GB of memory for Stable Diffusion 1.5, and no accelerator.
+about 8 GB of memory for Stable Diffusion 1.5, 24 GB for SDXL, and no accelerator.
 
 Paper: InstructPix2Pix (arXiv 2211.09800), section 3.2.
 """
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import run_main
+from config_flax import INDEX_NAME, fetch_file, has, read_json
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
 CHECK_LATENT_SIZE = 32  # 256 pixels in Stable Diffusion
@@ -31,10 +32,10 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 
 @dataclass(frozen=True)
 class Config:
-    pretrained_model_name_or_path: str  # pipeline folder or hub id with the narrow UNet
-    output_dir: str  # folder for the widened UNet
+    pretrained_model_name_or_path: str  # pipeline directory or hub id with the UNet
+    output_dir: str  # directory for the widened UNet
     in_channels: int | None = None  # default: twice the latents' channels, 8 for Stable Diffusion
-    subfolder: str = "unet"  # where the UNet is in the pipeline folder; "" if it is the folder
+    subfolder: str = "unet"  # of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # e.g. fp16
 
@@ -70,22 +71,26 @@ def largest_difference(narrow, narrow_params, wide, wide_params, key):
 
     Args:
         narrow, wide: the modules; narrow_params, wide_params: their parameters.
-        key: PRNG key of latents, text states and what the new channels hold.
+        key: PRNG key of the latents, the new channels, the text states and SDXL's pooled text.
 
     Returns:
         (largest absolute difference, largest absolute output of the narrow UNet), floats.
     """
-    keys = jax.random.split(key, 3)
+    keys = jax.random.split(key, 4)
     num_new = wide.in_channels - narrow.in_channels
-    latents = jax.random.normal(
-        keys[0], (1, narrow.in_channels, CHECK_LATENT_SIZE, CHECK_LATENT_SIZE)
-    )
+    side = CHECK_LATENT_SIZE
+    latents = jax.random.normal(keys[0], (1, narrow.in_channels, side, side))
     extra = 10 * jax.random.normal(keys[1], (1, num_new, *latents.shape[2:]))
     text = jax.random.normal(keys[2], (1, 77, narrow.cross_attention_dim))
-    timesteps = jnp.array([500])
-    expected = jax.jit(narrow.apply)({"params": narrow_params}, latents, timesteps, text).sample
+    arguments = [jnp.array([500]), text]
+    if narrow.addition_embed_type is not None:  # SDXL
+        size = narrow.projection_class_embeddings_input_dim - 6 * narrow.addition_time_embed_dim
+        time_ids = jnp.array([[8 * side, 8 * side, 0, 0, 8 * side, 8 * side]], jnp.float32)
+        pooled = jax.random.normal(keys[3], (1, size))
+        arguments.append({"text_embeds": pooled, "time_ids": time_ids})
+    expected = jax.jit(narrow.apply)({"params": narrow_params}, latents, *arguments).sample
     latents = jnp.concatenate((latents, extra), axis=1)
-    result = jax.jit(wide.apply)({"params": wide_params}, latents, timesteps, text).sample
+    result = jax.jit(wide.apply)({"params": wide_params}, latents, *arguments).sample
     # Not jnp: XLA's maximum may lose a NaN on a CPU.
     result, expected = np.asarray(result), np.asarray(expected)
     return float(np.abs(result - expected).max()), float(np.abs(expected).max())
@@ -95,23 +100,23 @@ def create_modified_unet(config: Config):
     """Load, widen, check, save."""
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     if not config.output_dir:
-        raise ValueError("output_dir is empty; name a folder")
+        raise ValueError("--output_dir is empty; name a directory")
     if Path(config.output_dir).is_file():
-        raise ValueError(f"output_dir={config.output_dir} is a file; name a folder")
+        raise ValueError(f"--output_dir {config.output_dir} is a file; name a directory")
     source = Path(config.pretrained_model_name_or_path)
     if Path(config.output_dir).resolve() in (
         source.resolve(),
         (source / config.subfolder).resolve(),
     ):
         raise ValueError(
-            f"output_dir={config.output_dir} is the model that is read; name another folder, so "
-            "that the narrow UNet is not overwritten"
+            f"--output_dir {config.output_dir} is the model that is read and would be "
+            "overwritten; name another directory"
         )
     pipeline = Path(config.output_dir).resolve().parent
     if (pipeline / "model_index.json").exists():
         raise ValueError(
-            f"output_dir={config.output_dir} is a part of the pipeline in {pipeline}, whose UNet "
-            "would be overwritten; name another folder"
+            f"--output_dir {config.output_dir} is a part of the pipeline in {pipeline}, whose UNet "
+            "would be overwritten; name another directory"
         )
     narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
         config.pretrained_model_name_or_path,
@@ -119,11 +124,13 @@ def create_modified_unet(config: Config):
         revision=config.revision,
         variant=config.variant,
     )
-    if narrow.addition_embed_type is not None:
-        raise ValueError(
-            f"{config.pretrained_model_name_or_path} has the UNet of an SDXL, which the trainer "
-            "does not train; give a Stable Diffusion 1.x or 2.x"
-        )
+    path = config.pretrained_model_name_or_path
+    if narrow.addition_embed_type is not None:  # SDXL
+        index = fetch_file(path, INDEX_NAME, None, config.revision)
+        if index is not None and not has(read_json(index), "text_encoder"):
+            raise ValueError(
+                f"{path} is SDXL's refiner, which lacks the first text encoder; give the base model"
+            )
     print(f"loaded {config.pretrained_model_name_or_path}: {narrow.in_channels} input channels")
     in_channels = config.in_channels
     if in_channels is None:

@@ -42,10 +42,8 @@ from tqdm import tqdm
 from command_line import run_main
 from executables import use_compilation_cache
 from images import IMAGE_FORMATS, check_image_file, load_image, save_image
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
-from pipeline_flax_utils import replace_leaves
+from pipeline_flax_stable_diffusion_instruct_pix2pix import InstructPix2Pix
+from pipeline_flax_utils import MODULES, pipeline_class, replace_leaves
 from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
 
 GRID_EDITS = 64  # at most; more cannot be looked at in one image
@@ -225,7 +223,7 @@ def run_edits(pipeline, params, edits, sizes, config):
     The parameters are moved there, so params holds no NumPy arrays afterwards.
 
     Args:
-        pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
+        pipeline: InstructPix2Pix.
         params: its parameters, in the dtype to compute in.
         edits: list of Edit.
         sizes: per edit the (width, height) to edit at.
@@ -235,7 +233,9 @@ def run_edits(pipeline, params, edits, sizes, config):
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
     # All texts before the first image, so that a warning about one comes early and once.
     all_prompt_ids = pipeline.prepare_text_inputs([edit.instruction for edit in edits])
-    neg_prompt_ids = pipeline.prepare_text_inputs(config.negative_prompt)
+    neg_prompt_ids = None
+    if config.negative_prompt:  # SDXL distinguishes no text from an empty one
+        neg_prompt_ids = pipeline.prepare_text_inputs(config.negative_prompt)
     base_key = jax.random.key(config.seed)
     groups = defaultdict(list)
     for edit, size in zip(edits, sizes):
@@ -252,10 +252,12 @@ def run_edits(pipeline, params, edits, sizes, config):
                 indices = np.array([edit.index for edit in padded])
                 prompt_ids = all_prompt_ids[indices]
                 keys = jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices)
-                neg_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
-                prompt_ids, image, keys, neg_ids = (
-                    x.reshape(len(devices), B, *x.shape[1:])
-                    for x in (prompt_ids, image, keys, neg_ids)
+                neg_ids = None
+                if neg_prompt_ids is not None:
+                    neg_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
+                prompt_ids, image, keys, neg_ids = jax.tree.map(
+                    lambda x: x.reshape(len(devices), -1, *x.shape[1:]),
+                    (prompt_ids, image, keys, neg_ids),
                 )
                 images = pipeline(
                     prompt_ids,
@@ -307,7 +309,13 @@ def run(config):
         for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
     ]
 
-    _, configs = FlaxStableDiffusionInstructPix2PixPipeline.check(config.model)
+    pipeline_type = pipeline_class(config.model)
+    if not issubclass(pipeline_type, InstructPix2Pix):
+        raise ValueError(
+            f"--model {config.model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix "
+            "model; train one with flax_train_instruct_pix2pix.py"
+        )
+    _, configs = pipeline_type.check(config.model)
     vae_config = configs["vae"]
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     if config.resolution < factor:
@@ -323,10 +331,8 @@ def run(config):
 
     default_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(config.dtype or default_dtype)
-    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
-        config.model, dtype=dtype, scheduler=scheduler
-    )
-    for name in ("unet", "vae", "text_encoder"):
+    pipeline, params = pipeline_type.from_pretrained(config.model, dtype=dtype, scheduler=scheduler)
+    for name in MODULES.keys() & params.keys():
         replace_leaves(lambda array: np.asarray(array, dtype), params[name])
 
     run_edits(pipeline, params, edits, sizes, config)

@@ -188,6 +188,17 @@ def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) 
         raise ValueError(one_line(error, 200)) from error
 
 
+def encoded_size(data: bytes) -> tuple[int, int]:
+    """Height and width of an encoded image that decode_image has decoded, upright, at full size."""
+    if data.startswith(b"\xff\xd8"):
+        height, width = simplejpeg.decode_jpeg_header(data)[:2]
+        orientation = exif_orientation(data)
+    else:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        (width, height), orientation = image.size, image.getexif().get(ORIENTATION, 1)
+    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
+
+
 def exif_orientation(data: bytes) -> int:
     """How a JPEG is turned, 1 to 8; 1 is upright, also if it does not say."""
     position = 2
@@ -196,6 +207,17 @@ def exif_orientation(data: bytes) -> int:
             return Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(ORIENTATION, 1)
         position += 2 + int.from_bytes(data[position + 2 : position + 4])
     return 1
+
+
+def scaled_size(height: int, width: int, resolution: int) -> tuple[int, int]:
+    """Height and width of an image whose shorter side is scaled to the resolution."""
+    scale = resolution / min(height, width)
+    return max(resolution, round(height * scale)), max(resolution, round(width * scale))
+
+
+def crop_corner(height: int, width: int, resolution: int, crop: float) -> tuple[int, int]:
+    """Top and left of the square that crop_square cuts out of a scaled image."""
+    return int(crop * (height - resolution + 1)), int(crop * (width - resolution + 1))
 
 
 def crop_square(
@@ -220,13 +242,11 @@ def crop_square(
     """
     if max(pixels.shape[:2]) > MAX_ASPECT * min(pixels.shape[:2]):
         raise ValueError(f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow to cut from")
-    scale = resolution / min(pixels.shape[:2])
-    height, width = (max(resolution, round(side * scale)) for side in pixels.shape[:2])
+    height, width = scaled_size(*pixels.shape[:2], resolution)
     if pixels.shape[:2] != (height, width):
         image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
         pixels = np.asarray(image)
-    top = int(crop * (height - resolution + 1))
-    left = int(crop * (width - resolution + 1))
+    top, left = crop_corner(height, width, resolution, crop)
     return pixels[top : top + resolution, left : left + resolution]
 
 

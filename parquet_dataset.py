@@ -25,6 +25,7 @@ from parquet_shards import (
     copy_latents,
     decode_pair,
     gather_directories,
+    has_time_ids,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -125,6 +126,8 @@ class ParquetImagePairs:
         original_latents: float16 (B, h, w, C)
         edited_latents: float16 (B, h, w, 2 C)
 
+    and, with micro_conditioning, `time_ids`, float32 (B, 6), see `decode_pair`.
+
     Order: an epoch has `num_parts` parts, and a global batch concatenates equal slices of them. If
     all processes have the same shards, the parts cover all rows, and process i takes the i-th equal
     slice of every global batch; less than one global batch of rows is unused. If each process has
@@ -153,6 +156,7 @@ class ParquetImagePairs:
         random_crop: crop at a random position along the longer side, else in the centre. Latents
             need False.
         random_flip: mirror half of the pairs.
+        micro_conditioning: also yield the time ids of SDXL.
         resample: "dct", "lanczos" or "bicubic", see `decode_pair`.
         original_image_column, edited_image_column, edit_prompt_column: "" finds the known names.
         max_rows: use the first N rows only, over all processes; None: all.
@@ -182,6 +186,7 @@ class ParquetImagePairs:
         seed: int = 0,
         random_crop: bool = True,
         random_flip: bool = True,
+        micro_conditioning: bool = False,
         resample: str = "dct",
         original_image_column: str = "",
         edited_image_column: str = "",
@@ -275,6 +280,11 @@ class ParquetImagePairs:
         self.latents = latents_metadata(self.groups[0].metadata)
         for group in self.groups:
             check_latents(group, self.latents, resolution, resample, random_crop)
+            if micro_conditioning and self.latents and not has_time_ids(group):
+                raise ValueError(
+                    f"{group.path} has no time ids of SDXL; delete the directory and make the "
+                    "latents again"
+                )
         self.num_rows = sum(self.directory_rows)  # over all processes
         self.num_seen = 0  # pairs yielded by this object
         self.num_bad = 0  # replaced pairs among them
@@ -289,6 +299,9 @@ class ParquetImagePairs:
                 "original_latents": ((h, w, C), np.float16),
                 "edited_latents": ((h, w, 2 * C), np.float16),
             }
+        self._image_names = tuple(self._array_specs)
+        if micro_conditioning:
+            self._array_specs["time_ids"] = ((6,), np.float32)
         self.train_data_dir = train_data_dir
         self.batch_size = batch_size
         self.resolution = resolution
@@ -471,13 +484,15 @@ class ParquetImagePairs:
 
     def _decode_pair(self, batch: dict, place: int, g: int, pair: Pair, draw: np.ndarray) -> str:
         """Do the same for an encoded pair of row group g."""
-        out = tuple(batch[name][place] for name in self._array_specs)
+        out = tuple(batch[name][place] for name in self._image_names)
         columns, flip = self.groups[g].columns, self.random_flip and bool(draw[1] < 0.5)
         if self.latents:
-            copy_latents(pair, out, columns, flip)
+            time_ids = copy_latents(pair, out, columns, flip)
         else:
             crop = draw[0] if self.random_crop else 0.5
-            decode_pair(pair, out, columns, self.resample, crop, flip)
+            time_ids = decode_pair(pair, out, columns, self.resample, crop, flip)
+        if "time_ids" in batch:
+            batch["time_ids"][place] = time_ids[int(flip)]
         return pair.prompt
 
     def _decode_replacement(

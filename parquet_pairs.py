@@ -44,7 +44,7 @@ from images import (
     FORMATS,
     MAX_ASPECT,
     decode_image,
-    exif_orientation,
+    encoded_size,
     num_usable_cores,
 )
 
@@ -288,11 +288,8 @@ def check_image(path: Path) -> tuple[int, int] | str:
     """
     try:
         data = path.read_bytes()
-        height, width = decode_image(data, 16).shape[:2]
-        if data.startswith(b"\xff\xd8"):  # JPEGs are decoded at a reduced size
-            width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
-            if exif_orientation(data) in (5, 6, 7, 8):
-                width, height = height, width
+        decode_image(data, 16)  # raises a ValueError if the image is damaged
+        height, width = encoded_size(data)
         if max(width, height) > MAX_ASPECT * min(width, height):
             return f"{width}x{height} is too narrow; the most is {MAX_ASPECT} to 1"
         return width, height

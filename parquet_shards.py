@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from command_line import one_line
-from images import crop_square, decode_image
+from images import crop_corner, crop_square, decode_image, encoded_size, scaled_size
 from parquet_pairs import UNFINISHED
 
 # Column names of public datasets, by the flag that selects another column.
@@ -31,6 +31,7 @@ KNOWN_COLUMNS = {
 }
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
+TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 READ_ROWS = 32  # rows of a column that are read at a time
 READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chunks
@@ -42,6 +43,7 @@ class Pair(NamedTuple):
     original: bytes | None
     edited: bytes | None
     prompt: str | None
+    time_ids: bytes | None = None  # of shards of latents
 
 
 class RowGroup(NamedTuple):
@@ -127,6 +129,12 @@ def latents_metadata(metadata: pq.FileMetaData) -> dict | None:
     """How cache_latents.py made a shard's latents; None for a shard of images."""
     text = (metadata.metadata or {}).get(LATENTS)
     return None if text is None else json.loads(text)
+
+
+def has_time_ids(group: RowGroup) -> bool:
+    """Whether a row group of latents also has the time ids of SDXL."""
+    is_latents = latents_metadata(group.metadata) is not None
+    return is_latents and TIME_IDS in group.metadata.schema.names
 
 
 def source_columns(group: RowGroup) -> list[str]:
@@ -221,6 +229,7 @@ class Cells(NamedTuple):
     originals: ImageColumn
     edits: ImageColumn
     prompts: pa.ChunkedArray  # converted row by row, as a row may not be UTF-8
+    time_ids: pa.ChunkedArray | None = None  # of shards of latents
 
 
 def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Cells:
@@ -244,7 +253,7 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
         with pq.ParquetFile(
             group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
         ) as file:
-            for name in group.columns:
+            for name in (*group.columns, *[TIME_IDS] * has_time_ids(group)):
                 # Of a struct only the field "bytes" is read.
                 is_struct = pa.types.is_struct(file.schema_arrow.field(name).type)
                 leaf = f"{name}.bytes" if is_struct else name
@@ -277,7 +286,8 @@ def pair_at(cells: Cells, position: int) -> Pair:
         prompt = cells.prompts[position].as_py()
     except UnicodeDecodeError as error:
         raise ValueError(f"the instruction is not UTF-8 ({error})") from error
-    return Pair(cells.originals[position], cells.edits[position], prompt)
+    time_ids = None if cells.time_ids is None else cells.time_ids[position].as_py()
+    return Pair(cells.originals[position], cells.edits[position], prompt, time_ids)
 
 
 def decode_pair(
@@ -287,7 +297,7 @@ def decode_pair(
     resample: str,
     crop: float,
     flip: bool,
-) -> None:
+) -> np.ndarray:
     """Decode both images of a pair into out, with the same crop and flip.
 
     Args:
@@ -300,8 +310,14 @@ def decode_pair(
         crop: position of the crop, see crop_square.
         flip: mirror left and right.
 
+    Returns:
+        The time ids of SDXL's micro-conditioning, float32 (2, 6), not mirrored and mirrored: height
+        and width of the edited image as stored, top and left of the crop in the scaled image, R, R.
+
     Raises:
         ValueError: the prompt or an image is missing or cannot be decoded; out is then undefined.
+
+    Source: SDXL (arXiv 2307.01952), section 2.2.
     """
     if pair.prompt is None:
         raise ValueError(f"{columns[2]}: null")
@@ -320,11 +336,15 @@ def decode_pair(
                 pixels[..., c] = square[:, ::-1, c]
         else:
             pixels[:] = square
+    height, width = scaled_size(*decoded.shape[:2], resolution)
+    top, left = crop_corner(height, width, resolution, crop)
+    lefts, size = (left, width - resolution - left), encoded_size(data)
+    return np.array([(*size, top, x, resolution, resolution) for x in lefts], np.float32)
 
 
 def copy_latents(
     pair: Pair, out: tuple[np.ndarray, np.ndarray], columns: tuple[str, str, str], flip: bool
-) -> None:
+) -> np.ndarray | None:
     """Copy the latents of a pair into out.
 
     Args:
@@ -332,6 +352,9 @@ def copy_latents(
         out: float16 mode (h, w, C), and mean and standard deviation (h, w, 2 C); overwritten.
         columns: column names for error messages.
         flip: take the latents of the mirrored images.
+
+    Returns:
+        The time ids as from decode_pair, (2, 6); None if the shard has none.
 
     Raises:
         ValueError: the pair has no latents, or the shard is damaged.
@@ -342,6 +365,9 @@ def copy_latents(
         if data is None or len(data) != 2 * latents.nbytes:
             raise ValueError(f"{column}: no latents in the shard; the image was undecodable")
         latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
+    if pair.time_ids is None:
+        return None
+    return np.frombuffer(pair.time_ids, np.float32).reshape(2, -1)
 
 
 def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:

@@ -262,11 +262,6 @@ class TextToImage(FlaxDiffusionPipeline):
     def _decode(self, params, latents):
         return decode(self._vae, params["vae"], latents)
 
-    @property
-    def _vae(self):
-        """The VAE as it computes."""
-        return self.vae
-
 
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionPipeline(StableDiffusionParts, TextToImage):

@@ -28,6 +28,7 @@ from sampling_flax import (
     decode,
     denoise,
     keys_per_image,
+    rescale_guidance,
     resize,
     rows_per_image,
     starting_noise,
@@ -35,8 +36,9 @@ from sampling_flax import (
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
-# What the UNet is shown in each branch of guidance: instruction and image, image, nothing.
+# Branches of guidance: the UNet sees instruction and image, the image only, or neither.
 BRANCHES = ("text", "image", "null")
+TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 
 
 def guidance_weights(guidance_scale, image_guidance_scale):
@@ -73,43 +75,35 @@ def guidance_branches(guidance_scale, image_guidance_scale):
     return tuple(branch for branch, weight in zip(BRANCHES, weights) if weight != 0)
 
 
-@dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
-    """Instruction and image in, edited image out.
+def check_channels(path, configs):
+    """Raise a ValueError unless the UNet takes the latents of an image to edit.
 
-    Scheduler, steps and image size are compiled in: asking for others compiles again, and logs
-    that; the scales are not, unless a branch of guidance falls away or joins.
+    Args:
+        path: pipeline directory or hub id.
+        configs: {part: its config}, with "unet" and "vae".
+    """
+    in_channels = configs["unet"].get("in_channels", 4)
+    latent_channels = configs["vae"].get("latent_channels", 4)
+    if in_channels == latent_channels:
+        raise ValueError(
+            f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, so "
+            "it makes images from text only; widen it with create_modified_unet.py and train it "
+            "with flax_train_instruct_pix2pix.py"
+        )
+    if in_channels != 2 * latent_channels:
+        raise ValueError(
+            f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, "
+            f"which must be twice its VAE's latent_channels={latent_channels}"
+        )
+
+
+class InstructPix2Pix:
+    """The editing pipelines of Stable Diffusion and SDXL have these methods in common.
+
+    A subclass has `_conditions`: texts of each branch -> the UNet's arguments after the timestep.
     """
 
-    torch_class_name = "StableDiffusionInstructPix2PixPipeline"
-    text_axes = 1  # of one image's prompt_ids
-
-    @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; takes an InstructPix2Pix that is not of SDXL."""
-        path = pretrained_model_name_or_path
-        parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        index, configs = read_parts(path, parts, revision, **hub_options)
-        class_name = str(index.get("_class_name"))
-        if "XL" in class_name:
-            raise ValueError(
-                f"{path} is a {class_name}; this pipeline edits with InstructPix2Pix models made "
-                "from Stable Diffusion 1.x and 2.x"
-            )
-        in_channels = configs["unet"].get("in_channels", 4)
-        latent_channels = configs["vae"].get("latent_channels", 4)
-        if in_channels == latent_channels:
-            raise ValueError(
-                f"{path} is no InstructPix2Pix: its UNet has in_channels={in_channels}, so it "
-                "makes images from text and sees none; widen it with create_modified_unet.py and "
-                "train it with flax_train_instruct_pix2pix.py"
-            )
-        if in_channels != 2 * latent_channels:
-            raise ValueError(
-                f"{path} is no InstructPix2Pix: its UNet has in_channels={in_channels}, which "
-                f"should be twice its VAE's latent_channels={latent_channels}"
-            )
-        return index, configs
+    check_channels = staticmethod(check_channels)
 
     def prepare_inputs(self, prompt, image):
         """Turn instructions and images into arrays; one of either goes with many of the other.
@@ -142,11 +136,13 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         neg_prompt_ids=None,
         return_dict=True,
         jit=False,
+        guidance_rescale=0.0,
     ):
         """Edit a batch of images; compiles at the first call of each size, see the class.
 
         Args:
-            prompt_ids: instructions, int32 (B, 77); with jit all arrays are (devices, B, ...).
+            prompt_ids: instructions, int32 (B, 77), SDXL (B, 2, 77); with jit all arrays are
+                (devices, B, ...).
             image: images, float32 (B, 3, H, W) in [-1, 1].
             params: as from from_pretrained; with jit replicated. Without jit the first call puts
                 NumPy arrays on the device, where they stay for further calls, and makes them
@@ -164,6 +160,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
             neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None is the empty text.
             return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16; 0: off.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
@@ -188,7 +185,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
                 latents=latents,
                 neg_prompt_ids=neg_prompt_ids,
             ),
-            shared=scales,
+            shared=scales | {"guidance_rescale": float(guidance_rescale)},
             options=dict(
                 num_inference_steps=num_inference_steps,
                 height=height,
@@ -212,11 +209,13 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         latents=None,
         neg_prompt_ids=None,
         branches=None,
+        guidance_rescale=0.0,
     ):
-        """The whole edit as one pure function of arrays, for one device; jit or pmap it.
+        """The whole edit as a pure function of arrays for one device, to be used under jit or pmap.
 
-        Args as in __call__. Scales may be traced, then all three branches run, unless `branches`
-        (static) says which; None works it out.
+        Args: as of __call__, and
+            branches: branches of guidance to compute, static; None: those with a weight other than
+                zero, all three if the scales are traced.
 
         Returns:
             images, float32 (B, H, W, 3) in [0, 1].
@@ -230,14 +229,73 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
                 "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
             )
 
-        # 1. The image and the texts, each encoded once.
-        posterior = self.vae.apply(
+        # The image to edit: the posterior's mode, unscaled, as in training (section 3.2).
+        vae = self._vae
+        posterior = vae.apply(
             {"params": params["vae"]},
             resize(image, self.image_size(height, width, image.shape)),
-            method=self.vae.encode,
+            method=vae.encode,
         ).latent_dist
-        # The posterior's mode, unscaled, as in training: section 3.2 of the paper.
         image_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
+        image_latents_in = jnp.concatenate(
+            [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
+        )
+        conditions = self._conditions(
+            params, prompt_ids, neg_prompt_ids, branches, image_latents.shape
+        )
+
+        # Noise, one key per image
+        keys = keys_per_image(prng_seed, B)
+        state = self._schedule(num_inference_steps, image_latents.shape)
+        x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
+
+        # Denoise
+        scales = (jnp.asarray(s, jnp.float32) for s in (guidance_scale, image_guidance_scale))
+        weights = dict(zip(BRANCHES, guidance_weights(*scales)))
+
+        def predict(scaled, t):
+            model_input = jnp.concatenate(
+                [jnp.concatenate([scaled] * len(branches)), image_latents_in], axis=1
+            )  # (branches * B, 8, h, w)
+            output = self.unet.apply({"params": params["unet"]}, model_input, t, *conditions)
+            eps_pred = jnp.split(output.sample.astype(jnp.float32), len(branches))
+            guided = sum(weights[branch] * eps for branch, eps in zip(branches, eps_pred))
+            if "text" not in branches:
+                return guided
+            return rescale_guidance(guided, eps_pred[branches.index("text")], guidance_rescale)
+
+        return decode(vae, params["vae"], denoise(self.scheduler, state, x_t, keys, predict))
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusionParts):
+    """Edit images with Stable Diffusion 1.x and 2.x.
+
+    Scheduler, number of steps, image size and branches are compiled in; another choice compiles
+    again and logs it. The guidance scales are arguments of the compiled program; it changes only if
+    a branch of guidance is added or removed.
+    """
+
+    torch_class_name = "StableDiffusionInstructPix2PixPipeline"
+    text_axes = 1  # of one image's prompt_ids
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+        """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models other than SDXL."""
+        path = pretrained_model_name_or_path
+        parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+        index, configs = read_parts(path, parts, revision, **hub_options)
+        class_name = str(index.get("_class_name"))
+        if "XL" in class_name:
+            raise ValueError(
+                f"{path} is a {class_name}; open it with FlaxStableDiffusionXLInstructPix2Pix"
+                "Pipeline (pipeline_flax_stable_diffusion_xl_instruct_pix2pix.py)"
+            )
+        check_channels(path, configs)
+        return index, configs
+
+    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+        B = len(prompt_ids)
         if neg_prompt_ids is None:
             null_ids = self.prepare_text_inputs("")
         else:
@@ -245,34 +303,5 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts):
         text_ids = jnp.concatenate([prompt_ids, null_ids])
         states = self.text_encoder(text_ids, params=params["text_encoder"], return_dict=True)
         text, null_text = states.last_hidden_state[:B], states.last_hidden_state[B:]
-        null_text = jnp.broadcast_to(null_text, text.shape)  # (B, 77, D)
-
-        # 2. What each branch of guidance is shown.
-        conditions = {
-            "text": (text, image_latents),
-            "image": (null_text, image_latents),
-            "null": (null_text, jnp.zeros_like(image_latents)),
-        }
-        context = jnp.concatenate([conditions[branch][0] for branch in branches])
-        image_latents_in = jnp.concatenate([conditions[branch][1] for branch in branches])
-        scales = (jnp.asarray(s, jnp.float32) for s in (guidance_scale, image_guidance_scale))
-        weights = dict(zip(BRANCHES, guidance_weights(*scales)))
-
-        # 3. Noise, each image from its own key.
-        keys = keys_per_image(prng_seed, B)
-        state = self._schedule(num_inference_steps, image_latents.shape)
-        x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
-
-        # 4. Denoise.
-        def predict(scaled, t):
-            model_input = jnp.concatenate(
-                [jnp.concatenate([scaled] * len(branches)), image_latents_in], axis=1
-            )  # (branches * B, 8, h, w)
-            eps_pred = self.unet.apply({"params": params["unet"]}, model_input, t, context).sample
-            eps_pred = jnp.split(eps_pred.astype(jnp.float32), len(branches))
-            return sum(weights[branch] * eps for branch, eps in zip(branches, eps_pred))
-
-        x_0 = denoise(self.scheduler, state, x_t, keys, predict)
-
-        # 5. Back to an image.
-        return decode(self.vae, params["vae"], x_0)
+        states = {"text": text, "null": jnp.broadcast_to(null_text, text.shape)}  # (B, 77, D)
+        return [jnp.concatenate([states[TEXT_OF_BRANCH[branch]] for branch in branches])]

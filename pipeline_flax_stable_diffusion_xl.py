@@ -170,7 +170,7 @@ class XLParts(FlaxDiffusionPipeline):
             texts["null"] = self.prepare_text_inputs("")
         if "null" in texts:
             texts["null"] = rows_per_image(texts["null"], len(prompt_ids))
-        encoded = [branch for branch in branches if branch in texts] or ["text"]
+        encoded = list(dict.fromkeys(branch for branch in branches if branch in texts)) or ["text"]
         states, pooled = self.get_embeddings(
             jnp.concatenate([texts[branch] for branch in encoded]), params
         )

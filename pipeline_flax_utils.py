@@ -60,6 +60,9 @@ PIPELINE_FILES = {
     "StableDiffusionInstructPix2PixPipeline": "pipeline_flax_stable_diffusion_instruct_pix2pix",
     "StableDiffusionXLPipeline": "pipeline_flax_stable_diffusion_xl",
     "StableDiffusionXLImg2ImgPipeline": "pipeline_flax_stable_diffusion_xl",
+    "StableDiffusionXLInstructPix2PixPipeline": (
+        "pipeline_flax_stable_diffusion_xl_instruct_pix2pix"
+    ),
 }
 
 
@@ -188,7 +191,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         """
         path, hub_options = pretrained_model_name_or_path, take_hub_options(parts)
         if cls is FlaxDiffusionPipeline:
-            cls = _class_of(path, revision, **hub_options)
+            cls = pipeline_class(path, revision, **hub_options)
         if "safety_checker" not in parts and has(
             read_index(path, revision, **hub_options), "safety_checker"
         ):
@@ -439,6 +442,11 @@ class FlaxDiffusionPipeline(ConfigMixin):
         factor = self.vae_scale_factor
         return batch_size, self.vae.config.latent_channels, height // factor, width // factor
 
+    @property
+    def _vae(self):
+        """The VAE in the dtype that it computes in."""
+        return self.vae
+
     # ----------------------------------------------------------------- inputs
 
     def _schedule(self, num_inference_steps, shape, first_step=0):
@@ -492,7 +500,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         return checked.reshape(images.shape), flags
 
 
-def _class_of(path, revision, **hub_options):
+def pipeline_class(path, revision=None, **hub_options):
     """The pipeline class that a folder's model_index.json names."""
     name = str(read_index(path, revision, **hub_options).get("_class_name")).removeprefix("Flax")
     if name not in PIPELINE_FILES:

@@ -67,15 +67,28 @@ def guide(eps_pred, branches, guidance_scale, guidance_rescale):
     Returns:
         (B, C, h, w).
 
-    Source: classifier-free guidance (arXiv 2207.12598), equation 6; its rescaling, arXiv
-        2305.08891, equations 15 and 16.
+    Source: classifier-free guidance (arXiv 2207.12598), equation 6.
     """
     if len(branches) == 1:
         return eps_pred
     text, null = jnp.split(eps_pred, 2)
     scale = jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1, 1, 1)
+    return rescale_guidance(null + scale * (text - null), text, guidance_rescale)
+
+
+def rescale_guidance(guided, text, guidance_rescale):
+    """Bring the standard deviation of guided predictions closer to that of the text's branch.
+
+    Args:
+        guided, text: guided prediction and the prediction for the text, (B, C, h, w).
+        guidance_rescale: phi, scalar in [0, 1]; 0: off.
+
+    Returns:
+        (B, C, h, w).
+
+    Source: arXiv 2305.08891, equations 15 and 16.
+    """
     phi = jnp.asarray(guidance_rescale, jnp.float32)
-    guided = null + scale * (text - null)
     std_text, std_guided = (x.std((1, 2, 3), keepdims=True, ddof=1) for x in (text, guided))
     return guided * jnp.where(phi > 0, 1 - phi + phi * std_text / std_guided, 1)
 

@@ -36,6 +36,7 @@ from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_dataset import MIN_ROWS_FOR_BAD_FRACTION
 from parquet_shards import (
     LATENTS,
+    TIME_IDS,
     RowGroup,
     decode_pair,
     latents_metadata,
@@ -56,7 +57,7 @@ from training_output import tree_checksum
 logger = logging.getLogger(__name__)
 
 VALIDATION_INFERENCE_STEPS = 20
-LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt")
+LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
 UNFINISHED_PREFIX = ".unfinished-"  # of temporary directories for shards
 STALE_SECONDS = 24 * 3600  # age at which an unfinished directory is removed
@@ -354,26 +355,26 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     Raises:
         ValueError: more pairs are undecodable than config.max_bad_fraction allows.
     """
-    types = pa.binary(), pa.binary(), pa.string()
+    types = pa.binary(), pa.binary(), pa.string(), pa.binary()
     schema = pa.schema(zip(LATENT_COLUMNS, types), {LATENTS: json.dumps(metadata)})
     R = config.resolution
 
     def decode(group, cells, position, out):
-        """Decode a pair into out; return (instruction, error message or None)."""
-        prompt = None
+        """Decode a pair into out; return (instruction, time ids, error message or None)."""
+        prompt, mode = None, config.image_interpolation_mode
         try:
             pair = pair_at(cells, position)
             prompt = pair.prompt
-            decode_pair(pair, out, group.columns, config.image_interpolation_mode, 0.5, False)
+            time_ids = decode_pair(pair, out, group.columns, mode, 0.5, False)
         except ValueError as error:
-            return prompt, f"{path.name} row {group.first_row + position}: {error}"
-        return prompt, None
+            return prompt, None, f"{path.name} row {group.first_row + position}: {error}"
+        return prompt, time_ids.tobytes(), None
 
     def collect(encoded, decoded):
         """Wait for a batch; return its rows."""
         originals, edits = (np.asarray(x) for x in encoded)
         bar.update(len(decoded))
-        for _, reason in decoded:
+        for *_, reason in decoded:
             if reason:
                 logger.warning("%s; stored without latents", reason)
                 bad.append(reason)
@@ -384,8 +385,10 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
                 f"example {bad[-1]}"
             )
         return [
-            (None, None, prompt) if reason else (original.tobytes(), edited.tobytes(), prompt)
-            for original, edited, (prompt, reason) in zip(originals, edits, decoded)
+            (None, None, prompt, None)
+            if reason
+            else (original.tobytes(), edited.tobytes(), prompt, time_ids)
+            for original, edited, (prompt, time_ids, reason) in zip(originals, edits, decoded)
         ]
 
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())

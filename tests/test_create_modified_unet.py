@@ -51,16 +51,19 @@ def check_widened(source, widened, in_channels):
         assert new[name].tobytes() == tensor.tobytes(), name
 
     torch.manual_seed(0)
-    latents, text = torch.randn(2, 4, 8, 12), torch.randn(2, 7, 24)
-    timesteps = torch.tensor([3, 900])
+    latents = torch.randn(2, 4, 8, 12)
+    text = torch.randn(2, 7, new_config["cross_attention_dim"])
+    timesteps, added = torch.tensor([3, 900]), {}
+    if new_config["addition_embed_type"] == "text_time":
+        time_ids = torch.tensor([[40.0, 56, 3, 0, 40, 40]] * 2)
+        added = {"added_cond_kwargs": {"text_embeds": torch.randn(2, 20), "time_ids": time_ids}}
     unets = [UNet2DConditionModel.from_pretrained(f).float() for f in (source, widened)]
     with torch.no_grad():
-        expected = unets[0](latents, timesteps, text).sample
+        expected = unets[0](latents, timesteps, text, **added).sample
         for extra in (torch.zeros, torch.randn, lambda *size: 100 * torch.randn(*size)):
             x = torch.cat((latents, extra(2, in_channels - 4, 8, 12)), 1)
-            torch.testing.assert_close(
-                unets[1](x, timesteps, text).sample, expected, rtol=1e-5, atol=1e-6
-            )
+            result = unets[1](x, timesteps, text, **added).sample
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
@@ -74,6 +77,27 @@ def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
     assert float(check.split()[2].rstrip(",")) <= 1e-5 * float(check.split()[5].rstrip(","))
     assert "the 4 new channels" in check
     assert lines[-1] == f"saved {out}: 8 input channels, all other weights unchanged"
+
+
+def test_sdxl(tmp_path, monkeypatch):
+    """The self-check includes the added conditions."""
+    source, out = make_tiny_xl(tmp_path / "xl"), tmp_path / "widened"
+    run_main(monkeypatch, source, out)
+    check_widened(source / "unet", out, 8)
+    checked = create_modified_unet.largest_difference
+    biased = {"add_embedding": {}}
+
+    def spoiled(narrow, narrow_params, wide, wide_params, key):
+        added = wide_params["add_embedding"]["linear_1"]
+        biased["add_embedding"] = wide_params["add_embedding"] | {
+            "linear_1": added | {"bias": added["bias"] + 1}
+        }
+        return checked(narrow, narrow_params, wide, wide_params | biased, key)
+
+    monkeypatch.setattr(create_modified_unet, "largest_difference", spoiled)
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, source, tmp_path / "other")
+    assert stop.value.code == 1 and not (tmp_path / "other").exists()
 
 
 def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkeypatch):
@@ -148,11 +172,11 @@ def test_widen_leaves_its_argument_alone(narrow):
         ({"subfolder": "prior"}, "no config.json in narrow/prior"),
         ({"subfolder": ""}, "no config.json in narrow;"),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
-        ({"source": "xl"}, "has the UNet of an SDXL, which the trainer does not train"),
-        ({"output_dir": "file"}, "output_dir=file is a file; name a folder"),
-        ({"output_dir": ""}, "output_dir is empty; name a folder"),
-        ({"output_dir": "narrow"}, "output_dir=narrow is the model that is read"),
-        ({"output_dir": "narrow/unet"}, "output_dir=narrow/unet is the model that is read"),
+        ({"source": "refiner"}, "is SDXL's refiner, which lacks the first text encoder"),
+        ({"output_dir": "file"}, "--output_dir file is a file; name a directory"),
+        ({"output_dir": ""}, "--output_dir is empty; name a directory"),
+        ({"output_dir": "narrow"}, "--output_dir narrow is the model that is read"),
+        ({"output_dir": "narrow/unet"}, "--output_dir narrow/unet is the model that is read"),
         ({"output_dir": "trained/unet"}, "is a part of the pipeline in "),
         ({"output_dir": "file/out"}, "file/out"),
     ],
@@ -162,8 +186,8 @@ def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, mes
     Path("narrow").symlink_to(narrow)
     if flags.get("source") == "wide":
         make_tiny_pipeline("wide", in_channels=8)
-    if flags.get("source") == "xl":
-        make_tiny_xl("xl")
+    if flags.get("source") == "refiner":
+        make_tiny_xl("refiner", refiner=True)
     Path("file").touch()
     Path("trained").mkdir()
     Path("trained/model_index.json").write_text("{}")

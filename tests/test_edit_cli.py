@@ -236,7 +236,10 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--seed", "-1"], "--seed -1"),
         ([*ONE, "--resolution", "3"], "--resolution 3 is too small"),
         ([*ONE, "--model", "nowhere/model"], "nowhere/model has no model_index.json"),
-        ([*ONE, "--model", "narrow"], "narrow is no InstructPix2Pix"),
+        (
+            [*ONE, "--model", "narrow"],
+            "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
+        ),
         (["--edits_jsonl", "none.jsonl"], "none.jsonl cannot be read"),
         (["--edits_jsonl", "empty.jsonl"], "empty.jsonl holds no edits"),
         (

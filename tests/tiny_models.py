@@ -145,7 +145,9 @@ def make_tiny_pipeline(
     return folder
 
 
-def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=True):
+def make_tiny_xl(
+    folder, refiner=False, scheduler="euler", seed=0, force_zeros=True, edits=False, **options
+):
     """Write a random SDXL pipeline, base or refiner, of about 0.5M parameters.
 
     Args:
@@ -154,6 +156,8 @@ def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=T
         scheduler: a key of SCHEDULERS.
         seed: seed of the weights.
         force_zeros: force_zeros_for_empty_prompt in model_index.json.
+        edits: write an InstructPix2Pix model, whose UNet has 8 input channels.
+        options: of the scheduler.
 
     Returns:
         folder, a Path.
@@ -194,6 +198,7 @@ def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=T
     ).save_pretrained(folder / "vae")
     UNet2DConditionModel(
         sample_size=8,
+        in_channels=8 if edits else 4,
         block_out_channels=[16],
         down_block_types=["CrossAttnDownBlock2D"],
         up_block_types=["CrossAttnUpBlock2D"],
@@ -207,13 +212,14 @@ def make_tiny_xl(folder, refiner=False, scheduler="euler", seed=0, force_zeros=T
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=20 + (5 if refiner else 6) * 8,
     ).save_pretrained(folder / "unet")
-    scheduler_class, options = SCHEDULERS[scheduler]
-    options = {"timestep_spacing": "leading", "steps_offset": 1} | options
+    scheduler_class, defaults = SCHEDULERS[scheduler]
+    options = {"timestep_spacing": "leading", "steps_offset": 1} | defaults | options
     scheduler_class(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", **options
     ).save_pretrained(folder / "scheduler")
+    kind = "Img2Img" if refiner else "InstructPix2Pix" if edits else ""
     index = {
-        "_class_name": f"StableDiffusionXL{'Img2Img' if refiner else ''}Pipeline",
+        "_class_name": f"StableDiffusionXL{kind}Pipeline",
         "_diffusers_version": "0.30.0",
         "force_zeros_for_empty_prompt": force_zeros,
         "requires_aesthetics_score": refiner,

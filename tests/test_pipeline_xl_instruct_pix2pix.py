@@ -1,0 +1,182 @@
+"""The SDXL InstructPix2Pix pipeline against PyTorch diffusers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLInstructPix2PixPipeline
+from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import edit_cli
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+)
+from pipeline_flax_utils import FlaxDiffusionPipeline
+from sharding_flax import replicate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_xl(tmp_path_factory.mktemp("xl") / "model", edits=True)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+
+
+def edit_with_torch(folder, prompts, images, latents, negative_prompt=None, **options):
+    """PyTorch's pipeline, 8 steps; (B, H, W, 3) in [0, 1]."""
+    pipeline = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompts,
+        image=torch.tensor(images).permute(0, 3, 1, 2),
+        height=images.shape[1],
+        width=images.shape[2],
+        num_inference_steps=8,
+        latents=torch.tensor(latents),
+        negative_prompt=negative_prompt,
+        output_type="np",
+        **options,
+    ).images
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "batch", "size", "negative_prompt", "scales"),
+    [
+        ("euler", {}, 2, (40, 56), None, dict(guidance_scale=3.0, image_guidance_scale=1.5)),
+        pytest.param(
+            *("ddim", {"prediction_type": "v_prediction"}, 1, (64, 64), ["red"]),
+            dict(guidance_scale=5.0, image_guidance_scale=2.0, guidance_rescale=0.7),
+            marks=pytest.mark.slow,
+        ),
+        (
+            *("dpmsolver++", {}, 2, (72, 40), ["upside colors", "red"]),
+            dict(guidance_scale=7.5, image_guidance_scale=1.0, guidance_rescale=0.5),
+        ),
+    ],
+)
+def test_images_are_those_of_pytorch(
+    tmp_path, scheduler, options, batch, size, negative_prompt, scales
+):
+    folder = make_tiny_xl(tmp_path / "model", scheduler=scheduler, edits=True, **options)
+    input_images, latents = random_inputs(batch, *size, 8)
+    prompts = PROMPTS[:batch]
+    expected = edit_with_torch(folder, prompts, input_images, latents, negative_prompt, **scales)
+    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+    prompt_ids, image = pipeline.prepare_inputs(prompts, input_images)
+    images = pipeline(
+        prompt_ids,
+        image,
+        params,
+        jax.random.key(0),
+        8,
+        latents=latents,
+        neg_prompt_ids=negative_prompt and pipeline.prepare_text_inputs(negative_prompt),
+        **scales,
+    ).images
+    assert images.dtype == jnp.float32 and images.shape == (batch, *size, 3)
+    assert psnr(images, expected) > 60
+
+
+@pytest.mark.parametrize("negative_prompt", [None, "", "red"])
+def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt):
+    """Text and image; null text and image; null text and zeros. Time ids are equal in all."""
+    pipeline, params = loaded
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[0], random_inputs(1, 40, 56, 8)[0])
+    null_ids = None if negative_prompt is None else pipeline.prepare_text_inputs(negative_prompt)
+    received, apply = [], type(pipeline.unet).apply
+
+    def spy(self, variables, sample, t, states, added):
+        received.append((sample, states, added))
+        return apply(self, variables, sample, t, states, added)
+
+    monkeypatch.setattr(type(pipeline.unet), "apply", spy)
+    with jax.disable_jit():
+        pipeline._generate(prompt_ids, image, params, jax.random.key(0), 1, neg_prompt_ids=null_ids)
+    (sample, states, added), *_ = received
+    text, pooled = pipeline.get_embeddings(prompt_ids, params)
+    null, null_pooled = jnp.zeros_like(text), jnp.zeros_like(pooled)
+    if null_ids is not None:
+        null, null_pooled = pipeline.get_embeddings(null_ids, params)
+    np.testing.assert_allclose(states, jnp.concatenate([text, null, null]), atol=1e-5)
+    np.testing.assert_allclose(
+        added["text_embeds"], jnp.concatenate([pooled, null_pooled, null_pooled]), atol=1e-5
+    )
+    np.testing.assert_array_equal(added["time_ids"], [[40, 56, 0, 0, 40, 56]] * 3)
+    noisy, image_latents = np.split(np.asarray(sample), 2, axis=1)
+    np.testing.assert_array_equal(noisy[1:], noisy[:1].repeat(2, axis=0))
+    posterior = pipeline.vae.apply({"params": params["vae"]}, image, method=pipeline.vae.encode)
+    mode = np.transpose(posterior.latent_dist.mode(), (0, 3, 1, 2))  # unscaled
+    expected = np.concatenate([mode, mode, np.zeros_like(mode)])
+    np.testing.assert_allclose(image_latents, expected, atol=1e-5)
+
+
+def test_devices_change_nothing(loaded):
+    pipeline, params = loaded
+    input_images, latents = random_inputs(2, 40, 40, 8)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:2], input_images)
+    key = jax.random.key(0)
+    expected = pipeline(prompt_ids, image, params, key, 2, latents=latents).images
+    devices = jax.devices()[:2]
+    images = pipeline(
+        prompt_ids[:, None],
+        image[:, None],
+        replicate(params, devices),
+        key,
+        2,
+        latents=latents[:, None],
+        jit=True,
+    ).images
+    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
+
+
+def test_the_folder_names_the_class(folder, tmp_path):
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder)
+    assert type(pipeline) is FlaxStableDiffusionXLInstructPix2PixPipeline
+    pipeline.save_pretrained(tmp_path / "saved", params)
+    saved = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(tmp_path / "saved")
+    assert saved.config.force_zeros_for_empty_prompt
+
+
+def test_other_models_are_refused_by_name(folder, tmp_path):
+    base = make_tiny_xl(tmp_path / "base")
+    pix2pix = make_tiny_pipeline(tmp_path / "pix2pix")
+    cosxl = make_tiny_xl(tmp_path / "cosxl", edits=True)
+    file = cosxl / "model_index.json"
+    index = json.loads(file.read_text()) | {"scheduler": ["diffusers", "EDMEulerScheduler"]}
+    file.write_text(json.dumps(index))
+    ours = FlaxStableDiffusionXLInstructPix2PixPipeline
+    for cls, path, message in (
+        (ours, base, "has in_channels=4, so it makes images from text only"),
+        (ours, pix2pix, "no Stable Diffusion XL"),
+        (ours, cosxl, r"is a CosXL model \(EDMEulerScheduler\), which is not supported"),
+        (FlaxStableDiffusionInstructPix2PixPipeline, folder, "open it with FlaxStableDiffusionXL"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cls.from_pretrained(path)
+
+
+def test_edit_cli_opens_either_family(folder, tmp_path):
+    """Without a negative prompt the null text is zeros."""
+    input_images, _ = random_inputs(1, 40, 56, 8)
+    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+    pipeline.numpy_to_pil(input_images)[0].save(tmp_path / "in.png")
+    args = f"--model {folder} --input {tmp_path}/in.png --output {tmp_path}/out.png"
+    args = [*args.split(), "--edit", "make it red", "--resolution", "56"]
+    edit_cli.main([*args, "--num_inference_steps", "2", "--compilation_cache_dir", ""])
+    image = edit_cli.load_image(tmp_path / "out.png")
+    pixels = np.asarray(edit_cli.load_image(tmp_path / "in.png"))
+    prompt_ids, prepared = pipeline.prepare_inputs("make it red", pixels)
+    expected = pipeline(
+        prompt_ids, prepared, params, jax.random.fold_in(jax.random.key(0), 0)[None], 2
+    ).images
+    assert psnr(np.asarray(image, np.float32)[None] / 255, expected) > 45
