@@ -34,6 +34,7 @@ from training_models import write_latents
 @dataclass(frozen=True)
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory or hub id with the VAE
+    pretrained_vae_model_name_or_path: str = ""  # another VAE; "": the model's own
     train_data_dir: str = "data"  # directory of *.parquet shards
     output_dir: str = "latents"  # directory for the shards of latents
     revision: str | None = None  # branch, tag or commit of a hub id

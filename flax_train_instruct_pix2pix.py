@@ -46,6 +46,7 @@ from training_flags import Config, check_config, check_schedules, ema_flags
 from training_models import (
     check_vae,
     encode_batch,
+    is_sdxl,
     load_models,
     load_validation_images,
     write_latents,
@@ -294,6 +295,7 @@ def open_dataset(config: Config):
         seed=config.seed,
         random_crop=config.random_crop,
         random_flip=config.random_flip,
+        micro_conditioning=is_sdxl(config),
         resample=config.image_interpolation_mode,
         **columns,
         max_rows=config.max_train_samples,
@@ -355,8 +357,11 @@ def run_training(config: Config, validation_images):
     p_update_average = make_update_average()
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
-    cast = partial(jax.tree.map, lambda x: np.asarray(x, dtype))
-    on_devices = frozen | {name: cast(frozen[name]) for name in ("vae", "text_encoder")}
+    dtypes = {"vae": models.vae.dtype, "text_encoder": dtype}
+    on_devices = frozen | {
+        name: jax.tree.map(lambda x, to=to: np.asarray(x, to), frozen[name])
+        for name, to in dtypes.items()
+    }
     if dataset.latents and not validation_images:
         del on_devices["vae"]
     p_frozen = replicate(on_devices)

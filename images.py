@@ -196,6 +196,8 @@ def encoded_size(data: bytes) -> tuple[int, int]:
     else:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         (width, height), orientation = image.size, image.getexif().get(ORIENTATION, 1)
+        if image.format == "TIFF":  # Pillow has applied it
+            orientation = 1
     return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
 
 

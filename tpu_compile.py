@@ -61,7 +61,7 @@ from tpu_programs import (
     slice_devices,
 )
 from training_flags import check_config, ema_flags
-from training_models import Models, encode_text
+from training_models import Models, encode_text, is_sdxl
 from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -148,12 +148,18 @@ def training_models(config):
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if source := config.pretrained_model_name_or_path:
         unet = () if config.unet_model_name_or_path else ("unet",)
-        configs = read_configs(source, config.revision, "vae", "text_encoder", *unet)
+        encoders = ["text_encoder"] + ["text_encoder_2"] * is_sdxl(config)
+        configs = read_configs(source, config.revision, "vae", *encoders, *unet)
         configs["scheduler"] = FlaxDDPMScheduler.load_config(
             source, subfolder="scheduler", revision=config.revision
         )
     dtype = DTYPES[config.mixed_precision]
+    if config.pretrained_vae_model_name_or_path:
+        vae_config = FlaxAutoencoderKL.load_config(config.pretrained_vae_model_name_or_path)
+        configs = configs | {"vae": vae_config}
     vae = FlaxAutoencoderKL.from_config(configs["vae"], dtype=dtype)
+    if "text_encoder_2" in configs and vae.force_upcast:  # as in load_vae
+        vae = vae.clone(dtype=jnp.float32)
     text_encoder = FlaxCLIPTextModel.from_config(configs["text_encoder"], dtype=dtype)
     scheduler = FlaxDDPMScheduler.from_config(configs["scheduler"])
     scheduler_state = scheduler.create_state()
@@ -177,7 +183,7 @@ def training_models(config):
     null_text = jax.eval_shape(partial(encode_text, text_encoder), text_params, ids, time_ids)
     null_text.pop("time_ids", None)  # they are not dropped
     frozen = {
-        "vae": param_shapes(vae, dtype),
+        "vae": param_shapes(vae, vae.dtype),
         "text_encoder": text_params,
         "null_text": null_text,
         "scheduler": jax.eval_shape(lambda: scheduler_state),
@@ -255,9 +261,8 @@ def unet_job(config, devices):
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if source := config.pretrained_model_name_or_path:
         configs = read_configs(source, config.revision, "unet", "vae")
-    in_channels = config.in_channels or (
-        8 if config.gradient else configs["unet"].get("in_channels", 4)
-    )
+    pretrained_channels = configs["unet"].get("in_channels", 4)
+    in_channels = config.in_channels or (8 if config.gradient else pretrained_channels)
     dtype = DTYPES[config.mixed_precision]
     unet = FlaxUNet2DConditionModel.from_config(
         configs["unet"] | {"in_channels": in_channels}, dtype=dtype
@@ -270,12 +275,8 @@ def unet_job(config, devices):
     ]
     if unet.addition_embed_type == "text_time":
         width = unet.projection_class_embeddings_input_dim - 6 * unet.addition_time_embed_dim
-        inputs.append(
-            {
-                "text_embeds": jax.ShapeDtypeStruct((n, B, width), dtype),
-                "time_ids": jax.ShapeDtypeStruct((n, B, 6), jnp.float32),
-            }
-        )
+        added = {"text_embeds": ((n, B, width), dtype), "time_ids": ((n, B, 6), jnp.float32)}
+        inputs.append({name: jax.ShapeDtypeStruct(*x) for name, x in added.items()})
 
     def predict(params, *inputs):
         return unet.apply({"params": params}, *inputs).sample

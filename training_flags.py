@@ -27,6 +27,7 @@ class Config:
     # model; on resume, directories may change but not the weights in them
     pretrained_model_name_or_path: str = per_process()  # pipeline directory or hub id
     unet_model_name_or_path: str = per_process()  # output of create_modified_unet.py
+    pretrained_vae_model_name_or_path: str = per_process("")  # another VAE; "": the model's own
     revision: str | None = may_change(None)  # branch, tag or commit of a hub id
     variant: str | None = may_change(None)  # e.g. fp16, of the pretrained model's files
     # data

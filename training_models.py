@@ -8,14 +8,9 @@ import json
 import logging
 import math
 import os
-import shutil
 import tempfile
-import time
-import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,26 +22,33 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from command_line import differences
+from config_flax import has, read_index
 from images import load_image, num_usable_cores
 from kernels_flax import by_platform
-from modeling_flax_clip import FlaxCLIPTextModel
+from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from parquet_dataset import MIN_ROWS_FOR_BAD_FRACTION
 from parquet_shards import (
     LATENTS,
     TIME_IDS,
-    RowGroup,
+    UNFINISHED_PREFIX,
+    check_existing_shard,
     decode_pair,
+    describe_source,
+    group_by_shard,
     latents_metadata,
     list_row_groups,
     pair_at,
     read_row_group,
+    remove_leftovers,
     take_first_rows,
 )
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
+)
+from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from pipeline_flax_utils import load_tokenizer
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
@@ -57,11 +59,10 @@ from training_output import tree_checksum
 logger = logging.getLogger(__name__)
 
 VALIDATION_INFERENCE_STEPS = 20
+SD_SCALING_FACTOR = 0.18215  # of the VAE's latents; SDXL has 0.13025
+TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
 LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
-UNFINISHED_PREFIX = ".unfinished-"  # of temporary directories for shards
-STALE_SECONDS = 24 * 3600  # age at which an unfinished directory is removed
-FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 
 class Models(NamedTuple):
@@ -69,7 +70,7 @@ class Models(NamedTuple):
 
     unet: FlaxUNet2DConditionModel
     vae: FlaxAutoencoderKL
-    text_encoder: FlaxCLIPTextModel
+    text_encoder: FlaxCLIPTextModel | tuple  # for SDXL a tuple of two
     scheduler: FlaxDDPMScheduler
 
 
@@ -161,47 +162,106 @@ def load_models(config: Config, dtype: Any):
         ValueError: files are missing or damaged, or the models do not fit together.
     """
     source, revision = config.pretrained_model_name_or_path, config.revision
-    files = dict(revision=revision, variant=config.variant, dtype=dtype)
+    is_xl = is_sdxl(config)
     unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(
         config.unet_model_name_or_path, dtype=dtype
     )
-    if unet.addition_embed_type is not None:
-        raise ValueError(
-            f"{flag(config, 'unet_model_name_or_path')} is an SDXL UNet, which cannot be trained "
-            "here; give a Stable Diffusion 1.x or 2.x UNet widened by create_modified_unet.py"
-        )
     unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
-    vae, vae_params = FlaxAutoencoderKL.from_pretrained(source, subfolder="vae", **files)
-    text_encoder, text_params = FlaxCLIPTextModel.from_pretrained(
-        source, subfolder="text_encoder", _do_init=False, **files
-    )
+    vae, vae_params = load_vae(config, dtype, is_xl)
+    encoders, tokenizers = [], []
+    for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]:
+        encoder, encoder_params = encoder_class.from_pretrained(
+            source,
+            subfolder=f"text_encoder{suffix}",
+            revision=revision,
+            variant=config.variant,
+            dtype=dtype,
+            _do_init=False,
+        )
+        encoders.append((encoder, encoder_params))
+        tokenizers.append(load_tokenizer(source, encoder, revision, f"tokenizer{suffix}"))
+    text_encoder, text_params = zip(*encoders) if is_xl else encoders[0]
     scheduler, scheduler_state = FlaxDDPMScheduler.from_pretrained(
         source, subfolder="scheduler", revision=revision
     )
     sampler, _ = scheduler_from_pretrained(source, revision=revision)
-    tokenizer = load_tokenizer(source, text_encoder, revision)
     models = Models(unet, vae, text_encoder, scheduler)
     check_models(config, models)
 
     float32 = partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
-    pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
-        vae, text_encoder, tokenizer, unet, sampler
-    )
+    if is_xl:
+        pipeline = FlaxStableDiffusionXLInstructPix2PixPipeline(
+            *text_encoder, vae, *tokenizers, unet, sampler
+        )
+    else:
+        pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
+            vae, text_encoder, *tokenizers, unet, sampler
+        )
     null_ids = pipeline.prepare_text_inputs("")
     null_text = jax.jit(partial(encode_text, text_encoder))(text_params, null_ids)
+    if is_xl:  # trained and sampled with zeros, see force_zeros_for_empty_prompt
+        null_text = {name: jnp.zeros_like(null_text[name]) for name in ("states", "pooled")}
     frozen = {
         "vae": float32(vae_params),
         "text_encoder": float32(text_params),
-        "null_text": jax.tree.map(np.asarray, null_text),  # {"states": (1, T, D)}
+        "null_text": jax.tree.map(np.asarray, null_text),  # (1, T, D) and, for SDXL, (1, P)
         "scheduler": scheduler_state,
     }
     return models, pipeline, frozen, float32(unet_params)
 
 
+def is_sdxl(config) -> bool:
+    """Whether --pretrained_model_name_or_path is SDXL.
+
+    Raises:
+        ValueError: it is not a pipeline, or an SDXL refiner.
+    """
+    source = config.pretrained_model_name_or_path
+    index = read_index(source, config.revision)
+    if not has(index, "text_encoder_2"):
+        if "XL" in str(index.get("_class_name")):
+            raise ValueError(f"{source} is SDXL without text_encoder_2; copy or download it again")
+        return False
+    if not has(index, "text_encoder"):
+        raise ValueError(
+            f"{source} is SDXL's refiner, which lacks the first text encoder; give the base model"
+        )
+    return True
+
+
+def load_vae(config, dtype, is_xl):
+    """Load the VAE of a training run or of cache_latents.py; returns (module, params).
+
+    SDXL's own VAE overflows in half precision. It computes in float32, as its config asks for
+    (force_upcast).
+    """
+    source, options = config.pretrained_vae_model_name_or_path, {}
+    if not source:
+        source = config.pretrained_model_name_or_path
+        options = dict(subfolder="vae", revision=config.revision, variant=config.variant)
+    vae, params = FlaxAutoencoderKL.from_pretrained(source, dtype=dtype, **options)
+    return vae.clone(dtype=jnp.float32) if is_xl and vae.force_upcast else vae, params
+
+
+def pipeline_params(frozen):
+    """The pipeline's parameters other than the UNet's, of train_step's frozen ones."""
+    encoders = frozen["text_encoder"]
+    if not isinstance(encoders, tuple):
+        return {"vae": frozen["vae"], "text_encoder": encoders}
+    return {"vae": frozen["vae"], "text_encoder": encoders[0], "text_encoder_2": encoders[1]}
+
+
 def check_models(config: Config, models: Models):
     """Raise a ValueError for models that do not fit together or do not fit the resolution."""
     unet, vae, text_encoder, scheduler = models
-    source = config.pretrained_model_name_or_path
+    source, is_xl = config.pretrained_model_name_or_path, isinstance(models.text_encoder, tuple)
+    if is_xl != (unet.addition_embed_type == "text_time"):
+        families = ("SDXL", "Stable Diffusion 1 or 2")
+        family, other = families if is_xl else families[::-1]
+        raise ValueError(
+            f"{source} is {family}, but the UNet in {config.unet_model_name_or_path} is {other}; "
+            "take both from the same model"
+        )
     if scheduler.config.prediction_type == "sample":
         raise ValueError(
             f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
@@ -213,12 +273,28 @@ def check_models(config: Config, models: Models):
             f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it with "
             "create_modified_unet.py"
         )
-    if unet.cross_attention_dim != text_encoder.module.hidden_size:
+    encoders = text_encoder if is_xl else (text_encoder,)
+    hidden_size = sum(encoder.module.hidden_size for encoder in encoders)
+    if unet.cross_attention_dim != hidden_size:
         raise ValueError(
             f"the UNet in {config.unet_model_name_or_path} has cross_attention_dim "
-            f"{unet.cross_attention_dim}, but the text encoder of {source} has hidden_size "
-            f"{text_encoder.module.hidden_size}; take both from the same Stable Diffusion model"
+            f"{unet.cross_attention_dim}, but the text of {source} has {hidden_size} features; "
+            "take both from the same model"
         )
+    if is_xl and vae.scaling_factor == SD_SCALING_FACTOR:
+        raise ValueError(
+            f"the VAE in {config.pretrained_vae_model_name_or_path or source} has scaling_factor "
+            f"{vae.scaling_factor}, so it is Stable Diffusion's; SDXL needs its own"
+        )
+    if is_xl:
+        pooled = encoders[1].module.projection_dim
+        expected = pooled + 6 * unet.addition_time_embed_dim
+        if unet.projection_class_embeddings_input_dim != expected:
+            raise ValueError(
+                f"the UNet in {config.unet_model_name_or_path} takes "
+                f"{unet.projection_class_embeddings_input_dim} features of pooled text and time "
+                f"ids, but {source} gives {expected}; take both from the same model"
+            )
     factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
     if config.resolution % factor:
         raise ValueError(
@@ -246,7 +322,7 @@ def edit_images(pipeline, p_params, images, prompts, seed):
     """Edit images on this process's devices; all processes must call this together.
 
     Args:
-        pipeline: FlaxStableDiffusionInstructPix2PixPipeline.
+        pipeline: InstructPix2Pix.
         p_params: its replicated parameters without the scheduler's.
         images: N PIL images of equal size.
         prompts: N instructions.
@@ -263,7 +339,7 @@ def edit_images(pipeline, p_params, images, prompts, seed):
     )
     p_params = p_params | {"scheduler": replicate(pipeline.scheduler.create_state())}
     images = pipeline(
-        prompt_ids.reshape(n, B, -1),
+        prompt_ids.reshape(n, B, *prompt_ids.shape[1:]),
         image.reshape(n, B, *image.shape[1:]),
         p_params,
         jax.random.key(seed),
@@ -300,43 +376,6 @@ def encode_pairs(vae, params, originals, edits):
 def vae_checksum(params):
     """A hexadecimal checksum of a VAE's float32 parameters."""
     return f"{tree_checksum(params):08x}"
-
-
-def check_existing_shard(path: Path, metadata: dict) -> None:
-    """Raise a ValueError unless a shard of latents has this metadata."""
-    try:
-        existing = latents_metadata(pq.read_metadata(path))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); remove it, and it is written again"
-        ) from error
-    if existing is None:
-        raise ValueError(
-            f"{path} contains no latents; name a directory for latents only, not that of the images"
-        )
-    if different := differences(existing, metadata):
-        raise ValueError(
-            f"{path} was made with other settings ({'; '.join(different)}); name another directory"
-        )
-
-
-def describe_source(path: Path, groups: list[RowGroup]) -> dict:
-    """Identify a shard of images by its size, end, rows and columns."""
-    with path.open("rb") as file:
-        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
-        end = zlib.crc32(file.read())
-    return {
-        "source_bytes": path.stat().st_size,
-        "source_end": f"{end:08x}",
-        "rows": groups[0].metadata.num_rows,
-        "columns": list(groups[0].columns),
-    }
-
-
-def group_by_shard(groups: list[RowGroup]) -> Iterator[tuple[Path, list[RowGroup]]]:
-    """Yield each shard with its row groups, which must be in the order of the shards."""
-    for path, shard_groups in groupby(groups, key=lambda group: group.path):
-        yield path, list(shard_groups)
 
 
 def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, bad):
@@ -416,14 +455,6 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
         unfinished.replace(path)
 
 
-def remove_leftovers(output_dir):
-    """Remove temporary directories of killed processes: those not touched for a day."""
-    for folder in output_dir.glob(f"{UNFINISHED_PREFIX}*"):
-        with contextlib.suppress(OSError):  # already removed, or no permission
-            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(folder)
-
-
 def write_latents(config, output_dir, batch_size=None):
     """Write all missing shards of latents.
 
@@ -461,13 +492,7 @@ def write_latents(config, output_dir, batch_size=None):
             f"--train_data_dir {config.train_data_dir} already has latents; train on it directly"
         )
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
-    vae, params = FlaxAutoencoderKL.from_pretrained(
-        config.pretrained_model_name_or_path,
-        subfolder="vae",
-        revision=config.revision,
-        variant=config.variant,
-        dtype=dtype,
-    )
+    vae, params = load_vae(config, dtype, is_sdxl(config))
     params = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
     factor = 2 ** (len(vae.block_out_channels) - 1)
     if config.resolution % factor:
@@ -511,7 +536,8 @@ def write_latents(config, output_dir, batch_size=None):
         return
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))
     replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
-    params = jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), params), replicated)
+    params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
+    params = jax.device_put(params, replicated)
     # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
     program = jax.jit(
         jax.shard_map(

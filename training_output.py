@@ -189,7 +189,10 @@ def tree_checksum(tree):
 def run_identity(config, max_train_steps, dataset, models, params, frozen):
     """A flat JSON dict of all flags, data and weights that must not change on resume."""
     data = dataset.state_dict()
-    modules = models._asdict() | {"text_encoder": models.text_encoder.module}
+    modules = models._asdict()
+    encoders = modules.pop("text_encoder")
+    encoders = encoders if isinstance(encoders, tuple) else [encoders]
+    modules |= {f"text_encoder {i}": encoder.module for i, encoder in enumerate(encoders)}
     configs = {name: dict(module.config) for name, module in modules.items()}
     return fixed_flags(config, "may_change") | {
         "max_train_steps": max_train_steps,
@@ -431,29 +434,38 @@ def validation_grid(pairs, prompts):
 
 
 def write_model_card(
-    folder, *, name, base_model, dataset, command, config, metrics=None, image=None
+    folder,
+    *,
+    name,
+    command,
+    config,
+    pipeline_class="StableDiffusionInstructPix2PixPipeline",
+    metrics=None,
+    image=None,
 ):
     """Write the model card, FOLDER/README.md.
 
     Args:
         folder: pipeline directory.
         name: hub id of the model, or its directory if it is not published.
-        base_model: hub id or directory of the base model; only an id enters the metadata.
-        dataset: name of the dataset.
         command: shell command that trained the model.
         config: dict of all flags.
+        pipeline_class: the PyTorch class that opens folder.
         metrics: last row of metrics.jsonl, or None.
         image: path of a validation grid relative to folder, or None.
 
     Source: hub documentation, "Model Cards". The license field is empty: the base model's applies.
     """
+    base_model, dataset = config["pretrained_model_name_or_path"], config["train_data_dir"]
     data = ModelCardData(
-        base_model=None if Path(base_model).exists() else base_model,
+        base_model=None if Path(base_model).exists() else base_model,  # a hub id
         library_name="diffusers",
         pipeline_tag="image-to-image",
         tags=["stable-diffusion", "instruct-pix2pix", "image-to-image", "diffusers", "jax"],
         inference=True,
     )
+    R = config["resolution"]  # SDXL's class otherwise resizes images to 1024 pixels
+    size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
     shown = f"![before and after, with the instruction]({image})\n" if image else ""
     last_metrics = f"### Last metrics\n\n{markdown_table(metrics)}\n" if metrics else ""
     text = f"""
@@ -468,15 +480,17 @@ With PyTorch diffusers:
 
 ```python
 import torch
-from diffusers import StableDiffusionInstructPix2PixPipeline
+from diffusers import {pipeline_class}
 from diffusers.utils import load_image
 
-pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(
+pipeline = {pipeline_class}.from_pretrained(
     {json.dumps(name)}, torch_dtype=torch.float16
 )
 pipeline.to("cuda")
 image = load_image("in.jpg")
-edited = pipeline("make it red", image, guidance_scale=7.5, image_guidance_scale=1.5).images[0]
+edited = pipeline(
+    "make it red", image{size}, guidance_scale=7.5, image_guidance_scale=1.5
+).images[0]
 edited.save("out.png")
 ```
 

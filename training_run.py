@@ -53,7 +53,7 @@ from sharding_flax import (
     to_host,
 )
 from training_flags import Config, fixed_flags, profiled_steps, snapshot_steps
-from training_models import edit_images
+from training_models import edit_images, pipeline_params
 from training_output import (
     Checkpoints,
     MetricsLog,
@@ -387,7 +387,7 @@ class TrainRun:
         """Edit the validation images with the first average, else with the parameters."""
         with self._pause_clock():
             unet = self.p_gather(averages[0] if averages else state.params)
-            params = {"unet": unet, **p_frozen}
+            params = {"unet": unet, **pipeline_params(p_frozen)}
             images, prompts = self.validation_images, self.validation_prompts
             edits = edit_images(self.pipeline, params, images, prompts, self.config.seed)
             if self.is_main:
@@ -447,15 +447,14 @@ class TrainRun:
         write_model_card(
             output_dir,
             name=self.repo_id if config.push_to_hub else str(output_dir),
-            base_model=config.pretrained_model_name_or_path,
-            dataset=config.train_data_dir,
             command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
             config=asdict(config),
+            pipeline_class=self.pipeline.torch_class_name,
             metrics=self.last_row,
             image=grid if self.validation_images else None,
         )
-        parts = {name: self.frozen[name] for name in ("vae", "text_encoder")}
-        self.pipeline.save_pretrained(output_dir, {"unet": weights["unet"], **parts})
+        params = {"unet": weights["unet"], **pipeline_params(self.frozen)}
+        self.pipeline.save_pretrained(output_dir, params)
         print(f"saved {config.output_dir}")
 
 

@@ -197,7 +197,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_p
     for folder in (old, new):
         folder.mkdir(parents=True)
         (folder / "a.parquet").write_bytes(b"a half")
-    long_ago = time.time() - 2 * training_models.STALE_SECONDS
+    long_ago = time.time() - 2 * parquet_shards.STALE_SECONDS
     os.utime(old, (long_ago, long_ago))
     touch, touched = os.utime, []
     monkeypatch.setattr(os, "utime", lambda folder: touched.append(folder) or touch(folder))

@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 import parquet_dataset
 import parquet_processing
 import parquet_shards
-from images import crop_square, decode_image
+from images import crop_square, decode_image, encoded_size
 from parquet_dataset import epoch_order
 from parquet_processing import ParquetImagePairs
 
@@ -212,6 +212,16 @@ def test_upright_exif_takes_the_fast_way(monkeypatch):
     assert b"Exif" in data and decode_image(data, min_side=32).shape == (32, 32, 3)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_encoded_size_is_that_of_the_upright_image(kind, orientation):
+    image = Image.fromarray(smooth(0, 40, 64))
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    data = encode(image, kind, exif=exif)
+    assert encoded_size(data) == decode_image(data).shape[:2]
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "progressive", "CMYK", "turned", "PNG", "WEBP", "GIF"])
 def test_truncated_image_is_refused(kind):
     image = Image.fromarray(smooth(0, 60, 60))
@@ -243,18 +253,22 @@ def test_what_is_no_image_is_refused_in_one_line(data):
 
 
 def test_pair_is_cropped_and_flipped_alike(tmp_path):
+    """The time ids say where: in the mirrored image if it was mirrored."""
     rows = []
     for n in range(40):
         pixels = smooth(n, 24 + n % 3 * 8, 32)
         rows.append((encode(pixels), str(n), encode(255 - pixels)))
     write_shard(tmp_path / "a.parquet", rows)
-    dataset = ParquetImagePairs(tmp_path, batch_size=8, resolution=24)
+    dataset = ParquetImagePairs(tmp_path, batch_size=8, resolution=24, micro_conditioning=True)
     flips, places = Counter(), set()
     for batch in dataset:
         # Resampling rounds each image to integers separately.
         total = batch[ORIGINAL].astype(int) + batch[EDITED]
         assert np.abs(total - 255).max() <= 1
-        for pixels, prompt in zip(batch[ORIGINAL], batch["edit_prompt"]):
+        columns = batch[ORIGINAL], batch["edit_prompt"], batch["time_ids"]
+        for pixels, prompt, time_ids in zip(*columns):
+            image = Image.open(io.BytesIO(rows[int(prompt)][2]))
+            size = image.height, image.width
             image = Image.open(io.BytesIO(rows[int(prompt)][0]))
             height, width = (round(s * 24 / min(image.size)) for s in (image.height, image.width))
             whole = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
@@ -270,6 +284,9 @@ def test_pair_is_cropped_and_flipped_alike(tmp_path):
             assert len(matches) == 1
             flips[matches[0][2]] += 1
             places.add((height, width, *matches[0][:2]))
+            top, left, flip = matches[0]
+            left = width - 24 - left if flip else left
+            assert time_ids.tolist() == [*size, top, left, 24, 24]
     assert flips.total() == 40 and 10 <= flips[True] <= 30
     assert len({left for height, width, _, left in places if width > height}) >= 5
 
@@ -861,7 +878,7 @@ def test_every_type_of_text_and_of_bytes(tmp_path, text):
     for group in parquet_shards.list_row_groups(tmp_path):
         cells = parquet_shards.read_row_group(group)
         rows += [parquet_shards.pair_at(cells, row) for row in range(group.num_rows)]
-    assert rows == list(zip(originals, edits, prompts)) * len(BYTES)
+    assert [row[:3] for row in rows] == list(zip(originals, edits, prompts)) * len(BYTES)
 
 
 # Bad input

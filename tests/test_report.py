@@ -259,10 +259,10 @@ def test_files_that_are_no_image_are_named(tmp_path, monkeypatch):
 def card_of(folder, **changes):
     options = {
         "name": "tester/model",
-        "base_model": "stable-diffusion-v1-5/stable-diffusion-v1-5",
-        "dataset": "data",
         "command": "python flax_train_instruct_pix2pix.py --validation_prompt 'make it | red'",
         "config": {
+            "pretrained_model_name_or_path": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+            "train_data_dir": "data",
             "learning_rate": 5e-5,
             "resolution": 256,
             "validation_prompt": "make it\n| red",
@@ -306,7 +306,16 @@ def test_model_card_code_runs_as_python_and_shell(tmp_path):
 def test_model_card_of_a_local_base_model(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
-    card = card_of(tmp_path, base_model=str(base), metrics=None, image=None)
+    card = card_of(
+        tmp_path,
+        config={
+            "pretrained_model_name_or_path": str(base),
+            "train_data_dir": "data",
+            "resolution": 256,
+        },
+        metrics=None,
+        image=None,
+    )
     assert "base_model" not in card.data.to_dict()
     assert "![" not in card.text and "metrics" not in card.text
 

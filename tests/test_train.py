@@ -429,9 +429,8 @@ def parallel(model, data, lenient_optimizer):
     return Parallel(config_of(model, data, "unused"))
 
 
-def draws_by_hand(seed, step):
+def draws_by_hand(seed, step, side=RUN["resolution"] // 2):
     """What a step draws for the rows of a global batch, from seed, step and row alone."""
-    side = RUN["resolution"] // 2
     rows = []
     for row in range(RUN["train_batch_size"]):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), step), row)
@@ -447,16 +446,34 @@ def draws_by_hand(seed, step):
     return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
-def train_with_torch(model, batches, draws):
-    """The same run in PyTorch on one device; draws: one dict per step, over the global batch.
+def torch_text_encoder(model):
+    """PyTorch's text of a batch, and of an empty prompt: token ids -> {"states"}."""
+    text_encoder = CLIPTextModel.from_pretrained(model / "text_encoder")
+    tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
+    null_ids = tokenizer([""], padding="max_length", return_tensors="pt").input_ids
+
+    def encode(batch):
+        return {"states": text_encoder(torch.tensor(batch["input_ids"]).long()).last_hidden_state}
+
+    with torch.no_grad():
+        return encode, {"states": text_encoder(null_ids).last_hidden_state}
+
+
+def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder):
+    """The same run in PyTorch on one device.
+
+    Args:
+        model: pipeline directory.
+        batches: one global batch per step.
+        draws: draws_by_hand of each step.
+        text_encoder: model -> (batch -> text, null text), see torch_text_encoder.
 
     Returns:
         (UNet, losses, gradient norms).
     """
     unet = UNet2DConditionModel.from_pretrained(model / "unet")
     vae = AutoencoderKL.from_pretrained(model / "vae")
-    text_encoder = CLIPTextModel.from_pretrained(model / "text_encoder")
-    tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
+    encode_text, null_text = text_encoder(model)
     scheduler = diffusers.DDPMScheduler.from_pretrained(model / "scheduler")
     optimizer = torch.optim.AdamW(
         unet.parameters(),
@@ -470,7 +487,6 @@ def train_with_torch(model, batches, draws):
         num_warmup_steps=RUN["lr_warmup_steps"],
         num_training_steps=RUN["max_train_steps"],
     )
-    null_ids = tokenizer([""], padding="max_length", return_tensors="pt").input_ids
     losses, norms = [], []
     for batch, drawn in zip(batches, draws):
         posterior, noise, timesteps, u = (
@@ -485,14 +501,19 @@ def train_with_torch(model, batches, draws):
             x_0 = distribution.mean + distribution.std * posterior.permute(0, 3, 1, 2)
             x_0 = x_0 * vae.config.scaling_factor
             condition = vae.encode(original).latent_dist.mode()
-            text = text_encoder(torch.tensor(batch["input_ids"]).long()).last_hidden_state
-            null_text = text_encoder(null_ids).last_hidden_state[0]
+            text = encode_text(batch)
         q = RUN["conditioning_dropout_prob"]
-        text[u < 2 * q] = null_text
+        for name, null in null_text.items():
+            text[name][u < 2 * q] = null[0]
         condition[(q <= u) & (u < 3 * q)] = 0
 
         x_in = torch.cat((scheduler.add_noise(x_0, noise, timesteps), condition), 1)
-        loss = torch.nn.functional.mse_loss(unet(x_in, timesteps, text).sample, noise)
+        states = text.pop("states")
+        prediction = unet(x_in, timesteps, states, added_cond_kwargs=text or None).sample
+        target = noise
+        if scheduler.config.prediction_type == "v_prediction":
+            target = scheduler.get_velocity(x_0, noise, timesteps)
+        loss = torch.nn.functional.mse_loss(prediction, target)
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(unet.parameters(), RUN["max_grad_norm"]).item())
@@ -515,14 +536,17 @@ def test_four_devices_are_pytorch_on_one(model, parallel):
     rows = np.floor(np.concatenate([d["u"] for d in draws]) / RUN["conditioning_dropout_prob"])
     assert set(rows) == {0, 1, 2, 3, 4}
 
-    torch_unet, losses, norms = train_with_torch(model, batches, draws)
-    steps = list(parallel.run(batches, seed))
+    torch_run = train_with_torch(model, batches, draws)
+    compare_runs(parallel, list(parallel.run(batches, seed)), *torch_run)
+    assert min(torch_run[2]) > RUN["max_grad_norm"]
+
+
+def compare_runs(parallel, steps, torch_unet, losses, norms):
+    """Losses, gradient norms and the change of every parameter."""
     for name, expected in (("loss", losses), ("grad_norm", norms)):
         found = [np.asarray(metrics[name]) for _, metrics in steps]
         np.testing.assert_allclose([x[0] for x in found], expected, rtol=1e-4)
         assert all((x == x[0]).all() for x in found)
-    assert min(norms) > RUN["max_grad_norm"]
-
     start = flatten_dict(parallel.params, sep="/")
     theirs = torch_unet.state_dict()
     for key, trained in parallel.whole(steps[-1][0]).items():

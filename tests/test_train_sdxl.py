@@ -1,0 +1,221 @@
+"""Training SDXL: against PyTorch, and by the trainer's command line."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from diffusers import StableDiffusionXLInstructPix2PixPipeline
+from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
+from test_pipeline_xl_instruct_pix2pix import edit_with_torch
+from test_train import (
+    RUN,
+    Parallel,
+    compare_runs,
+    config_of,
+    draws_by_hand,
+    lenient_optimizer,  # noqa: F401
+    make_batch,
+    read_metrics,
+    run_main,
+    train_with_torch,
+    write_shard,
+)
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+import flax_train_instruct_pix2pix as trainer
+import training_models
+from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+)
+
+SIDE = RUN["resolution"] // 8  # of the latents
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_xl(
+        tmp_path_factory.mktemp("tiny") / "xl", edits=True, prediction_type="v_prediction"
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sixteen pairs of 22x18 pixels, two batches; one pair cannot be decoded."""
+    folder = tmp_path_factory.mktemp("data")
+    write_shard(folder / "a.parquet", 9, seed=1, broken=[3])
+    write_shard(folder / "b.parquet", 7, seed=2)
+    return folder
+
+
+def torch_text_encoder(model):
+    """PyTorch's text of both encoders; the null text is zeros."""
+    encoders = [
+        CLIPTextModel.from_pretrained(model / "text_encoder"),
+        CLIPTextModelWithProjection.from_pretrained(model / "text_encoder_2"),
+    ]
+
+    def encode(batch):
+        ids = torch.tensor(batch["input_ids"]).long()
+        outputs = [x(ids[:, i], output_hidden_states=True) for i, x in enumerate(encoders)]
+        return {
+            "states": torch.cat([x.hidden_states[-2] for x in outputs], -1),
+            "text_embeds": outputs[1].text_embeds,
+            "time_ids": torch.tensor(batch["time_ids"]),
+        }
+
+    sizes = [encoder.config.hidden_size for encoder in encoders]
+    null_text = {"states": torch.zeros(1, 77, sum(sizes)), "text_embeds": torch.zeros(1, 20)}
+    return encode, null_text
+
+
+def make_sdxl_batch(seed):
+    batch, rng = make_batch(seed), np.random.default_rng(seed)
+    B = RUN["train_batch_size"]
+    batch["input_ids"] = rng.integers(0, 500, (B, 2, 77), np.int32)
+    batch["time_ids"] = rng.integers(0, 2000, (B, 6)).astype(np.float32)
+    return batch
+
+
+def test_four_devices_are_pytorch_on_one(model):
+    """From pixels to weights, v prediction: text of both encoders, time ids, dropout, AdamW."""
+    num_steps, seed = 4, 3
+    batches = [make_sdxl_batch(i) for i in range(num_steps)]
+    draws = [draws_by_hand(seed, step, SIDE) for step in range(num_steps)]
+    parallel = Parallel(config_of(model, "unused", "unused"))
+    torch_run = train_with_torch(model, batches, draws, torch_text_encoder)
+    compare_runs(parallel, list(parallel.run(batches, seed)), *torch_run)
+
+
+# of torch.Tensor.__array__, called by diffusers' Euler scheduler
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+def test_a_trained_model_opens_in_pytorch(model, data, tmp_path, monkeypatch):
+    """By the command line, with validation images; null text is zeros there too."""
+    out = tmp_path / "out"
+    image = random_inputs(1, 16, 16, 8)[0]
+    pipeline, _ = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(model)
+    pipeline.numpy_to_pil(image)[0].save(tmp_path / "in.png")
+    config = config_of(
+        model,
+        data,
+        out,
+        validation_image=(str(tmp_path / "in.png"),),
+        validation_prompt=("make it red",),
+        validation_steps=3,
+        gradient_checkpointing=True,
+        ema="full",
+    )
+    run_main(config, monkeypatch)
+    assert len(read_metrics(out)) == RUN["max_train_steps"]
+    assert len(list((out / "validation").iterdir())) == 2
+    index = json.loads((out / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionXLInstructPix2PixPipeline"
+    assert index["force_zeros_for_empty_prompt"] is True
+    assert "StableDiffusionXLInstructPix2PixPipeline" in (out / "README.md").read_text()
+    StableDiffusionXLInstructPix2PixPipeline.from_pretrained(out)
+    input_images, latents = random_inputs(1, 40, 24, 8)
+    scales = dict(guidance_scale=5.0, image_guidance_scale=1.5)
+    expected = edit_with_torch(out, PROMPTS[:1], input_images, latents, **scales)
+    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(out)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
+    images = pipeline(*inputs, params, jax.random.key(0), 8, latents=latents, **scales).images
+    assert psnr(images, expected) > 60
+
+
+def test_cached_latents_have_the_time_ids(model, data, tmp_path, monkeypatch):
+    """The same losses with cached latents as without; latents without time ids are refused."""
+    losses, folder = {}, tmp_path / "latents"
+    for name, cached in (("plain", ""), ("cached", str(folder))):
+        config = config_of(
+            model, data, tmp_path / name, random_crop=False, cache_latents=cached, ema="none"
+        )
+        run_main(config, monkeypatch)
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
+    np.testing.assert_allclose(losses["cached"], losses["plain"], rtol=2e-3)
+    for path in folder.iterdir():
+        table = pq.read_table(path)
+        pq.write_table(table.drop_columns(["time_ids"]), path)
+    with pytest.raises(ValueError, match="has no time ids of SDXL; delete the directory"):
+        trainer.open_dataset(dataclasses.replace(config, output_dir=str(tmp_path / "other")))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
+    """The last checkpoint of four devices gives the same end on two."""
+    devices = jax.devices()
+    config = config_of(
+        model, data, tmp_path / "out", checkpointing_steps=3, checkpoints_total_limit=None
+    )
+    run_main(config, monkeypatch)
+    expected = [row["loss"] for row in read_metrics(tmp_path / "out")]
+    (tmp_path / "out" / "model_index.json").unlink()
+    other = dataclasses.replace(
+        config, resume_from_checkpoint=str(tmp_path / "out" / "checkpoints" / "3")
+    )
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda *args, **options: devices[:2])
+    for name in ("device_count", "local_device_count"):
+        monkeypatch.setattr(jax, name, lambda *args, **options: 2)
+    run_main(other, monkeypatch)
+    found = [row["loss"] for row in read_metrics(tmp_path / "out")]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def sd_unet(tmp_path):
+    return {"unet_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "unet")}
+
+
+def sd_vae(tmp_path):
+    return {"pretrained_vae_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "vae")}
+
+
+def refiner(tmp_path):
+    return {"pretrained_model_name_or_path": str(make_tiny_xl(tmp_path / "r", refiner=True))}
+
+
+def no_second_encoder(tmp_path):
+    folder = make_tiny_xl(tmp_path / "half")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["text_encoder_2"] = [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def sd_pipeline(tmp_path):
+    return {"pretrained_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd"))}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (sd_unet, "is SDXL, but the UNet in "),
+        (sd_pipeline, "is Stable Diffusion 1 or 2, but the UNet in "),
+        (sd_vae, "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own"),
+        (refiner, "is SDXL's refiner, which lacks the first text encoder; give the base model"),
+        (no_second_encoder, "is SDXL without text_encoder_2; copy or download it again"),
+        (lambda path: {"resolution": 12}, "--resolution 12 is not a multiple of 8; try 8 or 16"),
+    ],
+)
+def test_models_that_do_not_fit_are_one_line(
+    model, data, tmp_path, monkeypatch, capsys, change, message
+):
+    config = dataclasses.replace(config_of(model, data, tmp_path / "out"), **change(tmp_path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_main(config, monkeypatch)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not Path(config.output_dir, "config.json").exists()
+
+
+def test_the_vae_computes_in_float32(model):
+    config = config_of(model, "unused", "unused", mixed_precision="bf16")
+    models, *_ = training_models.load_models(config, jnp.bfloat16)
+    assert models.vae.dtype == jnp.float32 and models.unet.dtype == jnp.bfloat16
