@@ -189,10 +189,10 @@ def tree_checksum(tree):
 def run_identity(config, max_train_steps, dataset, models, params, frozen):
     """A flat JSON dict of all flags, data and weights that must not change on resume."""
     data = dataset.state_dict()
-    modules = models._asdict()
-    encoders = modules.pop("text_encoder")
-    encoders = encoders if isinstance(encoders, tuple) else [encoders]
-    modules |= {f"text_encoder {i}": encoder.module for i, encoder in enumerate(encoders)}
+    encoders = models.text_encoder
+    first, *second = encoders if isinstance(encoders, tuple) else [encoders]
+    modules = models._asdict() | {"text_encoder": first.module}
+    modules |= {f"text_encoder_{i}": encoder.module for i, encoder in enumerate(second, 2)}
     configs = {name: dict(module.config) for name, module in modules.items()}
     return fixed_flags(config, "may_change") | {
         "max_train_steps": max_train_steps,
