@@ -148,17 +148,17 @@ class ConfigMixin:
         """Read the config file.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub id.
+            pretrained_model_name_or_path: folder or hub id.
             return_unused_kwargs: True also returns the arguments that are not known.
             subfolder: folder inside it.
-            revision: branch, tag or commit on the Hub.
+            revision: branch, tag or commit on the hub.
             **kwargs: see take_hub_options.
 
         Returns:
             The content, a dict; with return_unused_kwargs (dict, dict).
 
         Raises:
-            ValueError: there is no such file, it is no JSON object, or an argument is unknown.
+            ValueError: the file is missing or not a JSON object, or an argument is unknown.
         """
         hub_options = take_hub_options(kwargs)
         if kwargs and not return_unused_kwargs:
@@ -189,13 +189,13 @@ def refuse_push_to_hub(push_to_hub):
 
 
 def take_hub_options(kwargs):
-    """Remove what concerns the Hub from keyword arguments.
+    """Remove the hub's options from keyword arguments.
 
     Returns:
         {name: value} for huggingface_hub.hf_hub_download.
 
     Raises:
-        ValueError: proxies is given, which the Hub client no longer takes.
+        ValueError: proxies is given, which the hub client no longer takes.
     """
     kwargs.pop("resume_download", None)  # downloads always resume
     if (token := kwargs.pop("use_auth_token", None)) is not None:  # the old name
@@ -207,15 +207,15 @@ def take_hub_options(kwargs):
 
 
 def place_in_words(source, subfolder, revision):
-    """Where files are looked for, in words."""
+    """Describe for an error message where files are searched."""
     where = f"{source}{f'/{subfolder}' if subfolder else ''}"
     if os.path.isdir(source):
         return where
-    return f"{where} (no folder here, so looked up on the Hub, revision {revision or 'main'})"
+    return f"{where} (not a folder, so looked up on the hub, revision {revision or 'main'})"
 
 
 def fetch_file(source, name, subfolder, revision, **hub_options):
-    """Path of one file of a folder or Hub repository, downloaded if need be; None if absent.
+    """Path of a file of a folder or hub repository, downloaded if necessary; None if missing.
 
     hub_options: see take_hub_options.
     """
@@ -232,32 +232,32 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         return None
     except HFValidationError:
         raise ValueError(
-            f"{source} is no folder here and cannot be a Hub id (owner/name); check the path"
+            f"{source} is not a folder and cannot be a hub id (owner/name); check the path"
         ) from None
     except HfHubHTTPError as error:
         reason = one_line(error)
-        raise ValueError(f"{source} is no folder here, and the Hub refuses it: {reason}") from error
+        raise ValueError(f"{source} is not a folder, and the hub refuses it: {reason}") from error
 
 
 @functools.cache
 def warn_once(message):
-    """Log a warning the first time it is given."""
+    """Log a warning, once per process."""
     logger.warning(message)
 
 
 def read_json(file):
-    """The JSON object in file; a ValueError that names the file if there is none."""
+    """Read a JSON object from a file; raise a ValueError that names the file if it has none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # RecursionError: brackets in brackets
         raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; fetch it again")
+        raise ValueError(f"{file} is not a JSON object; fetch it again")
     return content
 
 
 def write_json(file, content):
-    """Write content, readable, to file."""
+    """Write content to a JSON file, indented."""
     file.write_text(json_text(content), encoding="utf-8")
 
 
@@ -316,7 +316,7 @@ def types_of(annotation):
 
 
 def has_type(value, annotation):
-    """Whether a value of JSON is of a field's type; 1 is a float as well, true is no int."""
+    """Whether a value of JSON is of a field's type; 1 is also a float, true is not an int."""
     kinds = types_of(annotation)
     if isinstance(value, bool):
         return bool in kinds
@@ -334,7 +334,7 @@ def shard_names(index):
         index: Path of a *.index.json.
 
     Raises:
-        ValueError: it lists none, or one that is not in its own folder.
+        ValueError: it lists no files, or a file in another folder.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -342,7 +342,7 @@ def shard_names(index):
     for name in weight_map.values():
         if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
             raise ValueError(
-                f"{index} lists the shard {name!r}, which is no file name in its own folder; "
+                f"{index} lists the shard {name!r}, which is not a file name in the same folder; "
                 "fetch it again, from a source that you trust"
             )
     return sorted(set(weight_map.values()))
@@ -366,7 +366,7 @@ CHOICES = {
     "prediction_type": ("epsilon", "v_prediction", "sample"),
     "timestep_spacing": ("leading", "linspace", "trailing"),
 }
-# The constructor's first arguments; each class has its own after them.
+# The first arguments of all constructors; the arguments of a class follow.
 FIRST_ARGUMENTS = (
     "num_train_timesteps",
     "beta_start",
@@ -417,7 +417,7 @@ def checked_option(name, value, default):
 # Pipeline directories
 
 INDEX_NAME = "model_index.json"
-# Which file shows that a part of a pipeline folder is there.
+# The file that shows that a part of a pipeline folder exists.
 PART_FILES = {
     **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2"), "config.json"),
     **dict.fromkeys(("tokenizer", "tokenizer_2"), "tokenizer_config.json"),
@@ -446,10 +446,10 @@ def read_index(path, revision=None, **hub_options):
         found = (
             ""
             if os.path.isdir(path)
-            else " (no such folder here, nor on the Hub as far as it can be reached)"
+            else " (neither a folder, nor a model that can be reached on the hub)"
         )
         raise ValueError(
-            f"{path} has no model_index.json{found}; give the folder or Hub id of a whole pipeline"
+            f"{path} has no model_index.json{found}; give the folder or hub id of a whole pipeline"
         )
     return read_json(index)
 
@@ -463,16 +463,16 @@ def read_parts(path, parts, revision=None, **hub_options):
     """Read the settings of a pipeline folder, no weights.
 
     Args:
-        path: folder or Hub id.
+        path: folder or hub id.
         parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
-        revision: branch, tag or commit on the Hub.
+        revision: branch, tag or commit on the hub.
         hub_options: see fetch_file.
 
     Returns:
         (model_index.json's content; {part: the content of its PART_FILES}).
 
     Raises:
-        ValueError: nothing there, or parts are missing.
+        ValueError: the pipeline or some of its parts are missing.
     """
     index = read_index(path, revision, **hub_options)
     parts = parts(index) if callable(parts) else parts
@@ -489,11 +489,11 @@ def read_parts(path, parts, revision=None, **hub_options):
 
 @contextmanager
 def writing_pipeline(save_directory):
-    """Write a pipeline folder: give an empty one, then move its files into save_directory.
+    """Write a pipeline folder: yield an empty one, then move its files into save_directory.
 
     Only files are moved, so save_directory may be a mount point or a link to a folder. An old
     model_index.json is removed first and the new one is moved last: a folder that has one is
-    complete. Files that are not of the model stay.
+    complete. Other files in save_directory are not changed.
 
     If the caller fails, save_directory is not changed. If a file cannot be moved, it stays in
     save_directory/.saving-*.
@@ -506,7 +506,7 @@ def writing_pipeline(save_directory):
 
     Raises:
         ValueError: save_directory has a file where the model has a folder, or the reverse. The old
-            model is untouched then, and the message says where the new one is.
+            model is unchanged, and the message names the place of the new one.
     """
     folder = Path(save_directory).resolve()
     is_new = not folder.exists()

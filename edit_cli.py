@@ -53,9 +53,9 @@ GRID_MARGIN = 8  # pixels
 
 @dataclass(frozen=True)
 class Config:
-    """What to edit, with what, how."""
+    """Flags of the script."""
 
-    model: str  # folder or Hub id of an InstructPix2Pix pipeline
+    model: str  # directory or hub id of an InstructPix2Pix pipeline, SD or SDXL
     input: tuple[Path, ...] = ()  # images
     edit: tuple[str, ...] = ()  # instructions: one per image, or one for all
     output: Path | None = (
@@ -64,7 +64,7 @@ class Config:
     edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
     num_inference_steps: int = 50
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
-    image_guidance_scale: float = 1.5  # likeness to the input, >= 0
+    image_guidance_scale: float = 1.5  # similarity to the input, >= 0
     negative_prompt: str = ""  # what to avoid
     seed: int = 0
     resolution: int = 512  # pixels, longer side
@@ -72,12 +72,12 @@ class Config:
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     grid: Path | None = None  # image of the first 64 edits, before and after
-    compilation_cache_dir: str = "~/.cache/jax"  # programs for the next start; "" keeps none
+    compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One image to edit; index is its place in the list, which its noise depends on."""
+    """One image to edit; its noise depends on index, its place in the list."""
 
     index: int
     input: Path
@@ -98,7 +98,7 @@ def edits_of_flags(inputs, instructions, output):
         List of Edit.
     """
     if not inputs or not instructions:
-        raise ValueError("nothing to edit; give --input and --edit, or --edits_jsonl")
+        raise ValueError("no edits; give --input and --edit, or --edits_jsonl")
     if not all(map(str.strip, instructions)):
         raise ValueError('an --edit is empty; say what to change, such as "make it red"')
     if len(instructions) not in (1, len(inputs)):
@@ -138,17 +138,17 @@ def edits_of_jsonl(file):
             values = [None]
         if not all(isinstance(value, str) and value.strip() for value in values):
             raise ValueError(
-                f'{file}, line {number} is no JSON object with the texts "input", "edit" and '
+                f'{file}, line {number} is not a JSON object with the texts "input", "edit" and '
                 f'"output", none of them empty: {textwrap.shorten(line, 60)}'
             )
         edits.append(Edit(len(edits), Path(values[0]), values[1], Path(values[2])))
     if not edits:
-        raise ValueError(f"--edits_jsonl {file} holds no edits")
+        raise ValueError(f"--edits_jsonl {file} has no edits")
     return edits
 
 
 def check_outputs(edits, grid):
-    """Refuse outputs that cannot be written, coincide, or would overwrite an input."""
+    """Raise an error for outputs that cannot be written, coincide, or would overwrite an input."""
     paths = [edit.output for edit in edits] + ([grid] if grid else [])
     for path in paths:
         check_image_file(path)
@@ -158,7 +158,9 @@ def check_outputs(edits, grid):
         raise ValueError(f"{count} images would be written to {path}; give each its own output")
     for edit in edits:
         if edit.input.resolve() in written:
-            raise ValueError(f"{edit.input} is to be edited and would be overwritten; name another")
+            raise ValueError(
+                f"{edit.input} is an input and would be overwritten; name another output"
+            )
 
 
 def load_fitted(path, size):
@@ -167,12 +169,12 @@ def load_fitted(path, size):
 
 
 def edit_size(size, resolution, factor):
-    """Width and height an image is edited at.
+    """Width and height at which an image is edited.
 
     Args:
         size: its (width, height).
         resolution: of the longer side.
-        factor: what both must be multiples of.
+        factor: both are multiples of it.
 
     Returns:
         (width, height), each the nearest multiple of factor, at least one.
@@ -182,11 +184,11 @@ def edit_size(size, resolution, factor):
 
 
 def before_after_grid(edits, sizes):
-    """One image of the first edits: each before and after, the instruction written under.
+    """An image of the first edits, before and after, each with its instruction below.
 
     Args:
         edits: list of Edit, their outputs written.
-        sizes: per edit the (width, height) it ran at.
+        sizes: (width, height) of each edit.
 
     Returns:
         PIL image.
@@ -220,18 +222,18 @@ def before_after_grid(edits, sizes):
 def run_edits(pipeline, params, edits, sizes, config):
     """Edit and write all images, those of one size together, over the local devices.
 
-    The parameters are moved there, so params holds no NumPy arrays afterwards.
+    The parameters are moved there: afterwards params has no NumPy arrays.
 
     Args:
         pipeline: InstructPix2Pix.
         params: its parameters, in the dtype to compute in.
         edits: list of Edit.
-        sizes: per edit the (width, height) to edit at.
+        sizes: (width, height) of each edit.
         config: Config.
     """
     devices = jax.local_devices()[: len(edits)]
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    # All texts before the first image, so that a warning about one comes early and once.
+    # All texts at once, so that warnings come early and once.
     all_prompt_ids = pipeline.prepare_text_inputs([edit.instruction for edit in edits])
     neg_prompt_ids = None
     if config.negative_prompt:  # SDXL distinguishes no text from an empty one
@@ -273,7 +275,7 @@ def run_edits(pipeline, params, edits, sizes, config):
                 images = np.asarray(images).reshape(-1, *images.shape[2:])[: len(batch)]
                 if not np.isfinite(images).all():
                     raise ValueError(
-                        f"the edit of {batch[0].input} and others came out as NaN; try --dtype "
+                        f"the edit of {batch[0].input} and others are NaN; try --dtype "
                         "float32, and if that does not help, the model is broken"
                     )
                 for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
@@ -283,9 +285,11 @@ def run_edits(pipeline, params, edits, sizes, config):
 
 
 def run(config):
-    """Check everything that can be checked, load the model, edit, write."""
+    """Check the flags and images, load the model, edit and write."""
     if config.edits_jsonl and (config.input or config.edit or config.output):
-        raise ValueError("--edits_jsonl goes without --input, --edit and --output; drop either")
+        raise ValueError(
+            "--edits_jsonl excludes --input, --edit and --output; give one or the other"
+        )
     if config.edits_jsonl:
         edits = edits_of_jsonl(config.edits_jsonl)
     else:
@@ -327,7 +331,9 @@ def run(config):
     scheduler, state = scheduler_from_pretrained(config.model)
     if config.scheduler:
         scheduler, state = make_scheduler(config.scheduler, scheduler.config)
-    scheduler.set_timesteps(state, config.num_inference_steps)  # refuses numbers that do not fit
+    scheduler.set_timesteps(
+        state, config.num_inference_steps
+    )  # raises an error for invalid numbers
 
     default_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(config.dtype or default_dtype)

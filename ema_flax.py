@@ -5,10 +5,10 @@
         params = ...
         ema = ema_update(ema, params, power_decay(n, gamma))
 
-Exponential averages forget at a constant rate (or, with warm-up, at a rate that falls to it). The
-power-function averages of EDM2 (arXiv 2312.02696) forget at a rate that goes with 1 / step, so
-that their length is a fixed share of the run however long it is; from snapshots of two of them any
-other length can be rebuilt after training (`posthoc_weights`, and ema_posthoc.py).
+An exponential average has a constant decay (with warm-up, smaller decays at first). The decay of
+EDM2's power-function averages (arXiv 2312.02696) grows with the step, so that their length is a
+fixed fraction of the run. From snapshots of two of them, averages of other lengths can be
+reconstructed after training (`posthoc_weights`, and ema_posthoc.py).
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SIGMA_RELS = (0.05, 0.1)  # lengths of the two averages that are tracked, as shares of the run
-HORIZONS = 5  # a window in units of 1 / (1 - decay): the weights it starts from keep e^-5 = 0.7%
+SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
+HORIZONS = 5  # window times (1 - decay): the initial weights have e^-5 = 0.7% of the average
 
 
 def ema_start(params):
-    """A copy of the parameters: an average begins where they are."""
+    """Start an average: a copy of the parameters."""
     return jax.tree.map(jnp.copy, params)
 
 
@@ -33,7 +33,7 @@ def ema_update(ema_params, params, decay):
 
 
 def window_decay(window):
-    """The decay that a window of so many updates asks for: 1 - 5 / window, at least 0.
+    """The default decay for a window of updates: 1 - 5 / window, at least 0.
 
     Source: MosaicML's Stable Diffusion 2: 0.9999 over the last 50k of 1.4M steps.
     """
@@ -42,7 +42,7 @@ def window_decay(window):
 
 def warmup_decay(num_updates, decay):
     """The decay of update number num_updates (from 1) with warm-up: (1 + s) / (10 + s), at most
-    decay, where s = num_updates - 1; the first update takes the weights as they are.
+    decay, where s = num_updates - 1; the first update copies the weights.
 
     Source: diffusers' EMAModel.
     """
@@ -59,13 +59,13 @@ def power_decay(num_updates, gamma):
 
 
 def sigma_rel_to_gamma(sigma_rel):
-    """Exponent of the power-function average whose standard deviation in time is sigma_rel of it.
+    """Exponent of the power-function average with relative standard deviation sigma_rel.
 
     Args:
         sigma_rel: above 0 and below 0.28 (at gamma = 0, the mean of all steps, it is 0.289).
 
     Raises:
-        ValueError: sigma_rel is out of its range.
+        ValueError: sigma_rel is out of range.
 
     Source: EDM2 (arXiv 2312.02696): sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)).
     """
@@ -80,14 +80,14 @@ def sigma_rel_to_gamma(sigma_rel):
 
 
 class EmaPlan(NamedTuple):
-    """When averages are taken and how fast they forget."""
+    """When averages are updated, and with which decays."""
 
     first_step: int | None  # the first averaged step; None: no average
     every: int  # steps between updates
     decays: Callable[[int], list[float]]  # of each average at an update, counted from 1
 
     def update_of(self, num_steps):
-        """Which update the averages get after so many steps of the run, from 1; 0: none."""
+        """The number of the update that is due after num_steps steps, from 1; 0: none."""
         averaged = 0 if self.first_step is None else num_steps - self.first_step
         return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
 
@@ -101,24 +101,24 @@ def ema_plan(
 ):
     """Plan the averages of a run: none, one, or the two of "power".
 
-    The default decay is 1 - 5 / window: whatever the run's length, the weights that the average
-    starts from keep e^-5 = 0.7% of it.
+    The default decay is 1 - 5 / window: for any length of the run, the initial weights have
+    e^-5 = 0.7% of the average.
 
     Args:
         ema: "none", "late" (in the final stage), "full" (from the first step) or "power" (two
             power-function averages from the first step, of the lengths SIGMA_RELS).
         max_train_steps: length of the run, steps.
-        fraction: late: the share of the run that is averaged, in (0, 1].
-        start_step: late: the first averaged step instead, in [0, max_train_steps); or None.
-        decay: of a step, in [0, 1), or None for the default.
-        every: steps between updates, which then have the decay decay^every.
+        fraction: late: the fraction of the run that is averaged, in (0, 1].
+        start_step: late: the first averaged step, in [0, max_train_steps); None: from fraction.
+        decay: per step, in [0, 1); None: the default.
+        every: steps between updates, each with decay^every.
         warmup: smaller decays at first, see warmup_decay.
 
     Returns:
         EmaPlan.
 
     Raises:
-        ValueError: a number is out of its range, or has no meaning with this kind of average.
+        ValueError: a number is out of range, or does not apply to this kind of average.
 
     Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
     """
@@ -160,10 +160,10 @@ def ema_plan(
 
 
 def profile_products(t_a, gamma_a, t_b, gamma_b):
-    """Inner products of the profiles of averages that were taken at times t with exponents gamma.
+    """Inner products of the profiles of averages at times t with exponents gamma.
 
     The profile of an average over (0, t] is p(x) = (gamma + 1) x^gamma / t^(gamma + 1); with the
-    discrete decay above, step n has just the weight that p has on (n - 1, n].
+    discrete decay of power_decay, step n has the weight of p on (n - 1, n].
 
     Args:
         t_a, gamma_a, t_b, gamma_b: floats or arrays that broadcast.
@@ -171,19 +171,19 @@ def profile_products(t_a, gamma_a, t_b, gamma_b):
     Source: EDM2 (arXiv 2312.02696), appendix C.
     """
     shorter = np.minimum(t_a, t_b)
-    # As ratios: powers of step numbers overflow.
+    # Ratios, because powers of step numbers overflow.
     ratio = (shorter / t_a) ** gamma_a * (shorter / t_b) ** gamma_b * shorter / (t_a * t_b)
     return ratio * (gamma_a + 1) * (gamma_b + 1) / (gamma_a + gamma_b + 1)
 
 
 def posthoc_weights(times, gammas, target_time, target_gamma):
-    """How much of each snapshot makes up the average that was not tracked.
+    """Weights of the snapshots for an average that was not tracked.
 
-    The weighted sum of the snapshots' profiles that comes nearest to the target's profile.
+    Their weighted sum of profiles is the closest one to the target's profile.
 
     Args:
         times, gammas: step number and exponent of each snapshot, (K,) each.
-        target_time: step number of the average wanted, at most max(times).
+        target_time: step number of the target, at most max(times).
         target_gamma: its exponent.
 
     Returns:
@@ -198,15 +198,14 @@ def posthoc_weights(times, gammas, target_time, target_gamma):
 
 
 def posthoc_error(times, gammas, weights, target_time, target_gamma):
-    """How far the weighted sum of the snapshots' profiles is from the target's profile.
+    """Relative error of the weighted sum of the snapshots' profiles.
 
     Args:
         times, gammas, weights: step number, exponent and weight of each snapshot, (K,) each.
-        target_time, target_gamma: step number and exponent of the average wanted.
+        target_time, target_gamma: step number and exponent of the target.
 
     Returns:
-        L2 norm of the difference over that of the target, from 0 (met) to 1 (with the weights of
-        posthoc_weights: nothing of it is met).
+        L2 norm of the difference to the target's profile over the norm of that, 0 to 1.
 
     Source: EDM2 (arXiv 2312.02696), appendix C: the squared norm by its inner products.
     """

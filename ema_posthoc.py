@@ -1,15 +1,15 @@
-"""Rebuild an average of the weights, of any length, after training.
+"""Reconstruct an average of the weights, of any length, after training.
 
     python ema_posthoc.py --train_output_dir instruct-pix2pix-model --sigma_rel 0.08 \\
         --output_dir model-0.08
     python ema_posthoc.py --train_output_dir instruct-pix2pix-model --sigma_rel 0.03 0.08 0.15 \\
         --output_dir models
 
-The first writes the model model-0.08, the second models/0.03, models/0.08 and models/0.15; each is
-a whole pipeline folder for edit_cli.py and PyTorch diffusers. The run must have been trained with
---ema power, which keeps snapshots of two averages in its folder; their weighted sum comes as near
-to the average wanted as it can, and how near is printed. sigma_rel is the average's standard
-deviation in time as a share of the run: 0.1 looks back about twice as far as 0.05.
+The first command writes model-0.08, the second models/0.03, models/0.08 and models/0.15; each is a
+pipeline directory for edit_cli.py and PyTorch diffusers. The run must have been trained with
+--ema power, which saves snapshots of two averages. The script prints the error of their best
+weighted sum. sigma_rel is the average's standard deviation in time as a fraction of the run: an
+average with 0.1 is about twice as long as one with 0.05.
 
 Needs a CPU, memory for the UNet in float32 (3.4 GB for Stable Diffusion 1.5) and reads all
 snapshots up to --step once for each length. A model of a few MB takes seconds.
@@ -38,17 +38,17 @@ from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import shard_names, torch_to_flax
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
-LARGEST_ERROR = 0.1  # of the profile; the user is warned of a larger one
+LARGEST_ERROR = 0.1  # of the profile; above it there is a warning
 
 
 @dataclass(frozen=True)
 class Config:
-    train_output_dir: str  # folder of a finished run with --ema power
-    sigma_rel: tuple[float, ...]  # lengths wanted, each above 0 and below 0.28
-    output_dir: str  # for the model; with several lengths one folder in it for each
-    step: int | None = None  # where the average ends, a step with snapshots; None: the last
+    train_output_dir: str  # output directory of a finished run with --ema power
+    sigma_rel: tuple[float, ...]  # lengths of the averages, each above 0 and below 0.28
+    output_dir: str  # for the model; several lengths: a subdirectory for each
+    step: int | None = None  # last step of the average, one with snapshots; None: the last
     dtype: Literal["float32", "float16"] = "float32"  # of the UNet's file
-    overwrite_output_dir: bool = False  # replace a model that is there; other files stay
+    overwrite_output_dir: bool = False  # replace an existing model; other files are not changed
 
 
 class Snapshot(NamedTuple):
@@ -63,14 +63,14 @@ def find_snapshots(train_output_dir, last_step=None):
     """The snapshots of a run up to a step.
 
     Args:
-        train_output_dir: they lie in its ema_snapshots/STEP-SIGMA.
+        train_output_dir: has the snapshots in ema_snapshots/STEP-SIGMA.
         last_step: a step that has snapshots; None: the last.
 
     Returns:
         list of Snapshot, by step and length.
 
     Raises:
-        ValueError: none, none of last_step, or a step that lacks one of the lengths.
+        ValueError: there are no snapshots, none of last_step, or a step lacks one of the lengths.
     """
     parent = Path(train_output_dir, "ema_snapshots")
     snapshots = sorted(
@@ -79,7 +79,7 @@ def find_snapshots(train_output_dir, last_step=None):
         if (match := SNAPSHOT_NAME.fullmatch(folder.name))
     )
     if not snapshots:
-        raise ValueError(f"{parent} has no snapshots to rebuild from; train with --ema power")
+        raise ValueError(f"{parent} has no snapshots; train with --ema power")
     steps = sorted({snapshot.step for snapshot in snapshots})
     if last_step is None:
         last_step = steps[-1]
@@ -93,7 +93,7 @@ def find_snapshots(train_output_dir, last_step=None):
     if missing := sorted(expected - {snapshot[:2] for snapshot in snapshots}):
         names = ", ".join(f"{step:08d}-{sigma_rel:.3f}" for step, sigma_rel in missing)
         raise ValueError(
-            f"{parent} lacks {names}; copy it again, remove what else there is of that step, or "
+            f"{parent} lacks {names}; copy it again, remove the other snapshots of that step, or "
             "give an earlier --step"
         )
     return snapshots
@@ -109,16 +109,16 @@ def weight_files(folder):
 
 
 def describe(folder):
-    """What must agree between snapshots: {config entry: value} and {tensor name: shape} in one.
+    """What snapshots must have in common: {config entry: value} and {tensor name: shape}, merged.
 
     Raises:
-        ValueError: something of it is missing or damaged.
+        ValueError: files are missing or damaged.
     """
     try:
         description = read_json(folder / "config.json")
         for file in weight_files(folder):
             with safe_open(file, "np") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                for key in tensors.keys():  # noqa: SIM118 - not a dict
                     description[key] = tensors.get_slice(key).get_shape()
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -129,7 +129,7 @@ def describe(folder):
 
 
 def check_alike(folders):
-    """Refuse snapshots that are not of one model.
+    """Raise an error if the snapshots are of different models.
 
     Raises:
         ValueError: names what differs.
@@ -149,9 +149,9 @@ def check_alike(folders):
 def read_tensors(folder):
     """Yield (name, array) of a UNet folder, one at a time."""
     for file in weight_files(folder):
-        # pread, as the pages of a memory map would stay resident.
+        # pread: the pages of a memory map would stay in memory.
         with safe_open(file, "np", backend="pread") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - it is no dict
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
                 yield key, tensors.get_tensor(key)
 
 
@@ -187,7 +187,7 @@ def weighted_sum(folders, weights, description):
 
 
 def save_model(config, snapshots, weights, sigma_rel, folder):
-    """Write the pipeline: the UNet rebuilt, the rest copied from the run.
+    """Write the pipeline: the UNet reconstructed, the rest copied from the run.
 
     Args:
         config: Config.
@@ -221,13 +221,13 @@ def output_folders(config):
     if not config.sigma_rel:
         raise ValueError("sigma_rel is empty; give one length or several, e.g. --sigma_rel 0.08")
     if not config.output_dir:
-        raise ValueError("output_dir is empty; name a folder")
+        raise ValueError("output_dir is empty; name a directory")
     output_dir = Path(config.output_dir).resolve()
     source = Path(config.train_output_dir).resolve()
     if output_dir.is_relative_to(source) or source.is_relative_to(output_dir):
         raise ValueError(
             f"output_dir={config.output_dir} is in or around "
-            f"train_output_dir={config.train_output_dir}; name a folder beside it"
+            f"train_output_dir={config.train_output_dir}; name another directory"
         )
     folders = {config.sigma_rel[0]: output_dir}
     if len(config.sigma_rel) > 1:
@@ -237,25 +237,27 @@ def output_folders(config):
             raise ValueError(f"{folder} is a file; name a folder as --output_dir")
         if folder.is_dir() and any(folder.iterdir()) and not config.overwrite_output_dir:
             raise ValueError(
-                f"{folder} is not empty; name another --output_dir, or replace a model that is "
-                "there with --overwrite_output_dir"
+                f"{folder} is not empty; name another --output_dir, or replace its model with "
+                "--overwrite_output_dir"
             )
     return folders
 
 
 def run(config):
-    """Check everything that can be checked, then rebuild one average after the other."""
+    """Check the flags and files, then reconstruct the averages."""
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed
     source = Path(config.train_output_dir)
     if not source.is_dir():
-        raise ValueError(f"train_output_dir={source} is no folder; name one that was trained into")
+        raise ValueError(
+            f"train_output_dir={source} is not a directory; name the --output_dir of a training run"
+        )
     target_gammas = {sigma_rel: sigma_rel_to_gamma(sigma_rel) for sigma_rel in config.sigma_rel}
     folders = output_folders(config)
     snapshots = find_snapshots(source, config.step)
     if not (source / "model_index.json").is_file():
         raise ValueError(
-            f"{source} has snapshots but no model_index.json, so the training has not ended; "
-            "give the training command again, which goes on where it was"
+            f"{source} has snapshots but no model_index.json, so the training is not finished; "
+            "run the training command again to resume it"
         )
     check_alike([snapshot.folder for snapshot in snapshots])
 
@@ -270,7 +272,7 @@ def run(config):
         if error > LARGEST_ERROR:
             print(
                 f"warning: these snapshots cannot give sigma_rel {sigma_rel} well; "
-                "take one nearer to those that were tracked, or train with more snapshots",
+                "choose one closer to the tracked lengths, or train with more snapshots",
                 file=sys.stderr,
             )
         save_model(config, snapshots, weights, sigma_rel, folder)

@@ -1,6 +1,6 @@
-"""Compiled programs: calling a pipeline, and keeping programs on disk.
+"""Compiled programs: calling a pipeline, and saving executables on disk.
 
-A program from disk is neither traced nor compiled again:
+A saved executable is loaded without tracing or compiling:
 
     store = ExecutableStore("~/.cache/jax_executables")
     what = {"program": "f of 8 images"} | surroundings(devices, [__file__])
@@ -41,7 +41,7 @@ from pipeline_flax_utils import MODULES, TEXT_ENCODERS
 from sampling_flax import as_keys, keys_per_image
 
 SUFFIX = ".executable"
-# Settings of jax that change no program.
+# Settings of jax that do not change programs.
 NO_EFFECT = re.compile("cache|_dir|dump|log|traceback|profil|timeout|transfer|debug_leaked|explain")
 CODE = ("*_flax.py", "*_flax_*.py")
 
@@ -50,11 +50,11 @@ class ExecutableStore:
     """A folder of executables.
 
     Args:
-        folder: made if absent, mode 0700.
+        folder: created if missing, mode 0700.
 
     Raises:
-        ValueError: it cannot be used: no folder, not readable, another user's, or writable by
-            others, or in a folder where anybody may put another one in its place.
+        ValueError: it is not a folder, is not readable, belongs to another user, can be written to
+            by others, or is in a folder where anybody could replace it.
     """
 
     def __init__(self, folder):
@@ -66,15 +66,15 @@ class ExecutableStore:
             raise ValueError(f"{self.folder} cannot be used for executables: {error}") from error
         if not is_private(status):
             raise ValueError(
-                f"{self.folder} is another user's or may be written to by others, and who writes "
-                f"there can run code as you; chmod 700 {self.folder}, or name another folder"
+                f"{self.folder} belongs to another user or may be written to by others, who can "
+                f"run code as you; chmod 700 {self.folder}, or name another folder"
             )
         for parent in self.folder.parents:
             mode = parent.stat().st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 raise ValueError(
-                    f"{parent} may be written to by others, who could put another folder in the "
-                    f"place of {self.folder} and run code as you; name another folder"
+                    f"{parent} may be written to by others, who could replace "
+                    f"{self.folder} and run code as you; name another folder"
                 )
         if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
             raise ValueError(
@@ -86,22 +86,22 @@ class ExecutableStore:
         """Load an executable.
 
         Args:
-            name: of the program, a file name without its ending.
+            name: of the program, a file name without extension.
             what: everything it depends on, a flat dict for JSON; see surroundings.
             devices: that it runs on.
             in_tree, out_tree: structures of (args, kwargs) and of the result.
 
         Returns:
-            (jax.stages.Compiled, None), or (None, in a few words why it has to be compiled).
+            (jax.stages.Compiled, None), or (None, the reason why it has to be compiled).
         """
         file = self.folder / f"{name}{SUFFIX}"
         try:
             with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
                 if not is_private(os.fstat(f.fileno())):
-                    return None, f"{file} is another user's or may be written to by others"
+                    return None, f"{file} belongs to another user or may be written to by others"
                 header, content = f.readline(), f.read()
         except FileNotFoundError:
-            return None, "none was kept"
+            return None, "none was saved"
         except OSError as error:
             return None, f"{file} cannot be read ({error})"
         try:
@@ -121,11 +121,11 @@ class ExecutableStore:
         try:
             compiled = deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
             return compiled, None
-        except Exception as error:  # whatever the runtime says: it can be compiled again
+        except Exception as error:  # any error of the runtime: it can be compiled again
             return None, f"{file} cannot be loaded ({one_line(error, 200)})"
 
     def save(self, name, what, compiled):
-        """Keep an executable; it appears under its name when it is complete."""
+        """Save an executable; it appears under its name when it is complete."""
         content, _, _ = serialize(compiled)
         header = {"what": what, "sha256": hashlib.sha256(content).hexdigest()}
         with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as f:  # mode 0600
@@ -139,16 +139,16 @@ class ExecutableStore:
 
 
 def use_compilation_cache(folder):
-    """Have jax keep its programs in a folder, unless it was told another already.
+    """Set the folder of jax's compilation cache, unless one is set already.
 
     Args:
-        folder: made if absent; "" is none.
+        folder: created if missing; "": no cache.
 
     Returns:
         True if this folder is used now.
 
     Raises:
-        ValueError: it cannot be made or written to.
+        ValueError: it cannot be created or written to.
     """
     if not folder or jax.config.jax_compilation_cache_dir is not None:
         return False
@@ -166,27 +166,27 @@ def use_compilation_cache(folder):
 
 
 def initialize_cache(path):
-    """Have jax keep its programs in a folder, whatever it was told before.
+    """Set the folder of jax's compilation cache, also if one is set already.
 
     Scripts that call cc.initialize_cache(path), which jax removed, run with
     `import executables as cc` in place of jax's compilation_cache.
 
     Args:
-        path: of the folder, which is made when the first program is kept.
+        path: of the folder, which is created when the first program is saved.
     """
     jax.config.update("jax_compilation_cache_dir", str(path))
-    compilation_cache.reset_cache()  # jax asks only once where it is
+    compilation_cache.reset_cache()  # jax reads the setting only once
 
 
 @contextmanager
 def no_compilation_cache():
     """Compile without reading or writing jax's persistent cache.
 
-    A CPU's executable that was read from there and is kept again can be loaded but not run.
+    An executable that was read from that cache and saved again can be loaded on a CPU, but not run.
     """
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax asks only once whether there is one
+    compilation_cache.reset_cache()  # jax reads the setting only once
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ def surroundings(devices, files):
 
     Args:
         devices: that it runs on.
-        files: the code that calls the models; that of the models is always in it.
+        files: the code that calls the models; the code of the models is always included.
     """
     models = sorted(f for pattern in CODE for f in Path(__file__).parent.glob(pattern))
     code = hashlib.sha256()
@@ -234,13 +234,13 @@ def surroundings(devices, files):
 
 
 def _library_versions():
-    """Versions of what is installed of an accelerator's libraries, such as cuDNN."""
+    """Versions of an accelerator's installed libraries, such as cuDNN."""
     found = {(package.name or "", package.version) for package in distributions()}
     return ", ".join(f"{n} {v}" for n, v in sorted(found) if n.startswith(("nvidia", "libtpu")))
 
 
 def _cpu_features():
-    """A checksum of what this machine's CPU can do, as Linux tells it."""
+    """A checksum of the CPU's features, as listed by Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -260,16 +260,16 @@ def run(pipeline, jit, arrays, shared, options):
     Args:
         pipeline: FlaxDiffusionPipeline.
         jit: True: `arrays` have a leading axis of devices and run under pmap. False: NumPy arrays
-            of params are kept on the device, see on_device.
+            of params stay on the device, see on_device.
         arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
         shared: {argument: number}, the same on all devices, not compiled in.
         options: {argument: hashable}, compiled in.
 
     Returns:
-        What _generate returns; with jit with a leading axis of devices.
+        The result of _generate; with jit it has a leading axis of devices.
 
     Raises:
-        ValueError: the number of axes of prompt_ids or params does not suit jit.
+        ValueError: the number of axes of prompt_ids or params does not match jit.
     """
     prompt_ids = arrays["prompt_ids"]
     for name in ("prompt_ids", "neg_prompt_ids"):
@@ -335,14 +335,13 @@ def is_writeable_through_base(array):
 
 
 def on_device(params):
-    """Put NumPy arrays of parameters on the device, once for calls in a row with the same arrays.
+    """Put NumPy arrays of parameters on the device; consecutive calls share the copies.
 
-    The copies of the latest call are kept, array by array: an array that is replaced in params is
-    copied, the rest is not. They are dropped when a call has other arrays, or when nothing else
-    holds the NumPy array (on a CPU, where both may share memory, only by a later call). NumPy
-    arrays become read-only, as a change in place would not reach the copy. One that is writeable
-    at the next call is copied again. Views of writeable arrays are left to be copied in every call,
-    with a warning.
+    The copies of the latest call are cached per array, so only arrays that are new in params are
+    copied. A copy is deleted when a call has other arrays, or when the NumPy array is deleted (on a
+    CPU, where both may share memory, at the next call). NumPy arrays become read-only, because a
+    change in place would not reach the copy; an array that is writeable at the next call is copied
+    again. Views of writeable arrays are copied in every call, with a warning.
 
     Args:
         params: tree of NumPy and JAX arrays.
@@ -372,7 +371,7 @@ def on_device(params):
 
 
 def _program_of(pipeline, jit, arrays, options, text_modules):
-    """What a call's program depends on: a frozenset of (name, value)."""
+    """All that the program of a call depends on: a frozenset of (name, value)."""
     scheduler = pipeline.scheduler
     types = {
         name: f"{x.dtype}{list(x.shape)}"

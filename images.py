@@ -22,8 +22,8 @@ RESAMPLING = {
 }
 ORIENTATION = ExifTags.Base.Orientation
 EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
-MAX_ASPECT = 20  # of an image; scaling the shorter side up would take any amount of memory
-# What Pillow may try: not the formats for which it runs programs.
+MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
+# Formats that Pillow may decode; others run external programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 JPEG_QUALITY = 95
@@ -103,11 +103,11 @@ def prepare_masks(mask):
 
     Args:
         mask: mask or list of masks of one size: PIL of any mode, or array (H, W), or arrays
-            (B, H, W); uint8, bool, or float in [0, 1]. From the middle of the range on a pixel is
+            (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
             repainted.
 
     Raises:
-        ValueError: sizes differ, or it is no mask.
+        ValueError: sizes differ, or it is not a mask.
     """
     is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
     masks = []
@@ -129,7 +129,7 @@ def prepare_masks(mask):
 
 
 def load_image(path):
-    """Read an image file completely, and turn the image as its EXIF orientation says.
+    """Read an image file and apply its EXIF orientation.
 
     Args:
         path: of the file.
@@ -138,7 +138,7 @@ def load_image(path):
         PIL image, RGB, on white where it is transparent.
 
     Raises:
-        ValueError: no such file, no image, or a damaged one; the message starts with path.
+        ValueError: the file is missing, damaged or not an image; the message starts with path.
     """
     try:
         with Image.open(path) as image:
@@ -155,17 +155,17 @@ def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) 
     """Decode one image to upright RGB.
 
     Args:
-        data: an encoded image, one of FORMATS. Upright JPEGs go through simplejpeg, which lets
-            other threads run meanwhile.
-        min_side: a JPEG at least twice as large may come back smaller, by a half or more, but
-            with no side below this; 0 decodes at full size.
-        out: uint8 (h, w, 3), contiguous: used for the result if that has just this size.
+        data: an encoded image, one of FORMATS. Upright JPEGs are decoded by simplejpeg, which
+            releases the GIL.
+        min_side: a JPEG at least twice as large may be decoded at a half of its size or less, but
+            with no side below this; 0: full size.
+        out: uint8 (h, w, 3), contiguous: used for the result if it has this size.
 
     Returns:
         uint8 (H, W, 3).
 
     Raises:
-        ValueError: the data are no image, cut short, damaged, or of a mode that `to_rgb` refuses.
+        ValueError: the data are not an image, damaged, or of a mode that `to_rgb` does not support.
     """
     try:
         if data.startswith(b"\xff\xd8") and exif_orientation(data) == 1:
@@ -202,7 +202,7 @@ def encoded_size(data: bytes) -> tuple[int, int]:
 
 
 def exif_orientation(data: bytes) -> int:
-    """How a JPEG is turned, 1 to 8; 1 is upright, also if it does not say."""
+    """The EXIF orientation of a JPEG, 1 to 8; 1 (upright) if it has none."""
     position = 2
     while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
         if data[position + 1] == 0xE1 and data.startswith(EXIF_OR_XMP, position + 4):
@@ -227,14 +227,14 @@ def crop_square(
 ) -> np.ndarray:
     """Scale the shorter side of an image to the resolution and cut a square out.
 
-    Hugging Face's trainer squeezes the whole image into the square instead, after which its
-    crop has nothing left to choose; on the square images of the public datasets both agree.
+    Hugging Face's trainer squeezes the whole image into the square instead; on the square images of
+    the public datasets both agree.
 
     Args:
         pixels: uint8 (H, W, 3).
         resolution: side R of the square, pixels.
         resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
-        crop: in [0, 1), where along the longer side the square lies; 0.5 is the middle.
+        crop: in [0, 1), position of the square along the longer side; 0.5: the centre.
 
     Returns:
         uint8 (R, R, 3).
@@ -253,7 +253,7 @@ def crop_square(
 
 
 def check_image_file(path):
-    """Raise a ValueError for an image file that cannot be written; it is not touched."""
+    """Raise a ValueError for an image file that cannot be written; nothing is written."""
     if path.suffix.lower() not in IMAGE_FORMATS:
         raise ValueError(
             f"{path} ends in {path.suffix or 'no extension'}; name it {' or '.join(IMAGE_FORMATS)}"
@@ -264,7 +264,7 @@ def check_image_file(path):
 
 
 def save_image(image, path):
-    """Write a image by its extension; it appears under its name when it is complete."""
+    """Write an image in the format of its extension, to a temporary file that is renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as tmp:
         file = Path(tmp, path.name)
@@ -316,7 +316,7 @@ def image_grid(images):
 
 
 def read_prompts(file):
-    """The lines of a text file that are not empty; a ValueError if there are none."""
+    """The lines of a text file that are not empty; raise a ValueError if there are none."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -330,7 +330,7 @@ def read_prompts(file):
 
 
 def read_latents(file, shape):
-    """Read the noise that images start from out of a .npy file.
+    """Read the initial noise of images from a .npy file.
 
     Args:
         file: path.
@@ -340,7 +340,7 @@ def read_latents(file, shape):
         float32 of that shape.
 
     Raises:
-        ValueError: the file has no such array, or one of fewer images.
+        ValueError: the file has no such array, or fewer images.
     """
     try:
         with open(file, "rb") as opened:
@@ -364,7 +364,7 @@ def read_latents(file, shape):
 
 
 def to_batches(arrays, num_devices, batch_size):
-    """Cut arrays of one row per image into batches for all devices; the last one is padded.
+    """Split arrays of one row per image into batches for all devices; the last is padded.
 
     Args:
         arrays: {name: (images, ...) or None}.

@@ -1,9 +1,9 @@
 """Attention and convolution, each with an implementation per platform.
 
 Attention: splash attention, a kernel of jax, for long sequences on a TPU; cuDNN's kernel in half
-precision on an NVIDIA GPU; blocks that fit a core's caches on a CPU; otherwise XLA's own, which
-also takes masks. Convolution: on a CPU Winograd's algorithm for 3x3 kernels and matmuls of patches
-for small inputs; otherwise XLA's own.
+precision on an NVIDIA GPU; blocks that fit a core's caches on a CPU; otherwise XLA's operations,
+which also support masks. Convolution: on a CPU Winograd's algorithm for 3x3 kernels and matmuls of
+patches for small inputs; otherwise XLA's convolution.
 """
 
 from contextlib import contextmanager
@@ -21,9 +21,9 @@ _plain = ContextVar("plain", default=False)
 def plain_operations():
     """Functions traced inside use only the default implementations of by_platform.
 
-    For counting: XLA's cost analysis counts nothing of a kernel and the body of a loop once, and
-    other algorithms have fewer operations. Trace a new function inside: jax caches traces, so one
-    that was traced before keeps its kernels, and one that is run again later has none.
+    For counting FLOPs: XLA's cost analysis ignores kernels and counts the body of a loop once, and
+    other algorithms have fewer operations. Trace a new function inside, because jax caches traces,
+    with kernels or without.
     """
     token = _plain.set(True)
     try:
@@ -33,18 +33,18 @@ def plain_operations():
 
 
 def by_platform(*args, default, **kernels):
-    """jax.lax.platform_dependent; inside plain_operations always the default."""
+    """jax.lax.platform_dependent; inside plain_operations only the default."""
     kernels = {} if _plain.get() else kernels
     return jax.lax.platform_dependent(*args, default=default, **kernels)
 
 
 def attention(query, key, value, num_heads, mask=None, is_causal=False):
-    """Scaled dot-product attention; every model here calls this one.
+    """Scaled dot-product attention, used by all models.
 
     Args:
         query: (B, T, C), C divisible by num_heads.
         key, value: (B, S, C).
-        num_heads: how many heads C is split into.
+        num_heads: number of heads.
         mask: bool, broadcastable to (B, num_heads, T, S), True where a key may be seen; or None.
         is_causal: True lets position t see positions 0 to t only.
 
@@ -76,29 +76,31 @@ def _attention(query, key, value, **options):
 
 
 def fits_cudnn(query_shape, key_shape, dtype, device):
-    """Can NVIDIA's kernel take these, (B, T, N, H) and (B, S, N, H), on this device?"""
+    """Whether cuDNN's kernel supports shapes (B, T, N, H) and (B, S, N, H) on this device."""
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
         return False
     generation = float(device.compute_capability)  # 8: Ampere, 9: Hopper
     head_dim, largest = query_shape[-1], 256 if generation >= 9 else 128
-    even = query_shape[1] % 2 == key_shape[1] % 2 == 0  # jax refuses gradients of others
+    even = (
+        query_shape[1] % 2 == key_shape[1] % 2 == 0
+    )  # jax supports gradients for even lengths only
     half = dtype in (jnp.bfloat16, jnp.float16)
     return half and even and generation >= 8 and head_dim <= largest and head_dim % 8 == 0
 
 
-# Shortest sequences for which keeping the logits off the memory pays on a TPU.
+# Shortest sequences for which splash attention is faster on a TPU.
 SPLASH_LENGTH = 1024
 
 
 def fits_splash(query_shape, key_shape):
-    """Can TPU's kernel take these, (B, T, N, H) and (B, S, N, H), and is it worth while?"""
+    """Whether splash attention supports shapes (B, T, N, H) and (B, S, N, H) and is faster."""
     lengths, head_dim = (query_shape[1], key_shape[1]), query_shape[-1]
     long = min(lengths) >= SPLASH_LENGTH and not any(n % 128 for n in lengths)
     return long and (head_dim <= 128 or (head_dim <= 512 and head_dim % 128 == 0))
 
 
 def splash(query, key, value, interpret=False):
-    """Attention by TPU's kernel, whose logits never reach the memory.
+    """Splash attention, which does not store the logits in memory.
 
     Args:
         query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_splash.
@@ -121,7 +123,8 @@ def splash(query, key, value, interpret=False):
     def block(length, limit):
         return max(n for n in (128, 256, 512, 1024, 2048) if length % n == 0 and n <= limit)
 
-    # Of the blocks tried that fit a v4's VMEM, those with the fewest cycles (bench_splash.py).
+    # Of the tried blocks that fit a v4's VMEM, those with the fewest cycles:
+    # python -m benchmarks.tpu attention
     small = head_dim <= 128
     sizes = dict(
         block_q=block(T, 512),
@@ -131,11 +134,11 @@ def splash(query, key, value, interpret=False):
         block_kv_dkv=block(S, 1024 if small else 256),
         block_kv_dkv_compute=block(S, 512 if small else 256),
     )
-    if S // sizes["block_kv_dkv"] <= 4:  # as many copies of query's gradient are in memory
+    if S // sizes["block_kv_dkv"] <= 4:  # the number of copies of query's gradient in memory
         sizes["use_fused_bwd_kernel"] = True
     else:
         sizes |= dict(block_q_dq=block(T, 512 if small else 256), block_kv_dq=sizes["block_kv_dkv"])
-    if head_dim % 128:  # the last axis is a register's 128 lanes, which positions fill
+    if head_dim % 128:  # the last axis fills a register's 128 lanes if it is the positions'
         sizes |= dict.fromkeys(("q_layout", "k_layout", "v_layout"), kernels.QKVLayout.SEQ_MINOR)
     with jax.numpy_dtype_promotion("standard"):
         kernel = kernels.make_splash_mha(
@@ -150,15 +153,15 @@ def splash(query, key, value, interpret=False):
         return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
 
 
-# Logits that are at work at once: up to 8 MB of all heads, else 4 MB, of one head.
+# Logits that are computed at once: up to 8 MB of all heads, else up to 4 MB of one head.
 ALL_LOGITS = 2**21
 BLOCK_LOGITS = 2**20
 
 
 def blockwise(query, key, value):
-    """Attention in blocks of logits that fit a CPU's caches and are computed again backward.
+    """Attention in blocks of logits that fit a CPU's caches; the backward pass recomputes them.
 
-    All heads together where they are short, else block after block of a head's queries.
+    Short sequences: all heads at once; otherwise blocks of one head's queries.
 
     Args:
         query, key, value: (B, T, N, H), (B, S, N, H) twice.
@@ -166,7 +169,7 @@ def blockwise(query, key, value):
     Returns:
         (B, T, N, H) in query's dtype; logits and softmax are float32.
 
-    Source: FlashAttention (arXiv 2205.14135), without its running softmax: a block has all keys.
+    Source: FlashAttention (arXiv 2205.14135), without its running softmax, as a block has all keys.
     """
     B, _, N, H = query.shape
     heads_first = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (query, key, value))
@@ -177,19 +180,19 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _num_blocks(G, T, S):
-    """How many blocks each of G heads has; None: one block has all heads."""
+    """Number of blocks of each of G heads; None: one block has all heads."""
     return None if G * T * S <= ALL_LOGITS else -(-T // max(BLOCK_LOGITS // S, 1))
 
 
 def _cut(x, n):
-    """(G, T, ...) -> (G n, T / n, ...), T filled up with zeros."""
+    """(G, T, ...) -> (G n, T / n, ...), T padded with zeros."""
     G, T, *rest = x.shape
     x = jnp.pad(x, ((0, 0), (0, -T % n), *[(0, 0)] * len(rest)))
     return x.reshape(G * n, -1, *rest)
 
 
 def _join(x, G, T):
-    """What _cut does, undone."""
+    """The inverse of _cut."""
     return x.reshape(G, -1, *x.shape[2:])[:, :T]
 
 
@@ -200,7 +203,7 @@ def _blockwise(query, key, value):
 
 
 def _block_forward(query, key, value):
-    """(..., T, H), (..., S, H) twice -> (..., T, H) and the logarithms of the sums (..., T, 1)."""
+    """(..., T, H), (..., S, H) twice -> (..., T, H), logarithms of the sums (..., T, 1)."""
     logits = _product("...th,...sh->...ts", query, key) * query.shape[-1] ** -0.5
     largest = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - largest)
@@ -226,9 +229,9 @@ def _blockwise_forward(query, key, value):
 
 
 def _block_backward(key, value, query, g, log_total, mean):
-    """Gradients, as _block_forward's arguments: query's in its dtype, the others' in float32."""
+    """Gradients of _block_forward's arguments: query's in its dtype, the rest in float32."""
     scale = query.shape[-1] ** -0.5
-    # Keys come first, (..., S, T): of four products of these only one has to transpose.
+    # Keys first, (..., S, T): only one of the four products then needs a transpose.
     logits = _product("...sh,...th->...st", key, query) * scale
     weights = jnp.exp(logits - log_total.swapaxes(-1, -2))
     g_logits = weights * (_product("...sh,...th->...st", value, g) - mean.swapaxes(-1, -2))
@@ -265,11 +268,14 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 # ---------------------------------------------------------------- convolution
 
-# Where Winograd's way is the fastest: from so many input and output channels on, and with at most
-# so many output channels for every position (transforming the kernel is the same work for few).
+# Limits within which Winograd's algorithm is the fastest: least numbers of input and output
+# channels, and most output channels per position (few positions do not pay for transforming the
+# kernel).
 LEAST_CHANNELS = 320
 MOST_CHANNELS_PER_POSITION = 2
-MOST_NUMBERS = 2**26  # of its input and output together: it takes four times as many, here 1 GiB
+MOST_NUMBERS = (
+    2**26
+)  # of input and output together; the algorithm needs four times as many, here 1 GiB
 
 
 def convolve(x, kernel, stride, padding):
@@ -310,14 +316,14 @@ def convolve(x, kernel, stride, padding):
 def multiply_patches(x, kernel, stride, padding):
     """convolve as a matmul of patches, forward and backward.
 
-    For kernels of 1x1 and for few positions: XLA's CPU compiler rearranges a kernel in every
+    For 1x1 kernels and few positions, because XLA's CPU compiler rearranges the kernel in every
     call.
     """
     size, *_, D = kernel.shape
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     _, H, W, _ = x.shape
 
-    def taps(n):  # which rows, or columns, each of the kernel's reads
+    def taps(n):  # rows, or columns, that each row of the kernel reads
         return [slice(i, n - size + i + 1, stride) for i in range(size)]
 
     patches = jnp.concatenate([x[:, i, j] for i in taps(H) for j in taps(W)], -1)
@@ -325,11 +331,11 @@ def multiply_patches(x, kernel, stride, padding):
     return out.reshape(*patches.shape[:3], D)
 
 
-# F(2x2, 3x3): 4x4 products make 2x2 results, 4 a result instead of 9. As matrices of one axis: of
-# the kernel's 3 weights 4, of 4 inputs 4, of 4 products 2 results.
+# F(2x2, 3x3): 4x4 products give 2x2 results, 4 per result instead of 9. The matrices of one axis
+# map 3 weights to 4 numbers, 4 inputs to 4 numbers, and 4 products to 2 results.
 _KERNEL = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 _BOTH_AXES = np.kron(_KERNEL, _KERNEL)  # (16, 9)
-_TURNED = np.kron(_KERNEL[:, ::-1], _KERNEL[:, ::-1])  # of a kernel turned around
+_TURNED = np.kron(_KERNEL[:, ::-1], _KERNEL[:, ::-1])  # of a kernel with both axes reversed
 
 
 def _of_inputs(d):
@@ -346,7 +352,7 @@ def _of_results(y):
 
 
 def _transform_kernel(matrix, kernel):
-    """(3, 3, C, D) -> (16, C, D); as a matmul, which XLA does not repeat for each who reads it."""
+    """(3, 3, C, D) -> (16, C, D); as a matmul, which XLA does not duplicate for several users."""
     _, _, C, D = kernel.shape
     return (matrix @ kernel.reshape(9, C * D)).reshape(16, C, D)
 
@@ -363,7 +369,7 @@ def _transform_inputs(x):
 
 
 def _transform_results(g):
-    """(B, H, W, D) -> (16, B th tw, D): what _make_results does, transposed."""
+    """(B, H, W, D) -> (16, B th tw, D): the transpose of _make_results."""
     B, H, W, D = g.shape
     th, tw = -(-H // 2), -(-W // 2)
     g = jnp.pad(g, ((0, 0), (0, 2 * th - H), (0, 2 * tw - W), (0, 0)))
@@ -411,7 +417,7 @@ def _winograd_backward(kept, g):
     turned = _transform_kernel(_TURNED, kernel32)
     g_products = jnp.einsum("ipd,icd->ipc", _transform_inputs(g32), turned)
     g_x = _make_results(g_products, x.shape)
-    # XLA sees that it has transformed x before, and keeps that from the forward pass.
+    # XLA reuses the transformed x of the forward pass.
     g_kernel = jnp.einsum("ipc,ipd->icd", _transform_inputs(x32), _transform_results(g32))
     g_kernel = _BOTH_AXES.T @ g_kernel.reshape(16, -1)
     return g_x.astype(x.dtype), g_kernel.reshape(kernel.shape).astype(kernel.dtype)

@@ -1,8 +1,8 @@
-"""What the UNet and the VAE share: norms, convolutions, residual blocks, transformers, resampling.
+"""Blocks of UNet, VAE and CLIP: norms, convolutions, residual blocks, transformers, resampling.
 
-Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and what is stored between
-them are in `dtype`; norms accumulate in float32 and hand back `dtype`. Submodule names are those of
-the published Flax checkpoints.
+Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and stored activations use
+`dtype`; norms accumulate in float32 and return `dtype`. Submodules have the names of the published
+Flax checkpoints.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype):
 
 
 def _per_group(x, num_groups):
-    """Means (B, C) of channels -> of their groups, for each channel, (B, 1, C)."""
+    """Means of channels (B, C) -> mean of each channel's group (B, 1, C)."""
     B, C = x.shape
     means = x.reshape(B, num_groups, -1).mean(-1)
     return jnp.repeat(means, C // num_groups, axis=1)[:, None]
@@ -145,7 +145,7 @@ class GroupNorm(nn.Module):
         if x.shape[-1] % self.num_groups:
             raise ValueError(
                 f"norm_num_groups={self.num_groups} does not divide {x.shape[-1]} channels; "
-                "block_out_channels have to be multiples of it"
+                "block_out_channels must be multiples of it"
             )
         scale, bias = _scale_and_bias(self, x.shape[-1])
         options = self.num_groups, self.epsilon, self.activate, self.dtype
@@ -169,7 +169,7 @@ class Conv(nn.Module):
     features: int
     size: int = 3
     stride: int = 1
-    padding: tuple | None = None  # None: with stride 1 an odd size keeps height and width
+    padding: tuple | None = None  # None: an odd size with stride 1 preserves height and width
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -186,7 +186,7 @@ class Conv(nn.Module):
 
 
 class ResnetBlock2D(nn.Module):
-    """GroupNorm, SiLU, 3x3 convolution, twice, plus the input; the time embedding joins between."""
+    """Twice GroupNorm, SiLU and 3x3 convolution, plus the input; the time embedding in between."""
 
     out_channels: int
     num_groups: int = 32
@@ -303,11 +303,11 @@ class FeedForward(nn.Module):
 
 
 class BasicTransformerBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward, each on a normed copy and added back."""
+    """Self-attention, cross-attention, feed-forward: each normalises its input and adds to it."""
 
     dim: int
     num_heads: int
-    only_cross_attention: bool = False  # True: the first attention reads the context as well
+    only_cross_attention: bool = False  # True: the first attention also reads the context
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -364,7 +364,7 @@ class Transformer2D(nn.Module):
 
 
 def checkpointed(module: Callable, enabled: bool) -> Callable:
-    """The module class, its activations recomputed in the backward pass where enabled."""
+    """The module class; if enabled, the backward pass recomputes its activations."""
     return nn.remat(module) if enabled else module
 
 
@@ -468,7 +468,7 @@ class CLIPAttention(nn.Module):
 
 
 def attention_weights(query, key, num_heads, mask, is_causal):
-    """The softmax weights of attention, which its kernels do not return.
+    """The softmax weights of attention; its kernels do not return them.
 
     Args:
         query, key, num_heads, mask, is_causal: as for attention.
@@ -503,7 +503,7 @@ class CLIPMLP(nn.Module):
 
 
 class CLIPEncoderLayer(nn.Module):
-    """Attention and MLP, each on a normed copy and added back."""
+    """Attention and MLP: each normalises its input and adds to it."""
 
     num_heads: int
     intermediate_size: int
@@ -528,7 +528,7 @@ class CLIPEncoderLayer(nn.Module):
 
 
 class CLIPLayers(nn.Module):
-    """The stack, named "0", "1", ... as published."""
+    """The layers, with the published names "0", "1", ..."""
 
     num_layers: int
     layer: partial
@@ -548,7 +548,7 @@ class CLIPLayers(nn.Module):
 
 
 class CLIPEncoder(nn.Module):
-    """Only the level "encoder" of the published tree."""
+    """The level "encoder" of the published tree."""
 
     num_layers: int
     layer: partial

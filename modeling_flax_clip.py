@@ -132,7 +132,7 @@ class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
         return self.init(rng, jnp.zeros((1, self.max_position_embeddings), jnp.int32))["params"]
 
     def encode(self, input_ids, attention_mask, position_ids, deterministic, output_attentions):
-        """What both models share: (FlaxBaseModelOutput, end-of-text row (B, D))."""
+        """Common to both models: (FlaxBaseModelOutput, end-of-text row (B, D))."""
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids has shape {input_ids.shape}; it is (batch, tokens)")
         T = input_ids.shape[1]
@@ -414,7 +414,7 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, FlaxModelMixin):
     Args:
         vision_config: fields of FlaxCLIPVisionModule.
         projection_dim: size of the concepts' embeddings.
-        dtype: what the image encoder computes in; distances are float32.
+        dtype: compute dtype of the image encoder; distances are float32.
     """
 
     vision_config: FrozenDict
@@ -504,7 +504,7 @@ def normalize(rows):
 
 
 class FlaxStableDiffusionSafetyChecker(FlaxPreTrainedModel):
-    """Tells which images show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
+    """Finds images that show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
 
     config_class = FromTransformers("CLIPConfig")
     module_class = FlaxStableDiffusionSafetyCheckerModule

@@ -47,11 +47,11 @@ class FlaxPreTrainedModel(FloatingCasts):
     FlaxModelMixin; and `__call__`.
 
     Args:
-        config: config_class; the model keeps this object, and a change of it changes the model. Or
+        config: config_class; the model refers to this object, so changing it changes the model. Or
             the content of a config.json, of which `config` makes such an object when read.
-        input_shape: kept as an attribute; no parameter depends on it.
+        input_shape: stored as an attribute; no parameter depends on it.
         seed: of the random parameters.
-        dtype: what the module computes in, not the dtype of the parameters.
+        dtype: compute dtype of the module, not the dtype of the parameters.
         _do_init: True makes random float32 parameters. False makes none: a call then takes
             params=.
 
@@ -83,7 +83,7 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @functools.cached_property
     def config(self):
-        """The config; a change of it changes the model."""
+        """The config; changing it changes the model."""
         try:
             return self.config_class.from_dict(self._content)
         except Exception as error:  # transformers' checks raise errors of many types
@@ -154,7 +154,7 @@ class FlaxPreTrainedModel(FloatingCasts):
     def _require_init(self):
         if not self._do_init:
             raise ValueError(
-                f"this {type(self).__name__} was made with _do_init=False and keeps no parameters; "
+                f"this {type(self).__name__} was made with _do_init=False and has no parameters; "
                 "pass them as params="
             )
 
@@ -173,8 +173,8 @@ class FlaxPreTrainedModel(FloatingCasts):
 
         Args:
             rng: PRNG key.
-            input_shape: without effect, as no parameter depends on it.
-            params: tree to complete: what it has is kept, the rest is random.
+            input_shape: no effect, as no parameter depends on it.
+            params: tree to complete; missing parameters are random.
 
         Returns:
             Nested dict of arrays.
@@ -201,7 +201,7 @@ class FlaxPreTrainedModel(FloatingCasts):
 
         Args:
             config: mapping; entries it lacks take the module's defaults.
-            dtype: what the module computes in.
+            dtype: compute dtype of the module.
             **overrides: entries that win over `config`.
 
         Returns:
@@ -230,17 +230,17 @@ class FlaxPreTrainedModel(FloatingCasts):
         """Read config.json and the weights in the same directory.
 
         Args:
-            pretrained_model_name_or_path: a folder, or a Hub id ("owner/name").
-            dtype: what the module computes in; the parameters keep the dtype they are stored in.
-            config: config_class to use in place of the folder's config.json, or a folder or Hub id
+            pretrained_model_name_or_path: a folder, or a hub id ("owner/name").
+            dtype: compute dtype of the module; the parameters have the dtype of their files.
+            config: config_class that replaces the folder's config.json, or a folder or hub id
                 that has one.
             subfolder: the model's folder in a pipeline, e.g. "text_encoder".
-            revision: branch, tag or commit on the Hub.
+            revision: branch, tag or commit on the hub.
             ignore_mismatched_sizes: must be False; weights fit the config or are refused.
             trust_remote_code: without effect, as no code is downloaded.
             _do_init: True returns the model with its parameters, False both apart.
-            **kwargs: variant, from_pt and the Hub's keywords as in FlaxModelMixin.from_pretrained,
-                and config entries that win over config.json, e.g. output_hidden_states=True.
+            **kwargs: variant, from_pt and the hub's keywords as in FlaxModelMixin.from_pretrained,
+                and config entries that override config.json, e.g. output_hidden_states=True.
 
         Returns:
             The model; its `params` are JAX arrays. With _do_init=False (model, params), params a

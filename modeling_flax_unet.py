@@ -58,7 +58,7 @@ class DownBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, time_emb, context):
-        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and what the skips will carry."""
+        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections."""
         skips = []
         for i in range(self.num_layers):
             x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
@@ -111,8 +111,8 @@ class MidBlock(nn.Module):
 class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
 
-    `attention_head_dim` counts heads, whatever its name says, as in every released Stable
-    Diffusion. `dtype` is the dtype of the computation, not of the parameters.
+    `attention_head_dim` is the number of heads, despite its name, as in every released
+    Stable Diffusion. `dtype` is the dtype of the computation, not of the parameters.
     """
 
     sample_size: int | tuple | None = 32
@@ -270,7 +270,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
 
         Raises:
-            ValueError: an input's shape does not fit the configuration.
+            ValueError: an input's shape does not match the configuration.
         """
         for name in ("num_attention_heads", "dropout"):
             value, supported = getattr(self, name), self.fixed_config[name]

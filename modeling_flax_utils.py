@@ -57,7 +57,7 @@ WEIGHT_FILES = {
     "model": ("model.safetensors", "pytorch_model.bin", "flax_model.msgpack"),
 }
 
-# Fields of a Flax module that say how it runs, not what it is.
+# Fields of a Flax module that are not part of its config.
 RUNTIME_FIELDS = {
     "dtype",
     "gradient_checkpointing",
@@ -70,14 +70,14 @@ RUNTIME_FIELDS = {
 # Keys of transformers' config.json that describe the file, not the model.
 FILE_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
 
-# Lists whose index the Flax trees join to the name; CLIP's `layers` keeps its index apart.
+# Lists whose index the Flax trees join to the name; the index of CLIP's `layers` stays separate.
 JOINED_LISTS = (
     "attentions|down_blocks|downsamplers|net|resnets|to_out|transformer_blocks|up_blocks|upsamplers"
 )
 TORCH_LIST = re.compile(rf"\b({JOINED_LISTS})\.(\d+)\b")
 FLAX_LIST = re.compile(rf"\b({JOINED_LISTS})_(\d+)\b")
 
-# The VAE's attention kept its first names in Flax; PyTorch has since taken the UNet's.
+# Flax has older names of the VAE's attention than PyTorch.
 VAE_ATTENTION = re.compile(r"(?:encoder|decoder)[./]mid_block[./]attentions")
 VAE_TORCH_TO_FLAX = {
     ".to_q.": ".query.",
@@ -230,7 +230,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """Build the module, without parameters, from the content of a config.json.
 
         Args:
-            config: mapping, or a folder or Hub id with overrides subfolder= and revision=; entries
+            config: mapping, or a folder or hub id with overrides subfolder= and revision=; entries
                 it lacks take the module's defaults.
             return_unused_kwargs: True returns (module, {overrides that it does not know}).
             **overrides: entries that win over `config`, and dtype=, gradient_checkpointing=.
@@ -287,15 +287,15 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """Read config.json and the weights in the same directory.
 
         Args:
-            pretrained_model_name_or_path: a folder, or a Hub id ("owner/name").
-            dtype: what the module computes in; the parameters keep the dtype they are stored in,
+            pretrained_model_name_or_path: a folder, or a hub id ("owner/name").
+            dtype: compute dtype of the module; the parameters have the dtype of their files,
                 float8 included, and each is cast where the computation uses it.
             subfolder: the model's folder in a pipeline, e.g. "unet".
-            revision: branch, tag or commit on the Hub.
+            revision: branch, tag or commit on the hub.
             variant: the part in the middle of the weights' name, e.g. "fp16"; where no weights have
                 it, those without are read, with a warning.
             from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
-            config: mapping to use in place of config.json, or the folder or Hub id that has it.
+            config: mapping that replaces config.json, or its folder or hub id.
             **config_overrides: config entries that win over config.json; and cache_dir,
                 force_download, local_files_only, token of huggingface_hub.hf_hub_download.
 
@@ -320,9 +320,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         config_file = "config=" if config is not None else fetch(cls.config_name)
         if config_file is None:
             raise ValueError(
-                f"no config.json in {where}; give the folder or Hub id that holds it, for a whole "
+                f"no config.json in {where}; give its folder or hub id, for a whole "
                 'pipeline with subfolder="unet" (or "vae", "text_encoder"), and if HF_HUB_OFFLINE '
-                "is set or the Hub is out of reach, download it first"
+                "is set or the hub is out of reach, download it first"
             )
         if config is None:
             config = read_json(config_file)
@@ -372,9 +372,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             save_directory: folder, made if absent.
             params: nested dict of NumPy or JAX arrays, not replicated over devices.
             is_main_process: False writes nothing.
-            push_to_hub: must be False; `hf upload` sends a folder to the Hub.
+            push_to_hub: must be False; `hf upload` sends a folder to the hub.
             variant: name part as in from_pretrained, e.g. "fp16".
-            dtype: what to store; None keeps each array's own.
+            dtype: of the file; None: each array's own.
             flax_msgpack: True writes the published Flax msgpack as well (it has no variant).
             max_shard_size: largest safetensors file, in bytes or as "10GB"; one such file at a time
                 is held in memory on top of params.
@@ -439,7 +439,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 file.unlink()
 
     def _file_content(self):
-        """The config.json that PyTorch reads; what is fixed here is said, not left to defaults."""
+        """The config.json for PyTorch; it contains the options that are fixed here."""
         if self.weights_name == "model":
             names = {"architectures": [self.torch_class_name], "model_type": "clip_text_model"}
         else:
@@ -472,7 +472,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             raise ValueError(f"{where} does not fit {type(self).__name__}: {'; '.join(problems)}")
 
 
-@functools.cache  # saving needs what loading has traced, which takes seconds for large models
+@functools.cache  # loading and saving share it; tracing a large model takes seconds
 def _trace_shapes(module):
     """{path joined by "/": shape} of a module's parameters."""
     params = jax.eval_shape(lambda: module.init_weights(jax.random.key(0)))
@@ -533,7 +533,7 @@ def _read_weights(file):
                 key, array = torch_to_flax(key, array)
                 array = np.array(array, order="C")
             yield key, array
-    except (ImportError, MemoryError, PermissionError):  # these say nothing about the file's bytes
+    except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
         raise
     except Exception as error:  # the readers raise errors of many types for damaged bytes
         raise ValueError(
@@ -547,7 +547,7 @@ def _read_safetensors(file):
     with safe_open(file, "np", backend="pread") as tensors, open(file, "rb") as raw:
         header_size = int.from_bytes(raw.read(8), "little")
         header = json.loads(raw.read(header_size))
-        for key in tensors.keys():  # noqa: SIM118 - it is no dict
+        for key in tensors.keys():  # noqa: SIM118 - not a dict
             entry = header[key]
             if entry["dtype"] not in FLOAT8:
                 yield key, tensors.get_tensor(key)
@@ -561,13 +561,13 @@ def _read_safetensors(file):
 def _read_bin(file):
     import torch  # seconds to import, and needed for .bin files only
 
-    # Files from before PyTorch 1.6 are no zip archives and cannot be mapped.
+    # Files of PyTorch before 1.6 are not zip archives and cannot be mapped.
     tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     if not isinstance(tensors, dict):
         raise ValueError("it holds no state dict")
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"its entry {key!r} is no tensor")
+            raise ValueError(f"its entry {key!r} is not a tensor")
         name = str(tensor.dtype).removeprefix("torch.")
         if name in TORCH_BITS:
             bits = tensor.detach().view(getattr(torch, TORCH_BITS[name]))

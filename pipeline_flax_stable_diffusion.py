@@ -66,18 +66,18 @@ def check_channels(path, configs, for_inpainting=False):
     if in_channels != expected:
         raise ValueError(
             f"the UNet of {path} has in_channels={in_channels}, this pipeline needs {expected}; "
-            "edit with an InstructPix2Pix by edit_cli.py, inpaint with "
+            "edit with an InstructPix2Pix model by edit_cli.py, inpaint with "
             "FlaxStableDiffusionInpaintPipeline"
         )
 
 
 class TextToImage(FlaxDiffusionPipeline):
-    """Text in, image out; what the pipelines of Stable Diffusion 1.x, 2.x and XL share.
+    """Text to image; common to the pipelines of Stable Diffusion 1.x, 2.x and XL.
 
-    Scheduler (dataclasses.replace takes another), steps and image size are compiled in: asking
-    for others compiles again, and logs that; the guidance scale is not, unless it is 1 or less,
-    where a branch of guidance falls away. Whatever params["scheduler"] was cast to, the scheduler
-    computes in float32.
+    Scheduler (dataclasses.replace changes it), number of steps and image size are compiled in;
+    another choice compiles again and logs it. The guidance scale is an argument of the program;
+    with 1 or less the program has one branch. The scheduler computes in float32, also if
+    params["scheduler"] has another dtype.
     """
 
     text_axes = 1  # of one image's prompt_ids
@@ -85,15 +85,15 @@ class TextToImage(FlaxDiffusionPipeline):
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; takes Stable Diffusion 1.x and 2.x."""
+        """See FlaxDiffusionPipeline.check; accepts Stable Diffusion 1.x and 2.x."""
         path = pretrained_model_name_or_path
         parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
         index, configs = read_parts(path, parts, revision, **hub_options)
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(
-                f"{path} is a {class_name}; this pipeline runs Stable Diffusion 1.x and 2.x, for "
-                "XL take FlaxStableDiffusionXLPipeline (sdxl_single.py)"
+                f"{path} is a {class_name}; this pipeline is for Stable Diffusion 1.x and 2.x; for "
+                "XL use FlaxStableDiffusionXLPipeline (sdxl_single.py)"
             )
         cls.check_channels(path, configs)
         return index, configs
@@ -148,7 +148,7 @@ class TextToImage(FlaxDiffusionPipeline):
             return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
             output_type: "np", "pil" or "latent".
-            guidance_rescale: in [0, 1], how far the contrast that guidance adds is taken back.
+            guidance_rescale: in [0, 1]; reduces the contrast that guidance adds; 0: off.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
@@ -294,7 +294,7 @@ class ImageToImage(TextToImage):
             (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1], or the latents.
 
         Raises:
-            ValueError: numbers or sizes of the images do not fit, or it is no image.
+            ValueError: numbers of prompts and images differ, sizes differ, or it is not an image.
         """
         if getattr(image, "ndim", 0) != 4 or not self._is_latents(image.shape):
             image = prepare_images(image)
@@ -350,7 +350,7 @@ class ImageToImage(TextToImage):
         Args:
             image: images, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
                 latents (B, 4, h, w), as from output_type="latent".
-            strength: share of the steps that are done, in (0, 1]; 1 keeps almost nothing of image.
+            strength: fraction of the steps to run, in (0, 1]; 1 ignores the image almost.
             height, width: of the result; the images are resized to it. None takes their own; the
                 size of latents stays.
             noise: standard normal noise that is added at first, like latents.
@@ -453,7 +453,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
             order: prompt_ids, mask, masked_image.
 
         Raises:
-            ValueError: numbers or sizes do not fit, or one is no image.
+            ValueError: numbers or sizes differ, or one is not an image.
         """
         image, mask = prepare_images(image), prepare_masks(mask)
         if image.shape[2:] != mask.shape[2:]:

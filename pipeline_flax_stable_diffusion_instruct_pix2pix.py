@@ -1,10 +1,10 @@
-"""FlaxStableDiffusionInstructPix2PixPipeline: edit images as instructed, in one compiled program.
+"""FlaxStableDiffusionInstructPix2PixPipeline: edit images by instruction, in one compiled program.
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained("MODEL")
     prompt_ids, image = pipeline.prepare_inputs("make it red", Image.open("in.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0)).images    # (1, H, W, 3), [0, 1]
 
-On several devices, each with its share of the images:
+On several devices, each with an equal part of the images:
 
     p_params = flax.jax_utils.replicate(params)
     prompt_ids, image = flax.training.common_utils.shard((prompt_ids, image))
@@ -42,7 +42,7 @@ TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 
 
 def guidance_weights(guidance_scale, image_guidance_scale):
-    """Weight of each branch's noise prediction in the guided one; they sum to 1.
+    """Weights of the branches' noise predictions in the guided one; they sum to 1.
 
     Source: InstructPix2Pix (arXiv 2211.09800), equation 3, sorted by prediction.
     """
@@ -54,13 +54,13 @@ def guidance_weights(guidance_scale, image_guidance_scale):
 
 
 def guidance_branches(guidance_scale, image_guidance_scale):
-    """Choose the branches whose weight is not zero; JAX arrays may have any value, so need all.
+    """Choose the branches whose weight is not zero; all three for JAX arrays.
 
     Args:
         guidance_scale, image_guidance_scale: s_T and s_I, numbers >= 0 or JAX arrays.
 
     Returns:
-        A part of BRANCHES, in its order.
+        Some of BRANCHES, in their order.
 
     Raises:
         ValueError: a scale is negative or not finite.
@@ -106,7 +106,7 @@ class InstructPix2Pix:
     check_channels = staticmethod(check_channels)
 
     def prepare_inputs(self, prompt, image):
-        """Turn instructions and images into arrays; one of either goes with many of the other.
+        """Turn instructions and images into arrays; a single one of either is repeated.
 
         Args:
             prompt: str or list of str.
@@ -117,7 +117,7 @@ class InstructPix2Pix:
             (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1].
 
         Raises:
-            ValueError: numbers or sizes of the images do not fit, or it is no image.
+            ValueError: numbers of prompts and images differ, sizes differ, or it is not an image.
         """
         return pair_up(self.prepare_text_inputs(prompt), prepare_images(image))
 
@@ -144,20 +144,21 @@ class InstructPix2Pix:
             prompt_ids: instructions, int32 (B, 77), SDXL (B, 2, 77); with jit all arrays are
                 (devices, B, ...).
             image: images, float32 (B, 3, H, W) in [-1, 1].
-            params: as from from_pretrained; with jit replicated. Without jit the first call puts
-                NumPy arrays on the device, where they stay for further calls, and makes them
-                read-only. To alternate between models, use jax.device_put(params) for each.
+            params: from from_pretrained; with jit replicated. Without jit the first call copies
+                NumPy arrays to the device for all calls and makes them read-only. To alternate
+                between models, use jax.device_put(params) for each.
             prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
                 per device. With one key, image i gets the noise of fold_in(key, i), so it does
                 not depend on how many images or devices there are.
             num_inference_steps: of the scheduler, at least 1.
             guidance_scale: weight of the instruction, >= 0.
-            image_guidance_scale: likeness to the image, >= 0. Both 1: no guidance, a third
-                of the work; image_guidance_scale 1, or both alike: two thirds.
+            image_guidance_scale: similarity to the image, >= 0. Both 1: no guidance, a third of the
+                work; image_guidance_scale 1, or both equal: two thirds.
             height, width: of the result, multiples of the VAE's factor (8); the images are
-                resized to it. None takes the images' own.
-            latents: standard normal noise to start from, (B, 4, H / 8, W / 8); None draws it.
-            neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None is the empty text.
+                resized to it. None: the size of the images.
+            latents: initial noise, standard normal, (B, 4, H / 8, W / 8); None: random.
+            neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None: the empty text,
+                for SDXL zeros.
             return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
             guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16; 0: off.
@@ -167,7 +168,7 @@ class InstructPix2Pix:
             (devices, B, H, W, 3), float32 in [0, 1].
 
         Raises:
-            ValueError: shapes, sizes, scales or steps that do not fit.
+            ValueError: invalid shapes, sizes, scales or steps.
         """
         if image.dtype == np.uint8:
             raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")

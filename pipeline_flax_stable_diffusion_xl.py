@@ -4,7 +4,7 @@
     prompt_ids = pipeline.prepare_inputs("a red panda reading")  # (1, 2, 77)
     images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
 
-Base, then refiner, which goes on from the base's latents:
+Base, then refiner, which continues from the base's latents:
 
     latents = pipeline(prompt_ids, params, key, output_type="latent").images
     refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained("REFINER")
@@ -46,10 +46,10 @@ AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
 
 @dataclass(frozen=True, eq=False)
 class XLParts(FlaxDiffusionPipeline):
-    """What SDXL's pipelines add to those of Stable Diffusion: two text encoders, sizes, VAE.
+    """Parts of SDXL's pipelines: two text encoders, micro-conditioning, VAE.
 
-    force_zeros_for_empty_prompt: without a negative prompt the text states are zeros, not those of
-    the empty text. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
+    force_zeros_for_empty_prompt: without a negative prompt the text states are zeros instead of the
+    states of an empty prompt. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
     """
 
     text_encoder: FlaxCLIPTextModel | None  # None: a refiner
@@ -67,21 +67,21 @@ class XLParts(FlaxDiffusionPipeline):
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; takes SDXL, and its refiner for image to image."""
+        """See FlaxDiffusionPipeline.check; accepts SDXL, and its refiner for image to image."""
         path = pretrained_model_name_or_path
 
         def parts(index):
             class_name = str(index.get("_class_name"))
             if "XL" not in class_name:
                 raise ValueError(
-                    f"{path} is a {class_name}, no Stable Diffusion XL; for 1.x and 2.x take "
+                    f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
                     "FlaxStableDiffusionPipeline (pipeline_flax_stable_diffusion.py)"
                 )
             absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
             if absent and not issubclass(cls, ImageToImage):
                 raise ValueError(
                     f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs an "
-                    "image; make that with the base model, and refine it with "
+                    "image; make one with the base model and refine it with "
                     "FlaxStableDiffusionXLImg2ImgPipeline"
                 )
             names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
@@ -90,7 +90,7 @@ class XLParts(FlaxDiffusionPipeline):
         index, configs = read_parts(path, parts, revision, **hub_options)
         if configs["unet"].get("addition_embed_type") != "text_time":
             raise ValueError(
-                f"{path}/unet/config.json has no addition_embed_type='text_time': it is no SDXL"
+                f"{path}/unet/config.json has no addition_embed_type='text_time': it is not SDXL"
             )
         cls.check_channels(path, configs)
         return index, configs
@@ -110,7 +110,7 @@ class XLParts(FlaxDiffusionPipeline):
 
     @property
     def _text_parts(self):
-        """[(name of a text encoder, it, its tokenizer)] of those that are there."""
+        """[(name, text encoder, its tokenizer)] of the existing text encoders."""
         pairs = [(encoder, getattr(self, name)) for name, encoder in TEXT_ENCODERS.items()]
         return [(name, getattr(self, name), tokenizer) for name, tokenizer in pairs if tokenizer]
 
@@ -139,8 +139,8 @@ class XLParts(FlaxDiffusionPipeline):
             params: the pipeline's.
 
         Returns:
-            (states of the last layer but one, side by side, (B, 77, D + D_2); the second text
-            encoder's projected end of text, (B, projection_dim)).
+            (penultimate hidden states, concatenated, (B, 77, D + D_2); the second text encoder's
+            projected pooled output, (B, projection_dim)).
 
         Source: SDXL (arXiv 2307.01952), section 2.1.
         """
@@ -191,7 +191,7 @@ class XLParts(FlaxDiffusionPipeline):
         return [jnp.concatenate([states[branch] for branch in branches]), added]
 
     def _time_ids(self, branch, latent_shape):
-        """Heights and widths of the original and the result, the crop's corner: (6,), or (5,).
+        """Micro-conditioning: original size, crop corner, target size (6,); a refiner's (5,).
 
         Source: SDXL (arXiv 2307.01952), section 2.2.
         """
@@ -207,13 +207,13 @@ class XLParts(FlaxDiffusionPipeline):
 
     @property
     def _vae(self):
-        """The VAE as it computes: in float32 where its config says so, whatever the rest does."""
+        """The VAE, in float32 if its config has force_upcast."""
         return self.vae.clone(dtype=jnp.float32) if self.vae.config.force_upcast else self.vae
 
 
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
-    """Text in, image out, with SDXL; see XLParts, and TextToImage for what is compiled in."""
+    """Text to image with SDXL; see XLParts, and TextToImage for what is compiled in."""
 
     torch_class_name = "StableDiffusionXLPipeline"
 
@@ -236,7 +236,7 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
         """Make a batch of images; arguments as in FlaxStableDiffusionPipeline, but:
 
         Args:
-            prompt_ids, neg_prompt_ids: int32 (B, 2, 77); neg_prompt_ids=None: no text at all.
+            prompt_ids, neg_prompt_ids: int32 (B, 2, 77); neg_prompt_ids=None: zeros, not a text.
         """
         return super().__call__(
             prompt_ids,
@@ -257,6 +257,6 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
 
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionXLImg2ImgPipeline(XLParts, ImageToImage):
-    """Text and an image or latents in, image out: SDXL's base or its refiner."""
+    """Image to image with SDXL's base or refiner, from an image or latents."""
 
     torch_class_name = "StableDiffusionXLImg2ImgPipeline"

@@ -1,8 +1,7 @@
-"""What the pipelines share: a folder of parts, tokens, keys, guidance, running on many devices.
+"""The base class of the pipelines: reads and writes a pipeline folder; tokenizing, image sizes.
 
 A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
-`_generate` of arrays; FlaxDiffusionPipeline reads and writes its folder, `run` compiles and calls
-it.
+`_generate` of arrays, which executables.run compiles and calls.
 """
 
 import importlib
@@ -78,12 +77,12 @@ class FlaxImagePipelineOutput(ModelOutput):
 
 @struct.dataclass
 class FlaxStableDiffusionXLPipelineOutput(FlaxImagePipelineOutput):
-    """What the pipelines of SDXL return; see FlaxImagePipelineOutput."""
+    """The result of SDXL's pipelines; see FlaxImagePipelineOutput."""
 
 
 @struct.dataclass
 class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
-    """images as in FlaxImagePipelineOutput, and the verdict of the safety checker.
+    """images as in FlaxImagePipelineOutput, and the result of the safety checker.
 
     nsfw_content_detected is a list of bool, one per image, devices flattened; False without a
     safety checker. Images for which it is True are black.
@@ -96,14 +95,14 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
     """Open a CLIP tokenizer of a pipeline folder.
 
     Args:
-        path: folder or Hub id.
-        text_encoder: module that will read its tokens.
-        revision: branch, tag or commit on the Hub.
+        path: folder or hub id.
+        text_encoder: the module that gets its tokens.
+        revision: branch, tag or commit on the hub.
         subfolder: "tokenizer" or "tokenizer_2".
         hub_options: see fetch_file.
 
     Raises:
-        ValueError: it is missing, damaged, or another text encoder's.
+        ValueError: it is missing, damaged, or belongs to another text encoder.
     """
     try:
         tokenizer = CLIPTokenizer.from_pretrained(
@@ -112,7 +111,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
     except Exception as error:  # the tokenizers library raises plain Exception
         reason = one_line(error)
         raise ValueError(f"the {subfolder} of {path} cannot be read: {reason}") from error
-    # Without its files transformers makes a tokenizer of two tokens and says nothing.
+    # Without its files transformers silently makes a tokenizer of two tokens.
     if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
         raise ValueError(
             f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
@@ -121,14 +120,14 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
     return tokenizer
 
 
-@dataclass(frozen=True, eq=False)  # compiled programs are kept per object: nothing may change in it
+@dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
 class FlaxDiffusionPipeline(ConfigMixin):
-    """A pipeline's parts. A subclass names them as fields, those that are absent None.
+    """A pipeline. Subclasses have its parts as fields; absent parts are None.
 
-    It has `torch_class_name`, the PyTorch class that opens the same folder, and `check`.
+    They define `torch_class_name`, the PyTorch class that opens the same folder, and `check`.
     """
 
-    # What `run` has compiled so far, to say when it compiles again; dataclasses.replace keeps it.
+    # The programs that `run` has compiled, to log when it compiles again.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
@@ -139,13 +138,13 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
-        """Read a folder's settings, no weights; refuse what is not of this class.
+        """Read a folder's configs without weights; raise an error if it is of another class.
 
         Returns:
             (model_index.json's content; {part: the content of its JSON file}).
 
         Raises:
-            ValueError: nothing there, parts missing, or another kind of pipeline.
+            ValueError: the folder or parts are missing, or it is another kind of pipeline.
         """
         raise NotImplementedError
 
@@ -162,20 +161,18 @@ class FlaxDiffusionPipeline(ConfigMixin):
         use_memory_efficient_attention=False,
         **parts,
     ):
-        """Read a diffusers pipeline; FlaxDiffusionPipeline itself takes the class that it names.
+        """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the folder names.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub id; only the files used are downloaded.
-            revision: branch, tag or commit on the Hub.
-            variant: the part in the middle of the weights' names, e.g. "fp16".
-            dtype: what the modules compute in, None for float32; the parameters keep the dtype
-                they are stored in.
-            scheduler: scheduler object to use in place of the folder's.
+            pretrained_model_name_or_path: folder or hub id; only the files used are downloaded.
+            revision: branch, tag or commit on the hub.
+            variant: of the weights' file names, e.g. "fp16".
+            dtype: compute dtype of the modules, None: float32; parameters keep their files' dtype.
+            scheduler: scheduler object that replaces the folder's.
             from_pt: True looks for PyTorch's weight files only.
-            split_head_dim, use_memory_efficient_attention: of the published signature; they chose
-                a form of attention, of which there is one here.
-            **parts: objects to use in place of the folder's: unet, vae, text_encoder, tokenizer,
-                ... Their parameters are not read: put them into params. safety_checker, a
+            split_head_dim, use_memory_efficient_attention: of the published signature; no effect.
+            **parts: objects that replace the folder's: unet, vae, text_encoder, tokenizer, ...
+                Their parameters are not read: put them into params. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
                 the folder's own are not read, and without them images are not checked. And
                 cache_dir, force_download, local_files_only, token of
@@ -187,7 +184,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
             has parameters.
 
         Raises:
-            ValueError: nothing there, another kind of pipeline, or a part that cannot be read.
+            ValueError: the folder is missing, another kind of pipeline, or a part cannot be read.
         """
         path, hub_options = pretrained_model_name_or_path, take_hub_options(parts)
         if cls is FlaxDiffusionPipeline:
@@ -214,14 +211,14 @@ class FlaxDiffusionPipeline(ConfigMixin):
         given=None,
         **hub_options,
     ):
-        """The pipeline of from_pretrained without its weights, which take the time and the memory.
+        """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler: as for from_pretrained.
-            given: {part: object} to use in place of the folder's.
+            given: {part: object} that replace the folder's.
 
         Raises:
-            ValueError: nothing there, another kind of pipeline, or settings that cannot be right.
+            ValueError: the folder is missing, another kind of pipeline, or has invalid configs.
         """
         path = pretrained_model_name_or_path
         names = {f.name for f in fields(cls)} & PARTS
@@ -252,7 +249,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         given=(),
         **hub_options,
     ):
-        """The parameters of from_pretrained, for a pipeline of the same folder from `open`."""
+        """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
         params = {"scheduler": self.scheduler.create_state()}
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
@@ -272,14 +269,14 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     @property
     def components(self):
-        """{name: part} of all constructor arguments but settings, to build another pipeline of."""
+        """{name: part} of the pipeline, to construct another one from."""
         parameters = inspect.signature(type(self)).parameters
         return {name: getattr(self, name) for name in parameters if name in PARTS}
 
     def progress_bar(self, iterable):
-        """A progress bar over an iterable, as set_progress_bar_config chose it.
+        """A progress bar over an iterable, with the options of set_progress_bar_config.
 
-        The pipelines themselves show none: all their steps are one compiled program.
+        Pipelines show none, as all steps are one compiled program.
         """
         return tqdm(iterable, **self._progress_bar_config)
 
@@ -290,7 +287,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     @classmethod
     def _settings(cls, index):
-        """Fields that are no parts, from model_index.json."""
+        """Fields other than parts, from model_index.json."""
         return {}
 
     @property
@@ -329,17 +326,17 @@ class FlaxDiffusionPipeline(ConfigMixin):
         """Write a pipeline folder that PyTorch's class opens.
 
         The folder may exist, be a mount point or a link: a model in it is replaced, other files
-        stay. It has a model_index.json only while the model in it is complete. A save that is
-        interrupted while it writes changes nothing; see writing_pipeline.
+        are not changed. It has a model_index.json only while its model is complete. If the save is
+        interrupted while writing, nothing changes; see writing_pipeline.
 
         Args:
-            save_directory: folder, made if absent.
-            params: as from from_pretrained, not replicated; "scheduler" may be absent, and
-                "safety_checker" if the safety checker has parameters.
-            push_to_hub: must be False; `hf upload` sends a folder to the Hub.
+            save_directory: folder, created if missing.
+            params: as from from_pretrained, not replicated; "scheduler" may be missing, and
+                "safety_checker" if the object has its parameters.
+            push_to_hub: must be False; `hf upload` sends a folder to the hub.
 
         Raises:
-            ValueError: params lack a part or are not its, or push_to_hub is True.
+            ValueError: params lack a part or do not match it, or push_to_hub is True.
         """
         refuse_push_to_hub(push_to_hub)
         self._require_params(params)
@@ -364,18 +361,18 @@ class FlaxDiffusionPipeline(ConfigMixin):
             raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
 
     def _index(self):
-        """Entries of model_index.json that are no parts."""
+        """Entries of model_index.json other than parts."""
         return {
             "requires_safety_checker": self.safety_checker is not None,
             "safety_checker": [None, None],
         }
 
     def description(self):
-        """All that a compiled program depends on in a pipeline, but for the code: one str."""
+        """All that a compiled program depends on in a pipeline, except the code, as a str."""
         lines = [type(self).__name__]
         for name, part in vars(self).items():
             if name in MODULES or name == "scheduler":
-                module = getattr(part, "module", part)  # a text encoder's config is no mapping
+                module = getattr(part, "module", part)  # a text encoder's config is not a mapping
                 settings = None if part is None else sorted(module.config.items())
                 lines.append(f"{name} {type(part).__name__} {settings} {vars(part).get('dtype')}")
             elif name in TEXT_ENCODERS:
@@ -389,21 +386,20 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     @property
     def vae_scale_factor(self):
-        """Pixels of a latent's side: 8."""
+        """Pixels per latent, along a side: 8."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     def image_size(self, height=None, width=None, image_shape=None):
         """Height and width of the result, in pixels.
 
         Args:
-            height, width: as asked for; None takes those of the image to begin with, or, without
-                one, the size that the model was trained at.
-            image_shape: (..., 3, H, W) of the image, or (..., 4, h, w) of its latents, whose size
-                is the result's.
+            height, width: None: those of the input image, or, without one, the size that the model
+                was trained at.
+            image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
 
         Raises:
-            ValueError: height or width is no positive multiple of the VAE's factor, or not the
-                latents'.
+            ValueError: height or width is not a positive multiple of the VAE's factor, or differs
+                from the latents'.
         """
         factor = self.vae_scale_factor
         if image_shape is None:
@@ -450,7 +446,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
     # ----------------------------------------------------------------- inputs
 
     def _schedule(self, num_inference_steps, shape, first_step=0):
-        """The scheduler's state for a run, in float32 whatever the parameters were cast to."""
+        """The scheduler's state for the steps, in float32."""
         with jax.ensure_compile_time_eval():
             constants = jax.tree.map(np.asarray, self.scheduler.create_state())
         state = jax.tree.map(jnp.asarray, constants)
@@ -469,7 +465,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     @staticmethod
     def numpy_to_pil(images):
-        """List of PIL images of arrays (..., H, W, 3 or 1) in [0, 1], leading axes flattened."""
+        """Convert arrays (..., H, W, 3 or 1) in [0, 1] to a flat list of PIL images."""
         pixels = np.rint(np.asarray(images, np.float32) * 255).astype(np.uint8)
         if pixels.shape[-1] == 1:  # grey
             pixels = pixels[..., 0]
@@ -477,7 +473,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         return [Image.fromarray(image) for image in pixels.reshape(-1, *pixels.shape[-3:])]
 
     def _output(self, result, params, jit, output_type, return_dict):
-        """What a call returns: images that the safety checker has seen, if there is one."""
+        """The result of a call, after the safety checker, if there is one."""
         flags = False
         if self.safety_checker is not None and output_type != "latent":
             result, flags = self._check_images(result, params, jit)
@@ -487,7 +483,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         return output if return_dict else output.to_tuple()
 
     def _check_images(self, images, params, jit):
-        """Blacken what the safety checker flags: (images, list of bool, devices flattened)."""
+        """Make images black that the safety checker flags: (images, flat list of bool)."""
         if "safety_checker" not in params:
             raise ValueError("params has no safety_checker; add safety_checker.params under it")
         params = params["safety_checker"]
@@ -537,11 +533,10 @@ class StableDiffusionParts(FlaxDiffusionPipeline):
 
 
 def replace_leaves(function, params):
-    """Replace every array of parameters by function of it, in place and one after the other.
+    """Replace every array of parameters by function(array), in place, one at a time.
 
-    So no more than one is held in both forms: each is waited for, as devices copy in the
-    background and would hold what they have not come to. Old arrays that something else holds as
-    well stay in memory.
+    Only one array is in memory twice: each call waits for the devices, which copy in the
+    background. Old arrays stay in memory if something else refers to them.
 
     Args:
         function: array -> array.
@@ -555,7 +550,7 @@ def replace_leaves(function, params):
 
 
 def tokenize(tokenizer, prompt, length):
-    """Token ids, int32 (B, length), of a str or list of str; what is too long is cut, and said."""
+    """Token ids, int32 (B, length), of a str or list of str; logs what it cuts off."""
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one text, which may be empty")
@@ -567,13 +562,13 @@ def tokenize(tokenizer, prompt, length):
                 f"prompt is {len(ids)} tokens long, the text encoder takes {length}; "
                 f"cut off: {cut!r}"
             )
-            ids = [*ids[: length - 1], ids[-1]]  # the end of text is kept
+            ids = [*ids[: length - 1], ids[-1]]  # with the end-of-text token
         row[: len(ids)] = ids
     return rows
 
 
 def pair_up(first, second, first_name="prompts", second_name="images"):
-    """Repeat the one of either array for the many of the other; a ValueError if they do not fit."""
+    """Repeat one row of either array for all rows of the other; else their numbers must agree."""
     sizes = len(first), len(second)
     if sizes[0] != sizes[1] and 1 not in sizes:
         raise ValueError(

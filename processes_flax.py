@@ -1,7 +1,6 @@
-"""What the processes of a training run do together, and how one of them ends.
+"""Processes of a training run: join, compare flags, wait, lock the output directory, stop.
 
-Joining the other processes, agreeing on flags, waiting for each other, doing something on process 0
-alone, keeping other runs out of a directory, and stopping together at SIGTERM. Every function also
+At SIGTERM all processes stop after the same step. Every function also
 works for a single process.
 """
 
@@ -25,12 +24,12 @@ from jax.experimental import multihost_utils
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 3600  # timeout of wait_for_all: other processes compile, process 0 saves or uploads
+WAIT_SECONDS = 3600  # timeout of wait_for_all; meanwhile others compile, or process 0 uploads
 GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
 METADATA_TIMEOUT = 2  # seconds; the metadata server is on the host itself
 COLLECTIVE_SECONDS = 90  # timeout of a collective operation on CPUs; below HEARTBEAT_SECONDS
 HEARTBEAT_SECONDS = 100  # a process that is silent for this long counts as dead and ends the run
-LOCK_SECONDS = 120  # timeout for the lock: a run that ends still saves; NFS keeps a crashed host's
+LOCK_SECONDS = 120  # timeout for the lock; NFS releases that of a crashed host late
 MESSAGE_BYTES = 4096  # of an error message that process 0 sends to all processes
 _numbers = itertools.count()
 
@@ -57,7 +56,7 @@ def vm_metadata(attribute):
     url = f"http://{host}/computeMetadata/v1/instance/attributes/{attribute}"
     options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": METADATA_TIMEOUT}
     try:
-        response = httpx2.get(url, trust_env=False, **options)  # past any proxy
+        response = httpx2.get(url, trust_env=False, **options)  # without a proxy
     except httpx2.HTTPError:
         return None
     return response.text if response.status_code == 200 else None
@@ -88,14 +87,14 @@ def tpu_worker():
         fits = False
     if not fits:
         raise ValueError(
-            f"the TPU's environment says worker {index} of {hosts}, which does not fit together; "
+            f"the TPU's environment says worker {index} of {hosts}, which is inconsistent; "
             "give --worker and --num_workers"
         )
     return slice_id * per_slice + index, num_slices * per_slice
 
 
 def which_worker(worker, num_workers):
-    """(index or None, count, where it is known from), by flags, TPU environment or JAX."""
+    """(index or None, count, source) of this worker, from flags, the TPU's environment or JAX."""
     if num_workers is not None:
         return worker, num_workers, "flags"
     if found := tpu_worker():
@@ -215,15 +214,15 @@ def on_process_0(function):
 
 @contextlib.contextmanager
 def lock_folder(folder):
-    """A context that keeps other runs out of --output_dir, by flock on FOLDER/.lock.
+    """A context that locks --output_dir against other runs, by flock on FOLDER/.lock.
 
-    The system releases the lock when its process ends, also after SIGKILL, and it holds for all
-    paths to the folder. The file names its holder; a file that is left behind locks nothing. On a
-    file system without flock there is a warning and no lock. File systems in user space, such as
-    gcsfuse, lock among the processes of one host only.
+    The system releases the lock when its process ends, also after SIGKILL, and it applies to
+    all paths of the folder. The file names the process; a leftover file does not lock. On a file
+    system without flock there is a warning and no lock. File systems in user space, such as
+    gcsfuse, lock only between the processes of one host.
 
     Args:
-        folder: Path; made if it does not exist, and then removed if it is empty at the end.
+        folder: Path; created if missing, and then removed if it is empty at the end.
 
     Raises:
         ValueError: another process holds the lock for LOCK_SECONDS.
@@ -245,7 +244,7 @@ def lock_folder(folder):
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # the folder may be gone
+        with contextlib.suppress(OSError):  # the folder may have been removed
             path.unlink()
         file.close()
         if is_new:
@@ -288,7 +287,7 @@ class StopSignal:
     def __enter__(self):
         self.number = None
         self.handlers = {}
-        # jax's own handler of SIGTERM tells the other processes.
+        # jax's handler of SIGTERM informs the other processes.
         numbers = (
             [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGTERM, signal.SIGINT]
         )

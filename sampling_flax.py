@@ -1,6 +1,6 @@
 """Sampling as pure functions: keys and noise per image, guidance, the denoising loop, the VAE.
 
-They run inside a compiled program and know nothing of pipelines:
+They run inside a compiled program and do not depend on the pipelines:
 
     keys = keys_per_image(key, B)
     x_t = starting_noise(None, keys, (B, 4, h, w)) * state.init_noise_sigma
@@ -25,7 +25,7 @@ import numpy as np
 POSTERIOR_NOISE = 2**31 - 1  # for the sample of the VAE's posterior
 SEQUEL = 2**31 - 2  # for a second pipeline that continues from the image (refiner, image to image)
 
-# Pixels that the VAE decodes at once: more is no faster, and a million takes 3 GiB in float32.
+# Pixels that the VAE decodes at once; more are not faster, and a million take 3 GiB in float32.
 DECODED_PIXELS = 1024 * 1024
 # The branches of guidance of a text-to-image model.
 BRANCHES = ("text", "null")
@@ -116,12 +116,12 @@ def keys_per_image(prng_seed, num_images):
 
 
 def keys_of_sequel(keys):
-    """Keys for a pipeline that continues from these images, as noise used twice would show."""
+    """Keys for a pipeline that continues from these images; reused noise would be visible."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, SEQUEL)
 
 
 def rows_per_image(ids, num_images):
-    """Token ids of negative prompts (num_images, T), of one per image or one for all."""
+    """Broadcast token ids of negative prompts, one per image or one for all, to (num_images, T)."""
     if len(ids) not in (1, num_images):
         raise ValueError(
             f"neg_prompt_ids has shape {ids.shape} for {num_images} images; give one row, or "
@@ -131,11 +131,11 @@ def rows_per_image(ids, num_images):
 
 
 def normal(keys, number, shape):
-    """Standard normal noise, float32 (len(keys), *shape), of each image's own key.
+    """Standard normal noise, float32 (len(keys), *shape), one key per image.
 
     Args:
         keys: one per image, (B,).
-        number: 0 for what an image starts from, i + 1 for step i, or POSTERIOR_NOISE.
+        number: 0 for the initial noise, i + 1 for step i, or POSTERIOR_NOISE.
         shape: of one image's noise.
     """
     return jax.vmap(
@@ -144,7 +144,7 @@ def normal(keys, number, shape):
 
 
 def starting_noise(latents, keys, shape):
-    """The noise to start from, float32: latents if given, else standard normal of the keys.
+    """The initial noise, float32: latents if given, else standard normal.
 
     Raises:
         ValueError: latents are not of this shape.
@@ -162,7 +162,7 @@ def denoise(scheduler, state, x_t, keys, predict):
     Args:
         scheduler: a scheduler of scheduling_flax.py.
         state: its state, of set_timesteps.
-        x_t: noisy sample (B, C, h, w), float32, as it stays between the steps.
+        x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.
         predict: (model_input, t) -> guided prediction, float32.
 

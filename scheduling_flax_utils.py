@@ -1,4 +1,4 @@
-"""What the Flax schedulers share: options, files, outputs, the choice of timesteps.
+"""Common to the Flax schedulers: options, files, outputs, the choice of timesteps.
 
 FlaxSchedulerMixin is the class they derive from; scheduling_flax.py says how they are used.
 """
@@ -294,13 +294,13 @@ class FlaxSchedulerMixin(ConfigMixin):
         lowest, highest = values.get("sigma_min"), values.get("sigma_max")
         if None not in (lowest, highest) and lowest >= highest:
             raise ValueError(f"sigma_min={lowest} must be below sigma_max={highest}")
-        # As in diffusers: another class takes over what was chosen here, not what was left open.
+        # As in diffusers: another class takes over the options that were given, not the defaults.
         values["_use_default_values"] = tuple(sorted(self.defaults.keys() - given.keys()))
         self._config = FrozenConfig(values)
 
     @property
     def config(self):
-        """The options, read-only, and those that were carried over from another class's config."""
+        """The options, read-only, and those carried over from the config of another class."""
         return self._config
 
     @property
@@ -334,11 +334,11 @@ class FlaxSchedulerMixin(ConfigMixin):
     def from_config(cls, config=None, return_unused_kwargs=False, **overrides):
         """Build from the options of this or another class.
 
-        Options that this class lacks have no effect here; its config keeps them for the next class.
+        Options that this class lacks have no effect; its config carries them over.
 
         Args:
             config: mapping, such as another scheduler's `config`, or a path as for from_pretrained.
-            return_unused_kwargs: True returns what this class does not know as well, instead of
+            return_unused_kwargs: True also returns the unknown arguments, instead of
                 raising for an override.
             **overrides: options to replace.
 

@@ -4,13 +4,13 @@
     python sdxl_single.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output out/
     python sdxl_single.py --prompts_file prompts.txt --batch_size 2 --output out/ --grid grid.png
 
-Each device makes its share, --batch_size images at once; a partial last batch is padded. The noise
-of image i of the list (--num_images of each prompt in a row) depends only on --seed and i, so the
-same command gives the same images on any number of devices, up to rounding. The first batch
-compiles, and --compilation_cache_dir keeps the program.
+Each device makes an equal part of the images, --batch_size at once; the last batch is padded. The
+noise of image i of the list (--num_images of each prompt in a row) depends only on --seed and i, so
+the same command gives the same images on any number of devices, up to rounding. The first batch
+compiles; --compilation_cache_dir saves the program.
 
-Its twin sdxl_single_aot.py compiles ahead of time and keeps the executable, which starts sooner;
-`diff sdxl_single.py sdxl_single_aot.py` shows what that takes.
+sdxl_single_aot.py makes the same images, but compiles ahead of time and saves the executable, so
+that later starts are faster; `diff sdxl_single.py sdxl_single_aot.py` shows the difference.
 
 For TPU (v4, v5e and later), GPU and CPU (minutes per image). SDXL's weights take 7 GB in bfloat16
 and 14 GB in float32, which is the default on a CPU.
@@ -52,35 +52,35 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 
 @dataclass(frozen=True)
 class Config:
-    """What images to make, with what, how."""
+    """Flags of the script."""
 
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
-    revision: str | None = None  # branch, tag or commit on the Hub
+    revision: str | None = None  # branch, tag or commit on the hub
     variant: str | None = None  # of the weights' file names, e.g. fp16
     prompt: tuple[str, ...] = (DEFAULT_PROMPT,)
-    prompts_file: Path | None = None  # one prompt a line, instead of --prompt
-    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "" is none
-    num_images: int | None = None  # of each prompt; default: 1, of a single prompt one batch
+    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
+    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
     seed: int = 33
     num_inference_steps: int = 25
-    guidance_scale: float = 5.0  # weight of the prompt; up to 1: no guidance, half of the work
-    guidance_rescale: float = 0.0  # 0 to 1: how far the contrast of guidance is taken back
-    height: int | None = None  # pixels; default: what the model was trained at (1024)
+    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
+    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    height: int | None = None  # pixels; default: the model's (1024)
     width: int | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    latents: Path | None = None  # .npy with noise to start from, (images, 4, height/8, width/8)
-    batch_size: int = 1  # images per device at once, at most
+    latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
+    batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
-    output: Path = Path("sdxl")  # folder; of a single image also a file (.png, .jpg)
-    grid: Path | None = None  # all images in one
-    compilation_cache_dir: str = "~/.cache/jax"  # programs for the next start; "" keeps none
+    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
+    grid: Path | None = None  # also write all images into one file
+    compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
 # 1. Load
 
 
 def open_pipeline(config, dtype):
-    """The pipeline, without its weights yet, with the scheduler that was asked for."""
+    """The pipeline with the chosen scheduler, without weights."""
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path, revision=config.revision, dtype=dtype
     )
@@ -88,7 +88,9 @@ def open_pipeline(config, dtype):
         scheduler, _ = make_scheduler(config.scheduler, pipeline.scheduler.config)
         pipeline = replace(pipeline, scheduler=scheduler)
     state = pipeline.scheduler.create_state()
-    pipeline.scheduler.set_timesteps(state, config.num_inference_steps)  # refuses what is too many
+    pipeline.scheduler.set_timesteps(
+        state, config.num_inference_steps
+    )  # raises an error for too many steps
     return pipeline
 
 
@@ -103,7 +105,7 @@ def load(pipeline, config):
 
 
 def cast(params, dtype):
-    """All weights in dtype; the scheduler's state stays float32, bfloat16 would ruin it."""
+    """Cast all weights to dtype; the scheduler's state needs float32."""
     scheduler_state = params.pop("scheduler")
     replace_leaves(lambda x: np.asarray(x, dtype), params)
     return params | {"scheduler": scheduler_state}
@@ -130,7 +132,7 @@ def list_prompts(config, num_devices):
 def tokenize_prompts(pipeline, prompts, negative_prompt):
     """(prompt_ids, neg_prompt_ids or None), int32 (images, 2, 77)."""
     prompt_ids = pipeline.prepare_inputs(prompts)
-    if not negative_prompt:  # zeros, which SDXL was trained with, and not the empty text
+    if not negative_prompt:  # SDXL was trained with zeros, not with the empty text
         return prompt_ids, None
     return prompt_ids, pipeline.prepare_inputs([negative_prompt] * len(prompts))
 
@@ -167,7 +169,7 @@ def generate(pipeline, p_params, batch, config):
 
 
 def check_config(config):
-    """Raise a ValueError for flags that cannot be right."""
+    """Raise a ValueError for invalid flags."""
     for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
@@ -186,7 +188,7 @@ def check_config(config):
 
 
 def run(config):
-    """Check everything that can be checked, load the model, make the images, write them."""
+    """Check the flags, load the model, make the images and write them."""
     check_config(config)
     use_compilation_cache(config.compilation_cache_dir)
     devices = jax.local_devices()
@@ -210,7 +212,7 @@ def run(config):
         "latents": latents,
     }
 
-    # 7. The first batch compiles; 8. from then on it is fast.
+    # 7. The first batch compiles. 8. The following ones are fast.
     batch_images = []
     with tqdm(total=len(prompts), desc="compiling", unit="image") as bar:
         for indices, batch in to_batches(arrays, len(devices), batch_size):
@@ -219,7 +221,7 @@ def run(config):
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
             if not np.isfinite(images).all():
                 raise ValueError(
-                    f"images from {indices[0]} on came out as NaN; try --dtype float32, and if "
+                    f"images from {indices[0]} on are NaN; try --dtype float32, and if "
                     "that does not help, the model is broken"
                 )
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):

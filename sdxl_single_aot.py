@@ -1,17 +1,17 @@
-"""Images from text with Stable Diffusion XL on all devices, compiled ahead of time and kept.
+"""Images from text with Stable Diffusion XL on all devices, compiled ahead of time and saved.
 
     python sdxl_single_aot.py --prompt "a red panda reading a map" --output panda/
     python sdxl_single_aot.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output o/
     python sdxl_single_aot.py --prompts_file prompts.txt --batch_size 2 --output o/ --grid grid.png
 
-Makes the images of sdxl_single.py, its twin, which explains how they are shared out: the same
-flags, the same images. Here `jax.pmap(pipeline._generate).lower(...).compile()` compiles before
-the first image, for one number of steps and one size, and the executable is kept in
---executable_dir: the next start loads it and neither traces nor compiles. One that another jax,
-another device, other code or other settings made is compiled again, and it is said why.
+Makes the same images as sdxl_single.py with the same flags. Here
+`jax.pmap(pipeline._generate).lower(...).compile()` compiles before the first image, for one number
+of steps and one size, and the executable is saved in --executable_dir: the next start loads it
+without tracing or compiling. If jax, the device, the code or settings have changed, the script
+compiles again and prints the reason.
 
-An executable is code. --executable_dir is made for its owner alone (mode 0700); one that others may
-write to is refused. Never take executables from others.
+An executable is code. --executable_dir is created for its owner only (mode 0700); a directory that
+others may write to is refused. Never use executables from others.
 
 For TPU (v4, v5e and later), GPU and CPU (minutes per image). SDXL's weights take 7 GB in bfloat16
 and 14 GB in float32, which is the default on a CPU.
@@ -56,27 +56,27 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 
 @dataclass(frozen=True)
 class Config:
-    """What images to make, with what, how."""
+    """Flags of the script."""
 
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
-    revision: str | None = None  # branch, tag or commit on the Hub
+    revision: str | None = None  # branch, tag or commit on the hub
     variant: str | None = None  # of the weights' file names, e.g. fp16
     prompt: tuple[str, ...] = (DEFAULT_PROMPT,)
-    prompts_file: Path | None = None  # one prompt a line, instead of --prompt
-    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "" is none
-    num_images: int | None = None  # of each prompt; default: 1, of a single prompt one batch
+    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
+    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
     seed: int = 33
     num_inference_steps: int = 25
-    guidance_scale: float = 5.0  # weight of the prompt; up to 1: no guidance, half of the work
-    guidance_rescale: float = 0.0  # 0 to 1: how far the contrast of guidance is taken back
-    height: int | None = None  # pixels; default: what the model was trained at (1024)
+    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
+    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    height: int | None = None  # pixels; default: the model's (1024)
     width: int | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    latents: Path | None = None  # .npy with noise to start from, (images, 4, height/8, width/8)
-    batch_size: int = 1  # images per device at once, at most
+    latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
+    batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
-    output: Path = Path("sdxl")  # folder; of a single image also a file (.png, .jpg)
-    grid: Path | None = None  # all images in one
+    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
+    grid: Path | None = None  # also write all images into one file
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
@@ -84,7 +84,7 @@ class Config:
 
 
 def open_pipeline(config, dtype):
-    """The pipeline, without its weights yet, with the scheduler that was asked for."""
+    """The pipeline with the chosen scheduler, without weights."""
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path, revision=config.revision, dtype=dtype
     )
@@ -92,7 +92,9 @@ def open_pipeline(config, dtype):
         scheduler, _ = make_scheduler(config.scheduler, pipeline.scheduler.config)
         pipeline = replace(pipeline, scheduler=scheduler)
     state = pipeline.scheduler.create_state()
-    pipeline.scheduler.set_timesteps(state, config.num_inference_steps)  # refuses what is too many
+    pipeline.scheduler.set_timesteps(
+        state, config.num_inference_steps
+    )  # raises an error for too many steps
     return pipeline
 
 
@@ -107,7 +109,7 @@ def load(pipeline, config):
 
 
 def cast(params, dtype):
-    """All weights in dtype; the scheduler's state stays float32, bfloat16 would ruin it."""
+    """Cast all weights to dtype; the scheduler's state needs float32."""
     scheduler_state = params.pop("scheduler")
     replace_leaves(lambda x: np.asarray(x, dtype), params)
     return params | {"scheduler": scheduler_state}
@@ -134,7 +136,7 @@ def list_prompts(config, num_devices):
 def tokenize_prompts(pipeline, prompts, negative_prompt):
     """(prompt_ids, neg_prompt_ids or None), int32 (images, 2, 77)."""
     prompt_ids = pipeline.prepare_inputs(prompts)
-    if not negative_prompt:  # zeros, which SDXL was trained with, and not the empty text
+    if not negative_prompt:  # SDXL was trained with zeros, not with the empty text
         return prompt_ids, None
     return prompt_ids, pipeline.prepare_inputs([negative_prompt] * len(prompts))
 
@@ -159,7 +161,7 @@ def generate(p_generate, p_params, batch, config):
 
 
 def arguments(p_params, batch, config):
-    """What the compiled program takes: the arguments of _generate that are not compiled in."""
+    """The arguments of the compiled program: those of _generate that are not static."""
     num_devices = len(batch["prompt_ids"])
     return (
         batch["prompt_ids"],
@@ -176,10 +178,10 @@ def arguments(p_params, batch, config):
 
 
 def aot_compile(pipeline, store, devices, p_params, batch, config):
-    """The program for batches of this shape, loaded if it was kept, or compiled and kept.
+    """The program for batches of this shape, loaded, or compiled and saved.
 
     Returns:
-        (compiled program, "loaded in N s", or "compiled", why and in how many).
+        (compiled program, "loaded in N s" or "compiled (REASON) in N s").
     """
     started = time.perf_counter()
     dynamic = arguments(p_params, batch, config)
@@ -224,13 +226,13 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
     try:
         store.save(name, what, compiled)
-    except Exception as error:  # a full disk, or a runtime that cannot: the images can be made
-        how += f"; not kept: {one_line(error)}"
+    except Exception as error:  # e.g. a full disk; the images can still be made
+        how += f"; not saved: {one_line(error)}"
     return compiled, how
 
 
 def check_config(config):
-    """Raise a ValueError for flags that cannot be right."""
+    """Raise a ValueError for invalid flags."""
     for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
@@ -249,7 +251,7 @@ def check_config(config):
 
 
 def run(config):
-    """Check everything that can be checked, load the model, make the images, write them."""
+    """Check the flags, load the model, make the images and write them."""
     check_config(config)
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
@@ -273,7 +275,7 @@ def run(config):
         "latents": latents,
     }
 
-    # 8. Compiled before the first image; every batch is fast.
+    # 8. All batches are fast, as the program is compiled.
     _, batch = next(to_batches(arrays, len(devices), batch_size))
     p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)
     print(how, file=sys.stderr)
@@ -286,7 +288,7 @@ def run(config):
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
             if not np.isfinite(images).all():
                 raise ValueError(
-                    f"images from {indices[0]} on came out as NaN; try --dtype float32, and if "
+                    f"images from {indices[0]} on are NaN; try --dtype float32, and if "
                     "that does not help, the model is broken"
                 )
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):

@@ -28,7 +28,7 @@ REPLICATED = -1  # in a tree of axes: every device has the whole array
 
 @struct.dataclass
 class TrainState:
-    """What a training step changes: its number, float32 shards of parameters and moments."""
+    """The state of training: number of steps, float32 shards of parameters and moments."""
 
     step: jax.Array
     params: Any
@@ -62,7 +62,7 @@ def gather(shards, axes, dtype):
         shards: this device's shards, float32.
         axes: of shard_axes.
         dtype: of the matrices and kernels that are returned. Vectors (biases, scales of norms)
-            stay in float32: they are few, and the norms compute in float32.
+            stay in float32: they are small, and the norms compute in float32.
 
     Source: ZeRO (arXiv 1910.02054), section 5.3.
     """
@@ -94,7 +94,7 @@ def reduce_scatter_mean(grads, axes):
     """
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     num_devices = jax.lax.axis_size("batch")
-    if num_devices == 1:  # XLA copies what it reduces over one device
+    if num_devices == 1:  # XLA would copy the gradients
         return grads
 
     def reduce_array(g, axis):
@@ -107,10 +107,10 @@ def reduce_scatter_mean(grads, axes):
 
 
 def wait_for_devices(tree):
-    """The same tree, once all devices are here; only CPUs of several processes need it.
+    """Wait for all devices, then return the tree; only CPUs of several processes need it.
 
-    Gloo's other collectives wait half a minute for a process, which may still be compiling. Its
-    all-reduce waits for xla_cpu_collective_timeout_seconds.
+    Another process may still be compiling. Gloo's all-reduce waits for it for
+    xla_cpu_collective_timeout_seconds, its other collectives for half a minute only.
     """
     if jax.default_backend() != "cpu" or jax.process_count() == 1:
         return tree
@@ -133,7 +133,7 @@ def in_place(update):
 
     pmap removes the device axis of its arguments and adds it to its results. Between the two
     reshapes XLA's CPU compiler copies every donated array. The wrapped function gets the arrays
-    with the axis, where the reshapes cancel. TPUs move fewer bytes without.
+    with the axis, where the reshapes cancel; on TPUs without it, which moves fewer bytes.
 
     Args:
         update: trees of arrays -> tree of arrays, elementwise.
@@ -172,7 +172,7 @@ def shard(tree, axes, devices=None):
     Args:
         tree: whole arrays, the same on all processes.
         axes: of shard_axes.
-        devices: all that there are shards for; None: all of all processes.
+        devices: one per shard; None: those of all processes.
 
     Returns:
         The tree with arrays (local devices, ...), which a program may overwrite (donate).
@@ -215,11 +215,11 @@ def to_host(tree, axes):
 
 
 def start_state(params, tx, axes, devices=None):
-    """The TrainState (local devices, ...) of a run that starts.
+    """The TrainState (local devices, ...) at the start of a run.
 
     Args:
         params: whole NumPy arrays, float32.
-        tx: optax optimizer that works on each number by itself, as Adam does.
+        tx: element-wise optax optimizer, such as Adam.
         axes: of shard_axes(params).
         devices: as for shard.
     """
@@ -267,10 +267,10 @@ def _place(parts, devices):
 
 
 def _unaligned(x):
-    """A copy of x for CPUs, with its data off the boundaries of 64 bytes.
+    """Copy x to memory that is not aligned to 64 bytes; for CPUs.
 
-    JAX uses aligned NumPy data in place, and no program may overwrite these: a step would hold what
-    it updates twice.
+    JAX uses aligned NumPy data in place and cannot donate them, so that a step would hold the state
+    twice.
     """
     if jax.default_backend() != "cpu":
         return x

@@ -77,7 +77,7 @@ class Train(trainer.Config):
     find_batch: bool = False  # find the largest batch that fits, starting from train_batch_size
     # JSON; "" is tpu_compile_TPU_train.json in the current directory, unless it has other flags
     output: str = ""
-    pretrained_model_name_or_path: str = ""  # directory or Hub id; "" is --family
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
 
 
@@ -94,8 +94,8 @@ class Unet:
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
     find_batch: bool = False  # find the largest batch_size that fits
     output: str = ""  # JSON; "" is tpu_compile_TPU_unet.json in the current directory
-    pretrained_model_name_or_path: str = ""  # directory or Hub id; "" is --family
-    revision: str | None = None  # branch, tag or commit of a Hub id
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
+    revision: str | None = None  # branch, tag or commit of a hub id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class Sdxl:
     image_size: int = 1024  # pixels of a side
     find_batch: bool = False  # find the largest num_images that fits
     output: str = ""  # JSON; "" is tpu_compile_TPU_sdxl_NUM_IMAGES.json in the current directory
-    pretrained_model_name_or_path: str = ""  # directory or Hub id; "" is SDXL base 1.0
-    revision: str | None = None  # branch, tag or commit of a Hub id
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is SDXL base 1.0
+    revision: str | None = None  # branch, tag or commit of a hub id
 
 
 class Job(NamedTuple):

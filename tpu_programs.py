@@ -1,12 +1,12 @@
-"""Kinds of TPU, and what a program compiled for one costs: memory, traffic, a bound on time.
+"""Types of TPU; memory, traffic and least time of programs that are compiled for them.
 
     tpu = find_slice("v5e-16")
     costs = measure(jax.pmap(f, devices=slice_devices(tpu)), args)
 
-The compiler's own "bytes accessed" counts every operand and result wherever it is: also values that
-stay in the chip's VMEM, and a prefetched value three times (read, written to VMEM, read there).
-hbm_bytes counts only what crosses the bus of the chip's memory (HBM), from the program's text: a
-layout with S(1) is in VMEM, one without S is in HBM. kernel_bytes adds what Pallas kernels access,
+The compiler's own "bytes accessed" counts every operand and result, also values in the chip's
+VMEM; a prefetched value counts three times (read, written to VMEM, read there). hbm_bytes counts
+only traffic of the chip's memory (HBM), from the program's text: a layout with S(1) is in VMEM, one
+without S in HBM. kernel_bytes adds what Pallas kernels access,
 which the compiler does not count. interconnect_bytes counts what the chips send to each other.
 """
 
@@ -27,14 +27,14 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """One kind of TPU. Source: Cloud TPU's pages on each; memory is the compiler's own limit."""
+    """A type of TPU. Source: Cloud TPU's documentation; memory is the compiler's limit."""
 
     topology: str  # its name in jax.experimental.topologies
-    cores: int  # TensorCores of a chip, where a slice's name counts those, else 1
+    cores: int  # TensorCores per chip if the slice's name counts them, else 1
     flops: float  # peak in bfloat16, per second
     bandwidth: float  # of the memory, bytes per second
-    interconnect: float  # all links of a chip together, one direction, bytes per second
-    memory: float  # that a program can use, GiB
+    interconnect: float  # sum over a chip's links, one direction, bytes per second
+    memory: float  # usable by a program, GiB
 
 
 CHIPS = {
@@ -47,8 +47,8 @@ CHIPS = {
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 
-# Without it the compiler asks the network which TPU it is on, complains, leaves logs in /tmp, and
-# runs in only one process at a time.
+# Without these settings the compiler looks for a TPU in the network, writes logs to /tmp, and runs
+# in only one process at a time.
 LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -59,7 +59,7 @@ LIBTPU_ENVIRONMENT = {
 
 
 class Slice(NamedTuple):
-    """Connected chips, and the hosts that they are in."""
+    """Connected chips and their hosts."""
 
     chip: Chip
     num_chips: int
@@ -68,12 +68,12 @@ class Slice(NamedTuple):
 
 
 def slices():
-    """All types of slices there are, {name: Slice}."""
+    """All types of slices, {name: Slice}."""
     types = {}
     for family, chip in CHIPS.items():
         for shape in SHAPES_3D if chip.cores == 2 else SHAPES_2D:
             num_chips = math.prod(map(int, shape.split("x")))
-            # Four chips to a host, but up to eight where v5e or v6e need no second one.
+            # Four chips per host; v5e and v6e slices of up to eight chips have one host.
             num_hosts = 1 if chip.cores == 1 and num_chips <= 8 else num_chips // 4
             types[f"{family}-{num_chips * chip.cores}"] = Slice(chip, num_chips, num_hosts, shape)
     return types
@@ -83,11 +83,11 @@ def find_slice(name):
     """The Slice of an accelerator type.
 
     Args:
-        name: such as v4-32 or v5p-8, which count TensorCores, two to a chip; or v5e-16 (also as
+        name: such as v4-32 or v5p-8, which count TensorCores, two per chip; or v5e-16 (also as
             v5litepod-16) or v6e-8, which count chips.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name is unknown.
     """
     types = slices()
     name = name.replace("v5litepod-", "v5e-")
@@ -132,26 +132,27 @@ def num_bytes(tree):
 
 
 def measure(program, args):
-    """Compile a program and read off what it costs each chip.
+    """Compile a program and measure its memory and traffic on each chip.
 
     Args:
         program: what pmap returned.
         args: its arguments, of ShapeDtypeStructs.
 
     Returns:
-        dict: "padding" (of the arguments that it uses), "temporaries", "outputs" (those that take
-        no argument's place) and "code", bytes; "hbm_bytes", to and from the memory;
+        dict: "padding" (of the arguments), "temporaries", "outputs" (those that do not replace an
+        argument) and "code", bytes; "hbm_bytes", to and from the memory;
         "interconnect_bytes", sent to other chips;
-        "bytes_accessed", wherever they are, the compiler's count plus kernel_bytes, a loop's body
-        once; "compile_seconds". If the memory is too small, only "needs", bytes, and
-        "compile_seconds".
+        "bytes_accessed", the compiler's count plus kernel_bytes, a loop's body once;
+        "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
     """
     started = time.perf_counter()
     try:
-        with no_compilation_cache():  # which no chip is here to read from
+        with no_compilation_cache():  # reading from it needs the chip
             compiled = program.lower(*args).compile()
     except jax.errors.JaxRuntimeError as error:
-        size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))  # the first is what it would need
+        size = re.search(
+            r"\b([\d.]+)([KMGT])\b", str(error)
+        )  # the first number is the memory needed
         if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
             raise
         needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
@@ -172,7 +173,7 @@ def measure(program, args):
 
 
 def roofline_seconds(chip, flops, moved, sent=0):
-    """The least time that this work can take on a Chip.
+    """The least time that a program can take on a Chip.
 
     Args:
         flops: of the work.
@@ -184,7 +185,7 @@ def roofline_seconds(chip, flops, moved, sent=0):
 
 
 def largest_fitting(fits, start):
-    """The largest number that fits, to an eighth: doubling, then bisecting.
+    """Find the largest number that fits, to within an eighth: double, then bisect.
 
     Args:
         fits: number, at least 1 -> bool; slow.
@@ -205,17 +206,17 @@ def largest_fitting(fits, start):
 
 # The text of a compiled program
 
-# bf16[8,1024]{1,0:T(8,128)S(1)}; a type's name has its bits, but for pred, a byte.
+# bf16[8,1024]{1,0:T(8,128)S(1)}; the name has the number of bits, except pred, which is a byte.
 SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 NAME = re.compile(r"%([\w.\-]+)")
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-# Those that a step of the program goes through; a fusion's are inside it.
+# Computations that an instruction calls; those of fusions are not listed.
 CALLED = re.compile(r"(?:body|true_computation|false_computation)=%([\w.\-]+)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 CONDITION = re.compile(r"condition=%([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# They move nothing themselves.
+# Operations without traffic of their own.
 NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
 NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
 SLICES = {"slice", "dynamic-slice"}
@@ -223,13 +224,13 @@ FUSED = re.compile(r"calls=%([\w.\-]+)")
 
 
 def array_bytes(dtype, shape):
-    """Of an array: "bf16", "8,1024" -> 16384; two of s4 share a byte."""
+    """Size of an array: "bf16", "8,1024" -> 16384; s4 takes half a byte."""
     bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
     return -(-bits * math.prod(int(size) for size in shape.split(",") if size) // 8)
 
 
 def in_hbm(kind):
-    """[bytes] of the arrays in a type's text; 0 of one that is elsewhere."""
+    """[bytes] of the arrays in a type's text; 0 for arrays in another memory."""
     return [
         0 if "S(" in layout else array_bytes(dtype, shape)
         for dtype, shape, layout in SHAPE.findall(kind)
@@ -242,12 +243,12 @@ def all_bytes(kind):
 
 
 def operands_of(rest):
-    """The names of an instruction's operands, from what follows its opening parenthesis."""
+    """The names of an instruction's operands, from the text after its opening parenthesis."""
     return NAME.findall(rest.split(")")[0])
 
 
 def parse(text):
-    """({computation: [(name, type, operation, the rest of the line)]}, the entry's name)."""
+    """({computation: [(name, type, operation, rest of the line)]}, name of the entry)."""
     computations, current, entry = {}, None, None
     for line in text.splitlines():
         if found := COMPUTATION.match(line):
@@ -259,14 +260,14 @@ def parse(text):
 
 
 def num_trips(loop, condition):
-    """How often a loop is run: as the compiler notes, or if its condition is "counter < constant".
+    """Number of iterations of a loop: the compiler's, or from a condition "counter < constant".
 
     Args:
         loop: the rest of its line.
         condition: the instructions of its condition.
 
     Returns:
-        int; 1 if it is neither.
+        int; 1 if unknown.
     """
     if noted := TRIP_COUNT.search(loop):
         return int(noted[1])
@@ -283,13 +284,13 @@ def num_trips(loop, condition):
 
 
 def slices_of(computation):
-    """Bytes that a fusion reads of the parameters of which it reads only slices.
+    """Bytes that a fusion reads of parameters that it only slices.
 
     Args:
         computation: its instructions.
 
     Returns:
-        {index of the parameter: bytes}; none of a parameter that goes into another fusion inside.
+        {index of the parameter: bytes}; without parameters that are passed to another fusion.
     """
     indices, read = {}, {}  # of each name of a parameter; of each index
     for name, kind, operation, rest in computation:
@@ -309,9 +310,9 @@ def slices_of(computation):
 def hbm_bytes(text):
     """Bytes read from and written to the chip's memory, by one run of a program.
 
-    Operands and results count once each, an operand that is sliced by its slices. Where a kernel
-    reads one again that is too little; where a part of an array is replaced in place the array
-    counts whole, read and written, which is too much. Of a condition's branches all count.
+    Each operand and result counts once, a sliced operand by its slices. This is too little if a
+    kernel reads an operand several times, and too much if a part of an array is replaced in place,
+    as the whole array counts as read and written. All branches of a condition count.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
@@ -333,7 +334,7 @@ def hbm_bytes(text):
 
     @cache
     def moved_by(computation):
-        total, sizes = 0, {}  # in HBM, of each value
+        total, sizes = 0, {}  # bytes in HBM of each value
         for name, kind, operation, rest in computations[computation]:
             sizes[name] = sum(in_hbm(kind))
             trips = 1
@@ -356,7 +357,7 @@ def hbm_bytes(text):
                 written = 0 if "S(" in layout else size
                 read = size if read else 0
             elif operation.endswith("-start"):
-                written = max(0, written - read)  # its type has the operands as well
+                written = max(0, written - read)  # its type includes the operands
             total += read + written
         return total
 
@@ -402,7 +403,7 @@ def interconnect_bytes(text):
             if found := COLLECTIVE.fullmatch(operation):
                 sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind)]
                 if found[2] and len(sizes) > 1:
-                    sizes = sizes[len(sizes) // 2 :]  # the type of a start: operands, results
+                    sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
                 n = group_size(rest)
                 factor = {"all-gather": 1 / n, "reduce-scatter": 1.0, "all-reduce": 2 / n}[found[1]]
                 total += sum(sizes) * (n - 1) * factor
@@ -410,7 +411,7 @@ def interconnect_bytes(text):
             if operation == "while":
                 trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
             called = CALLED.findall(rest)
-            # A collective is also written in the fusions that overlap with it and in its end.
+            # The text repeats a collective in its end and in the fusions that overlap with it.
             if name.startswith("async-collective-start"):
                 called += FUSED.findall(rest)
             if operation == "call":
@@ -424,14 +425,14 @@ def interconnect_bytes(text):
 
 
 def kernel_bytes(text):
-    """Bytes that a program's kernels (Pallas) access, which the compiler's count leaves out.
+    """Bytes that a program's kernels (Pallas) access; the compiler does not count them.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
 
     Returns:
-        int; operands and results count once each, wherever they are, and a loop's body once, as in
-        the compiler's count.
+        int; operands and results count once each, in HBM or VMEM, and a loop's body once, as in the
+        compiler's count.
     """
     total = 0
     for computation in parse(text)[0].values():

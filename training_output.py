@@ -540,7 +540,7 @@ def check_hub(repo_id, folder):
     )
     token = get_token()
     if token is None:
-        raise ValueError(f"--push_to_hub: nobody is logged in to the Hub; {log_in}")
+        raise ValueError(f"--push_to_hub: nobody is logged in to the hub; {log_in}")
     if not (
         token.isascii() and token.isprintable()
     ):  # the HTTP library's error would quote the token
@@ -559,7 +559,7 @@ def check_hub(repo_id, folder):
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
         remedy = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
         raise ValueError(
-            f"--push_to_hub: the Hub at {hub.endpoint}: {one_line(error)}; {remedy}"
+            f"--push_to_hub: the hub at {hub.endpoint}: {one_line(error)}; {remedy}"
         ) from error
     # A read-only token passes the calls above if the repository exists, but the upload would fail.
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":

@@ -245,7 +245,7 @@ VARIANTS = {
 class Memory:
     """Memory of a training step, as compiled."""
 
-    pretrained_model_name_or_path: str = ""  # folder or Hub id; "" is Stable Diffusion 1.5
+    pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5
     resolution: int = 256  # pixels
     batch_per_device: int = 8  # pairs
     tpu: str = ""  # type of a slice, as for tpu_compile.py; "": four CPU devices

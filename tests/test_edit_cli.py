@@ -208,8 +208,8 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "nothing to edit; give --input"),
-        (["--input", "a.png"], "nothing to edit"),
+        ([], "no edits; give --input"),
+        (["--input", "a.png"], "no edits"),
         (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
         (["--input", "text.png", "--edit", "red"], "text.png is not an image"),
         (["--input", "half.png", "--edit", "red"], "half.png cannot be read as an image"),
@@ -224,7 +224,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a folder"),
         ([*ONE, "--output", "o.gif"], "o.gif ends in .gif; name it .png or .jpg"),
         ([*ONE, "--output", "o"], "o ends in no extension"),
-        ([*ONE, "--output", "a.png"], "a.png is to be edited and would be overwritten"),
+        ([*ONE, "--output", "a.png"], "a.png is an input and would be overwritten"),
         ([*ONE, "--output", "text.png/o.png"], "text.png/o.png cannot be written"),
         ([*ONE, "--output", "o.png", "--grid", "o.png"], "2 images would be written to"),
         ([*ONE, "--grid", "o.txt"], "o.txt ends in .txt"),
@@ -241,17 +241,17 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
         ),
         (["--edits_jsonl", "none.jsonl"], "none.jsonl cannot be read"),
-        (["--edits_jsonl", "empty.jsonl"], "empty.jsonl holds no edits"),
+        (["--edits_jsonl", "empty.jsonl"], "empty.jsonl has no edits"),
         (
             ["--edits_jsonl", "malformed.jsonl"],
-            "malformed.jsonl, line 3 is no JSON object with the ",
+            "malformed.jsonl, line 3 is not a JSON object with the ",
         ),
         ([*ONE[:-1], " "], "an --edit is empty; say what to change"),
-        (["--edits_jsonl", "lacking.jsonl"], "lacking.jsonl, line 2 is no JSON object"),
-        (["--edits_jsonl", "list.jsonl"], "list.jsonl, line 1 is no JSON object"),
+        (["--edits_jsonl", "lacking.jsonl"], "lacking.jsonl, line 2 is not a JSON object"),
+        (["--edits_jsonl", "list.jsonl"], "list.jsonl, line 1 is not a JSON object"),
         (["--edits_jsonl", "twice.jsonl"], "2 images would be written to"),
         (["--edits_jsonl", "missing.jsonl"], "none.png does not exist"),
-        (["--edits_jsonl", "twice.jsonl", *ONE], "--edits_jsonl goes without"),
+        (["--edits_jsonl", "twice.jsonl", *ONE], "--edits_jsonl excludes"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_loaded(

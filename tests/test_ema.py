@@ -401,7 +401,7 @@ def nothing(folder):
     pass
 
 
-LACKS = "lacks 00000004-0.050; copy it again, remove what else there is of that step, or give"
+LACKS = "lacks 00000004-0.050; copy it again, remove the other snapshots of that step, or give"
 SNAPSHOT = "the snapshot run/ema_snapshots/"
 
 
@@ -413,7 +413,7 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         (nothing, {"sigma_rel": "nan"}, "sigma_rel=nan must be above 0"),
         (nothing, {"sigma_rel": "0.1 0.3"}, "sigma_rel=0.3 must be above 0"),
         (nothing, {"sigma_rel": ""}, "sigma_rel is empty; give one length or several"),
-        (nothing, {"train_output_dir": "nowhere"}, "train_output_dir=nowhere is no folder"),
+        (nothing, {"train_output_dir": "nowhere"}, "train_output_dir=nowhere is not a directory"),
         (nothing, {"step": "3"}, "step=3 has no snapshots; choose from 4, 8"),
         (nothing, {"output_dir": "run"}, "output_dir=run is in or around train_output_dir=run"),
         (nothing, {"output_dir": "run/new"}, "output_dir=run/new is in or around"),
@@ -424,9 +424,9 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         (
             nothing,
             {"output_dir": "full", "sigma_rel": "0.07 0.08"},
-            "full/0.08 is not empty; name another --output_dir, or replace a model that is there",
+            "full/0.08 is not empty; name another --output_dir, or replace its model with",
         ),
-        (remove("ema_snapshots"), {}, "run/ema_snapshots has no snapshots to rebuild from; train"),
+        (remove("ema_snapshots"), {}, "run/ema_snapshots has no snapshots; train"),
         (remove("model_index.json"), {}, "run has snapshots but no model_index.json, so the train"),
         (remove("vae"), {}, "run/vae"),
         (remove("ema_snapshots/00000004-0.050"), {}, LACKS),

@@ -574,7 +574,7 @@ def test_errors_of_the_machine_are_not_blamed_on_the_file(folder, monkeypatch):
 
 def test_bin_that_is_no_state_dict(folder):
     torch.save({"step": 3, **tiny_state()}, folder / "diffusion_pytorch_model.bin")
-    with pytest.raises(ValueError, match="'step' is no tensor"):
+    with pytest.raises(ValueError, match="'step' is not a tensor"):
         TinyModel.from_pretrained(folder)
 
 
@@ -717,7 +717,7 @@ def test_wrong_or_missing_config(folder):
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         TinyModel.from_pretrained(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json holds no JSON object"):
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
         TinyModel.from_pretrained(folder)
     (folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
@@ -893,14 +893,14 @@ def test_memory(tmp_path):
     assert size > 8 * one_mb
 
 
-# --- the Hub, offline ---
+# --- the hub, offline ---
 
 REPOSITORY, COMMITS = "someone/images", {"main": "a" * 40, "v2": "b" * 40}
 
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """A cache as the Hub client leaves it: two revisions of a pipeline with different weights."""
+    """A cache as the hub client leaves it: two revisions of a pipeline with different weights."""
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--someone--images"
@@ -921,12 +921,12 @@ def test_hub_subfolder_and_revision(hub_cache, revision, number):
 
 
 def test_hub_errors(hub_cache):
-    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(no folder here"):
+    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(not a folder"):
         TinyModel.from_pretrained(REPOSITORY)
-    with pytest.raises(ValueError, match=r"unet \(no folder here.*revision v3\).*HF_HUB_OFFLINE"):
+    with pytest.raises(ValueError, match=r"unet \(not a folder.*revision v3\).*HF_HUB_OFFLINE"):
         TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")
     for path in ("/no/such/folder", "./model", "a/b/c", "~/model"):
-        with pytest.raises(ValueError, match=re.escape(f"{path} is no folder here and cannot be")):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a folder and cannot be")):
             TinyModel.from_pretrained(path)
 
 
@@ -939,7 +939,7 @@ def test_hub_refusals_are_one_line(monkeypatch):
         raise huggingface_hub.errors.GatedRepoError("Access denied.\n\nLog in.", response=response)
 
     monkeypatch.setattr(config_flax, "hf_hub_download", refuse)
-    with pytest.raises(ValueError, match=r"the Hub refuses it: Access denied\. Log in\.$"):
+    with pytest.raises(ValueError, match=r"the hub refuses it: Access denied\. Log in\.$"):
         TinyModel.from_pretrained(REPOSITORY)
 
 

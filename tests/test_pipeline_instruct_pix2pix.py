@@ -507,14 +507,14 @@ def edit_json(file, **changes):
             lambda f: edit_json(
                 f / "model_index.json", _class_name="StableDiffusionXLInstructPix2PixPipeline"
             ),
-            "StableDiffusionXL.*1.x and 2.x",
+            "StableDiffusionXL.*; open it with FlaxStableDiffusionXLInstructPix2Pix",
         ),
         (lambda f: shutil.rmtree(f / "vae"), "lacks vae/config.json"),
         (lambda f: shutil.rmtree(f / "tokenizer"), "lacks tokenizer/tokenizer_config.json"),
         (lambda f: (f / "model_index.json").unlink(), "no model_index.json; give"),
         (lambda f: (f / "tokenizer/vocab.json").unlink(), "the tokenizer of "),
         (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
-        (lambda f: shutil.rmtree(f), "is no folder here.*check the path"),
+        (lambda f: shutil.rmtree(f), "is not a folder.*check the path"),
     ],
 )
 def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message):

@@ -1,4 +1,4 @@
-"""training_output: metrics, resuming them, wandb offline, the model card, uploading to the Hub."""
+"""training_output: metrics, resuming them, wandb offline, the model card, uploading to the hub."""
 
 import json
 import os
@@ -320,7 +320,7 @@ def test_model_card_of_a_local_base_model(tmp_path):
     assert "![" not in card.text and "metrics" not in card.text
 
 
-# the Hub
+# the hub
 
 PUBLISH = """
 import sys
@@ -489,7 +489,7 @@ def test_check_before_training(tmp_path):
 
 def test_hub_out_of_order(tmp_path):
     with UploadHub({TOKEN: "write"}) as hub:
-        hub.failures["/api/whoami-v2"] = [(500, {}), (200, b"<html>not the Hub</html>")]
+        hub.failures["/api/whoami-v2"] = [(500, {}), (200, b"<html>not the hub</html>")]
         lines = check(hub.endpoint, tmp_path, ("model", TOKEN), ("model", TOKEN))
         assert hub.failures["/api/whoami-v2"] == [] and hub.repos == {}
     for line in lines:

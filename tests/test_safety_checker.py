@@ -156,7 +156,7 @@ def test_the_pure_checker_in_jit_and_pmap(ours, features):
 
 
 def test_files_of_pytorch_and_the_hub(theirs, ours, features, tmp_path):
-    """PyTorch today says vision_model once, the files on the Hub say it twice."""
+    """PyTorch today says vision_model once, the files on the hub say it twice."""
     state = theirs.state_dict()
     assert "vision_model.post_layernorm.bias" in state
     folder = tmp_path / "theirs"
@@ -189,7 +189,7 @@ def test_files_of_pytorch_and_the_hub(theirs, ours, features, tmp_path):
 
 
 def test_published_tree_and_config():
-    """config.json of the Hub's checkers: a second dict of the same entries, unknown keys."""
+    """config.json of the hub's checkers: a second dict of the same entries, unknown keys."""
     vision = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
     vision |= dict(num_hidden_layers=1, patch_size=14)
     config = dict(

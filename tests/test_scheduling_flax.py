@@ -633,7 +633,7 @@ def test_bad_input_is_refused_with_the_way_out(tmp_path):
     file = tmp_path / "scheduler_config.json"
     for content, message in (
         ("{", "not valid JSON"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"_class_name": "UniPCMultistepScheduler"}', "_class_name=UniPC.*supported are DDPM"),
         ("{}", "_class_name=None"),
     ):

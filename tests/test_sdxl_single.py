@@ -103,7 +103,7 @@ def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch
 def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_path):
     kept = ["--executable_dir", store]
     errors = run("sdxl_single_aot.py", model, tmp_path / "first", *OPTIONS, *kept)
-    assert "compiled (none was kept) in" in errors
+    assert "compiled (none was saved) in" in errors
     assert store.stat().st_mode & 0o777 == 0o700
     errors = run("sdxl_single_aot.py", model, tmp_path / "second", *OPTIONS, *kept)
     assert "loaded in" in errors
@@ -180,7 +180,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(folder)
     assert ExecutableStore(tmp_path / "link").folder == folder
     tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match="who could put another folder in the place of"):
+    with pytest.raises(ValueError, match="who could replace"):
         ExecutableStore(folder)
     tmp_path.chmod(0o1777)  # as /tmp is
     ExecutableStore(folder)
@@ -202,7 +202,7 @@ def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
     np.testing.assert_array_equal(compiled(*args), args[0] + 1)
     file = store.folder / "add.executable"
     file.chmod(0o666)
-    assert load() == (None, f"{file} is another user's or may be written to by others")
+    assert load() == (None, f"{file} belongs to another user or may be written to by others")
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     assert "cannot be read" in load()[1]
@@ -323,7 +323,10 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--seed -1", "--seed -1 must be from 0"),
         ("--output a.png --num_images 2", "--output a.png is one file for 2 images"),
         ("--output a.gif --num_images 1", "a.gif ends in .gif; name it .png"),
-        ("--pretrained_model_name_or_path SD", "is a StableDiffusionPipeline, no Stable Diffusion"),
+        (
+            "--pretrained_model_name_or_path SD",
+            "is a StableDiffusionPipeline, not Stable Diffusion",
+        ),
         ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs an image"),
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
     ],

@@ -700,7 +700,7 @@ def test_unknown_type():
         ),
         (
             "--tpu v4-8 --pretrained_model_name_or_path .",
-            "no config.json in ./vae",
+            ". has no model_index.json",
         ),
     ],
 )

@@ -964,7 +964,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
 
 
 def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_path):
-    """On two devices, and PyTorch edits with the result; wandb offline; a stand-in of the Hub."""
+    """On two devices, and PyTorch edits with the result; wandb offline; a stand-in of the hub."""
     out = tmp_path / "out"
     # Weights in half precision, as published ones are.
     source = shutil.copytree(model, tmp_path / "half")
@@ -1210,16 +1210,16 @@ def columns_named(*names):
 
 NOWHERE = "nowhere/model"
 BAD_FOLDERS = [
-    ({"unet_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}"),
+    ({"unet_model_name_or_path": NOWHERE}, None, f"{NOWHERE} has no model_index.json"),
     ({"unet_model_name_or_path": "model"}, None, "no config.json in model"),
     ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
     ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
     (
         {"unet_model_name_or_path": "other"},
         None,
-        "has cross_attention_dim 40, but the text encoder",
+        "has cross_attention_dim 40, but the text of",
     ),
-    ({"pretrained_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}/vae"),
+    ({"pretrained_model_name_or_path": NOWHERE}, None, f"{NOWHERE} has no model_index.json"),
     ({}, without("model/vae"), "no config.json in model/vae"),
     ({}, without("model/text_encoder"), "no config.json in model/text_encoder"),
     ({}, without("model/scheduler"), "no scheduler_config.json in"),
@@ -1249,7 +1249,7 @@ BAD_FOLDERS = [
     (
         {"unet_model_name_or_path": "xl/unet"},
         lambda: make_tiny_xl("xl"),
-        "xl/unet is an SDXL UNet, which cannot be trained here",
+        "but the UNet in xl/unet is SDXL; take both from",
     ),
     ({"train_batch_size": 20}, None, "use at most 16 pairs per process"),
     (
