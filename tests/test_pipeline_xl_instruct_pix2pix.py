@@ -21,7 +21,6 @@ from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from sharding_flax import replicate
 
-
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

@@ -1210,7 +1210,7 @@ def columns_named(*names):
 
 NOWHERE = "nowhere/model"
 BAD_FOLDERS = [
-    ({"unet_model_name_or_path": NOWHERE}, None, f"{NOWHERE} has no model_index.json"),
+    ({"unet_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}"),
     ({"unet_model_name_or_path": "model"}, None, "no config.json in model"),
     ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
     ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
