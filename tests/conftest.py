@@ -26,7 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # Longest first, so that no worker starts a long file at the end of the run.
 LONGEST_FILES = (
     *("test_resume", "test_models", "test_pipelines", "test_tpu_compile", "test_sdxl_single"),
-    *("test_train", "test_reference_snippets", "test_cache_latents", "test_script_sh"),
+    *(
+        "test_train",
+        "test_train_sdxl",
+        "test_reference_snippets",
+        "test_cache_latents",
+        "test_script_sh",
+    ),
     *("test_edit_cli", "test_drop_in", "test_blocks", "test_pipeline_instruct_pix2pix"),
 )
 

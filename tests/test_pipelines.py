@@ -193,6 +193,7 @@ def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_base_then_refiner(folders, xl):
     """Latents go from one to the other; on several devices the same; sizes that differ do not."""
     base, params = xl

@@ -139,7 +139,9 @@ def other(**changes):
         (damage, "is damaged"),
         pytest.param(cut_off, "is damaged", marks=pytest.mark.slow),
         (other(jax="0.9.0"), f"jax was 0.9.0 and is {jax.__version__}"),
-        (other(device="TPU v5e"), "device was TPU v5e and is cpu"),
+        pytest.param(
+            other(device="TPU v5e"), "device was TPU v5e and is cpu", marks=pytest.mark.slow
+        ),
         (other(jax_default_matmul_precision="high"), "precision was high and is None"),
     ],
 )
