@@ -59,8 +59,8 @@ def widen(params, in_channels):
     num_new = in_channels - kernel.shape[2]
     if num_new <= 0:
         raise ValueError(
-            f"in_channels={in_channels} must be more than the {kernel.shape[2]} input channels the "
-            "UNet has; give a text-to-image UNet, or a larger --in_channels"
+            f"--in_channels {in_channels} must be more than the {kernel.shape[2]} input channels "
+            "the UNet has; give a text-to-image UNet, or a larger --in_channels"
         )
     kernel = np.pad(kernel, ((0, 0), (0, 0), (0, num_new), (0, 0)))
     return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}

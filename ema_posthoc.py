@@ -85,7 +85,7 @@ def find_snapshots(train_output_dir, last_step=None):
         last_step = steps[-1]
     if last_step not in steps:
         raise ValueError(
-            f"step={last_step} has no snapshots; choose from {', '.join(map(str, steps))}"
+            f"--step {last_step} has no snapshots; choose from {', '.join(map(str, steps))}"
         )
     lengths = {snapshot.sigma_rel for snapshot in snapshots}
     snapshots = [snapshot for snapshot in snapshots if snapshot.step <= last_step]
@@ -219,15 +219,15 @@ def output_folders(config):
         ValueError: a folder that must not be written to.
     """
     if not config.sigma_rel:
-        raise ValueError("sigma_rel is empty; give one length or several, e.g. --sigma_rel 0.08")
+        raise ValueError("--sigma_rel is empty; give one length or several, e.g. --sigma_rel 0.08")
     if not config.output_dir:
-        raise ValueError("output_dir is empty; name a directory")
+        raise ValueError("--output_dir is empty; name a directory")
     output_dir = Path(config.output_dir).resolve()
     source = Path(config.train_output_dir).resolve()
     if output_dir.is_relative_to(source) or source.is_relative_to(output_dir):
         raise ValueError(
-            f"output_dir={config.output_dir} is in or around "
-            f"train_output_dir={config.train_output_dir}; name another directory"
+            f"--output_dir {config.output_dir} is in or around "
+            f"--train_output_dir {config.train_output_dir}; name another directory"
         )
     folders = {config.sigma_rel[0]: output_dir}
     if len(config.sigma_rel) > 1:
@@ -249,7 +249,8 @@ def run(config):
     source = Path(config.train_output_dir)
     if not source.is_dir():
         raise ValueError(
-            f"train_output_dir={source} is not a directory; name the --output_dir of a training run"
+            f"--train_output_dir {source} is not a directory; name the --output_dir of a training "
+            "run"
         )
     target_gammas = {sigma_rel: sigma_rel_to_gamma(sigma_rel) for sigma_rel in config.sigma_rel}
     folders = output_folders(config)

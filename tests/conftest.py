@@ -9,7 +9,10 @@ from pathlib import Path
 
 # These must be set before jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# One code generator per program: each worker has one core.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=4 --xla_cpu_parallel_codegen_split_count=1"
+)
 if version("jaxlib") < "0.11":  # newer ones lack the flag; it saves a fifth of the compile time
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compilation takes most of the time

@@ -164,9 +164,9 @@ def test_widen_leaves_its_argument_alone(narrow):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"in_channels": 4}, "in_channels=4 must be more than the 4 input channels"),
-        ({"in_channels": -1}, "in_channels=-1 must be more than the 4 input channels"),
-        ({"source": "wide"}, "in_channels=8 must be more than the 8 input channels"),
+        ({"in_channels": 4}, "--in_channels 4 must be more than the 4 input channels"),
+        ({"in_channels": -1}, "--in_channels -1 must be more than the 4 input channels"),
+        ({"source": "wide"}, "--in_channels 8 must be more than the 8 input channels"),
         ({"source": "nowhere/model"}, "no config.json in nowhere/model/unet"),
         ({"source": "file"}, "no config.json in file"),
         ({"subfolder": "prior"}, "no config.json in narrow/prior"),

@@ -345,7 +345,7 @@ def test_config_of_a_pipeline(folders, tmp_path):
         FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"], proxies={"https": "x"})
 
 
-@pytest.mark.parametrize("folder", ["sd", "p2p"])
+@pytest.mark.parametrize("folder", ["sd", pytest.param("p2p", marks=pytest.mark.slow)])
 def test_the_text_encoders_config_may_change(folders, folder, caplog):
     """It is the one part of a pipeline that may: compiled programs follow."""
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders[folder])

@@ -45,8 +45,11 @@ def flags_of(model, output):
 
 def run(script, model, output, *options, num_devices=4):
     """A start by the command line; its stderr."""
-    # As users compile: with other code generators both scripts need not agree to the last bit.
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    # The default code generators: with others the two scripts may differ in the last bit.
+    flags = (
+        f"--xla_force_host_platform_device_count={num_devices} "
+        "--xla_cpu_parallel_codegen_split_count=1"
+    )
     done = subprocess.run(
         [sys.executable, ROOT / script, *flags_of(model, output), *options],
         env=os.environ | {"XLA_FLAGS": flags},
@@ -213,6 +216,7 @@ def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
     assert load() == (None, f"{file} is damaged")
 
 
+@pytest.mark.slow
 def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
     """A program that jax read from its own cache could be loaded again, but not run."""
     program = """if True:

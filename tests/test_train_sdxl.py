@@ -96,24 +96,10 @@ def test_four_devices_are_pytorch_on_one(model):
 # of torch.Tensor.__array__, called by diffusers' Euler scheduler
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_a_trained_model_opens_in_pytorch(model, data, tmp_path, monkeypatch):
-    """By the command line, with validation images; null text is zeros there too."""
+    """By the command line; null text is zeros there too."""
     out = tmp_path / "out"
-    image = random_inputs(1, 16, 16, 8)[0]
-    pipeline, _ = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(model)
-    pipeline.numpy_to_pil(image)[0].save(tmp_path / "in.png")
-    config = config_of(
-        model,
-        data,
-        out,
-        validation_image=(str(tmp_path / "in.png"),),
-        validation_prompt=("make it red",),
-        validation_steps=3,
-        gradient_checkpointing=True,
-        ema="full",
-    )
-    run_main(config, monkeypatch)
+    run_main(config_of(model, data, out, ema="full"), monkeypatch)
     assert len(read_metrics(out)) == RUN["max_train_steps"]
-    assert len(list((out / "validation").iterdir())) == 2
     index = json.loads((out / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionXLInstructPix2PixPipeline"
     assert index["force_zeros_for_empty_prompt"] is True
@@ -157,12 +143,24 @@ def test_cached_latents_give_the_same_losses(model, data, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
-    """The last checkpoint of four devices gives the same end on two."""
+    """The last checkpoint of four devices gives the same end on two; with validation images."""
     devices = jax.devices()
+    image = random_inputs(1, 16, 16, 8)[0]
+    pipeline, _ = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(model)
+    pipeline.numpy_to_pil(image)[0].save(tmp_path / "in.png")
     config = config_of(
-        model, data, tmp_path / "out", checkpointing_steps=3, checkpoints_total_limit=None
+        model,
+        data,
+        tmp_path / "out",
+        checkpointing_steps=3,
+        checkpoints_total_limit=None,
+        validation_image=(str(tmp_path / "in.png"),),
+        validation_prompt=("make it red",),
+        validation_steps=3,
+        gradient_checkpointing=True,
     )
     run_main(config, monkeypatch)
+    assert len(list((tmp_path / "out" / "validation").iterdir())) == 2
     expected = [row["loss"] for row in read_metrics(tmp_path / "out")]
     (tmp_path / "out" / "model_index.json").unlink()
     other = dataclasses.replace(
