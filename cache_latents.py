@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from command_line import run_main
-from training_models import write_latents
+from training_latents import write_latents
 
 
 @dataclass(frozen=True)

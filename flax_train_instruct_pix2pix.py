@@ -41,15 +41,15 @@ from executables import use_compilation_cache
 from parquet_dataset import ParquetImagePairs
 from parquet_shards import KNOWN_COLUMNS
 from processes_flax import start_distributed, wait_for_all
-from sharding_flax import gather, global_norm, in_place, replicate, state_shapes
+from sharding_flax import combine, gather, global_norm, in_place, replicate, state_shapes
 from training_flags import Config, check_config, check_schedules, ema_flags
+from training_latents import check_vae, write_latents
 from training_models import (
-    check_vae,
+    cast_frozen,
     encode_batch,
     is_sdxl,
     load_models,
     load_validation_images,
-    write_latents,
 )
 from training_run import TrainRun, lock_output_dir, make_update_average, start_average
 
@@ -157,7 +157,7 @@ def train_step(
     Args:
         state: TrainState.
         frozen: dict of parameters "vae" and "text_encoder"; "null_text", the encode_text of an
-            empty prompt with B = 1; "scheduler", its state.
+            empty prompt with B = 1; "scheduler", its state; with LoRA also the frozen "unet".
         batch: this device's rows, see encode_batch.
         base_rng: PRNG key, the same on every device and in every step.
         models: Models.
@@ -199,7 +199,7 @@ def train_step(
         )
 
         def loss_fn(shards):
-            params = gather(shards, axes, models.unet.dtype)
+            params = combine(frozen.get("unet", {}), gather(shards, axes, models.unet.dtype))
             return diffusion_loss(
                 params,
                 models.unet,
@@ -357,11 +357,7 @@ def run_training(config: Config, validation_images):
     p_update_average = make_update_average()
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
-    dtypes = {"vae": models.vae.dtype, "text_encoder": dtype}
-    on_devices = frozen | {
-        name: jax.tree.map(lambda x, to=to: np.asarray(x, to), frozen[name])
-        for name, to in dtypes.items()
-    }
+    on_devices = cast_frozen(frozen, models)
     if dataset.latents and not validation_images:
         del on_devices["vae"]
     p_frozen = replicate(on_devices)

@@ -164,7 +164,7 @@ class LayerNorm(nn.Module):
 
 
 class Conv(nn.Module):
-    """A convolution with bias; convolve."""
+    """A convolution with bias, and LoRA if its parameters contain it; convolve."""
 
     features: int
     size: int = 3
@@ -182,7 +182,36 @@ class Conv(nn.Module):
         padding = self.padding
         if padding is None:
             padding = ((self.size // 2, self.size // 2),) * 2
-        return convolve(x, kernel, self.stride, padding) + bias
+        apply_kernel = partial(convolve, stride=self.stride, padding=padding)
+        out = apply_kernel(x, kernel) + bias
+        if self.has_variable("params", "lora_A"):
+            out = out + lora_product(self.variables["params"], x, self.dtype, apply_kernel)
+        return out
+
+
+def lora_product(params, x, dtype, apply_kernel=jnp.matmul):
+    """The output that LoRA adds to a layer's.
+
+    Args:
+        params: the layer's parameters, with lora_A, lora_B and lora_scale.
+        x: the layer's input.
+        dtype: of the computation.
+        apply_kernel: (x, kernel) -> output; used for A. B is a matrix.
+    """
+    a, b = (params[name]["kernel"].astype(dtype) for name in ("lora_A", "lora_B"))
+    b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution
+    return apply_kernel(x.astype(dtype), a) @ b * params["lora_scale"].astype(dtype)
+
+
+class Dense(nn.Dense):
+    """A dense layer, with LoRA if its parameters contain it."""
+
+    def __call__(self, x):
+        """x (..., C) -> (..., features)."""
+        out = super().__call__(x)
+        if self.has_variable("params", "lora_A"):
+            out = out + lora_product(self.variables["params"], x, self.dtype)
+        return out
 
 
 class ResnetBlock2D(nn.Module):
@@ -200,7 +229,7 @@ class ResnetBlock2D(nn.Module):
         h = norm(name="norm1")(x)
         h = Conv(self.out_channels, dtype=self.dtype, name="conv1")(h)
         if time_emb is not None:
-            dense = nn.Dense(self.out_channels, dtype=self.dtype, name="time_emb_proj")
+            dense = Dense(self.out_channels, dtype=self.dtype, name="time_emb_proj")
             h = h + dense(nn.silu(time_emb))[:, None, None, :]
         h = norm(name="norm2")(h)
         h = Conv(self.out_channels, dtype=self.dtype, name="conv2")(h)
@@ -252,11 +281,11 @@ class Attention(nn.Module):
     def __call__(self, x, context=None):
         """x (B, T, dim), context (B, S, D) or None for x itself -> (B, T, dim)."""
         context = x if context is None else context
-        query = nn.Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_q")(x)
-        key = nn.Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_k")(context)
-        value = nn.Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_v")(context)
+        query = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_q")(x)
+        key = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_k")(context)
+        value = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_v")(context)
         out = attention(query, key, value, self.num_heads)
-        return nn.Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
+        return Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
 
 
 @jax.custom_vjp
@@ -287,7 +316,7 @@ class GEGLU(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return gated_gelu(nn.Dense(2 * self.dim_out, dtype=self.dtype, name="proj")(x))
+        return gated_gelu(Dense(2 * self.dim_out, dtype=self.dtype, name="proj")(x))
 
 
 class FeedForward(nn.Module):
@@ -299,7 +328,7 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = GEGLU(4 * self.dim, dtype=self.dtype, name="net_0")(x)
-        return nn.Dense(self.dim, dtype=self.dtype, name="net_2")(x)
+        return Dense(self.dim, dtype=self.dtype, name="net_2")(x)
 
 
 class BasicTransformerBlock(nn.Module):
@@ -345,7 +374,7 @@ class Transformer2D(nn.Module):
         block = checkpointed(BasicTransformerBlock, self.gradient_checkpointing)
         h = GroupNorm(self.num_groups, epsilon=1e-6, dtype=self.dtype, name="norm")(x)
         if self.use_linear_projection:
-            h = nn.Dense(C, dtype=self.dtype, name="proj_in")(h.reshape(B, H * W, C))
+            h = Dense(C, dtype=self.dtype, name="proj_in")(h.reshape(B, H * W, C))
         else:
             h = Conv(C, 1, dtype=self.dtype, name="proj_in")(h).reshape(B, H * W, C)
         for i in range(self.num_layers):
@@ -357,7 +386,7 @@ class Transformer2D(nn.Module):
                 name=f"transformer_blocks_{i}",
             )(h, context)
         if self.use_linear_projection:
-            h = nn.Dense(C, dtype=self.dtype, name="proj_out")(h).reshape(B, H, W, C)
+            h = Dense(C, dtype=self.dtype, name="proj_out")(h).reshape(B, H, W, C)
         else:
             h = Conv(C, 1, dtype=self.dtype, name="proj_out")(h.reshape(B, H, W, C))
         return x + h
@@ -401,8 +430,8 @@ class TimestepEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.silu(nn.Dense(self.dim, dtype=self.dtype, name="linear_1")(x))
-        return nn.Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
+        x = nn.silu(Dense(self.dim, dtype=self.dtype, name="linear_1")(x))
+        return Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
 
 
 # CLIP

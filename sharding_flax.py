@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 
 REPLICATED = -1  # in a tree of axes: every device has the whole array
@@ -72,7 +73,7 @@ def gather(shards, axes, dtype):
         return jax.tree.map(gather_array, wait_for_devices(shards), axes)
 
     def gather_array(x, axis):
-        x = x.astype(dtype) if x.ndim > 1 else x
+        x = cast_kernels(x, dtype)
         return x if axis == REPLICATED else jax.lax.all_gather(x, "batch", axis=axis, tiled=True)
 
     def forward(shards):
@@ -83,6 +84,16 @@ def gather(shards, axes, dtype):
 
     gather_all.defvjp(forward, backward)
     return gather_all(shards)
+
+
+def cast_kernels(params, dtype):
+    """Cast matrices and convolution kernels of a tree to dtype; vectors keep theirs."""
+    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
+
+
+def combine(frozen, trained):
+    """Combine two nested dicts of parameters that have no array in common."""
+    return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
 
 
 def reduce_scatter_mean(grads, axes):

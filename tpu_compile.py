@@ -42,13 +42,14 @@ from command_line import check_writable, run_main, save_whole
 from config_flax import PUBLISHED_CONFIGS, ConfigMixin, write_json
 from ema_flax import ema_plan
 from kernels_flax import plain_operations
+from lora_flax import add_lora
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import MODULES
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_config
-from sharding_flax import shard_axes, state_shapes
+from sharding_flax import cast_kernels, shard_axes, state_shapes
 from tpu_programs import (
     GIB,
     find_slice,
@@ -61,7 +62,7 @@ from tpu_programs import (
     slice_devices,
 )
 from training_flags import check_config, ema_flags
-from training_models import Models, encode_text, is_sdxl
+from training_models import Models, encode_text, is_sdxl, lora_options
 from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -140,7 +141,7 @@ def training_models(config):
         config: Train.
 
     Returns:
-        (Models, train_step's `frozen`, the UNet's parameters), the last two of ShapeDtypeStructs.
+        (Models, train_step's `frozen`, trained parameters), the last two of ShapeDtypeStructs.
 
     Raises:
         ValueError: a config file is missing, or is of another kind of model.
@@ -189,7 +190,11 @@ def training_models(config):
         "scheduler": jax.eval_shape(lambda: scheduler_state),
     }
     models = Models(unet, vae, text_encoder, scheduler)
-    return models, frozen, param_shapes(unet, jnp.float32)
+    params = param_shapes(unet, jnp.float32)
+    if config.lora_rank is not None:
+        params, base = jax.eval_shape(lambda *x: x, *add_lora(params, **lora_options(config)))
+        frozen["unet"] = jax.eval_shape(partial(cast_kernels, dtype=dtype), base)
+    return models, frozen, params
 
 
 def train_job(config, devices):
@@ -212,10 +217,9 @@ def train_job(config, devices):
 
     B, R = config.train_batch_size // n, config.resolution
     T = frozen["null_text"]["states"].shape[1]
-    is_sdxl = isinstance(models.text_encoder, tuple)
-    ids_shape = (n, B, 2, T) if is_sdxl else (n, B, T)
-    batch = {"input_ids": jax.ShapeDtypeStruct(ids_shape, jnp.int32)}
-    if is_sdxl:
+    batch = {"input_ids": jax.ShapeDtypeStruct((n, B, T), jnp.int32)}
+    if isinstance(models.text_encoder, tuple):  # SDXL
+        batch["input_ids"] = jax.ShapeDtypeStruct((n, B, 2, T), jnp.int32)
         batch["time_ids"] = jax.ShapeDtypeStruct((n, B, 6), jnp.float32)
     if config.cache_latents:
         del frozen["vae"]
@@ -443,11 +447,9 @@ def describe(config, tpu, job, step, update, flops):
         return report | {"fits": False, "memory_total": round(step["needs"])}
     memory = memory_parts(job, step, update)
     total = sum(memory.values())
-    traffic = ("bytes_accessed", "hbm_bytes", "interconnect_bytes")
-    averages = {
-        f"ema_{name}": update[name] * job.updates_per_step if update else 0.0
-        for name in traffic[:2]
-    }
+    traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes"), {}
+    for name in traffic[:2]:
+        averages[f"ema_{name}"] = update[name] * job.updates_per_step if update else 0.0
     seconds = roofline_seconds(tpu.chip, flops, step["hbm_bytes"], step["interconnect_bytes"])
     seconds += roofline_seconds(tpu.chip, 0.0, averages["ema_hbm_bytes"])
     return report | {
@@ -516,7 +518,6 @@ def compile_for(config, tpu, devices):
     Raises:
         ValueError: flags or models that do not go together.
     """
-    check_flags(config, len(devices))
     job = SUBCOMMANDS[type(config)](config, devices)
     step = measure(job.step, job.args)
     if "needs" in step:

@@ -6,9 +6,12 @@ from typing import Any, Literal
 
 from command_line import check_writable
 
+CONV_IN_FILE = "conv_in.safetensors"  # with LoRA: the first convolution, trained as a whole
+LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
 POSITIVE = (
     *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),
     *("logging_steps", "validation_steps", "checkpoints_total_limit", "ema_snapshot_steps"),
+    "lora_rank",
 )
 
 
@@ -62,6 +65,11 @@ class Config:
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = may_change(False)  # less memory, slower
     seed: int = 42  # of data order, augmentation, noise and dropout
+    # LoRA: train low-rank updates and the UNet's first convolution; the rest is frozen
+    lora_rank: int | None = None  # rank of the updates; None: train the whole UNet
+    lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
+    lora_target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # PyTorch's names
+    merge_lora: bool = may_change(False)  # also write a pipeline with the updates added
     # exponential moving average (EMA) of the weights
     ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
     ema_fraction: float = 0.036  # late: fraction of the run, at its end, to average
@@ -193,6 +201,7 @@ def check_combinations(config: Config) -> None:
             f"{flag(config, 'ema_snapshot_steps')} must be a multiple of "
             f"{flag(config, 'ema_every')}"
         )
+    check_lora(config)
     num_images, num_prompts = len(config.validation_image), len(config.validation_prompt)
     if num_prompts not in (num_images, min(1, num_images)):
         raise ValueError(
@@ -208,6 +217,27 @@ def check_combinations(config: Config) -> None:
         )
     if config.num_train_epochs is None:
         check_schedules(config, config.max_train_steps)
+
+
+def check_lora(config: Config) -> None:
+    """Raise a ValueError for flags that contradict --lora_rank."""
+    if config.lora_rank is None:
+        for name in ("lora_alpha", "lora_target_modules", "merge_lora"):
+            if getattr(config, name) != getattr(Config, name):
+                raise ValueError(f"--{name} goes with --lora_rank, for example --lora_rank 16")
+        return
+    if config.lora_alpha is not None and not 0 < config.lora_alpha < float("inf"):
+        raise ValueError(f"{flag(config, 'lora_alpha')} must be above 0 and finite")
+    if not config.lora_target_modules:
+        raise ValueError("--lora_target_modules is empty; leave it out for attention's layers")
+    if config.ema == "power":
+        raise ValueError("--ema power does not go with --lora_rank; use --ema full, late or none")
+
+
+def final_file(config: Config) -> str:
+    """The name of the file that a run writes last, which marks it as finished."""
+    is_lora_only = config.lora_rank is not None and not config.merge_lora
+    return LORA_FILE if is_lora_only else "model_index.json"
 
 
 def check_schedules(config: Config, max_train_steps: int) -> None:
@@ -262,7 +292,7 @@ def check_output_dir(config: Config) -> None:
     for name in ("pretrained_model_name_or_path", "unet_model_name_or_path"):
         if Path(getattr(config, name)).resolve().is_relative_to(output_dir.resolve()):
             raise ValueError(f"{given} is or contains --{name}; name another directory")
-    if (output_dir / "model_index.json").exists() and not config.overwrite_output_dir:
+    if (output_dir / final_file(config)).exists() and not config.overwrite_output_dir:
         raise ValueError(
             f"{given} contains a model; name another directory, or replace the model with "
             "--overwrite_output_dir"

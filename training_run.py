@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from command_line import save_whole
 from ema_flax import SIGMA_RELS, ema_start, ema_update
+from lora_flax import fold_lora, save_conv_in, save_lora
 from processes_flax import (
     StopSignal,
     check_agreement,
@@ -44,6 +45,7 @@ from processes_flax import (
     wait_for_all,
 )
 from sharding_flax import (
+    combine,
     first_replica,
     gather,
     in_place,
@@ -52,19 +54,29 @@ from sharding_flax import (
     start_state,
     to_host,
 )
-from training_flags import Config, fixed_flags, profiled_steps, snapshot_steps
-from training_models import edit_images, pipeline_params
-from training_output import (
+from training_checkpoints import (
     Checkpoints,
-    MetricsLog,
-    check_hub,
     checkpoint_shapes,
     find_checkpoint,
     flatten_by_name,
-    push_to_hub,
     read_state,
     release_memory,
     run_identity,
+)
+from training_flags import (
+    CONV_IN_FILE,
+    LORA_FILE,
+    Config,
+    final_file,
+    fixed_flags,
+    profiled_steps,
+    snapshot_steps,
+)
+from training_models import edit_images, lora_options, pipeline_params
+from training_report import (
+    MetricsLog,
+    check_hub,
+    push_to_hub,
     validation_grid,
     write_model_card,
 )
@@ -137,7 +149,8 @@ class TrainRun:
             ValueError: the checkpoint is damaged or belongs to another run.
         """
         resume_from = self.config.resume_from_checkpoint
-        find = partial(find_checkpoint, self.output_dir, resume_from, self.identity)
+        final = self.output_dir / final_file(self.config)
+        find = partial(find_checkpoint, self.output_dir, resume_from, self.identity, final)
         self.source, start_step, self.saved_run = on_process_0(find) or (None, 0, {})
         self.start_step = int(from_process_0(np.int32(start_step)))
         epoch, batch = divmod(self.start_step, len(self.dataset))
@@ -387,6 +400,7 @@ class TrainRun:
         """Edit the validation images with the first average, else with the parameters."""
         with self._pause_clock():
             unet = self.p_gather(averages[0] if averages else state.params)
+            unet = combine(p_frozen.get("unet", {}), unet)
             params = {"unet": unet, **pipeline_params(p_frozen)}
             images, prompts = self.validation_images, self.validation_prompts
             edits = edit_images(self.pipeline, params, images, prompts, self.config.seed)
@@ -396,7 +410,7 @@ class TrainRun:
                 self.metrics_log.images("validation", path, f"before and after, step {step}", step)
 
     def final_weights(self, state, averages):
-        """Gather the final weights as NumPy arrays.
+        """Gather the trained parameters as NumPy arrays.
 
         Returns:
             {"unet"}, and {"unet_raw"} with --save_raw_unet; {} if the run was stopped early.
@@ -439,10 +453,11 @@ class TrainRun:
         sys.exit(128 + number)
 
     def _save_model(self, weights):
-        """Write the pipeline; model_index.json last, because it marks a finished run."""
-        config, output_dir, unet = self.config, self.output_dir, self.models.unet
+        """Write the model; final_file(config) last, because it marks a finished run."""
+        config, output_dir = self.config, self.output_dir
         if "unet_raw" in weights:
-            unet.save_pretrained(output_dir / "unet_raw", params=weights["unet_raw"])
+            params = self._whole_unet(weights["unet_raw"])
+            self.models.unet.save_pretrained(output_dir / "unet_raw", params=params)
         grid = f"validation/step-{self.max_train_steps:06d}.png"
         write_model_card(
             output_dir,
@@ -453,9 +468,17 @@ class TrainRun:
             metrics=self.last_row,
             image=grid if self.validation_images else None,
         )
-        params = {"unet": weights["unet"], **pipeline_params(self.frozen)}
-        self.pipeline.save_pretrained(output_dir, params)
+        if config.lora_rank is not None:
+            save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
+            save_lora(output_dir / LORA_FILE, weights["unet"], **lora_options(config))
+        if config.lora_rank is None or config.merge_lora:
+            params = {"unet": self._whole_unet(weights["unet"]), **pipeline_params(self.frozen)}
+            self.pipeline.save_pretrained(output_dir, params)
         print(f"saved {config.output_dir}")
+
+    def _whole_unet(self, trained):
+        """The UNet's own parameters, with the trained updates of LoRA added."""
+        return fold_lora(combine(self.frozen.get("unet", {}), trained))
 
 
 class Batches:
@@ -510,13 +533,14 @@ def lock_output_dir(config: Config):
         ValueError: another run uses the directory or has just written a model to it.
     """
     output_dir = Path(config.output_dir)
-    model_before = model_written_at(output_dir)
+    final = output_dir / final_file(config)
+    model_before = modified_at(final)
     with contextlib.ExitStack() as stack:
 
         def lock():
             stack.enter_context(lock_folder(output_dir))
             # --overwrite_output_dir covers only models that existed before the lock was requested.
-            if model_written_at(output_dir) != model_before:
+            if modified_at(final) != model_before:
                 raise ValueError(
                     f"a run that has just ended has written a model to --output_dir {output_dir}; "
                     "name another directory, or replace the model with --overwrite_output_dir"
@@ -526,10 +550,9 @@ def lock_output_dir(config: Config):
         yield
 
 
-def model_written_at(output_dir):
-    """Modification time of the model in a directory, in ns; None without a model."""
-    model = output_dir / "model_index.json"
-    return model.stat().st_mtime_ns if model.exists() else None
+def modified_at(path):
+    """Modification time of a file in ns; None if it does not exist."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def start_average(params):

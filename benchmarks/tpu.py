@@ -57,17 +57,17 @@ from tpu_programs import find_slice, kernel_bytes, replicated, slice_devices
 PAIRS_PER_CHIP = 8
 TRAIN = ("train", "--mixed_precision", "bf16", "--ema", "full")
 # Arguments of tpu_compile.py.
+TRAIN_SDXL = (
+    *TRAIN[:3],
+    *("--family", "sdxl", "--resolution", "512", "--gradient_checkpointing"),
+)
+LATENTS = ("--cache_latents", "latents", "--no_random_crop")
 JOBS = {
     "train": TRAIN,
-    "train latents": (*TRAIN, "--cache_latents", "latents", "--no_random_crop"),
-    "train sdxl": (
-        *TRAIN[:3],
-        "--family",
-        "sdxl",
-        "--resolution",
-        "512",
-        "--gradient_checkpointing",
-    ),
+    "train latents": (*TRAIN, *LATENTS),
+    "train sdxl": TRAIN_SDXL,
+    "train sdxl latents": (*TRAIN_SDXL, *LATENTS),
+    "train sdxl lora": (*TRAIN_SDXL, *LATENTS, "--lora_rank", "16"),
     "unet": ("unet", "--batch_size", str(PAIRS_PER_CHIP)),
     "unet sdxl": (
         *("unet", "--family", "sdxl", "--no_gradient", "--batch_size", "2"),

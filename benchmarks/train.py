@@ -67,8 +67,8 @@ from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inpu
 from sharding_flax import replicate, shard_axes, start_state
 from tpu_programs import find_slice, slice_devices
 from tpu_programs import measure as measure_program
+from training_checkpoints import release_memory
 from training_models import load_models
-from training_output import release_memory
 from training_run import make_update_average, start_average
 
 EMA_DECAY = 0.9999
@@ -146,7 +146,7 @@ def torch_step(folder, config, device, compiled):
     torch.backends.cuda.matmul.allow_tf32 = True
     half = torch.bfloat16 if device == "cuda" else torch.float32
     unet = UNet2DConditionModel.from_pretrained(folder / "unet").to(device).train()
-    vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=half).to(device)
+    vae = AutoencoderKL.from_pretrained(folder / "vae", dtype=half).to(device)
     text_encoder = CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=half).to(device)
     vae.requires_grad_(False)
     text_encoder.requires_grad_(False)

@@ -30,7 +30,7 @@ from tiny_models import make_tiny_pipeline
 import cache_latents
 import parquet_processing
 import parquet_shards
-import training_models
+import training_latents
 from cache_latents import Config
 from kernels_flax import plain_operations
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -41,7 +41,8 @@ from parquet_shards import (
     read_row_group,
     shard_ids,
 )
-from training_models import encode_images, write_latents
+from training_latents import write_latents
+from training_models import encode_images
 
 
 def config_for(model, data, output_dir, **options):
@@ -127,9 +128,9 @@ def test_images_encoded_one_by_one_or_together(model):
 @pytest.mark.parametrize("batch_size", [None, 100, 1])
 def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
     """Filling up costs as much as pairs do. The largest row group has nine."""
-    sizes, write = set(), training_models.write_latent_shard
+    sizes, write = set(), training_latents.write_latent_shard
     monkeypatch.setattr(
-        training_models, "write_latent_shard", lambda *args: sizes.add(args[4]) or write(*args)
+        training_latents, "write_latent_shard", lambda *args: sizes.add(args[4]) or write(*args)
     )
     fill(config_for(model, data, tmp_path / "latents", batch_size=batch_size))
     n = jax.local_device_count()
@@ -170,14 +171,14 @@ def test_training_is_the_same(model, data, tmp_path, monkeypatch):
 
 
 def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
-    folder, write = tmp_path / "latents", training_models.write_latent_shard
+    folder, write = tmp_path / "latents", training_latents.write_latent_shard
 
     def write_until_b(path, *args):
         if path.name == "b.parquet":
             raise KeyboardInterrupt
         write(path, *args)
 
-    monkeypatch.setattr(training_models, "write_latent_shard", write_until_b)
+    monkeypatch.setattr(training_latents, "write_latent_shard", write_until_b)
     flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
     flags += ["--output_dir", str(folder), "--resolution", "16"]
     with pytest.raises(SystemExit) as ended:
@@ -214,7 +215,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_p
 
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
     """The second of two begins with the second shard, and leaves what it finds done."""
-    folder, write, written = tmp_path / "latents", training_models.write_latent_shard, []
+    folder, write, written = tmp_path / "latents", training_latents.write_latent_shard, []
 
     def write_both(path, *args):
         written.append(path.name)
@@ -222,7 +223,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
         if path.name == "b.parquet":  # meanwhile the other process
             shutil.copy(path, path.with_name("a.parquet"))
 
-    monkeypatch.setattr(training_models, "write_latent_shard", write_both)
+    monkeypatch.setattr(training_latents, "write_latent_shard", write_both)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     fill(config_for(model, data, folder))
@@ -230,7 +231,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
 
 
 def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_models, "MIN_ROWS_FOR_BAD_FRACTION", 1)
+    monkeypatch.setattr(training_latents, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     with pytest.raises(
         ValueError, match=r"1 of the first . pairs of .* for example a\.parquet row 3: "
     ):

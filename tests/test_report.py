@@ -1,4 +1,4 @@
-"""training_output: metrics, resuming them, wandb offline, the model card, uploading to the hub."""
+"""training_report: metrics, resuming them, wandb offline, the model card, uploading to the hub."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from hub_upload_server import UploadHub
 from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
 
-import training_output
+import training_report
 from images import load_image
-from training_output import MetricsLog, validation_grid, write_model_card
+from training_report import MetricsLog, validation_grid, write_model_card
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "hf_stand_in_5f0c"
@@ -66,7 +66,7 @@ def test_new_run_starts_empty(tmp_path):
 
 
 def test_wandb_is_imported_only_if_asked_for():
-    code = "import sys, training_output; sys.exit('wandb' in sys.modules)"
+    code = "import sys, training_report; sys.exit('wandb' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
@@ -76,7 +76,7 @@ WANDB_RUN = """
 import sys
 from pathlib import Path
 from PIL import Image
-from training_output import MetricsLog
+from training_report import MetricsLog
 folder, first_step, last_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 options = {"report_to": "wandb", "project": "test", "first_step": first_step}
 try:
@@ -189,7 +189,7 @@ def test_validation_grid():
     prompts = ["make it green", "a long instruction that does not fit into a single line"]
     grid = np.asarray(validation_grid(pairs, prompts))
     height = len(grid) // 2
-    assert grid.shape[1] == 128 and height > 48 + 2 * training_output.LINE_HEIGHT
+    assert grid.shape[1] == 128 and height > 48 + 2 * training_report.LINE_HEIGHT
     assert (grid[:48, :64] == (255, 0, 0)).all() and (grid[:48, 64:] == (0, 255, 0)).all()
     for row in range(2):
         caption = grid[row * height + 48 : (row + 1) * height]
@@ -324,7 +324,7 @@ def test_model_card_of_a_local_base_model(tmp_path):
 
 PUBLISH = """
 import sys
-from training_output import check_hub, push_to_hub
+from training_report import check_hub, push_to_hub
 try:
     print(push_to_hub(sys.argv[1], check_hub(sys.argv[2] or None, sys.argv[1])))
 except ValueError as error:
@@ -333,7 +333,7 @@ except ValueError as error:
 
 CHECKS = """
 import json, os, sys
-from training_output import check_hub
+from training_report import check_hub
 for repo_id, os.environ["HF_TOKEN"] in json.loads(sys.argv[2]):
     try:
         print(check_hub(repo_id, sys.argv[1]))

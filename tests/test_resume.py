@@ -27,7 +27,7 @@ import flax_train_instruct_pix2pix as trainer
 import processes_flax
 from processes_flax import lock_folder
 from sharding_flax import replicate
-from training_output import Checkpoints
+from training_checkpoints import Checkpoints
 
 NUM_STEPS = 12
 SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # few arrays, each of them a collective
@@ -515,16 +515,16 @@ def test_a_disk_that_is_too_full_is_told_first(model, data, tmp_path, monkeypatc
 FULL_DISK = """
 import resource, signal
 import jax
-import training_output
+import training_checkpoints
 import flax_train_instruct_pix2pix as trainer
-save = training_output.Checkpoints.save
+save = training_checkpoints.Checkpoints.save
 def save_on_a_full_disk(self, step, *args):
     if step == 4:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     save(self, step, *args)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 jax.config.update("jax_enable_compilation_cache", False)  # its files would be cut short
-training_output.Checkpoints.save = save_on_a_full_disk
+training_checkpoints.Checkpoints.save = save_on_a_full_disk
 trainer.main()
 """
 

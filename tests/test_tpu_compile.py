@@ -49,7 +49,7 @@ from tpu_programs import (
     roofline_seconds,
     slice_devices,
 )
-from training_models import load_models
+from training_models import cast_frozen, load_models
 from training_run import start_average
 
 NUM_DEVICES = 4  # conftest.py's
@@ -133,18 +133,22 @@ def test_topologies_have_as_many_devices(name, libtpu_environment):
 # Shapes
 
 
-def test_arguments_are_those_of_a_real_run(model):
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_arguments_are_those_of_a_real_run(model, lora_rank):
     """Every shape and dtype that train_step would get from train(), on the same devices."""
-    dtype = jnp.bfloat16
     config = flags(
-        model, unet_model_name_or_path=str(model / "unet"), mixed_precision="bf16", ema="full"
+        model,
+        unet_model_name_or_path=str(model / "unet"),
+        mixed_precision="bf16",
+        ema="full",
+        lora_rank=lora_rank,
+        lora_target_modules=("proj_in",) if lora_rank else trainer.Config.lora_target_modules,
     )
     job = tpu_compile.train_job(config, jax.devices())
 
-    _, pipeline, frozen, params = load_models(config, dtype)
+    models, pipeline, frozen, params = load_models(config, jnp.bfloat16)
+    frozen = cast_frozen(frozen, models)
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
-    for name in ("vae", "text_encoder"):
-        frozen[name] = jax.tree.map(lambda x: np.asarray(x, dtype), frozen[name])
     images = np.zeros((8, 16, 16, 3), np.uint8)
     batch = {
         "original_pixel_values": images,

@@ -1,0 +1,128 @@
+"""LoRA: train low-rank updates of a model's kernels instead of the kernels.
+
+    trained, frozen = add_lora(params, 16, None, ("to_q", "to_v"))  # of the UNet's parameters
+    params = sharding_flax.combine(frozen, trained)                 # for unet.apply
+    params = fold_lora(params)                                      # the same without LoRA
+    save_lora("pytorch_lora_weights.safetensors", trained, 16, None, ("to_q", "to_v"))
+
+A layer whose parameters contain `lora_A`, `lora_B` and `lora_scale` adds lora_scale (x A) B to its
+output, where lora_scale is alpha / rank. B starts as zeros.
+
+Source: LoRA (arXiv 2106.09685), section 4.1; file layout and initial values: the PEFT library.
+"""
+
+import json
+import math
+from functools import partial
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import save_file
+
+from command_line import save_whole
+from modeling_flax_utils import flax_to_torch
+
+
+def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), seed=0):
+    """Split a model's parameters into frozen ones and trained ones, and add LoRA to the latter.
+
+    Args:
+        params: nested dict of arrays or of their shapes (ShapeDtypeStructs).
+        rank: columns of A and rows of B.
+        alpha: the update is scaled by alpha / rank; None: rank.
+        target_modules: last parts of the PyTorch names of dense and convolution layers, such as
+            "to_q" or "to_out.0".
+        fully_trained: names of top-level modules that are trained without LoRA.
+        seed: seed of the initial values.
+
+    Returns:
+        (trained, frozen), nested dicts; combine them to apply the model. A (..., in, rank) and
+        B (..., rank, out) are float32 kernels; the parameters of params are not copied.
+
+    Raises:
+        ValueError: a target module does not exist.
+    """
+    rng = np.random.default_rng(seed)
+    scale = np.float32((alpha or rank) / rank)
+    trained, frozen, unused = {}, {}, set(target_modules)
+    for name, x in flatten_dict(params, sep="/").items():
+        module, _, leaf = name.rpartition("/")
+        if module.split("/")[0] in fully_trained:
+            trained[name] = x
+            continue
+        frozen[name] = x
+        targets = targets_of(module, target_modules) if leaf == "kernel" else set()
+        unused -= targets
+        if not targets:
+            continue
+        *window, num_in, num_out = x.shape
+        bound = 1 / math.sqrt(math.prod(window) * num_in)  # Kaiming uniform with a = sqrt(5)
+        shape_a, shape_b = (*window, num_in, rank), (*(1 for _ in window), rank, num_out)
+        trained[f"{module}/lora_A/kernel"] = rng.uniform(-bound, bound, shape_a).astype(np.float32)
+        trained[f"{module}/lora_B/kernel"] = np.zeros(shape_b, np.float32)
+        frozen[f"{module}/lora_scale"] = scale
+    if unused:
+        raise ValueError(
+            f"--lora_target_modules {' '.join(sorted(unused))} names no dense or convolution layer "
+            "of the UNet; usual ones are to_q, to_k, to_v, to_out.0, proj_in, proj_out, "
+            "ff.net.0.proj, ff.net.2, conv1 and conv2"
+        )
+    return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
+
+
+def targets_of(module, target_modules):
+    """The target modules that a layer, named as in the Flax tree, belongs to; a set."""
+    name, _ = flax_to_torch(f"{module}/bias", None)
+    return {target for target in target_modules if f".{name}".endswith(f".{target}.bias")}
+
+
+def fold_lora(params):
+    """Add the products of LoRA to the kernels.
+
+    Args:
+        params: nested dict of NumPy arrays with LoRA, or without.
+
+    Returns:
+        Nested dict of the model's own parameters. Kernels with LoRA are float32.
+    """
+    flat = flatten_dict(params, sep="/")
+    folded = {name: x for name, x in flat.items() if "lora_" not in name}
+    for name, scale in flat.items():
+        if not name.endswith("/lora_scale"):
+            continue
+        module = name.removesuffix("/lora_scale")
+        a, b = (np.asarray(flat[f"{module}/lora_{x}/kernel"], np.float32) for x in "AB")
+        b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution
+        folded[f"{module}/kernel"] = np.asarray(flat[f"{module}/kernel"], np.float32) + scale * (
+            a @ b
+        )
+    return unflatten_dict(folded, sep="/")
+
+
+def save_lora(path, trained, rank, alpha, target_modules):
+    """Write a LoRA file that load_lora_weights of PyTorch's pipelines reads.
+
+    Args:
+        path: file to write, .safetensors.
+        trained: nested dict of add_lora; entries other than LoRA's are left out.
+        rank, alpha, target_modules: as for add_lora.
+    """
+    tensors = {}
+    for name, x in flatten_dict(trained, sep="/").items():
+        if "/lora_" in name:
+            name, x = flax_to_torch(name, np.asarray(x, np.float32))
+            tensors[f"unet.{name}"] = np.ascontiguousarray(x)
+    settings = {
+        "unet.r": rank,
+        "unet.lora_alpha": alpha or rank,
+        "unet.target_modules": list(target_modules),
+    }
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings)}
+    save_whole(path, partial(save_file, tensors, metadata=metadata))
+
+
+def save_conv_in(path, trained):
+    """Write the UNet's first convolution with PyTorch's names, for load_state_dict."""
+    tensors = dict(flax_to_torch(f"conv_in/{name}", x) for name, x in trained["conv_in"].items())
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    save_whole(path, partial(save_file, tensors, metadata={"format": "pt"}))

@@ -1,0 +1,226 @@
+"""LoRA: layers against PEFT, files against PyTorch's loader, training by the command line."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from flax.traverse_util import flatten_dict, unflatten_dict
+from peft import LoraConfig
+from PIL import Image
+from safetensors.torch import load_file
+from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
+from test_train import (
+    RUN,
+    config_of,
+    lenient_optimizer,  # noqa: F401
+    read_metrics,
+    run_main,
+    write_shard,
+)
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+from lora_flax import add_lora, fold_lora
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_utils import flax_to_torch, torch_to_flax
+from pipeline_flax_utils import FlaxDiffusionPipeline
+from sharding_flax import combine
+from training_flags import CONV_IN_FILE, LORA_FILE
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+RANK, ALPHA = 4, 6.0
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+SCALES = dict(guidance_scale=5.0, image_guidance_scale=1.5)
+LORA = dict(lora_rank=RANK, lora_alpha=ALPHA)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    sizes = dict(vae_channels=(16, 32), unet_channels=(16, 16))
+    return {
+        "sd": make_tiny_pipeline(folder / "sd", **sizes),
+        "xl": make_tiny_xl(folder / "xl", edits=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_shard(folder / "a.parquet", 16, seed=1)
+    return folder
+
+
+def torch_inputs(unet, batch=2, side=8):
+    torch.manual_seed(0)
+    inputs = torch.randn(batch, unet.config.in_channels, side, side), torch.tensor([3, 500])
+    inputs = (*inputs, torch.randn(batch, 7, unet.config.cross_attention_dim))
+    if unet.config.addition_embed_type is None:
+        return inputs, {}
+    added = {"text_embeds": torch.randn(batch, 20), "time_ids": torch.rand(batch, 6) * 100}
+    return inputs, {"added_cond_kwargs": added}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("xl", ATTENTION),
+        ("sd", (*ATTENTION, "proj_in", "ff.net.0.proj", "conv1", "downsamplers.0.conv")),
+    ],
+)
+def test_outputs_and_gradients_are_pefts(models, family, targets):
+    """The gradients of A, B and the first convolution; LoRA on dense layers and convolutions."""
+    theirs = UNet2DConditionModel.from_pretrained(models[family] / "unet")
+    lora = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=list(targets), init_lora_weights=False
+    )
+    theirs.add_adapter(lora)
+    theirs.conv_in.requires_grad_(True)
+    inputs, added = torch_inputs(theirs)
+    expected = theirs(*inputs, **added).sample
+    weight = torch.randn_like(expected)
+    (expected * weight).sum().backward()
+
+    ours, params = FlaxUNet2DConditionModel.from_pretrained(models[family] / "unet")
+    trained, frozen = add_lora(params, RANK, ALPHA, targets)
+    of_theirs = {
+        name.replace(".default.", "."): parameter
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    names = flatten_dict(trained, sep="/")
+    assert {flax_to_torch(name, x)[0] for name, x in names.items()} == set(of_theirs)
+    trained = unflatten_dict(
+        dict(torch_to_flax(name, x.detach().numpy()) for name, x in of_theirs.items()), sep="/"
+    )
+    assert jax.tree.map(np.shape, trained) == jax.tree.map(np.shape, unflatten_dict(names, sep="/"))
+    inputs, added, weight = jax.tree.map(lambda x: x.numpy(), (inputs, added, weight))
+
+    @jax.jit
+    def loss(trained):
+        sample = ours.apply({"params": combine(frozen, trained)}, *inputs, **added).sample
+        return (sample * weight).sum(), sample
+
+    (_, found), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+    np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-4, rtol=1e-4)
+    for name, grad in flatten_dict(grads, sep="/").items():
+        name, grad = flax_to_torch(name, np.asarray(grad))
+        reference = of_theirs[name].grad.numpy()
+        assert np.abs(grad - reference).max() <= 1e-3 * np.abs(reference).max(), name
+
+    merged = fold_lora(combine(frozen, trained))
+    assert jax.tree.map(np.shape, merged) == jax.tree.map(np.shape, params)
+    result = jax.jit(ours.apply)({"params": merged}, *inputs, **added).sample
+    np.testing.assert_allclose(result, found, atol=1e-4, rtol=1e-4)
+
+
+def test_at_the_start_nothing_changes(models):
+    _, params = FlaxUNet2DConditionModel.from_pretrained(models["xl"] / "unet")
+    trained, frozen = add_lora(params, RANK, None, ATTENTION)
+    folded = fold_lora(combine(frozen, trained))
+    jax.tree.map(np.testing.assert_array_equal, folded, params)
+    first = trained["down_blocks_0"]["attentions_0"]["transformer_blocks_0"]["attn1"]["to_q"]
+    a = first["lora_A"]["kernel"]  # uniform, PEFT's bound
+    assert a.shape == (16, RANK) and 0.8 / 4 < np.abs(a).max() <= 1 / 4
+    assert "conv_in" in trained and "conv_in" not in frozen
+
+
+def edit_with_lora(out, family, images, latents):
+    """PyTorch's edit with the files of a run, opened as its model card says."""
+    card = (out / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)pipeline\.to\(", card, re.DOTALL)
+    namespace = {}
+    exec(code.replace("float16", "float32"), namespace)
+    pipeline = namespace["pipeline"]
+    pipeline.set_progress_bar_config(disable=True)
+    size = dict(height=images.shape[1], width=images.shape[2]) if family == "xl" else {}
+    return pipeline(
+        PROMPTS[:1],
+        image=torch.tensor(images).permute(0, 3, 1, 2),
+        num_inference_steps=8,
+        latents=torch.tensor(latents),
+        output_type="np",
+        **SCALES,
+        **size,
+    ).images
+
+
+@pytest.mark.parametrize("family", ["xl", pytest.param("sd", marks=pytest.mark.slow)])
+def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, family):
+    """Its image is that of the pipeline that the same command writes with --merge_lora."""
+    out, model = tmp_path / "out", models[family]
+    config = config_of(model, data, out, checkpointing_steps=3, ema="full", **LORA)
+    run_main(config, monkeypatch)
+    losses = [row["loss"] for row in read_metrics(out)]
+    assert len(losses) == RUN["max_train_steps"]
+    assert not (out / "model_index.json").exists() and not (out / "unet").exists()
+    tensors = load_file(out / LORA_FILE)
+    assert any(x.abs().max() > 0 for name, x in tensors.items() if "lora_B" in name)
+    conv_in = load_file(out / CONV_IN_FILE)["conv_in.weight"]
+    before = load_file(model / "unet" / "diffusion_pytorch_model.safetensors")["conv_in.weight"]
+    assert conv_in.shape == before.shape and not torch.equal(conv_in, before)
+    images, latents = random_inputs(1, 40, 24, 8 if family == "xl" else 2)
+    expected = edit_with_lora(out, family, images, latents)
+
+    with pytest.raises(SystemExit):  # a finished run is not overwritten
+        run_main(config, monkeypatch)
+    run_main(dataclasses.replace(config, merge_lora=True), monkeypatch)
+    assert [row["loss"] for row in read_metrics(out)] == losses  # nothing is trained again
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(out)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], images)
+    found = pipeline(*inputs, params, jax.random.key(0), 8, latents=latents, **SCALES).images
+    assert psnr(found, expected) > 60
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch):
+    """With validation images, average, and gradient accumulation and checkpointing."""
+    image = tmp_path / "in.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    Image.fromarray(pixels).save(image)
+    files = {}
+    for name, resume_from in (("whole", "none"), ("resumed", "whole/checkpoints/3")):
+        out = tmp_path / name
+        config = config_of(
+            models["sd"],
+            data,
+            out,
+            checkpointing_steps=3,
+            checkpoints_total_limit=None,
+            resume_from_checkpoint=str(tmp_path / resume_from) if "/" in resume_from else "none",
+            validation_image=(str(image),),
+            validation_prompt=("make it red",),
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=True,
+            ema="full",
+            save_raw_unet=True,
+            **LORA,
+        )
+        run_main(config, monkeypatch)
+        files[name] = [(out / file).read_bytes() for file in (LORA_FILE, CONV_IN_FILE)]
+        assert len(list((out / "validation").iterdir())) == 1
+        assert (out / "unet_raw" / "config.json").exists()
+    assert files["resumed"] == files["whole"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_rank": 0}, "--lora_rank 0 must be at least 1"),
+        ({"lora_rank": 4, "lora_alpha": -1.0}, "--lora_alpha -1.0 must be above 0"),
+        ({"merge_lora": True}, "--merge_lora goes with --lora_rank"),
+        ({"lora_alpha": 4.0}, "--lora_alpha goes with --lora_rank"),
+        ({"lora_rank": 4, "lora_target_modules": ("to_x", "to_q")}, "--lora_target_modules to_x"),
+        ({"lora_rank": 4, "ema": "power"}, "--ema power does not go with --lora_rank"),
+    ],
+)
+def test_bad_flags_are_one_line(models, data, tmp_path, monkeypatch, capsys, options, message):
+    with pytest.raises(SystemExit) as stop:
+        run_main(config_of(models["sd"], data, tmp_path / "out", **options), monkeypatch)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and message in error

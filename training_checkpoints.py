@@ -1,0 +1,298 @@
+"""Checkpoints of a training run: write, find, read.
+
+Checkpoints are written in the background by orbax-checkpoint:
+
+    checkpoints = Checkpoints("out/checkpoints", total_limit=2)
+    if (step := checkpoints.latest()) is not None:
+        run, state = checkpoints.read_run(step), checkpoints.read_state(step)
+    checkpoints.save(step, state, run)      # returns before the files are written
+    checkpoints.close()                     # waits for the last save
+
+A checkpoint contains unsharded NumPy arrays and a dict that identifies the run. Incomplete
+checkpoints are never read. With several processes, only process 0 writes.
+"""
+
+import contextlib
+import ctypes
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from command_line import differences, one_line
+from processes_flax import from_process_0, wait_for_all
+from sharding_flax import TrainState, combine, replicate, shard, shard_axes
+from training_flags import fixed_flags
+
+ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
+
+
+class Checkpoints:
+    """The checkpoints of one run; one process reads and writes them.
+
+    Args:
+        folder: directory; a checkpoint is in FOLDER/STEP.
+        total_limit: number of newest checkpoints to keep; None: all.
+        first_step: step at which the run starts. Checkpoints of later steps, which are outdated,
+            are removed at the first save. None keeps them.
+    """
+
+    def __init__(self, folder, total_limit=None, first_step=None):
+        self.folder = Path(folder).absolute()
+        self.first_step = first_step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # No copies: the arrays may take a large part of the host's memory.
+        arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
+        this_process = ocp.options.MultiprocessingOptions(
+            primary_host=jax.process_index(), active_processes={jax.process_index()}
+        )
+        self.manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=total_limit,
+                cleanup_tmp_directories=first_step is not None,  # of killed processes
+                multiprocessing_options=this_process,
+                create=False,
+            ),
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(
+                    type_handler_registry=registry, multiprocessing_options=this_process
+                ),
+                "run": ocp.JsonCheckpointHandler(multiprocessing_options=this_process),
+            },
+        )
+
+    def latest(self):
+        """Step of the newest complete checkpoint, or None."""
+        return self.manager.latest_step()
+
+    def save(self, step, state, run):
+        """Write a checkpoint in the background, after the previous one is complete.
+
+        Args:
+            step: number of completed optimizer steps.
+            state: dict of NumPy arrays; must not change until `wait` returns.
+            run: JSON-serialisable dict that identifies the run.
+
+        Raises:
+            OSError: this checkpoint or the previous one cannot be written; older ones are intact.
+        """
+        try:
+            if self.first_step is not None:
+                for later in [s for s in self.manager.all_steps() if s > self.first_step]:
+                    self.manager.delete(later)
+                self.first_step = None
+            needed = sum(x.nbytes for x in state.values())
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:  # checked first, as orbax logs tracebacks when a write fails
+                raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run)
+                ),
+            )
+        except Exception as error:
+            raise self._close_and_explain(error) from error
+
+    def read_run(self, step):
+        """Read the dict that identifies the run.
+
+        Raises:
+            ValueError: the checkpoint is missing or damaged.
+        """
+        return self._read(step, run=ocp.args.JsonRestore())["run"]
+
+    def read_state(self, step, names=None):
+        """Read the arrays.
+
+        Args:
+            step: step of the checkpoint.
+            names: names of the arrays to read; None: all.
+
+        Raises:
+            ValueError: the checkpoint is missing or damaged.
+        """
+        options = {}
+        if names is not None:
+            as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+            options = dict(
+                item=dict.fromkeys(names, 0),
+                restore_args=dict.fromkeys(names, as_numpy),
+                partial_restore=True,
+            )
+        return self._read(step, state=ocp.args.PyTreeRestore(**options))["state"]
+
+    def _read(self, step, **items):
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            raise ValueError(
+                f"checkpoint {self.folder / str(step)} cannot be read "
+                f"({one_line(error, 200)}); remove it to resume from the previous one"
+            ) from error
+
+    def wait(self):
+        """Wait until the checkpoint is written.
+
+        Raises:
+            OSError: the checkpoint cannot be written.
+        """
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:
+            raise self._close_and_explain(error) from error
+
+    def close(self):
+        """Wait, then stop the threads."""
+        self.wait()
+        self.manager.close()
+
+    def _close_and_explain(self, error):
+        steps = self.manager.all_steps()
+        complete = [step for step in steps if (self.folder / str(step)).exists()]
+        with contextlib.suppress(Exception):  # close() raises the same error again
+            self.manager.close()
+        return OSError(
+            f"a checkpoint cannot be written to {self.folder} "
+            f"({one_line(error, 200)}); "
+            + (
+                f"the one of step {max(complete)} is complete"
+                if complete
+                else "none is complete yet"
+            )
+        )
+
+
+def tree_checksum(tree):
+    """A CRC-32 of the names and bytes of all arrays of a tree."""
+    checksum = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        checksum = zlib.crc32(jax.tree_util.keystr(path).encode(), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), checksum)
+    return checksum
+
+
+def run_identity(config, max_train_steps, dataset, models, params, frozen):
+    """A flat JSON dict of all flags, data and weights that must not change on resume."""
+    data = dataset.state_dict()
+    encoders = models.text_encoder
+    first, *second = encoders if isinstance(encoders, tuple) else [encoders]
+    modules = models._asdict() | {"text_encoder": first.module}
+    modules |= {f"text_encoder_{i}": encoder.module for i, encoder in enumerate(second, 2)}
+    configs = {name: dict(module.config) for name, module in modules.items()}
+    return fixed_flags(config, "may_change") | {
+        "max_train_steps": max_train_steps,
+        "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
+        "columns of train_data_dir": data["columns"],
+        "shards of train_data_dir": data["data"],
+        "weights of unet_model_name_or_path": tree_checksum(
+            combine(frozen.get("unet", {}), params)
+        ),
+        "weights of pretrained_model_name_or_path": tree_checksum(
+            [frozen["vae"], frozen["text_encoder"]]
+        ),
+    }
+
+
+def find_checkpoint(output_dir, resume_from, identity, final):
+    """Find the checkpoint to resume from.
+
+    Args:
+        output_dir: the run's directory; its checkpoints are in OUTPUT_DIR/checkpoints.
+        resume_from: "latest", "none", or the directory of a checkpoint.
+        identity: the run's run_identity.
+        final: path of the file that the run writes last.
+
+    Returns:
+        (Checkpoints, step, run), with run as it was saved; (None, 0, {}) to start from step 0.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged, or belongs to another run.
+    """
+    if resume_from == "none":
+        return None, 0, {}
+    if resume_from == "latest":
+        folder = Path(output_dir, "checkpoints")
+        if not folder.is_dir():
+            return None, 0, {}
+        checkpoints = Checkpoints(folder)
+        step = checkpoints.latest()
+        if step is None:
+            return None, 0, {}
+        run = checkpoints.read_run(step)
+        is_last = step == run["identity"]["max_train_steps"]
+        saved_at = (folder / str(step)).stat().st_mtime
+        if is_last and final.exists() and final.stat().st_mtime > saved_at:
+            return None, 0, {}  # the run is finished; --overwrite_output_dir starts a new one
+    else:
+        path = Path(resume_from)
+        if not (path.is_dir() and path.name.isdecimal()):
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from} is not a checkpoint; give latest, none or "
+                "its directory, such as OUTPUT_DIR/checkpoints/500"
+            )
+        checkpoints, step = Checkpoints(path.parent), int(path.name)
+        run = checkpoints.read_run(step)
+
+    saved = run["identity"]
+    current = json.loads(json.dumps(identity))  # tuples become lists
+    if different := differences(saved, dict.fromkeys(saved) | current):
+        raise ValueError(
+            f"checkpoint {checkpoints.folder / str(step)} belongs to another run: "
+            f"{'; '.join(different)}. Change that back, name another --output_dir, or start again "
+            "with --resume_from_checkpoint none"
+        )
+    return checkpoints, step, run
+
+
+def flatten_by_name(tree):
+    """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def checkpoint_shapes(params, tx, num_averages):
+    """Unsharded shapes of a checkpoint's arrays; params: shapes of the UNet's parameters."""
+    opt_state = jax.eval_shape(tx.init, params)
+    return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
+
+
+def read_state(checkpoints, step, shapes):
+    """Read a checkpoint onto the devices; process 0 reads it in parts and broadcasts them.
+
+    Args:
+        checkpoints: Checkpoints on process 0, None on other processes.
+        step: step of the checkpoint.
+        shapes: see checkpoint_shapes.
+
+    Returns:
+        (TrainState, list of averages).
+    """
+    shape_of, axis_of = (
+        flatten_by_name(shapes),
+        flatten_by_name(shard_axes(shapes, jax.device_count())),
+    )
+    names, arrays = list(shape_of), []
+    for start in range(0, len(names), ARRAYS_PER_READ):
+        part = names[start : start + ARRAYS_PER_READ]
+        saved = checkpoints.read_state(step, part) if checkpoints else {}
+        wait_for_all("process 0 has read")
+        for name in part:
+            shape = shape_of[name]
+            x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
+            arrays.append(shard(from_process_0(x), axis_of[name]))
+        release_memory()
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    return TrainState(replicate(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
+
+
+def release_memory():
+    """Return freed memory to the system, of which glibc otherwise retains gigabytes."""
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)

@@ -1,0 +1,351 @@
+"""Reports of a training run: metrics, validation images, the model card, the upload to the hub.
+
+huggingface_hub and wandb handle their own tokens.
+"""
+
+import json
+import shlex
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from command_line import one_line, save_whole
+from training_flags import CONV_IN_FILE
+
+FONT_SIZE = 14  # pixels
+LINE_HEIGHT = 20
+CHARACTER_WIDTH = 7  # on average
+
+# Files of a run that are not part of the model: checkpoints, other weights, logs, hidden files.
+UNPUBLISHED_PATTERNS = (
+    "checkpoints/*",
+    "ema_snapshots/*",
+    "unet_raw/*",
+    "profile/*",
+    "wandb/*",
+    "wandb_run_id",
+    ".*",
+    "*/.*",
+)
+
+
+def write_text(path, text):
+    """Write a text file so that no reader sees a partial file."""
+    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))
+
+
+class MetricsLog:
+    """Write metrics to FOLDER/metrics.jsonl, one JSON object per line, and optionally to wandb.
+
+    Args:
+        folder: the run's directory; must exist.
+        config: dict of the run's flags, for wandb.
+        report_to: "none" or "wandb".
+        project: name of the wandb project.
+        first_step: step at which the run starts; later rows are removed from metrics.jsonl. A value
+            above 0 continues the wandb run of the previous start.
+
+    Raises:
+        ValueError: wandb cannot start, e.g. because nobody is logged in.
+    """
+
+    def __init__(self, folder, config, report_to="none", project="instruct-pix2pix", first_step=0):
+        folder = Path(folder)
+        self.wandb_run = None
+        if report_to == "wandb":
+            self.wandb_run = start_wandb(folder, config, project, resume=first_step > 0)
+        self.path = folder / "metrics.jsonl"
+        write_text(self.path, "".join(lines_until_step(self.path, first_step)))
+
+    def write(self, row):
+        """Append a row, a dict of numbers or None that contains "step"."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.wandb_run is not None:
+            self.wandb_run.log(row)
+
+    def images(self, name, path, caption, step):
+        """Log the image file at path to wandb, if it is used."""
+        if self.wandb_run is not None:
+            import wandb
+
+            self.wandb_run.log({name: wandb.Image(str(path), caption=caption), "step": step})
+
+    def close(self):
+        """Finish the wandb run, which wandb otherwise marks as failed."""
+        if self.wandb_run is not None:
+            self.wandb_run.finish()
+
+
+def lines_until_step(path, last_step):
+    """The lines of a metrics.jsonl up to a step, without a line that a crash truncated."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    valid_lines = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and row.get("step", last_step + 1) <= last_step:
+            valid_lines.append(f"{line}\n")
+    return valid_lines
+
+
+def start_wandb(folder, config, project, resume):
+    """Start a wandb run, or resume the one whose id is in folder/wandb_run_id."""
+    import wandb
+
+    id_file = folder / "wandb_run_id"
+    run_id = id_file.read_text() if resume and id_file.exists() else None
+    try:
+        run = wandb.init(project=project, config=config, dir=folder, id=run_id, resume="allow")
+    except wandb.Error as error:
+        raise ValueError(
+            f"wandb: {one_line(error)}; run `wandb login`, set WANDB_MODE=offline, or leave out "
+            "--report_to wandb"
+        ) from error
+    # wandb drops rows whose own step decreases, as after a resume; "step" may repeat.
+    run.define_metric("*", step_metric="step")
+    write_text(id_file, run.id)
+    return run
+
+
+def validation_grid(pairs, prompts):
+    """Draw one row per edit: before and after, with the instruction below.
+
+    Args:
+        pairs: list of (before, after) PIL images; all are padded to the size of the first.
+        prompts: list of instructions of equal length.
+
+    Returns:
+        PIL image, RGB.
+    """
+    from diffusers.utils import make_image_grid  # seconds to import
+
+    W, H = pairs[0][0].size
+    texts = [textwrap.fill(prompt, max(1, 2 * W // CHARACTER_WIDTH)) for prompt in prompts]
+    text_height = LINE_HEIGHT * (1 + max(text.count("\n") for text in texts))
+    font = ImageFont.load_default(FONT_SIZE)
+    tiles = []
+    for pair, text in zip(pairs, texts):
+        fitted = [ImageOps.pad(image.convert("RGB"), (W, H), color="white") for image in pair]
+        tile = Image.new("RGB", (2 * W, H + text_height), "white")
+        tile.paste(make_image_grid(fitted, rows=1, cols=2))
+        ImageDraw.Draw(tile).text((0, H), text, fill="black", font=font)
+        tiles.append(tile)
+    return make_image_grid(tiles, rows=len(tiles), cols=1)
+
+
+def write_model_card(
+    folder,
+    *,
+    name,
+    command,
+    config,
+    pipeline_class="StableDiffusionInstructPix2PixPipeline",
+    metrics=None,
+    image=None,
+):
+    """Write the model card, FOLDER/README.md.
+
+    Args:
+        folder: pipeline directory.
+        name: hub id of the model, or its directory if it is not published.
+        command: shell command that trained the model.
+        config: dict of all flags.
+        pipeline_class: the PyTorch class that opens folder.
+        metrics: last row of metrics.jsonl, or None.
+        image: path of a validation grid relative to folder, or None.
+
+    Source: hub documentation, "Model Cards". The license field is empty: the base model's applies.
+    """
+    base_model, dataset = config["pretrained_model_name_or_path"], config["train_data_dir"]
+    data = ModelCardData(
+        base_model=None if Path(base_model).exists() else base_model,  # a hub id
+        library_name="diffusers",
+        pipeline_tag="image-to-image",
+        tags=["stable-diffusion", "instruct-pix2pix", "image-to-image", "diffusers", "jax"],
+        inference=True,
+    )
+    is_lora = config.get("lora_rank") is not None and not config["merge_lora"]
+    open_pipeline = (open_with_lora if is_lora else open_directory)(name, pipeline_class, config)
+    R = config["resolution"]  # SDXL's class otherwise resizes images to 1024 pixels
+    size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
+    shown = f"![before and after, with the instruction]({image})\n" if image else ""
+    with_jax = f"""\
+On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
+
+```sh
+python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
+    --input in.jpg --edit "make it red" --output out.png
+```
+"""
+    if is_lora:
+        with_jax = (
+            "The training command below with `--merge_lora` writes a complete pipeline, for "
+            "`edit_cli.py`, from its last checkpoint.\n"
+        )
+    last_metrics = f"### Last metrics\n\n{markdown_table(metrics)}\n" if metrics else ""
+    text = f"""
+# {name}
+
+Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on `{dataset}` with JAX.
+
+{shown}
+## Use
+
+With PyTorch diffusers:
+
+```python
+{open_pipeline}
+pipeline.to("cuda")
+image = load_image("in.jpg")
+edited = pipeline(
+    "make it red", image{size}, guidance_scale=7.5, image_guidance_scale=1.5
+).images[0]
+edited.save("out.png")
+```
+
+{with_jax}
+## Training
+
+```sh
+{command}
+```
+
+{last_metrics}
+### Hyperparameters
+
+{markdown_table(config)}
+"""
+    write_text(Path(folder, "README.md"), f"---\n{data.to_yaml()}\n---\n{text}")
+
+
+def open_directory(name, pipeline_class, config):
+    """Python code that opens a pipeline directory or hub id with PyTorch."""
+    return f"""\
+import torch
+from diffusers import {pipeline_class}
+from diffusers.utils import load_image
+
+pipeline = {pipeline_class}.from_pretrained(
+    {json.dumps(name)}, dtype=torch.float16
+)"""
+
+
+def open_with_lora(name, pipeline_class, config):
+    """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
+    base_model = json.dumps(config["pretrained_model_name_or_path"])
+    conv_in = json.dumps(f"{name}/{CONV_IN_FILE}")
+    if config["push_to_hub"]:
+        conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
+    return f"""\
+import torch
+from diffusers import {pipeline_class}, UNet2DConditionModel
+from diffusers.utils import load_image
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
+
+unet = UNet2DConditionModel.from_pretrained(
+    {base_model},
+    subfolder="unet",
+    in_channels=8,
+    ignore_mismatched_sizes=True,
+    low_cpu_mem_usage=False,
+    dtype=torch.float16,
+)
+unet.load_state_dict(load_file({conv_in}), strict=False)
+pipeline = {pipeline_class}.from_pretrained(
+    {base_model}, unet=unet, dtype=torch.float16
+)
+pipeline.load_lora_weights({json.dumps(name)})"""
+
+
+def markdown_table(values):
+    """Format a dict as a Markdown table with two columns."""
+    cells = {name: repr(value).replace("|", r"\|") for name, value in values.items()}
+    return "\n".join(["| | |", "|-|-|", *(f"| {name} | `{cells[name]}` |" for name in cells)])
+
+
+def check_hub(repo_id, folder):
+    """Create the hub repository before training, to check that the upload will be possible.
+
+    Args:
+        repo_id: NAME or OWNER/NAME; None: the name of folder.
+        folder: directory of the model.
+
+    Returns:
+        OWNER/NAME.
+
+    Raises:
+        ValueError: no or insufficient token, or no answer from the hub.
+    """
+    log_in = (
+        "run `hf auth login` or set HF_TOKEN, with a token with write access, or leave "
+        "out --push_to_hub"
+    )
+    token = get_token()
+    if token is None:
+        raise ValueError(f"--push_to_hub: nobody is logged in to the hub; {log_in}")
+    if not (
+        token.isascii() and token.isprintable()
+    ):  # the HTTP library's error would quote the token
+        raise ValueError(f"--push_to_hub: the token contains an invalid character; {log_in}")
+    repo_id = repo_id or Path(folder).resolve().name
+    hub = HfApi()
+    try:
+        user = hub.whoami()
+        if "/" not in repo_id:
+            repo_id = f"{user['name']}/{repo_id}"
+        hub.create_repo(repo_id, exist_ok=True)
+    except HFValidationError as error:
+        raise ValueError(f"--hub_model_id {repo_id}: {one_line(error)}") from error
+    # httpx2's errors are not OSErrors; a ValueError means that the response is not from the hub.
+    except (httpx2.HTTPError, OSError, ValueError) as error:
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+        remedy = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
+        raise ValueError(
+            f"--push_to_hub: the hub at {hub.endpoint}: {one_line(error)}; {remedy}"
+        ) from error
+    # A read-only token passes the calls above if the repository exists, but the upload would fail.
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ValueError(f"--push_to_hub: the token of {user['name']} is read-only; {log_in}")
+    return repo_id
+
+
+def push_to_hub(folder, repo_id):
+    """Upload a trained model, without the files of UNPUBLISHED_PATTERNS.
+
+    Args:
+        folder: pipeline directory with its README.md.
+        repo_id: OWNER/NAME, from check_hub.
+
+    Returns:
+        URL of the model.
+
+    Raises:
+        ValueError: the upload failed; the message gives the command to upload the model by hand.
+    """
+    try:
+        commit = HfApi().upload_folder(
+            folder_path=folder,
+            repo_id=repo_id,
+            commit_message="Model trained with flax_train_instruct_pix2pix.py",
+            ignore_patterns=list(UNPUBLISHED_PATTERNS),
+        )
+    # Any error: the user must learn that training succeeded and where the model is.
+    except Exception as error:
+        # huggingface_hub wraps the error of one file in a RuntimeError without its text.
+        reason = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        by_hand = ["hf", "upload", repo_id, str(folder), "."]
+        by_hand += [word for pattern in UNPUBLISHED_PATTERNS for word in ("--exclude", pattern)]
+        raise ValueError(
+            f"the model is in {folder} but was not uploaded: {one_line(reason)}; to upload it "
+            f"later: {shlex.join(by_hand)}"
+        ) from error
+    return str(commit.repo_url)
