@@ -174,18 +174,31 @@ def tpu_sdxl_table() -> str:
     )
 
 
+def training_settings(flags: dict) -> str:
+    """Model, resolution and other settings of a compiled training step, from its changed flags."""
+    model = {"sdxl": "SDXL"}.get(flags.get("family"), "Stable Diffusion 1.5")
+    settings = [flags.get("pretrained_model_name_or_path", model)]
+    settings.append(f"{flags.get('resolution', 256)} px")
+    if "cache_latents" in flags:
+        settings.append("cached latents")
+    if "gradient_checkpointing" in flags:
+        settings.append("checkpointing")
+    if "lora_rank" in flags:
+        settings.append(f"LoRA of rank {flags['lora_rank']}")
+    return ", ".join(settings)
+
+
 def tpu_train_table() -> str:
     """Training steps as compiled."""
     lines = []
-    programs = [x for x in rows("tpu").items() if x[1].get("program") == "train"]
-    for case, row in sorted(programs, key=lambda x: (-x[1]["batch_per_chip"], x[1]["chips"])):
-        slice_name, _, job = case.removeprefix("program ").partition(" train")
+    programs = [row for row in rows("tpu").values() if row.get("program") == "train"]
+    for row in sorted(programs, key=lambda x: (-x["batch_per_chip"], x["chips"])):
         state = sum(row["memory"][name] for name in ("parameters", "optimizer", "ema"))
         sent = f"{row['interconnect_bytes'] / 1e9:.2f}" if "interconnect_bytes" in row else ""
         lines.append(
             [
-                slice_name,
-                job.strip() or "Stable Diffusion 1.5",
+                row["tpu"],
+                training_settings(row["flags"]),
                 str(row["chips"]),
                 str(row["batch_per_chip"]),
                 memory_cells(row),
