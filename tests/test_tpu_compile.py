@@ -518,6 +518,7 @@ def test_what_kernels_access_is_added(libtpu_environment):
     assert added == 3 * 1024 * 1024 * 4 > by_compiler, by_compiler  # which has the multiplication
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_step_does_not_copy_the_parameters(libtpu_environment):
     """It moves less than 9 times their size, and updates its shards in place."""

@@ -963,6 +963,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
 # The command line
 
 
+@pytest.mark.slow
 def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_path):
     """On two devices, and PyTorch edits with the result; wandb offline; a stand-in of the hub."""
     out = tmp_path / "out"
