@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from benchmarks.harness import GIB, ROOT, read_rows
 from benchmarks.tpu import BASELINES
+from training_flags import Config as TrainingConfig
 
-PLACE = re.compile(r"(<!-- results: (\S+) -->\n\n)(.*?)(\n<!-- end of results -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
 
 def rows(name: str) -> dict:
@@ -175,10 +176,10 @@ def tpu_sdxl_table() -> str:
 
 
 def training_settings(flags: dict) -> str:
-    """Model, resolution and other settings of a compiled training step, from its changed flags."""
-    model = {"sdxl": "SDXL"}.get(flags.get("family"), "Stable Diffusion 1.5")
+    """Model, resolution and memory settings of a training step, from its non-default flags."""
+    model = "SDXL" if flags.get("family") == "sdxl" else "Stable Diffusion 1.5"
     settings = [flags.get("pretrained_model_name_or_path", model)]
-    settings.append(f"{flags.get('resolution', 256)} px")
+    settings.append(f"{flags.get('resolution', TrainingConfig.resolution)} px")
     if "cache_latents" in flags:
         settings.append("cached latents")
     if "gradient_checkpointing" in flags:
@@ -368,7 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def fill(page: str) -> str:
     """A page with the tables of the results files."""
-    return PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[4], page)
+    return PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[4]}", page)
 
 
 def main() -> None:
