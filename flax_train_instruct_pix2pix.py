@@ -38,10 +38,19 @@ from jax.experimental.multihost_utils import process_allgather
 from command_line import one_line, run_main
 from ema_flax import ema_plan
 from executables import use_compilation_cache
+from modeling_flax_blocks import CHECKPOINTED_BLOCKS
 from parquet_dataset import ParquetImagePairs
 from parquet_shards import KNOWN_COLUMNS
 from processes_flax import start_distributed, wait_for_all
-from sharding_flax import combine, gather, global_norm, in_place, replicate, state_shapes
+from sharding_flax import (
+    combine,
+    gather,
+    gather_by_block,
+    global_norm,
+    in_place,
+    replicate,
+    state_shapes,
+)
 from training_flags import Config, check_config, check_schedules, ema_flags
 from training_latents import check_vae, write_latents
 from training_models import (
@@ -147,6 +156,7 @@ def train_step(
     snr_gamma=None,
     max_grad_norm=1.0,
     num_micro_batches=1,
+    gather=gather,
 ):
     """One optimizer step on one device's rows of the batch; call it under pmap(axis_name="batch").
 
@@ -167,6 +177,7 @@ def train_step(
         snr_gamma: see diffusion_loss.
         max_grad_norm: gradients with a larger global norm are scaled down to it.
         num_micro_batches: gradient accumulation steps, a divisor of B; saves activation memory.
+        gather: (shards, axes, dtype) -> parameters; gather_by_block needs less memory.
 
     Returns:
         (state, {"loss", "grad_norm"}): mean loss and gradient norm over the global batch.
@@ -249,6 +260,9 @@ def step_options(config: Config):
         snr_gamma=config.snr_gamma,
         max_grad_norm=config.max_grad_norm,
         num_micro_batches=config.gradient_accumulation_steps,
+        gather=partial(gather_by_block, blocks=CHECKPOINTED_BLOCKS)
+        if config.gather_by_block
+        else gather,
     )
 
 
@@ -420,7 +434,8 @@ def main(args=None):
         args,
         interrupted="run the same command to resume from the last checkpoint",
         out_of_memory="raise --gradient_accumulation_steps, lower --train_batch_size, or use "
-        "--mixed_precision bf16 and --gradient_checkpointing",
+        "--mixed_precision bf16, --gradient_checkpointing and, on several devices, "
+        "--gather_by_block",
         explain=explain_error,
     )
 

@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from config_flax import ModelOutput
 from kernels_flax import attention, convolve
+
+# How the names of blocks begin that a UNet with gradient_checkpointing recomputes.
+CHECKPOINTED_BLOCKS = ("resnets_", "transformer_blocks_")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -393,8 +397,23 @@ class Transformer2D(nn.Module):
 
 
 def checkpointed(module: Callable, enabled: bool) -> Callable:
-    """The module class; if enabled, the backward pass recomputes its activations."""
-    return nn.remat(module) if enabled else module
+    """The module class; if enabled, the backward pass recomputes its activations.
+
+    Its parameters may then be functions that make the arrays (sharding_flax.gather_by_block); the
+    backward pass calls them again instead of keeping the arrays.
+    """
+    if not enabled:
+        return module
+    return nn.remat(nn.map_variables(module, "params", trans_in_fn=make_arrays, init=True))
+
+
+def make_arrays(params):
+    """Call those of a tree of parameters that are functions, jax.tree_util.Partial."""
+    return jax.tree.map(
+        lambda x: x() if isinstance(x, Partial) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, Partial),
+    )
 
 
 def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):

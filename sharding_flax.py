@@ -12,9 +12,11 @@ the compute dtype; the gradient of the gather is a reduce-scatter in float32:
     loss, grads = jax.value_and_grad(loss_fn)(state.params)       # shards of the mean, float32
     grads = clip(grads, global_norm(grads, axes))
 
-On one device each of these operations returns its argument.
+On one device each of these operations returns its argument. gather_by_block replaces gather for
+models that do not fit into a device's memory as a whole.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ import numpy as np
 from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
+from jax.tree_util import Partial
 
 REPLICATED = -1  # in a tree of axes: every device has the whole array
 
@@ -84,6 +87,31 @@ def gather(shards, axes, dtype):
 
     gather_all.defvjp(forward, backward)
     return gather_all(shards)
+
+
+def gather_by_block(shards, axes, dtype, blocks):
+    """As gather, but blocks gather their parameters when they run, forward and backward.
+
+    A device then holds the parameters and gradients of a few blocks instead of all of them. Other
+    devices send the blocks' parameters twice. The blocks must be checkpointed, see
+    modeling_flax_blocks.checkpointed; otherwise all parameters are kept for the backward pass.
+
+    Args:
+        shards, axes, dtype: as for gather; shards is a nested dict.
+        blocks: beginnings of the blocks' names, such as "resnets_".
+
+    Returns:
+        The parameters; those of blocks are functions without arguments that gather an array.
+    """
+    flat, flat_axes = flatten_dict(shards), flatten_dict(axes)
+    later = {
+        path: Partial(partial(gather, axes=flat_axes[path], dtype=dtype), x)
+        for path, x in flat.items()
+        if any(name.startswith(blocks) for name in path)
+    }
+    first = {path: x for path, x in flat.items() if path not in later}
+    first = gather(first, {path: flat_axes[path] for path in first}, dtype)
+    return unflatten_dict(first | later)
 
 
 def cast_kernels(params, dtype):

@@ -64,6 +64,9 @@ class Config:
     conditioning_dropout_prob: float = 0.05  # for text, image and both, each; at most 1/3; 0: off
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = may_change(False)  # less memory, slower
+    # with gradient_checkpointing: gather a block's parameters when it runs, for models that do not
+    # fit into a device's memory as a whole; sends half as much again between devices
+    gather_by_block: bool = may_change(False)
     seed: int = 42  # of data order, augmentation, noise and dropout
     # LoRA: train low-rank updates and the UNet's first convolution; the rest is frozen
     lora_rank: int | None = None  # rank of the updates; None: train the whole UNet
@@ -201,6 +204,8 @@ def check_combinations(config: Config) -> None:
             f"{flag(config, 'ema_snapshot_steps')} must be a multiple of "
             f"{flag(config, 'ema_every')}"
         )
+    if config.gather_by_block and not config.gradient_checkpointing:
+        raise ValueError("--gather_by_block goes with --gradient_checkpointing; add it")
     check_lora(config)
     num_images, num_prompts = len(config.validation_image), len(config.validation_prompt)
     if num_prompts not in (num_images, min(1, num_images)):

@@ -84,11 +84,15 @@ def make_sdxl_batch(seed):
 
 
 def test_four_devices_are_pytorch_on_one(model):
-    """From pixels to weights, v prediction: text of both encoders, time ids, dropout, AdamW."""
+    """From pixels to weights, v prediction: text of both encoders, time ids, dropout, AdamW.
+
+    Blocks gather their own parameters.
+    """
     num_steps, seed = 4, 3
     batches = [make_sdxl_batch(i) for i in range(num_steps)]
     draws = [draws_by_hand(seed, step, SIDE) for step in range(num_steps)]
-    parallel = Parallel(config_of(model, "unused", "unused"))
+    options = {"gradient_checkpointing": True, "gather_by_block": True}
+    parallel = Parallel(config_of(model, "unused", "unused", **options))
     torch_run = train_with_torch(model, batches, draws, torch_text_encoder)
     compare_runs(parallel, list(parallel.run(batches, seed)), *torch_run)
 
@@ -158,6 +162,7 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
         validation_prompt=("make it red",),
         validation_steps=3,
         gradient_checkpointing=True,
+        gather_by_block=True,
     )
     run_main(config, monkeypatch)
     assert len(list((tmp_path / "out" / "validation").iterdir())) == 2
