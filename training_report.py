@@ -4,22 +4,28 @@ huggingface_hub and wandb handle their own tokens.
 """
 
 import json
+import re
 import shlex
 import textwrap
 from functools import partial
 from pathlib import Path
 
 import httpx2
+import numpy as np
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from command_line import one_line, save_whole
+from images import load_image
 from training_flags import CONV_IN_FILE
 
 FONT_SIZE = 14  # pixels
 LINE_HEIGHT = 20
 CHARACTER_WIDTH = 7  # on average
+GIF_SIDE = 1024  # pixels of a frame's longer side, at most
+GIF_FRAMES = 100  # at most
+GIF_SECONDS = 0.5  # per frame; four times as long for the last
 
 # Files of a run that are not part of the model: checkpoints, other weights, logs, hidden files.
 UNPUBLISHED_PATTERNS = (
@@ -139,6 +145,53 @@ def validation_grid(pairs, prompts):
         ImageDraw.Draw(tile).text((0, H), text, fill="black", font=font)
         tiles.append(tile)
     return make_image_grid(tiles, rows=len(tiles), cols=1)
+
+
+def step_images(folder):
+    """The images FOLDER/step-N.png, sorted, as {N: path}."""
+    steps = {}
+    for path in Path(folder).glob("step-*.png"):
+        if match := re.fullmatch(r"step-(\d+)\.png", path.name):
+            steps[int(match[1])] = path
+    return dict(sorted(steps.items()))
+
+
+def drop_step_images(folder, last_step):
+    """Remove the images of steps after last_step, and the animation, from a directory."""
+    for step, path in step_images(folder).items():
+        if step > last_step:
+            path.unlink()
+    write_progress(folder)
+
+
+def write_progress(folder):
+    """Write FOLDER/progress.gif, an animation of step_images(folder) with the step below each.
+
+    Long runs show GIF_FRAMES evenly spaced images, with the first and the last. Without images
+    the file is removed.
+    """
+    steps, path = step_images(folder), Path(folder, "progress.gif")
+    if not steps:
+        path.unlink(missing_ok=True)
+        return
+    shown = np.linspace(0, len(steps) - 1, min(len(steps), GIF_FRAMES)).round().astype(int)
+    images = [(step, load_image(steps[step])) for step in np.array(list(steps))[shown]]
+    for _, image in images:
+        image.thumbnail((GIF_SIDE, GIF_SIDE))
+    W, H = np.max([image.size for _, image in images], axis=0)  # resuming may change the images
+    font = ImageFont.load_default(FONT_SIZE)
+    frames = []
+    for step, image in images:
+        frame = Image.new("RGB", (W, H + LINE_HEIGHT), "white")
+        frame.paste(image)
+        ImageDraw.Draw(frame).text((0, H), f"step {step}", fill="black", font=font)
+        frames.append(frame)
+    milliseconds = [1000 * GIF_SECONDS] * (len(frames) - 1) + [4000 * GIF_SECONDS]
+    first, *others = frames
+    save_whole(
+        path,
+        partial(first.save, save_all=True, append_images=others, duration=milliseconds, loop=0),
+    )
 
 
 def write_model_card(

@@ -76,9 +76,11 @@ from training_models import edit_images, lora_options, pipeline_params
 from training_report import (
     MetricsLog,
     check_hub,
+    drop_step_images,
     push_to_hub,
     validation_grid,
     write_model_card,
+    write_progress,
 )
 
 MAX_STEPS_IN_FLIGHT = 2  # steps that the host may run ahead of the devices; batches to prefetch
@@ -199,6 +201,7 @@ class TrainRun:
         self.checkpoints = Checkpoints(
             output_dir / "checkpoints", config.checkpoints_total_limit, self.start_step
         )
+        drop_step_images(output_dir / "validation", self.start_step)
         if not self.start_step:  # remove those of an earlier run
             shutil.rmtree(output_dir / "ema_snapshots", ignore_errors=True)
 
@@ -407,6 +410,7 @@ class TrainRun:
             if self.is_main:
                 path = self.output_dir / "validation" / f"step-{step:06d}.png"
                 save_whole(path, validation_grid(list(zip(images, edits)), prompts).save)
+                write_progress(path.parent)
                 self.metrics_log.images("validation", path, f"before and after, step {step}", step)
 
     def final_weights(self, state, averages):

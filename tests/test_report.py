@@ -16,7 +16,13 @@ from PIL import ExifTags, Image
 
 import training_report
 from images import load_image
-from training_report import MetricsLog, validation_grid, write_model_card
+from training_report import (
+    MetricsLog,
+    drop_step_images,
+    validation_grid,
+    write_model_card,
+    write_progress,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "hf_stand_in_5f0c"
@@ -205,6 +211,49 @@ def test_validation_grid_shows_its_own_instruction():
     assert one.shape == other.shape and (one != other).any()
     np.testing.assert_array_equal(one[:48], other[:48])
     assert np.asarray(validation_grid(pair, [""])).shape == one.shape
+
+
+def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
+    """Sorted by number, on frames of one size; those after a step can be dropped."""
+    for step, color, size in ((5, "red", (8, 8)), (1000, "blue", (6, 8)), (50, "lime", (8, 4))):
+        image(color, size).save(tmp_path / f"step-{step:02d}.png")
+    (tmp_path / "step-best.png").write_bytes(b"not ours")
+    line, gif = training_report.LINE_HEIGHT, tmp_path / "progress.gif"
+
+    def frames():
+        with Image.open(gif) as animation:
+            for k in range(animation.n_frames):
+                animation.seek(k)
+                yield np.asarray(animation.convert("RGB")), animation.info["duration"]
+
+    write_progress(tmp_path)
+    shown, durations = zip(*frames())
+    assert durations == (500, 500, 2000)
+    assert [frame.shape for frame in shown] == [(8 + line, 8, 3)] * 3
+    for frame, color in zip(shown, ((255, 0, 0), (0, 255, 0), (0, 0, 255))):
+        assert (frame[:4, :6] == color).all()
+    assert (shown[1][4:8] == 255).all() and (shown[2][:8, 6:] == 255).all()
+    monkeypatch.setattr(training_report, "GIF_FRAMES", 2)
+    write_progress(tmp_path)
+    assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 0, 255)]
+    drop_step_images(tmp_path, 50)
+    assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 255, 0)]
+    drop_step_images(tmp_path, 0)
+    assert os.listdir(tmp_path) == ["step-best.png"]
+
+
+def test_progress_names_its_step(tmp_path):
+    """The step is drawn below the image, whole."""
+    for step in (1, 2):
+        image("red", (64, 48)).save(tmp_path / f"step-{step}.png")
+    write_progress(tmp_path)
+    captions = []
+    with Image.open(tmp_path / "progress.gif") as animation:
+        for k in range(2):
+            animation.seek(k)
+            captions.append(np.asarray(animation.convert("L"))[48:])
+    assert all((x < 64).any() and (x[-1] == 255).all() for x in captions)
+    assert (captions[0] != captions[1]).any()
 
 
 TURNED = [  # by EXIF orientation, from 1: how the pixels of a file are to be seen

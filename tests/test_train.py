@@ -919,10 +919,15 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
         validation_steps=2,
         profile_steps="1:2",
     )
+    (out / "validation").mkdir(parents=True)
+    input_images[0].save(out / "validation" / "step-000003.png")  # of an earlier run
     run_main(config, monkeypatch)
     assert sorted(path.name for path in (out / "validation").iterdir()) == [
-        f"step-{step:06d}.png" for step in (2, 4, 5)
+        "progress.gif",
+        *(f"step-{step:06d}.png" for step in (2, 4, 5)),
     ]
+    with Image.open(out / "validation" / "progress.gif") as animation:
+        assert animation.n_frames == 3
     assert list(out.glob("profile/**/*.xplane.pb"))
 
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(out)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline
+from PIL import Image
 from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
 from test_pipeline_xl_instruct_pix2pix import edit_with_torch
 from test_train import (
@@ -165,7 +166,7 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
         gather_by_block=True,
     )
     run_main(config, monkeypatch)
-    assert len(list((tmp_path / "out" / "validation").iterdir())) == 2
+    assert len(list((tmp_path / "out" / "validation").glob("step-*"))) == 2
     expected = [row["loss"] for row in read_metrics(tmp_path / "out")]
     (tmp_path / "out" / "model_index.json").unlink()
     other = dataclasses.replace(
@@ -178,6 +179,8 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
     run_main(other, monkeypatch)
     found = [row["loss"] for row in read_metrics(tmp_path / "out")]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+    with Image.open(tmp_path / "out" / "validation" / "progress.gif") as animation:
+        assert animation.n_frames == 2
 
 
 def sd_unet(tmp_path):
