@@ -417,6 +417,7 @@ def checked_option(name, value, default):
 # Pipeline directories
 
 INDEX_NAME = "model_index.json"
+LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
 # The file that shows that a part of a pipeline folder exists.
 PART_FILES = {
     **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2"), "config.json"),
@@ -443,6 +444,11 @@ def read_index(path, revision=None, **hub_options):
     """The content of model_index.json; arguments and errors as of read_parts."""
     index = fetch_file(path, INDEX_NAME, None, revision, **hub_options)
     if index is None:
+        if os.path.exists(os.path.join(path, LORA_FILE)):
+            raise ValueError(
+                f"{path} has a LoRA and no model_index.json; repeat the training command with "
+                "--merge_lora, which writes a whole pipeline"
+            )
         found = (
             ""
             if os.path.isdir(path)

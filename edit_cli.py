@@ -42,7 +42,7 @@ from tqdm import tqdm
 from command_line import run_main
 from executables import use_compilation_cache
 from images import IMAGE_FORMATS, check_image_file, load_image, save_image
-from pipeline_flax_stable_diffusion_instruct_pix2pix import InstructPix2Pix
+from pipeline_flax_stable_diffusion_instruct_pix2pix import InstructPix2Pix, pixels_per_latent
 from pipeline_flax_utils import MODULES, pipeline_class, replace_leaves
 from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
 
@@ -320,13 +320,7 @@ def run(config):
             "model; train one with flax_train_instruct_pix2pix.py"
         )
     _, configs = pipeline_type.check(config.model)
-    vae_config = configs["vae"]
-    factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
-    if config.resolution < factor:
-        raise ValueError(
-            f"--resolution {config.resolution} is too small; this model's images are multiples "
-            f"of {factor}; give the resolution that it was trained at"
-        )
+    factor = pixels_per_latent(configs, config.resolution)
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     scheduler, state = scheduler_from_pretrained(config.model)
     if config.scheduler:

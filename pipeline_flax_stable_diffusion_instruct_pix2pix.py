@@ -23,7 +23,12 @@ import numpy as np
 from config_flax import read_parts
 from executables import run
 from images import prepare_images
-from pipeline_flax_utils import FlaxStableDiffusionPipelineOutput, StableDiffusionParts, pair_up
+from pipeline_flax_utils import (
+    MODULES,
+    FlaxStableDiffusionPipelineOutput,
+    StableDiffusionParts,
+    pair_up,
+)
 from sampling_flax import (
     decode,
     denoise,
@@ -95,6 +100,29 @@ def check_channels(path, configs):
             f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, "
             f"which must be twice its VAE's latent_channels={latent_channels}"
         )
+
+
+def pixels_per_latent(configs, resolution):
+    """How many pixels of a side the VAE turns into one; checks --resolution as well.
+
+    Args:
+        configs: {part: its config}, with "unet" and "vae".
+        resolution: of the longer side of the images, pixels.
+
+    Raises:
+        ValueError: the UNet would have to halve latents with a side of one pixel.
+    """
+    factor = 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
+    unet = {"block_out_channels": MODULES["unet"].block_out_channels} | dict(configs["unet"])
+    smallest = factor * 2 ** (len(unet["block_out_channels"]) - 1)
+    if resolution < smallest:
+        side = unet.get("sample_size")
+        usual = f"; its UNet was made for {factor * side}" if isinstance(side, int) else ""
+        raise ValueError(
+            f"--resolution {resolution} is too small: this model's VAE and UNet halve images "
+            f"{smallest.bit_length() - 1} times, which takes {smallest} pixels or more{usual}"
+        )
+    return factor
 
 
 class InstructPix2Pix:

@@ -46,6 +46,7 @@ from lora_flax import add_lora
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
+from pipeline_flax_stable_diffusion_instruct_pix2pix import pixels_per_latent
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import MODULES
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_config
@@ -62,7 +63,7 @@ from tpu_programs import (
     slice_devices,
 )
 from training_flags import check_config, ema_flags
-from training_models import Models, encode_text, is_sdxl, lora_options
+from training_models import Models, check_resolution, encode_text, is_sdxl, lora_options
 from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -155,15 +156,13 @@ def training_models(config):
             source, subfolder="scheduler", revision=config.revision
         )
     dtype = DTYPES[config.mixed_precision]
-    if config.pretrained_vae_model_name_or_path:
-        vae_config = FlaxAutoencoderKL.load_config(config.pretrained_vae_model_name_or_path)
-        configs = configs | {"vae": vae_config}
+    if vae_source := config.pretrained_vae_model_name_or_path:
+        configs = configs | {"vae": FlaxAutoencoderKL.load_config(vae_source)}
     vae = FlaxAutoencoderKL.from_config(configs["vae"], dtype=dtype)
-    if "text_encoder_2" in configs and vae.force_upcast:  # as in load_vae
-        vae = vae.clone(dtype=jnp.float32)
+    if "text_encoder_2" in configs and vae.force_upcast:
+        vae = vae.clone(dtype=jnp.float32)  # as in load_vae
     text_encoder = FlaxCLIPTextModel.from_config(configs["text_encoder"], dtype=dtype)
     scheduler = FlaxDDPMScheduler.from_config(configs["scheduler"])
-    scheduler_state = scheduler.create_state()
     if config.unet_model_name_or_path:
         unet_config = FlaxUNet2DConditionModel.load_config(config.unet_model_name_or_path)
     else:
@@ -172,6 +171,7 @@ def training_models(config):
         unet_config, dtype=dtype, gradient_checkpointing=config.gradient_checkpointing
     )
 
+    check_resolution(config, unet, vae)
     text_params = param_shapes(text_encoder, dtype)
     ids = jax.ShapeDtypeStruct((1, text_encoder.module.max_position_embeddings), jnp.int32)
     time_ids = None
@@ -187,7 +187,7 @@ def training_models(config):
         "vae": param_shapes(vae, vae.dtype),
         "text_encoder": text_params,
         "null_text": null_text,
-        "scheduler": jax.eval_shape(lambda: scheduler_state),
+        "scheduler": jax.eval_shape(scheduler.create_state),
     }
     models = Models(unet, vae, text_encoder, scheduler)
     params = param_shapes(unet, jnp.float32)
@@ -271,7 +271,7 @@ def unet_job(config, devices):
     unet = FlaxUNet2DConditionModel.from_config(
         configs["unet"] | {"in_channels": in_channels}, dtype=dtype
     )
-    side = config.resolution // 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
+    side = config.resolution // pixels_per_latent(configs, config.resolution)
     inputs = [
         jax.ShapeDtypeStruct((n, B, in_channels, side, side), jnp.float32),
         jax.ShapeDtypeStruct((n, B), jnp.int32),

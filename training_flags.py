@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from command_line import check_writable
+from config_flax import LORA_FILE
 
 CONV_IN_FILE = "conv_in.safetensors"  # with LoRA: the first convolution, trained as a whole
-LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
 POSITIVE = (
     *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),
     *("logging_steps", "validation_steps", "checkpoints_total_limit", "ema_snapshot_steps"),
@@ -225,7 +225,12 @@ def check_combinations(config: Config) -> None:
 
 
 def check_lora(config: Config) -> None:
-    """Raise a ValueError for flags that contradict --lora_rank."""
+    """Raise a ValueError for flags that contradict --lora_rank, and a LoRA instead of a UNet."""
+    if Path(config.unet_model_name_or_path, LORA_FILE).exists():
+        raise ValueError(
+            f"{flag(config, 'unet_model_name_or_path')} is the output of a run with --lora_rank, "
+            "not a UNet; give the UNet that it was trained from, or its unet/ if it was merged"
+        )
     if config.lora_rank is None:
         for name in ("lora_alpha", "lora_target_modules", "merge_lora"):
             if getattr(config, name) != getattr(Config, name):

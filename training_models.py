@@ -17,6 +17,7 @@ from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
+    pixels_per_latent,
 )
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
@@ -286,6 +287,17 @@ def check_models(config: Config, models: Models):
                 f"{unet.projection_class_embeddings_input_dim} features of pooled text and time "
                 f"ids, but {source} gives {expected}; take both from the same model"
             )
+    check_resolution(config, unet, vae)
+
+
+def check_resolution(config, unet, vae):
+    """Raise a ValueError unless the sides of the images, of the latents and in the UNet are even.
+
+    Args:
+        config: with the flag resolution.
+        unet, vae: modules.
+    """
+    pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)
     factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
     if config.resolution % factor:
         raise ValueError(

@@ -16,6 +16,7 @@ from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
 from test_train import (
     RUN,
     config_of,
+    flags_of,
     lenient_optimizer,  # noqa: F401
     read_metrics,
     run_main,
@@ -23,6 +24,8 @@ from test_train import (
 )
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+import edit_cli
+import flax_train_instruct_pix2pix as trainer
 from lora_flax import add_lora, fold_lora
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch, torch_to_flax
@@ -150,7 +153,7 @@ def edit_with_lora(out, family, images, latents):
 
 
 @pytest.mark.parametrize("family", [pytest.param("xl", marks=pytest.mark.slow), "sd"])
-def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, family):
+def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, capsys, family):
     """Its image is that of the pipeline that the same command writes with --merge_lora."""
     out, model = tmp_path / "out", models[family]
     config = config_of(model, data, out, checkpointing_steps=3, ema="full", **LORA)
@@ -166,8 +169,22 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, fam
     images, latents = random_inputs(1, 40, 24, 8 if family == "xl" else 2)
     expected = edit_with_lora(out, family, images, latents)
 
-    with pytest.raises(SystemExit):  # a finished run is not overwritten
-        run_main(config, monkeypatch)
+    other = config_of(models["xl" if family == "sd" else "sd"], data, out, merge_lora=True, **LORA)
+    not_a_unet = config_of(model, data, tmp_path / "new", unet_model_name_or_path=str(out))
+    Image.new("RGB", (16, 16)).save(tmp_path / "in.png")
+    edit = f"--model {out} --input {tmp_path}/in.png --edit red".split()
+    for main, args, message in (
+        (trainer.main, flags_of(config), "contains a model; name another directory"),
+        (trainer.main, flags_of(other), "belongs to another run: "),
+        (trainer.main, flags_of(not_a_unet), "is the output of a run with --lora_rank, not a UNet"),
+        (edit_cli.main, edit, "has a LoRA and no model_index.json; repeat the training command"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        assert stop.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
     run_main(dataclasses.replace(config, merge_lora=True), monkeypatch)
     assert [row["loss"] for row in read_metrics(out)] == losses  # nothing is trained again
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(out)

@@ -19,10 +19,12 @@ from mount_points import refuse_to_rename_folders
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
 
+from config_flax import PUBLISHED_CONFIGS
 from images import to_rgb
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     guidance_branches,
+    pixels_per_latent,
 )
 from scheduling_flax import make_scheduler
 
@@ -598,3 +600,15 @@ def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
 def test_a_pipeline_cannot_change_under_its_compiled_programs(loaded):
     with pytest.raises(AttributeError):
         loaded[0].scheduler = None
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest", "usual"),
+    [("stable-diffusion-v1-5", 64, 512), ("stable-diffusion-xl-base-1.0", 32, 1024)],
+)
+def test_images_that_the_unet_cannot_halve_are_refused(name, smallest, usual):
+    configs = PUBLISHED_CONFIGS[name]
+    assert pixels_per_latent(configs, smallest) == 8
+    message = rf"^--resolution {smallest - 1} is too small: .* takes {smallest} pixels or more; "
+    with pytest.raises(ValueError, match=f"{message}its UNet was made for {usual}$"):
+        pixels_per_latent(configs, smallest - 1)

@@ -707,6 +707,12 @@ def test_unknown_type():
             "--tpu v4-8 --pretrained_model_name_or_path .",
             ". has no model_index.json",
         ),
+        (
+            "--tpu v4-8 --resolution 32",
+            "--resolution 32 is too small: this model's VAE and UNet halve images 6 times, which "
+            "takes 64 pixels or more; its UNet was made for 512",
+        ),
+        ("--tpu v4-8 --resolution 96", "--resolution 96 is not a multiple of 64; try 64 or 128"),
     ],
 )
 def test_flags_that_do_not_work(libtpu_environment, tmp_path, monkeypatch, capsys, args, message):

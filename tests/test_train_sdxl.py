@@ -215,6 +215,11 @@ def sd_pipeline(tmp_path):
         (sd_vae, "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own"),
         (refiner, "is SDXL's refiner, which lacks the first text encoder; give the base model"),
         (no_second_encoder, "is SDXL without text_encoder_2; copy or download it again"),
+        (
+            lambda path: {"resolution": 4},
+            "--resolution 4 is too small: this model's VAE and UNet halve images 3 times, which "
+            "takes 8 pixels or more; its UNet was made for 64",
+        ),
         (lambda path: {"resolution": 12}, "--resolution 12 is not a multiple of 8; try 8 or 16"),
     ],
 )
