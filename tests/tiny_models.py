@@ -146,7 +146,14 @@ def make_tiny_pipeline(
 
 
 def make_tiny_xl(
-    folder, refiner=False, scheduler="euler", seed=0, force_zeros=True, edits=False, **options
+    folder,
+    refiner=False,
+    scheduler="euler",
+    seed=0,
+    force_zeros=True,
+    edits=False,
+    vae_channels=(8, 8, 16, 16),
+    **options,
 ):
     """Write a random SDXL pipeline, base or refiner, of about 0.5M parameters.
 
@@ -157,6 +164,7 @@ def make_tiny_xl(
         seed: seed of the weights.
         force_zeros: force_zeros_for_empty_prompt in model_index.json.
         edits: write an InstructPix2Pix model, whose UNet has 8 input channels.
+        vae_channels: see make_tiny_pipeline.
         options: of the scheduler.
 
     Returns:
@@ -187,9 +195,9 @@ def make_tiny_xl(
         encoder = CLIPTextModelWithProjection if number == 2 else CLIPTextModel
         encoder(config).save_pretrained(folder / f"text_encoder{suffix}")
     AutoencoderKL(
-        block_out_channels=[8, 8, 16, 16],
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=vae_channels,
+        down_block_types=["DownEncoderBlock2D"] * len(vae_channels),
+        up_block_types=["UpDecoderBlock2D"] * len(vae_channels),
         latent_channels=4,
         norm_num_groups=8,
         sample_size=64,
