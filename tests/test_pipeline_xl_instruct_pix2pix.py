@@ -1,6 +1,7 @@
 """The SDXL InstructPix2Pix pipeline against PyTorch diffusers."""
 
 import json
+import shutil
 from functools import partial
 
 import jax
@@ -21,6 +22,7 @@ from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from pipeline_flax_utils import FlaxDiffusionPipeline
+from sampling_flax import resize
 from sharding_flax import replicate
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -92,9 +94,14 @@ def test_images_are_those_of_pytorch(
     assert psnr(images, expected) > 60
 
 
-@pytest.mark.parametrize("negative_prompt", [None, "", "red"])
-def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt):
-    """Text and image; null text and image; null text and zeros. Time ids are equal in all."""
+@pytest.mark.parametrize(
+    ("negative_prompt", "size"), [(None, (None, None)), ("", (None, None)), ("red", (64, 48))]
+)
+def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
+    """Text and image; null text and image; null text and zeros. Time ids are equal in all.
+
+    The time ids are of the size of the image, or of the size that was asked for.
+    """
     pipeline, params = loaded
     prompt_ids, image = pipeline.prepare_inputs(PROMPTS[0], random_inputs(1, 40, 56, 8)[0])
     null_ids = None if negative_prompt is None else pipeline.prepare_text_inputs(negative_prompt)
@@ -105,7 +112,9 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt):
         return FlaxUNet2DConditionOutput(sample[:, :4])
 
     monkeypatch.setattr(type(pipeline.unet), "apply", spy)
-    generate = partial(pipeline._generate, num_inference_steps=1, neg_prompt_ids=null_ids)
+    height, width = size
+    options = dict(num_inference_steps=1, neg_prompt_ids=null_ids, height=height, width=width)
+    generate = partial(pipeline._generate, **options)
     jax.jit(generate)(prompt_ids, image, params, jax.random.key(0))
     jax.effects_barrier()
     (sample, states, added), *_ = received
@@ -117,13 +126,31 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt):
     np.testing.assert_allclose(
         added["text_embeds"], jnp.concatenate([pooled, null_pooled, null_pooled]), atol=1e-5
     )
-    np.testing.assert_array_equal(added["time_ids"], [[40, 56, 0, 0, 40, 56]] * 3)
+    height, width = height or 40, width or 56
+    np.testing.assert_array_equal(added["time_ids"], [[height, width, 0, 0, height, width]] * 3)
+    image = resize(image, (height, width))
     noisy, image_latents = np.split(np.asarray(sample), 2, axis=1)
     np.testing.assert_array_equal(noisy[1:], noisy[:1].repeat(2, axis=0))
     posterior = pipeline.vae.apply({"params": params["vae"]}, image, method=pipeline.vae.encode)
     mode = np.transpose(posterior.latent_dist.mode(), (0, 3, 1, 2))  # unscaled
     expected = np.concatenate([mode, mode, np.zeros_like(mode)])
     np.testing.assert_allclose(image_latents, expected, atol=1e-5)
+
+
+def test_generate_under_pmap_ahead_of_time(loaded):
+    """Compiled for two devices without running; jit=True is in the test of edit_cli below."""
+    pipeline, params = loaded
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:2], random_inputs(2, 40, 56, 8)[0])
+    rng = jax.random.split(jax.random.key(0), 2)
+    p_params = replicate(params, jax.devices()[:2])
+    inputs = prompt_ids[:, None], image[:, None], p_params, rng[:, None]
+    program = jax.pmap(partial(pipeline._generate, num_inference_steps=2)).lower(*inputs).compile()
+    images = program(*inputs)
+    assert images.shape == (2, 1, 40, 56, 3)
+    for k in range(2):
+        row = slice(k, k + 1)
+        expected = pipeline(prompt_ids[row], image[row], params, rng[row], 2).images
+        np.testing.assert_allclose(images[k], expected, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -154,18 +181,38 @@ def test_the_folder_names_the_class(folder, tmp_path):
     assert saved.config.force_zeros_for_empty_prompt
 
 
+def test_pytorchs_own_directory_opens(folder, loaded, tmp_path):
+    """The layout of diffusers/sdxl-instructpix2pix-768, and an explicit is_cosxl_edit."""
+    out = tmp_path / "saved"
+    StableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder).save_pretrained(out)
+    file = out / "model_index.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"is_cosxl_edit": False}))
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(out)
+    assert type(pipeline) is FlaxStableDiffusionXLInstructPix2PixPipeline
+    assert pipeline.unet.in_channels == 8
+    jax.tree.map(np.testing.assert_array_equal, params["unet"], loaded[1]["unet"])
+
+
 def test_other_models_are_refused_by_name(folder, tmp_path):
     base = make_tiny_xl(tmp_path / "base")
     pix2pix = make_tiny_pipeline(tmp_path / "pix2pix")
-    cosxl = make_tiny_xl(tmp_path / "cosxl", edits=True)
-    file = cosxl / "model_index.json"
-    index = json.loads(file.read_text()) | {"scheduler": ["diffusers", "EDMEulerScheduler"]}
-    file.write_text(json.dumps(index))
+    refiner = make_tiny_xl(tmp_path / "refiner", refiner=True)
+    scheduler = ["diffusers", "EDMEulerScheduler"]
+    changed = {"cosxl": {"scheduler": scheduler}, "cosxl_2": {"is_cosxl_edit": True}, "half": {}}
+    for name, change in changed.items():
+        changed[name] = shutil.copytree(folder, tmp_path / name)
+        file = changed[name] / "model_index.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    cosxl, cosxl_2, half = changed.values()
+    shutil.rmtree(half / "text_encoder_2")
     ours = FlaxStableDiffusionXLInstructPix2PixPipeline
     for cls, path, message in (
         (ours, base, "has in_channels=4, so it makes images from text only"),
         (ours, pix2pix, "not Stable Diffusion XL"),
         (ours, cosxl, r"is a CosXL model \(EDMEulerScheduler\), which is not supported"),
+        (ours, cosxl_2, r"is a CosXL model \(EulerDiscreteScheduler\), which is not supported"),
+        (ours, refiner, "it is a refiner, which needs an image"),
+        (ours, half, "lacks text_encoder_2/config.json; copy or download it again"),
         (FlaxStableDiffusionInstructPix2PixPipeline, folder, "open it with FlaxStableDiffusionXL"),
     ):
         with pytest.raises(ValueError, match=message):

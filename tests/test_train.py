@@ -234,25 +234,43 @@ def test_what_is_dropped_gets_no_gradient():
 # diffusion_loss
 
 
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_loss_and_gradients_are_pytorchs(model, prediction_type):
-    B, h, w = 3, 8, 6
-    rng = np.random.default_rng(0)
-    x_0, noise, condition = (rng.standard_normal((B, 4, h, w), np.float32) for _ in range(3))
-    text = rng.standard_normal((B, 7, 24), np.float32)
-    timesteps = np.array([999, 0, 417])
+    text, condition = {"states": normal(3, 7, 24, seed=3)}, normal(3, 4, 8, 6, seed=2)
+    compare_losses(model, prediction_type, (text, condition), (text, condition))
+
+
+def compare_losses(model, prediction_type, ours, theirs):
+    """Loss and gradients of this repository and of PyTorch for the same noise and timesteps.
+
+    Args:
+        model: pipeline directory.
+        prediction_type: "epsilon" or "v_prediction".
+        ours, theirs: (text, latents of the image to edit), after dropout.
+    """
+    (text, condition), (torch_text, torch_condition) = ours, theirs
+    x_0, noise = (normal(*condition.shape, seed=seed) for seed in range(2))
+    timesteps = np.resize([999, 0, 417], len(x_0))
 
     torch_unet = UNet2DConditionModel.from_pretrained(model / "unet")
     torch_scheduler = diffusers.DDPMScheduler.from_pretrained(
         model / "scheduler", prediction_type=prediction_type
     )
-    x_0_t, noise_t, text_t, timesteps_t = map(torch.tensor, (x_0, noise, text, timesteps))
+    x_0_t, noise_t, timesteps_t = map(torch.tensor, (x_0, noise, timesteps))
+    added = {"text_embeds": torch_text.get("pooled"), "time_ids": torch_text.get("time_ids")}
+    added = {name: torch.tensor(x) for name, x in added.items() if x is not None}
     x_t = torch_scheduler.add_noise(x_0_t, noise_t, timesteps_t)
     target = noise_t
     if prediction_type == "v_prediction":
         target = torch_scheduler.get_velocity(x_0_t, noise_t, timesteps_t)
-    x_in = torch.cat((x_t, torch.tensor(condition)), 1)
-    prediction = torch_unet(x_in, timesteps_t, text_t).sample
+    x_in = torch.cat((x_t, torch.tensor(torch_condition)), 1)
+    prediction = torch_unet(
+        x_in, timesteps_t, torch.tensor(torch_text["states"]), added_cond_kwargs=added or None
+    ).sample
     expected = torch.nn.functional.mse_loss(prediction, target)
     expected.backward()
 
@@ -266,7 +284,7 @@ def test_loss_and_gradients_are_pytorchs(model, prediction_type):
         scheduler_state=state,
         x_0=x_0,
         condition=condition,
-        text={"states": text},
+        text=text,
         noise=noise,
         timesteps=jnp.asarray(timesteps, jnp.int32),
     )

@@ -17,11 +17,13 @@ from test_pipeline_xl_instruct_pix2pix import edit_with_torch
 from test_train import (
     RUN,
     Parallel,
+    compare_losses,
     compare_runs,
     config_of,
     draws_by_hand,
     lenient_optimizer,  # noqa: F401
     make_batch,
+    normal,
     read_metrics,
     run_main,
     train_with_torch,
@@ -82,6 +84,28 @@ def make_sdxl_batch(seed):
     batch["input_ids"] = rng.integers(0, 500, (B, 2, 77), np.int32)
     batch["time_ids"] = rng.integers(0, 2000, (B, 6)).astype(np.float32)
     return batch
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_loss_and_gradients_are_pytorchs(model, prediction_type):
+    """With time ids, and with dropout of text, image and both: zeros for states and pooled."""
+    B = 6
+    text = {
+        "states": normal(B, 7, 48, seed=3),
+        "pooled": normal(B, 20, seed=4),
+        "time_ids": np.random.default_rng(5).integers(0, 2000, (B, 6)).astype(np.float32),
+    }
+    condition = normal(B, 4, 5, 7, seed=2)
+    keys = jax.random.split(jax.random.key(0), B)
+    u, rate = np.asarray(jax.vmap(jax.random.uniform)(keys)), 0.25
+    assert set(np.floor(u / rate)) == {0, 1, 2, 3}  # all rows of the table
+    null_text = {name: jnp.zeros_like(text[name][:1]) for name in ("states", "pooled")}
+    ours = trainer.conditioning_dropout(keys, text, null_text, condition, rate)
+    theirs = {name: x.copy() for name, x in text.items()}, condition.copy()
+    for name in ("states", "pooled"):
+        theirs[0][name][u < 2 * rate] = 0
+    theirs[1][(rate <= u) & (u < 3 * rate)] = 0
+    compare_losses(model, prediction_type, ours, theirs)
 
 
 def test_four_devices_are_pytorch_on_one(model):
