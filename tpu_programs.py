@@ -386,7 +386,8 @@ def interconnect_bytes(text):
     """Bytes that a chip sends to other chips in one run of a program.
 
     A ring of n chips sends (n - 1) / n of the gathered array per chip for an all-gather or a
-    reduce-scatter, and twice as much for an all-reduce.
+    reduce-scatter, and twice as much for an all-reduce. A fusion of an all-reduce and a slice is a
+    reduce-scatter (its emitter is called AllReduceScatterFusion).
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
@@ -397,7 +398,7 @@ def interconnect_bytes(text):
     computations, entry = parse(text)
 
     @cache
-    def sent_by(computation):
+    def sent_by(computation, sum_factor=2):
         total = 0
         for name, kind, operation, rest in computations[computation]:
             if found := COLLECTIVE.fullmatch(operation):
@@ -405,8 +406,10 @@ def interconnect_bytes(text):
                 if found[2] and len(sizes) > 1:
                     sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
                 n = group_size(rest)
-                factor = {"all-gather": 1 / n, "reduce-scatter": 1.0, "all-reduce": 2 / n}[found[1]]
-                total += sum(sizes) * (n - 1) * factor
+                factors = {"all-gather": 1 / n, "reduce-scatter": 1.0, "all-reduce": sum_factor / n}
+                total += sum(sizes) * (n - 1) * factors[found[1]]
+            if "AllReduceScatterFusion" in rest and operation == "fusion":
+                total += sum(sent_by(called, sum_factor=1) for called in FUSED.findall(rest))
             trips = 1
             if operation == "while":
                 trips = num_trips(rest, computations[CONDITION.search(rest)[1]])

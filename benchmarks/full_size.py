@@ -11,6 +11,11 @@ the process (SIGKILL); the same command again, which resumes; edit an image. Tin
 
 Needs 20 GB of memory and 30 GB of disk; a quarter of an hour on two cores.
 
+    python -m benchmarks.full_size commands --family sdxl
+
+does the same with SDXL's shapes: widen the UNet; one training step of a LoRA at 512 pixels, which
+also writes the merged pipeline; edit an image with it. Needs 23 GB of memory and 45 GB of disk.
+
     python -m benchmarks.full_size starts
 
 starts sdxl_single.py without a cache and with jax's persistent cache, and sdxl_single_aot.py
@@ -57,6 +62,7 @@ from benchmarks.random_models import (
     UNET,
     VAE,
     make_pipeline,
+    make_xl_pipeline,
     write_pipeline,
 )
 from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule
@@ -68,14 +74,18 @@ POLL_SECONDS = 0.05
 class Commands:
     """Time and peak memory of the command lines."""
 
+    family: Literal["sd15", "sdxl"] = "sd15"
     work_dir: str = ""  # a new folder for models and checkpoints; "": a temporary one, removed
     quick: bool = False  # tiny models and images of 64 pixels, to try this script
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_inputs(folder, quick):
+def make_inputs(folder, family, quick):
     """Write a pipeline (base), data for the trainer (data) and an image to edit (image.png)."""
-    make_pipeline(folder / "base", quick)
+    if family == "sdxl":
+        make_xl_pipeline(folder / "base", quick)
+    else:
+        make_pipeline(folder / "base", quick)
     make_shards(folder / "data", num_shards=1, rows_per_shard=8, seed=0)
     load_photographs()[0].save(folder / "image.png")
 
@@ -139,47 +149,69 @@ def run_command(arguments, kill_when=None):
     return figures, output
 
 
-def bench_commands(folder, quick):
+def bench_commands(folder, family, quick):
     """Make the inputs in a folder, run the commands.
 
     Returns:
         {what was done: figures of run_command}.
     """
-    in_new_process(make_inputs, folder, quick)
-    resolution = "64" if quick else "256"
-    num_steps = "5" if quick else "2"  # tiny ones may be over before a checkpoint is noticed
-    model, checkpoints = folder / "model", folder / "model" / "checkpoints"
+    in_new_process(make_inputs, folder, family, quick)
     widen = ["create_modified_unet.py", "--pretrained_model_name_or_path", f"{folder}/base"]
     widen += ["--output_dir", f"{folder}/wide"]
+    figures = {"widen": run_command(widen)[0]}
+    model = folder / "model"
     train = ["flax_train_instruct_pix2pix.py", "--pretrained_model_name_or_path", f"{folder}/base"]
     train += ["--unet_model_name_or_path", f"{folder}/wide", "--train_data_dir", f"{folder}/data"]
-    train += ["--resolution", resolution, "--train_batch_size", "1", "--max_train_steps", num_steps]
-    train += ["--ema", "full", "--ema_decay", "0.9999"]
-    train += ["--checkpointing_steps", "1", "--checkpoints_total_limit", "1"]
-    train += ["--output_dir", str(model), "--compilation_cache_dir", f"{folder}/cache"]
+    train += ["--train_batch_size", "1", "--output_dir", str(model)]
+    train += ["--compilation_cache_dir", f"{folder}/cache"]
+    if family == "sdxl":
+        resolution = "64" if quick else "512"
+        train += ["--lora_rank", "16", "--merge_lora", "--max_train_steps", "1", "--ema", "none"]
+        train += ["--checkpointing_steps", "0", "--mixed_precision", "bf16"]
+        figures["train a LoRA"], _ = run_command([*train, "--resolution", resolution])
+    else:
+        resolution = "64" if quick else "256"
+        train += ["--resolution", resolution]
+        figures |= train_killed_and_resumed(train, model, quick)
+    losses = [json.loads(row)["loss"] for row in (model / "metrics.jsonl").read_text().splitlines()]
+    if not np.isfinite(losses).all():
+        raise ChildProcessError(f"losses {losses} are not all finite")
+    list(figures.values())[-1]["loss"] = losses[-1]
+
     edit = ["edit_cli.py", "--model", str(model), "--input", f"{folder}/image.png"]
     edit += ["--edit", "invert the colors", "--output", f"{folder}/edited.png"]
     edit += ["--resolution", resolution, "--num_inference_steps", "2"]
+    figures["edit"], _ = run_command(edit)
+    return figures
+
+
+def train_killed_and_resumed(train, model, quick):
+    """Run a training command until its first checkpoint, kill it, and run it again.
+
+    Args:
+        train: arguments of Python.
+        model: Path, the output directory.
+        quick: the model is tiny.
+
+    Returns:
+        {what was done: figures of run_command}.
+    """
+    checkpoints = model / "checkpoints"
+    num_steps = "5" if quick else "2"  # tiny ones may be over before a checkpoint is noticed
+    train = [*train, "--max_train_steps", num_steps, "--ema", "full", "--ema_decay", "0.9999"]
+    train += ["--checkpointing_steps", "1", "--checkpoints_total_limit", "1"]
 
     def saved():
         return any(path.name.isdecimal() for path in checkpoints.glob("*"))
 
-    figures = {}
-    figures["widen"], _ = run_command(widen)
-    figures["train, killed"], _ = run_command(train, kill_when=saved)
-    figures["train, resumed"], output = run_command(train)
+    killed, _ = run_command(train, kill_when=saved)
+    resumed, output = run_command(train)
     if "resuming after step" not in output:
         raise ChildProcessError("the trainer did not resume from the checkpoint")
-    metrics = (model / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in metrics]
-    figures["train, resumed"]["loss"] = losses[-1]
-    figures["train, resumed"]["checkpoint_gib"] = (
+    resumed["checkpoint_gib"] = (
         sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()) / GIB
     )
-    figures["edit"], _ = run_command(edit)
-    if not np.isfinite(losses).all():
-        raise ChildProcessError(f"losses {losses} are not all finite")
-    return figures
+    return {"train, killed": killed, "train, resumed": resumed}
 
 
 def format_commands(figures):
@@ -202,12 +234,11 @@ def run_commands(config):
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"--work_dir {folder} is not empty; name a new directory")
         folder.mkdir(parents=True, exist_ok=True)
-        figures = bench_commands(folder, config.quick)
-    rows = {
-        f"command {name}": row | {"command_line": row["command"]} for name, row in figures.items()
-    }
+        figures = bench_commands(folder, config.family, config.quick)
+    kind = "command" if config.family == "sd15" else "sdxl_command"
+    rows = {f"{kind} {name}": row for name, row in figures.items()}
     results = write_rows(rows, machine, config.output)
-    report(format_commands(rows_of(results, "command")), config.output)
+    report(format_commands(rows_of(results, kind)), config.output)
 
 
 SECONDS = re.compile(r"^(?:compiled|loaded).* in ([\d.]+) s$", re.MULTILINE)

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.harness import ROOT
 from config_flax import PUBLISHED_CONFIGS, write_json
-from modeling_flax_clip import FlaxCLIPTextModule
+from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from scheduling_flax import FlaxEulerDiscreteScheduler
@@ -31,6 +31,7 @@ TINY_UNET = {  # what differs in a UNet of 64 pixels, to try a benchmark
     "block_out_channels": (32, 64),
     "layers_per_block": 1,
 }
+TINY_XL_UNET = TINY_UNET | {"attention_head_dim": (2, 4), "transformer_layers_per_block": (1, 1)}
 MODEL_INDEX = {
     "_class_name": "StableDiffusionPipeline",
     "feature_extractor": [None, None],
@@ -94,6 +95,34 @@ def make_pipeline(folder, quick, in_channels=4):
         ("model_index.json", MODEL_INDEX),
     ):
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def make_xl_pipeline(folder, quick):
+    """Write a pipeline's folder with random weights, of SDXL's shapes or tiny.
+
+    Call it in a new process, which frees the memory.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    ids = {
+        "bos_token_id": END_OF_TEXT - 1,
+        "eos_token_id": END_OF_TEXT,
+        "pad_token_id": END_OF_TEXT,
+    }
+    modules = {
+        "unet": FlaxUNet2DConditionModel(**SDXL["unet"]),
+        "vae": FlaxAutoencoderKL(**SDXL["vae"]),
+        "text_encoder": FlaxCLIPTextModule(**SDXL["text_encoder"], **ids),
+        "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**SDXL["text_encoder_2"], **ids),
+    }
+    if quick:
+        tiny = {"vocab_size": END_OF_TEXT + 1, "num_hidden_layers": 2}
+        modules = {
+            "unet": modules["unet"].clone(**TINY_XL_UNET),
+            "vae": modules["vae"].clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1),
+            "text_encoder": modules["text_encoder"].clone(**tiny),
+            "text_encoder_2": modules["text_encoder_2"].clone(**tiny),
+        }
+    write_pipeline(folder, modules)
 
 
 def write_pipeline(folder, modules):

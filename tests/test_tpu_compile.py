@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from sharding_flax import (
     gather,
     global_norm,
     in_place,
+    reduce_scatter_mean,
     replicate,
     shard_axes,
     shard_batch,
@@ -419,6 +421,19 @@ def test_bytes_to_other_chips_by_hand(libtpu_environment):
     scattered = sent(lambda x: jax.lax.psum_scatter(x, "batch", tiled=True))
     summed = sent(lambda x: jax.lax.psum(x, "batch"))
     assert (gathered, scattered, summed) == (3 * size, 3 * size // 4, 3 * size // 2)
+
+
+@needs_libtpu
+def test_sixteen_chips_reduce_and_scatter_gradients(libtpu_environment):
+    """A chip sends 15/16 of the array in stages, twice that at once; padding is left aside."""
+    devices = slice_devices(find_slice("v5e-16"))
+    x = jax.ShapeDtypeStruct((16, 51200, 512), jnp.float32)
+    sent = {}
+    for in_stages in (False, True):
+        step = partial(reduce_scatter_mean, axes=0, in_stages=in_stages)
+        text = jax.pmap(step, axis_name="batch", devices=devices).lower(x).compile().as_text()
+        sent[in_stages] = interconnect_bytes(text) / (4 * 51200 * 512)
+    assert sent == {False: 2 * 15 / 16, True: pytest.approx(15 / 16, rel=0.01)}
 
 
 def test_of_a_sliced_operand_the_slices_are_read():

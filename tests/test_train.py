@@ -45,6 +45,7 @@ from sharding_flax import (
     REPLICATED,
     gather,
     global_norm,
+    reduce_scatter_stages,
     replicate,
     shard_axes,
     start_state,
@@ -654,6 +655,37 @@ def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
         for name, x in grads.items():
             assert x.dtype == np.float32
             np.testing.assert_allclose(x, weights[name].mean(axis=0), rtol=1e-6)
+
+
+def test_a_reduce_scatter_in_stages_is_one_over_all_devices():
+    """On 16 devices; each ends with its own part."""
+    program = """
+import jax, numpy as np
+from jax.lax import psum_scatter
+from sharding_flax import reduce_scatter_stages
+
+def in_stages(x):
+    for groups in reduce_scatter_stages(16):
+        x = psum_scatter(x, "batch", scatter_dimension=1, axis_index_groups=groups, tiled=True)
+    return x
+
+def at_once(x):
+    return psum_scatter(x, "batch", scatter_dimension=1, tiled=True)
+
+x = np.random.default_rng(0).integers(0, 99, (16, 3, 32)).astype(np.float32)
+found, expected = (jax.pmap(f, axis_name="batch")(x) for f in (in_stages, at_once))
+np.testing.assert_array_equal(found, expected)
+np.testing.assert_array_equal(found[5], x.sum(axis=0)[:, 10:12])
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    folder = SCRIPT.parent
+    subprocess.run([sys.executable, "-c", program], env=os.environ | flags, cwd=folder, check=True)
+    for n in (1, 2, 4, 6, 8, 9):
+        assert reduce_scatter_stages(n) == [None]
+    for n, sizes in ((12, [3, 4]), (32, [8, 4]), (256, [4, 4, 4, 4])):
+        stages = reduce_scatter_stages(n)
+        assert [len(groups[0]) for groups in stages] == sizes
+        assert all(sorted(np.ravel(groups)) == list(range(n)) for groups in stages)
 
 
 def test_one_device_copies_no_parameters(optimized):
