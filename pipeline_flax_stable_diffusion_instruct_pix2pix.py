@@ -119,8 +119,8 @@ def pixels_per_latent(configs, resolution):
         side = unet.get("sample_size")
         usual = f"; its UNet was made for {factor * side}" if isinstance(side, int) else ""
         raise ValueError(
-            f"--resolution {resolution} is too small: this model's VAE and UNet halve images "
-            f"{smallest.bit_length() - 1} times, which takes {smallest} pixels or more{usual}"
+            f"--resolution {resolution} is too small: this model's VAE and UNet reduce sides to "
+            f"1/{smallest}, which takes {smallest} pixels or more{usual}"
         )
     return factor
 

@@ -724,7 +724,7 @@ def test_unknown_type():
         ),
         (
             "--tpu v4-8 --resolution 32",
-            "--resolution 32 is too small: this model's VAE and UNet halve images 6 times, which "
+            "--resolution 32 is too small: this model's VAE and UNet reduce sides to 1/64, which "
             "takes 64 pixels or more; its UNet was made for 512",
         ),
         ("--tpu v4-8 --resolution 96", "--resolution 96 is not a multiple of 64; try 64 or 128"),

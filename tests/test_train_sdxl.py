@@ -241,7 +241,7 @@ def sd_pipeline(tmp_path):
         (no_second_encoder, "is SDXL without text_encoder_2; copy or download it again"),
         (
             lambda path: {"resolution": 4},
-            "--resolution 4 is too small: this model's VAE and UNet halve images 3 times, which "
+            "--resolution 4 is too small: this model's VAE and UNet reduce sides to 1/8, which "
             "takes 8 pixels or more; its UNet was made for 64",
         ),
         (lambda path: {"resolution": 12}, "--resolution 12 is not a multiple of 8; try 8 or 16"),
