@@ -5,21 +5,17 @@ huggingface_hub and wandb handle their own tokens.
 
 import json
 import shlex
-import textwrap
 from functools import partial
 from pathlib import Path
 
 import httpx2
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import ImageOps
 
 from command_line import one_line, save_whole
+from images import captioned, tile_grid
 from training_flags import CONV_IN_FILE
-
-FONT_SIZE = 14  # pixels
-LINE_HEIGHT = 20
-CHARACTER_WIDTH = 7  # on average
 
 # Files of a run that are not part of the model: checkpoints, other weights, logs, hidden files.
 UNPUBLISHED_PATTERNS = (
@@ -125,20 +121,12 @@ def validation_grid(pairs, prompts):
     Returns:
         PIL image, RGB.
     """
-    from diffusers.utils import make_image_grid  # seconds to import
-
-    W, H = pairs[0][0].size
-    texts = [textwrap.fill(prompt, max(1, 2 * W // CHARACTER_WIDTH)) for prompt in prompts]
-    text_height = LINE_HEIGHT * (1 + max(text.count("\n") for text in texts))
-    font = ImageFont.load_default(FONT_SIZE)
+    size = pairs[0][0].size
     tiles = []
-    for pair, text in zip(pairs, texts):
-        fitted = [ImageOps.pad(image.convert("RGB"), (W, H), color="white") for image in pair]
-        tile = Image.new("RGB", (2 * W, H + text_height), "white")
-        tile.paste(make_image_grid(fitted, rows=1, cols=2))
-        ImageDraw.Draw(tile).text((0, H), text, fill="black", font=font)
-        tiles.append(tile)
-    return make_image_grid(tiles, rows=len(tiles), cols=1)
+    for pair, prompt in zip(pairs, prompts):
+        images = [ImageOps.pad(image.convert("RGB"), size, color="white") for image in pair]
+        tiles.append(captioned(images, prompt))
+    return tile_grid(tiles, columns=1)
 
 
 def write_model_card(

@@ -14,8 +14,7 @@ from hub_upload_server import UploadHub
 from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
 
-import training_report
-from images import load_image
+from images import LINE_HEIGHT, load_image
 from training_report import MetricsLog, validation_grid, write_model_card
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,7 +188,7 @@ def test_validation_grid():
     prompts = ["make it green", "a long instruction that does not fit into a single line"]
     grid = np.asarray(validation_grid(pairs, prompts))
     height = len(grid) // 2
-    assert grid.shape[1] == 128 and height > 48 + 2 * training_report.LINE_HEIGHT
+    assert grid.shape[1] == 128 and height > 48 + 2 * LINE_HEIGHT
     assert (grid[:48, :64] == (255, 0, 0)).all() and (grid[:48, 64:] == (0, 255, 0)).all()
     for row in range(2):
         caption = grid[row * height + 48 : (row + 1) * height]
