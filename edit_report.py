@@ -188,7 +188,7 @@ def draw_grid(results, pairs, folder):
 
     Args:
         results: content of results.json.
-        pairs: list of (HeldOutPair, size (width, height)).
+        pairs: list of (row, HeldOutPair, size (width, height)).
         folder: of the rows' images.
 
     Returns:
@@ -196,9 +196,9 @@ def draw_grid(results, pairs, folder):
     """
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     rows = best_rows(results["rows"], folder)
-    has_truth = any(pair.truth is not None for pair, _ in pairs)
+    has_truth = any(pair.truth is not None for _, pair, _ in pairs)
     tiles = []
-    for i, (pair, size) in enumerate(pairs):
+    for i, pair, size in pairs:
         cells = [(pair.fitted_original(size), pair.instruction)]
         if has_truth:
             truth = pair.fitted_truth(size)
@@ -217,7 +217,7 @@ def write_report(output_dir, results, pairs, sentences):
     Args:
         output_dir: directory of results.json.
         results: its content.
-        pairs: those of the grid, list of (HeldOutPair, size).
+        pairs: those of the grid, list of (row, HeldOutPair, size).
         sentences: what is left out.
     """
     curve = draw_curve(results, output_dir / "curve.png")

@@ -73,7 +73,7 @@ from pipeline_flax_utils import MODULES
 
 RESULTS = "results.json"
 IMAGES = "images"  # directory of the images of grid.png
-GRID_PAIRS = 6  # rows of grid.png
+GRID_PAIRS = 6  # rows of grid.png, at most
 BASELINES = ("copied input", "truth")
 VAE_BASELINES = ("VAE round trip of the input", "VAE round trip of the truth")
 
@@ -198,6 +198,11 @@ def save_results(config, results):
     """Write results.json."""
     text = json.dumps(results, indent=1) + "\n"
     save_whole(config.output_dir / RESULTS, partial(Path.write_text, data=text, encoding="utf-8"))
+
+
+def grid_rows(num_pairs):
+    """The pairs that grid.png shows, at equal distances."""
+    return range(0, num_pairs, -(-num_pairs // GRID_PAIRS))
 
 
 def find_row(rows, **key):
@@ -400,7 +405,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
             for name, values in measure_images(references, rows, images).items():
                 metrics[name] += values
             for row, image in zip(rows, images):
-                if row < GRID_PAIRS:
+                if row in grid_rows(len(pairs)):
                     folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
                     save_image(image, config.output_dir / IMAGES / folder / f"{row}.png")
         memory, memory_of = peak_memory(devices)
@@ -512,8 +517,8 @@ def run(config):
         for model, missing in todo.items():
             if missing:
                 measure_model(references, results, save, model, opened[model], missing, config, bar)
-    grid_pairs = [(pair, size) for pair, size in zip(pairs[:GRID_PAIRS], references.sizes)]
-    write_report(config.output_dir, results, grid_pairs, sentences)
+    shown = [(i, pairs[i], references.sizes[i]) for i in grid_rows(len(pairs))]
+    write_report(config.output_dir, results, shown, sentences)
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
     print(f"wrote {', '.join(sorted(file.name for file in config.output_dir.glob('*.*')))}")
 
