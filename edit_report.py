@@ -77,7 +77,7 @@ def markdown(results, sentences):
         if any(row.get(name) is not None for row in rows + baselines)
     ]
     seeds = sorted({row["seed"] for row in rows})
-    clip = f"CLIP model: {settings['clip_model'] or 'none'}"
+    clip = f"CLIP model: {settings['clip_model']}"
     lines = [
         "# Edits",
         "",

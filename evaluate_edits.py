@@ -215,8 +215,7 @@ def find_row(rows, **key):
 
 def load_references(pairs, clip, resolution, factor):
     """See References."""
-    for_bar = tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100)
-    sizes = [edit_size(pair.size(), resolution, factor) for pair in for_bar]
+    sizes = [edit_size(pair.size(), resolution, factor) for pair in pairs]
     if clip is None:
         return References(pairs, sizes, None, None)
     with tqdm(total=2 * len(pairs), desc="CLIP of the pairs", unit="image") as bar:
@@ -364,6 +363,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     for rows in rows_of_size.values():
         first += rows[: config.batch_size * len(devices)]
 
+    row_of_index = {pair.index: row for row, pair in enumerate(pairs)}
     flops, compiled = {}, set()
     number = list(results["models"]).index(model)
     for guidance_scale, image_guidance_scale, seed in todo:
@@ -396,10 +396,9 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
                     weights=[len(rows) for rows in rows_of_size.values()],
                 )
             )
-        row_of_pair = {id(pair): row for row, pair in enumerate(pairs)}
         metrics, total_seconds = defaultdict(list), 0.0
         for batch, images, seconds in run(pairs, sizes, bar=bar):
-            rows = [row_of_pair[id(pair)] for pair in batch]
+            rows = [row_of_index[pair.index] for pair in batch]
             images = pipeline.numpy_to_pil(images)
             total_seconds += seconds
             for name, values in measure_images(references, rows, images).items():
@@ -468,7 +467,7 @@ def run(config):
         captions = (config.original_prompt_column, config.edited_prompt_column)
         pairs = pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
     sentences = left_out(pairs, config.clip_model)
-    for pair in pairs:
+    for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
         pair.check()
 
     opened = {
@@ -487,7 +486,7 @@ def run(config):
         "scheduler": config.scheduler,
         "dtype": str(compute_dtype(config.dtype)),
         "batch_size": config.batch_size,
-        "clip_model": config.clip_model,
+        "clip_model": config.clip_model or "none",
         "devices": f"{len(devices)} x {devices[0].device_kind}",
     }
     results = load_results(
@@ -513,7 +512,7 @@ def run(config):
     if any(todo.values()):
         measure_baselines(references, results, save)
     total = len(pairs) * sum(map(len, todo.values()))
-    with tqdm(total=total, unit="edit") as bar:
+    with tqdm(total=total, unit="edit", disable=not total) as bar:
         for model, missing in todo.items():
             if missing:
                 measure_model(references, results, save, model, opened[model], missing, config, bar)
