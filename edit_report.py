@@ -124,7 +124,7 @@ def draw_curve(results, file):
     Returns:
         What was drawn, a sentence; None if neither can be drawn.
 
-    Source: InstructPix2Pix (arXiv 2211.09800), figure 8.
+    Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
     """
     import matplotlib.figure  # seconds to import; without pyplot no display is used
 
@@ -221,6 +221,8 @@ def write_report(output_dir, results, pairs, sentences):
         sentences: what is left out.
     """
     curve = draw_curve(results, output_dir / "curve.png")
+    if curve is None:  # of earlier results
+        (output_dir / "curve.png").unlink(missing_ok=True)
     sentences = [*sentences, curve or "no curve: it needs captions and CLIP, or truths"]
     save_image(draw_grid(results, pairs, output_dir / "images"), output_dir / "grid.png")
     text = markdown(results, sentences)

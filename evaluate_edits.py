@@ -25,7 +25,6 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
 
 import itertools
 import json
-import shutil
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ from command_line import check_writable, differences, one_line, run_main, save_w
 from config_flax import INDEX_NAME, PARTS, fetch_file
 from edit_metrics import (
     CLIP_METRICS,
-    PIXEL_METRICS,
     Clip,
     checksum_of_pairs,
     clip_metrics,
@@ -105,7 +103,7 @@ class Config:
     clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id; "": no CLIP
     # output
     output_dir: Path = Path("evaluation")
-    overwrite_output_dir: bool = False  # delete earlier results in output_dir
+    overwrite_output_dir: bool = False  # replace earlier results in output_dir
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
@@ -173,9 +171,7 @@ def load_results(config, settings, checksums):
     file = config.output_dir / RESULTS
     remedy = "name another --output_dir, or give --overwrite_output_dir to measure again"
     results = {"settings": settings, "models": {}, "baselines": [], "rows": []}
-    if config.overwrite_output_dir or not file.exists():
-        shutil.rmtree(config.output_dir / IMAGES, ignore_errors=True)
-    else:
+    if file.exists() and not config.overwrite_output_dir:
         try:
             saved = json.loads(file.read_text(encoding="utf-8"))
             results = {name: saved[name] for name in results}
@@ -319,6 +315,7 @@ def measure_vae(references, results, save, model, pipeline, params):
         truth = pair.fitted_truth(size)
         return None if truth is None else through_vae(truth)
 
+    params = jax.device_put(params)
     makes = (lambda pair, size: through_vae(pair.fitted_original(size)), of_truth)
     for name, make in zip(VAE_BASELINES, makes):
         if find_row(results["baselines"], baseline=name, model=model) is None:
@@ -348,7 +345,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     bar.set_description(f"loading {model}")
     pipeline, params = load_model(model, pipeline_type, scheduler, dtype)
     modules = {name: params[name] for name in MODULES.keys() & params.keys()}
-    shapes = jax.eval_shape(lambda: modules)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), modules)
     results["models"][model] |= {
         "pipeline": pipeline_type.torch_class_name,
         "parameters": {name: num_parameters(tree) for name, tree in sorted(modules.items())},
@@ -396,6 +393,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
                     weights=[len(rows) for rows in rows_of_size.values()],
                 )
             )
+        folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
         metrics, total_seconds = defaultdict(list), 0.0
         for batch, images, seconds in run(pairs, sizes, bar=bar):
             rows = [row_of_index[pair.index] for pair in batch]
@@ -405,7 +403,6 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
                 metrics[name] += values
             for row, image in zip(rows, images):
                 if row in grid_rows(len(pairs)):
-                    folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
                     save_image(image, config.output_dir / IMAGES / folder / f"{row}.png")
         memory, memory_of = peak_memory(devices)
         results["rows"].append(
@@ -432,23 +429,29 @@ def left_out(pairs, clip_model):
     Raises:
         ValueError: nothing can be measured.
     """
-    num_truths = sum(pair.truth is not None for pair in pairs)
-    num_captions = sum(None not in (pair.input_caption, pair.output_caption) for pair in pairs)
+    known = {
+        "truth": [pair.truth is not None for pair in pairs],
+        "both captions": [None not in (pair.input_caption, pair.output_caption) for pair in pairs],
+        "the caption of the truth": [pair.output_caption is not None for pair in pairs],
+    }
+    names = {"truth": ["l1", "mse", "error_ratio"]}
     sentences = []
-    if not clip_model:
-        if not num_truths:
+    if clip_model:
+        names["truth"].append("truth_similarity")
+        names["both captions"] = ["direction_similarity"]
+        names["the caption of the truth"] = ["text_similarity"]
+    else:
+        if not any(known["truth"]):
             raise ValueError(
                 'no metric is possible: the pairs have no "truth" and --clip_model is ""; give one '
                 "of the two"
             )
         sentences.append(f'left out, as --clip_model is "": {", ".join(CLIP_METRICS)}')
-    for count, what, names in (
-        (num_truths, "truth", [*PIXEL_METRICS[:-1], *CLIP_METRICS[-1:] * bool(clip_model)]),
-        (num_captions, "captions", CLIP_METRICS[1:3] if clip_model else []),
-    ):
-        if count < len(pairs) and names:
-            which = f"{len(pairs) - count} of {len(pairs)}" if count else "all"
-            sentences.append(f"left out for {which} pairs, without {what}: {', '.join(names)}")
+    for what, metrics in names.items():
+        missing = known[what].count(False)
+        if missing:
+            which = "all" if missing == len(pairs) else f"{missing} of {len(pairs)}"
+            sentences.append(f"left out for {which} pairs, without {what}: {', '.join(metrics)}")
     return sentences
 
 

@@ -217,8 +217,9 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch, capsys):
     }
     keys = [(r["model"], r["image_guidance_scale"], r["seed"]) for r in results["rows"]]
     assert keys == [(m, s, seed) for m in ("sd", "xl") for s in (1.5, 2.0) for seed in (0, 5)]
-    sentence = "left out for 1 of 3 pairs, without captions: direction_similarity, text_similarity"
-    assert sentence in capsys.readouterr().out
+    sentence = "left out for 1 of 3 pairs, without both captions: direction_similarity"
+    printed = capsys.readouterr().out
+    assert sentence in printed and "without the caption of the truth" not in printed
     table = (out / "results.md").read_text()
     assert sentence in table and "CLIP model: clip" in table and " ± " in table
     assert table.count("\n| sd |") == table.count("\n| xl |") == 2
@@ -391,7 +392,8 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
     assert -1 <= row["image_similarity"] <= 1 and row["l1_to_input"] > 0
     printed = capsys.readouterr().out
     assert "left out for all pairs, without truth: l1, mse, error_ratio, truth_sim" in printed
-    assert "left out for all pairs, without captions: direction_similarity, text_s" in printed
+    assert "left out for all pairs, without both captions: direction_similarity\n" in printed
+    assert "left out for all pairs, without the caption of the truth: text_similarity" in printed
     assert "no curve" in printed and not (out / "curve.png").exists()
     assert [row["baseline"] for row in results["baselines"]] == [
         *("copied input", "VAE round trip of the input")
