@@ -24,27 +24,40 @@ size run in one batch. Each size compiles once, which takes most of the time of 
 Source: InstructPix2Pix (arXiv 2211.09800).
 """
 
-import json
 import math
 import textwrap
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import jax_utils
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import ImageOps
 from tqdm import tqdm
 
 from command_line import run_main
+from editing import (
+    check_model,
+    check_scale,
+    check_scheduler,
+    check_seed,
+    compute_dtype,
+    edit_batches,
+    edit_size,
+    load_fitted,
+    load_model,
+    read_jsonl,
+    replicate_params,
+)
 from executables import use_compilation_cache
-from images import IMAGE_FORMATS, check_image_file, load_image, save_image
-from pipeline_flax_stable_diffusion_instruct_pix2pix import InstructPix2Pix, pixels_per_latent
-from pipeline_flax_utils import MODULES, pipeline_class, replace_leaves
-from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
+from images import (
+    IMAGE_FORMATS,
+    captioned,
+    check_image_file,
+    load_image,
+    save_image,
+    tile_grid,
+)
 
 GRID_EDITS = 64  # at most; more cannot be looked at in one image
 GRID_IMAGE_SIZE = 256  # pixels, longer side
@@ -124,18 +137,8 @@ def edits_of_jsonl(file):
     Paths are relative to the working directory; empty lines are skipped.
     """
     edits = []
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--edits_jsonl {file} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            values = [row[key] for key in ("input", "edit", "output")]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            values = [None]
+    for number, line, row in read_jsonl("edits_jsonl", file):
+        values = [row.get(key) for key in ("input", "edit", "output")]
         if not all(isinstance(value, str) and value.strip() for value in values):
             raise ValueError(
                 f'{file}, line {number} is not a JSON object with the texts "input", "edit" and '
@@ -163,26 +166,6 @@ def check_outputs(edits, grid):
             )
 
 
-def load_fitted(path, size):
-    """The image in a file, scaled to cover size (width, height) and cropped to it evenly."""
-    return ImageOps.fit(load_image(path), size, Image.Resampling.LANCZOS)
-
-
-def edit_size(size, resolution, factor):
-    """Width and height at which an image is edited.
-
-    Args:
-        size: its (width, height).
-        resolution: of the longer side.
-        factor: both are multiples of it.
-
-    Returns:
-        (width, height), each the nearest multiple of factor, at least one.
-    """
-    scale = resolution / max(size)
-    return tuple(max(1, math.floor(side * scale / factor + 0.5)) * factor for side in size)
-
-
 def before_after_grid(edits, sizes):
     """An image of the first edits, before and after, each with its instruction below.
 
@@ -193,30 +176,14 @@ def before_after_grid(edits, sizes):
     Returns:
         PIL image.
     """
-    edits = edits[:GRID_EDITS]
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
-    font = ImageFont.load_default(14)
     tiles = []
-    for edit, size in zip(edits, sizes):
-        before = ImageOps.contain(load_fitted(edit.input, size), box)
-        after = ImageOps.contain(load_image(edit.output), box)
-        text = textwrap.fill(edit.instruction, max(1, 2 * before.width // 7))  # about 7 pixels each
-        tile = Image.new("RGB", (2 * before.width, before.height + 20 * (1 + text.count("\n"))))
-        tile.paste("white", (0, 0, *tile.size))
-        tile.paste(before, (0, 0))
-        tile.paste(after, (before.width, 0))
-        ImageDraw.Draw(tile).text((0, before.height), text, fill="black", font=font)
-        tiles.append(tile)
-
-    columns = max(1, round(math.sqrt(len(tiles) / 2)))  # a tile is about twice as wide as high
-    width = max(tile.width for tile in tiles) + GRID_MARGIN
-    height = max(tile.height for tile in tiles) + GRID_MARGIN
-    rows = math.ceil(len(tiles) / columns)
-    grid = Image.new("RGB", (columns * width + GRID_MARGIN, rows * height + GRID_MARGIN), "white")
-    for i, tile in enumerate(tiles):
-        row, column = divmod(i, columns)
-        grid.paste(tile, (GRID_MARGIN + column * width, GRID_MARGIN + row * height))
-    return grid
+    for edit, size in zip(edits[:GRID_EDITS], sizes):
+        before, after = load_fitted(edit.input, size), load_image(edit.output)
+        images = [ImageOps.contain(image, box) for image in (before, after)]
+        tiles.append(captioned(images, edit.instruction))
+    # A tile is about twice as wide as high.
+    return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)
 
 
 def run_edits(pipeline, params, edits, sizes, config):
@@ -232,56 +199,26 @@ def run_edits(pipeline, params, edits, sizes, config):
         config: Config.
     """
     devices = jax.local_devices()[: len(edits)]
-    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    # All texts at once, so that warnings come early and once.
-    all_prompt_ids = pipeline.prepare_text_inputs([edit.instruction for edit in edits])
-    neg_prompt_ids = None
-    if config.negative_prompt:  # SDXL distinguishes no text from an empty one
-        neg_prompt_ids = pipeline.prepare_text_inputs(config.negative_prompt)
-    base_key = jax.random.key(config.seed)
-    groups = defaultdict(list)
-    for edit, size in zip(edits, sizes):
-        groups[size].append(edit)
-
+    replicate_params(params, devices)
     with tqdm(total=len(edits), unit="edit") as bar:
-        for size, group in groups.items():
-            B = min(config.batch_size, math.ceil(len(group) / len(devices)))
-            bar.set_description(f"compiling {size[0]}x{size[1]}")
-            for start in range(0, len(group), B * len(devices)):
-                batch = group[start : start + B * len(devices)]
-                padded = batch + batch[-1:] * (B * len(devices) - len(batch))
-                _, image = pipeline.prepare_inputs("", [load_fitted(e.input, size) for e in padded])
-                indices = np.array([edit.index for edit in padded])
-                prompt_ids = all_prompt_ids[indices]
-                keys = jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices)
-                neg_ids = None
-                if neg_prompt_ids is not None:
-                    neg_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
-                prompt_ids, image, keys, neg_ids = jax.tree.map(
-                    lambda x: x.reshape(len(devices), -1, *x.shape[1:]),
-                    (prompt_ids, image, keys, neg_ids),
-                )
-                images = pipeline(
-                    prompt_ids,
-                    image,
-                    params,
-                    keys,
-                    config.num_inference_steps,
-                    config.guidance_scale,
-                    config.image_guidance_scale,
-                    neg_prompt_ids=neg_ids,
-                    jit=True,
-                ).images  # (devices, B, H, W, 3)
-                images = np.asarray(images).reshape(-1, *images.shape[2:])[: len(batch)]
-                if not np.isfinite(images).all():
-                    raise ValueError(
-                        f"the edit of {batch[0].input} and others are NaN; try --dtype "
-                        "float32, and if that does not help, the model is broken"
-                    )
-                for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
-                    save_image(edited, edit.output)
-                bar.set_description(f"editing {size[0]}x{size[1]}")
-                bar.update(len(batch))
+        batches = edit_batches(
+            pipeline,
+            params,
+            devices,
+            edits,
+            sizes,
+            lambda edit, size: load_fitted(edit.input, size),
+            bar,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            num_inference_steps=config.num_inference_steps,
+            guidance_scale=config.guidance_scale,
+            image_guidance_scale=config.image_guidance_scale,
+            negative_prompt=config.negative_prompt,
+        )
+        for batch, images, _ in batches:
+            for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
+                save_image(edited, edit.output)
 
 
 def run(config):
@@ -298,14 +235,9 @@ def run(config):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     for name in ("guidance_scale", "image_guidance_scale"):
-        if not 0 <= (value := getattr(config, name)) < math.inf:
-            raise ValueError(f"--{name} {value} must be 0 or more; 1 and 1 switch guidance off")
-    if not 0 <= config.seed < 2**32:
-        raise ValueError(f"--seed {config.seed} must be from 0 to {2**32 - 1}")
-    if config.scheduler not in (None, *SCHEDULERS):
-        raise ValueError(
-            f"--scheduler {config.scheduler} is unknown; choose from {', '.join(SCHEDULERS)}"
-        )
+        check_scale(name, getattr(config, name))
+    check_seed("seed", config.seed)
+    check_scheduler(config.scheduler)
     check_outputs(edits, config.grid)
     use_compilation_cache(config.compilation_cache_dir)
     image_sizes = [
@@ -313,28 +245,12 @@ def run(config):
         for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
     ]
 
-    pipeline_type = pipeline_class(config.model)
-    if not issubclass(pipeline_type, InstructPix2Pix):
-        raise ValueError(
-            f"--model {config.model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix "
-            "model; train one with flax_train_instruct_pix2pix.py"
-        )
-    _, configs = pipeline_type.check(config.model)
-    factor = pixels_per_latent(configs, config.resolution)
+    pipeline_type, factor, scheduler = check_model(
+        config.model, config.resolution, config.num_inference_steps, config.scheduler
+    )
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
-    scheduler, state = scheduler_from_pretrained(config.model)
-    if config.scheduler:
-        scheduler, state = make_scheduler(config.scheduler, scheduler.config)
-    scheduler.set_timesteps(
-        state, config.num_inference_steps
-    )  # raises an error for invalid numbers
-
-    default_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    dtype = jnp.dtype(config.dtype or default_dtype)
-    pipeline, params = pipeline_type.from_pretrained(config.model, dtype=dtype, scheduler=scheduler)
-    for name in MODULES.keys() & params.keys():
-        replace_leaves(lambda array: np.asarray(array, dtype), params[name])
-
+    dtype = compute_dtype(config.dtype)
+    pipeline, params = load_model(config.model, pipeline_type, scheduler, dtype)
     run_edits(pipeline, params, edits, sizes, config)
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)

@@ -7,11 +7,12 @@ import io
 import math
 import os
 import tempfile
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 
 from command_line import check_writable, one_line
 
@@ -27,6 +28,9 @@ MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one take
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 JPEG_QUALITY = 95
+CAPTION_SIZE = 14  # of the font, pixels
+LINE_HEIGHT = 20  # of a caption, pixels
+CHARACTER_WIDTH = 7  # of a caption, on average, pixels
 
 
 def to_rgb(image):
@@ -313,6 +317,38 @@ def image_grid(images):
     rows = math.ceil(len(images) / columns)
     blank = Image.new("RGB", images[0].size, "white")
     return make_image_grid([*images, *[blank] * (rows * columns - len(images))], rows, columns)
+
+
+def captioned(images, text):
+    """PIL images side by side, with a text below that is wrapped to their width."""
+    width, height = sum(image.width for image in images), max(image.height for image in images)
+    text = textwrap.fill(text, max(1, width // CHARACTER_WIDTH))
+    tile = Image.new("RGB", (width, height + LINE_HEIGHT * (1 + text.count("\n"))), "white")
+    left = 0
+    for image in images:
+        tile.paste(image, (left, 0))
+        left += image.width
+    font = ImageFont.load_default(CAPTION_SIZE)
+    ImageDraw.Draw(tile).text((0, height), text, fill="black", font=font)
+    return tile
+
+
+def tile_grid(tiles, columns, margin=0):
+    """One image of tiles of any size, row by row, each at the top left of its cell.
+
+    Args:
+        tiles: list of PIL images.
+        columns: tiles per row.
+        margin: between the tiles and around them, pixels, white.
+    """
+    width = max(tile.width for tile in tiles) + margin
+    height = max(tile.height for tile in tiles) + margin
+    rows = math.ceil(len(tiles) / columns)
+    grid = Image.new("RGB", (columns * width + margin, rows * height + margin), "white")
+    for i, tile in enumerate(tiles):
+        row, column = divmod(i, columns)
+        grid.paste(tile, (margin + column * width, margin + row * height))
+    return grid
 
 
 def read_prompts(file):

@@ -407,7 +407,7 @@ def image_cell(path: Path) -> dict:
 
 
 def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) -> None:
-    """Copy pairs to original/ and edited/ and write edits.jsonl for edit_cli.py.
+    """Copy pairs to original/ and edited/; write edits.jsonl for edit_cli.py and evaluate_edits.py.
 
     Paths in edits.jsonl are absolute and in final_folder; edit_cli.py writes results to results/.
     """
@@ -418,12 +418,15 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
         original, edited = (f"{number:05d}{path.suffix}" for path in (pair.original, pair.edited))
         shutil.copyfile(pair.original, folder / "original" / original)
         shutil.copyfile(pair.edited, folder / "edited" / edited)
+        captions = {"input_caption": pair.original_prompt, "output_caption": pair.edited_prompt}
         edits.append(
             {
                 "input": str(final_folder.absolute() / "original" / original),
                 "edit": pair.edit_prompt,
                 "output": str(final_folder.absolute() / "results" / f"{number:05d}.png"),
+                "truth": str(final_folder.absolute() / "edited" / edited),
             }
+            | {name: caption for name, caption in captions.items() if caption}
         )
     lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
     (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")

@@ -71,6 +71,7 @@ def list_row_groups(
     original_image_column: str = "",
     edited_image_column: str = "",
     edit_prompt_column: str = "",
+    flag: str = "--train_data_dir",
 ) -> list[RowGroup]:
     """Open every shard of a directory, check its columns and list its row groups.
 
@@ -79,6 +80,7 @@ def list_row_groups(
         original_image_column: column of the image to edit; "": the names in KNOWN_COLUMNS.
         edited_image_column: column of the edited image; "" likewise.
         edit_prompt_column: column of the instruction; "" likewise.
+        flag: that names the directory, for error messages.
 
     Returns:
         All row groups with at least one row, in order.
@@ -89,9 +91,7 @@ def list_row_groups(
     """
     directory = Path(train_data_dir)
     if not directory.is_dir():
-        raise ValueError(
-            f"--train_data_dir {directory} is not a directory; name that of the shards"
-        )
+        raise ValueError(f"{flag} {directory} is not a directory; name that of the shards")
     if (directory / UNFINISHED).exists():
         raise ValueError(
             f"{directory} is not complete, as it contains {UNFINISHED}: run script.sh again, or "
@@ -101,7 +101,7 @@ def list_row_groups(
     paths = sorted(directory.glob("*.parquet"))
     if not paths:
         raise ValueError(
-            f"--train_data_dir {directory} contains no *.parquet file; download shards to it "
+            f"{flag} {directory} contains no *.parquet file; download shards to it "
             "(with fewer shards than workers, script.py --num_workers 1 gives all shards to each)"
         )
 

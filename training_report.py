@@ -6,7 +6,6 @@ huggingface_hub and wandb handle their own tokens.
 import json
 import re
 import shlex
-import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +13,12 @@ import httpx2
 import numpy as np
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageOps
 
 from command_line import one_line, save_whole
-from images import load_image
+from images import captioned, load_image, tile_grid
 from training_flags import CONV_IN_FILE
 
-FONT_SIZE = 14  # pixels
-LINE_HEIGHT = 20
-CHARACTER_WIDTH = 7  # on average
 GIF_SIDE = 1024  # pixels of a frame's longer side, at most
 GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
@@ -131,20 +127,12 @@ def validation_grid(pairs, prompts):
     Returns:
         PIL image, RGB.
     """
-    from diffusers.utils import make_image_grid  # seconds to import
-
-    W, H = pairs[0][0].size
-    texts = [textwrap.fill(prompt, max(1, 2 * W // CHARACTER_WIDTH)) for prompt in prompts]
-    text_height = LINE_HEIGHT * (1 + max(text.count("\n") for text in texts))
-    font = ImageFont.load_default(FONT_SIZE)
+    size = pairs[0][0].size
     tiles = []
-    for pair, text in zip(pairs, texts):
-        fitted = [ImageOps.pad(image.convert("RGB"), (W, H), color="white") for image in pair]
-        tile = Image.new("RGB", (2 * W, H + text_height), "white")
-        tile.paste(make_image_grid(fitted, rows=1, cols=2))
-        ImageDraw.Draw(tile).text((0, H), text, fill="black", font=font)
-        tiles.append(tile)
-    return make_image_grid(tiles, rows=len(tiles), cols=1)
+    for pair, prompt in zip(pairs, prompts):
+        images = [ImageOps.pad(image.convert("RGB"), size, color="white") for image in pair]
+        tiles.append(captioned(images, prompt))
+    return tile_grid(tiles, columns=1)
 
 
 def step_images(folder):
@@ -179,13 +167,11 @@ def write_progress(folder):
     for _, image in images:
         image.thumbnail((GIF_SIDE, GIF_SIDE))
     W, H = np.max([image.size for _, image in images], axis=0)  # resuming may change the images
-    font = ImageFont.load_default(FONT_SIZE)
     frames = []
     for step, image in images:
-        frame = Image.new("RGB", (W, H + LINE_HEIGHT), "white")
+        frame = Image.new("RGB", (W, H), "white")
         frame.paste(image)
-        ImageDraw.Draw(frame).text((0, H), f"step {step}", fill="black", font=font)
-        frames.append(frame)
+        frames.append(captioned([frame], f"step {step}"))
     milliseconds = [1000 * GIF_SECONDS] * (len(frames) - 1) + [4000 * GIF_SECONDS]
     first, *others = frames
     save_whole(

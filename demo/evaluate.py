@@ -4,6 +4,8 @@
 
 Reads OUTPUT_DIR/held_out/edits.jsonl and the images it names. Writes OUTPUT_DIR/summary.json and
 OUTPUT_DIR/edits.png: a row per held-out crop; the input, then result and truth of each instruction.
+--others adds the edit_error_ratio of results of other models or scales, files of the same names in
+other directories; copies of the inputs are always added.
 """
 
 import json
@@ -29,6 +31,7 @@ HEADER = 64
 @dataclass(frozen=True)
 class Config:
     output_dir: str = "demo/output"
+    others: tuple[Path, ...] = ()  # directories of other results, such as demo/output/untrained
     started: float | None = None  # when the demo began, seconds since 1970; None leaves it out
 
 
@@ -42,8 +45,11 @@ def distance(a, b):
     return float(np.abs(a - b).mean())
 
 
-def load_edits(output_dir):
-    """Per held-out crop: its image, its results and its truths in the order of EDITS."""
+def load_edits(output_dir, results_dir=None):
+    """Per held-out crop: its image, its results and its truths in the order of EDITS.
+
+    results_dir: of the results; None: where edit_cli.py wrote them.
+    """
     instructions = [edit.instruction for edit in EDITS]
     crops = {}
     for line in (Path(output_dir) / "held_out" / "edits.jsonl").read_text().splitlines():
@@ -52,7 +58,8 @@ def load_edits(output_dir):
         crop = crops.setdefault(
             source.stem, {"input": read_image(source), "results": {}, "truths": {}}
         )
-        crop["results"][i] = read_image(edit["output"])
+        result = Path(edit["output"])
+        crop["results"][i] = read_image(Path(results_dir or result.parent, result.name))
         crop["truths"][i] = read_image(source.with_name(f"{source.stem}_truth_{i}.png"))
     return crops
 
@@ -124,6 +131,14 @@ def main():
     crops = load_edits(output_dir)
     draw(crops).save(output_dir / "edits.png")
     summary = measure(crops)
+    copies = {
+        name: crop | {"results": dict.fromkeys(crop["results"], crop["input"])}
+        for name, crop in crops.items()
+    }
+    summary["others"] = {"copied input": measure(copies)["edit_error_ratio"]} | {
+        folder.name: measure(load_edits(output_dir, folder))["edit_error_ratio"]
+        for folder in config.others
+    }
     if config.started is not None:
         summary["seconds"] = round(time.time() - config.started, 1)
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

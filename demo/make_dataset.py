@@ -4,7 +4,7 @@
 
 OUTPUT_DIR/data gets shards in the schema of timbrooks/instructpix2pix-clip-filtered.
 OUTPUT_DIR/held_out gets crops of photographs that are in no shard, their true edits and a list,
-edits.jsonl for edit_cli.py: every instruction for every crop.
+edits.jsonl for edit_cli.py and evaluate_edits.py: every instruction for every crop.
 """
 
 import io
@@ -76,17 +76,23 @@ def write_shards(folder, rng, num_pairs, num_shards):
 def write_held_out(folder, results, rng, crops_per_photograph):
     """Crops of the held-out photographs, every true edit, and the list of edits to be made."""
     folder.mkdir(parents=True, exist_ok=True)
-    photographs, _ = load_photographs(HELD_OUT)
     lines = []
-    for photograph, file in zip(photographs, HELD_OUT):
+    for photograph, (file, subject) in zip(load_photographs(HELD_OUT)[0], HELD_OUT.items()):
         for crop in range(crops_per_photograph):
             image = random_crop(rng, photograph, SIZE, smallest=0.4)
             name = f"{Path(file).stem}_{crop}"
             to_pil(image).save(folder / f"{name}.png")
             for i, edit in enumerate(EDITS):
                 to_pil(edit.apply(image)).save(folder / f"{name}_truth_{i}.png")
-                line = {"input": f"{folder}/{name}.png", "edit": edit.instruction}
-                lines.append(line | {"output": f"{results}/{name}_{i}.png"})
+                line = {
+                    "input": f"{folder}/{name}.png",
+                    "edit": edit.instruction,
+                    "output": f"{results}/{name}_{i}.png",
+                    "truth": f"{folder}/{name}_truth_{i}.png",
+                    "input_caption": f"a photo of {subject}",
+                    "output_caption": edit.caption.format(subject),
+                }
+                lines.append(line)
     (folder / "edits.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return len(lines)
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -166,3 +167,59 @@ def test_the_whole_demo():
     ).images
     print(f"\nours against PyTorch: {psnr(result, expected):.1f} dB")
     assert psnr(result, expected) > 60
+
+
+@pytest.mark.slow
+def test_evaluate_edits_ranks_as_the_summary(tmp_path):
+    """Fine-tuned, without guidance, copied, untrained: with the model of test_the_whole_demo."""
+
+    def run(*command):
+        command = [sys.executable, *map(str, command)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    output = ROOT / "demo" / "output"
+    if not (output / "model" / "model_index.json").exists():
+        run("demo/run_demo.py")
+    model, untrained = output / "model", tmp_path / "model"
+    run(
+        "flax_train_instruct_pix2pix.py", "--pretrained_model_name_or_path", "demo/base_model",
+        "--unet_model_name_or_path", output / "modified_unet", "--train_data_dir", output / "data",
+        "--resolution", 64, "--max_train_steps", 1, "--learning_rate", 1e-12, "--ema", "none",
+        "--output_dir", untrained,
+    )  # fmt: skip
+    common = ["--resolution", 64, "--num_inference_steps", 20, "--batch_size", 36]
+    lines = (output / "held_out" / "edits.jsonl").read_text().splitlines()
+    for path, name, s_T, s_I in ((untrained, "untrained", 2, 1.2), (model, "unguided", 1, 1)):
+        rows = [json.loads(line) for line in lines]
+        for row in rows:
+            row["output"] = str(tmp_path / name / Path(row["output"]).name)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        run(
+            "edit_cli.py", "--model", path, "--edits_jsonl", tmp_path / f"{name}.jsonl",
+            *common, "--guidance_scale", s_T, "--image_guidance_scale", s_I,
+        )  # fmt: skip
+    others = [tmp_path / name for name in ("untrained", "unguided")]
+    run("demo/evaluate.py", "--output_dir", output, "--others", *others)
+    summary = json.loads((output / "summary.json").read_text())
+    expected = summary["others"] | {"guided": summary["edit_error_ratio"]}
+
+    run(
+        "evaluate_edits.py", "--model", model, untrained, "--pairs_jsonl",
+        output / "held_out" / "edits.jsonl", *common, "--guidance_scale", 1, 2,
+        "--image_guidance_scale", 1, 1.2, "--clip_model", "", "--output_dir", tmp_path / "out",
+    )  # fmt: skip
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    found = {
+        (r["model"], r["guidance_scale"], r["image_guidance_scale"]): r["error_ratio"]
+        for r in results["rows"]
+    }
+    found = {
+        "copied input": results["baselines"][0]["error_ratio"],
+        "untrained": found[str(untrained), 2, 1.2],
+        "unguided": found[str(model), 1, 1],
+        "guided": found[str(model), 2, 1.2],
+    }
+    assert sorted(found, key=found.get) == sorted(expected, key=expected.get)
+    assert sorted(found, key=found.get) == ["guided", "unguided", "copied input", "untrained"]
+    assert found == pytest.approx(expected, rel=0.01)

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
 
 import training_report
-from images import load_image
+from images import LINE_HEIGHT, load_image
 from training_report import (
     MetricsLog,
     drop_step_images,
@@ -195,7 +195,7 @@ def test_validation_grid():
     prompts = ["make it green", "a long instruction that does not fit into a single line"]
     grid = np.asarray(validation_grid(pairs, prompts))
     height = len(grid) // 2
-    assert grid.shape[1] == 128 and height > 48 + 2 * training_report.LINE_HEIGHT
+    assert grid.shape[1] == 128 and height > 48 + 2 * LINE_HEIGHT
     assert (grid[:48, :64] == (255, 0, 0)).all() and (grid[:48, 64:] == (0, 255, 0)).all()
     for row in range(2):
         caption = grid[row * height + 48 : (row + 1) * height]
@@ -215,10 +215,14 @@ def test_validation_grid_shows_its_own_instruction():
 
 def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
     """Sorted by number, on frames of one size; those after a step can be dropped."""
-    for step, color, size in ((5, "red", (8, 8)), (1000, "blue", (6, 8)), (50, "lime", (8, 4))):
+    for step, color, size in (
+        (5, "red", (80, 80)),
+        (1000, "blue", (60, 80)),
+        (50, "lime", (80, 40)),
+    ):
         image(color, size).save(tmp_path / f"step-{step:02d}.png")
     (tmp_path / "step-best.png").write_bytes(b"not ours")
-    line, gif = training_report.LINE_HEIGHT, tmp_path / "progress.gif"
+    line, gif = LINE_HEIGHT, tmp_path / "progress.gif"
 
     def frames():
         with Image.open(gif) as animation:
@@ -229,10 +233,10 @@ def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
     write_progress(tmp_path)
     shown, durations = zip(*frames())
     assert durations == (500, 500, 2000)
-    assert [frame.shape for frame in shown] == [(8 + line, 8, 3)] * 3
+    assert [frame.shape for frame in shown] == [(80 + line, 80, 3)] * 3
     for frame, color in zip(shown, ((255, 0, 0), (0, 255, 0), (0, 0, 255))):
-        assert (frame[:4, :6] == color).all()
-    assert (shown[1][4:8] == 255).all() and (shown[2][:8, 6:] == 255).all()
+        assert (frame[:40, :60] == color).all()
+    assert (shown[1][40:80] == 255).all() and (shown[2][:80, 60:] == 255).all()
     monkeypatch.setattr(training_report, "GIF_FRAMES", 2)
     write_progress(tmp_path)
     assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 0, 255)]

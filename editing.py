@@ -1,0 +1,241 @@
+"""What edit_cli.py and evaluate_edits.py share: sizes, opening a model, edits over all devices.
+
+pipeline_type, factor, scheduler = check_model("MODEL", resolution=512, num_inference_steps=50)
+pipeline, params = load_model("MODEL", pipeline_type, scheduler, jnp.bfloat16)
+replicate_params(params, devices)
+for batch, images, seconds in edit_batches(pipeline, params, devices, edits, sizes, load, ...):
+    ...
+"""
+
+import json
+import math
+import time
+from collections import defaultdict
+from contextlib import suppress
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import jax_utils
+from PIL import Image, ImageOps
+
+from images import load_image
+from pipeline_flax_stable_diffusion_instruct_pix2pix import InstructPix2Pix, pixels_per_latent
+from pipeline_flax_utils import MODULES, pipeline_class, replace_leaves
+from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
+
+
+def read_jsonl(flag, file):
+    """Read a list of JSON objects, one per line; empty lines are skipped.
+
+    Args:
+        flag: that names the file, for error messages.
+        file: path.
+
+    Yields:
+        (line number from 1, the line, its content; {} if that is not a JSON object).
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--{flag} {file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            row = None
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+            yield number, line, row if isinstance(row, dict) else {}
+
+
+def edit_size(size, resolution, factor):
+    """Width and height at which an image is edited.
+
+    Args:
+        size: its (width, height).
+        resolution: of the longer side.
+        factor: both are multiples of it.
+
+    Returns:
+        (width, height), each the nearest multiple of factor, at least one.
+    """
+    scale = resolution / max(size)
+    return tuple(max(1, math.floor(side * scale / factor + 0.5)) * factor for side in size)
+
+
+def fit_image(image, size):
+    """A PIL image scaled to cover size (width, height) and cropped to it evenly."""
+    return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+
+
+def load_fitted(path, size):
+    """The image in a file, scaled to cover size (width, height) and cropped to it evenly."""
+    return fit_image(load_image(path), size)
+
+
+def check_scale(name, value):
+    """Raise a ValueError unless a guidance scale is a number >= 0; name: of its flag."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"--{name} {value} must be 0 or more; 1 and 1 switch guidance off")
+
+
+def check_seed(name, value):
+    """Raise a ValueError for a seed that is not a uint32; name: of its flag."""
+    if not 0 <= value < 2**32:
+        raise ValueError(f"--{name} {value} must be from 0 to {2**32 - 1}")
+
+
+def check_scheduler(name):
+    """Raise a ValueError for an unknown --scheduler; None is the model's own."""
+    if name not in (None, *SCHEDULERS):
+        raise ValueError(f"--scheduler {name} is unknown; choose from {', '.join(SCHEDULERS)}")
+
+
+def check_model(model, resolution, num_inference_steps, scheduler=None):
+    """Check a model and the flags that depend on it, without reading its weights.
+
+    Args:
+        model: directory or hub id of an InstructPix2Pix pipeline, SD or SDXL.
+        resolution: of the longer side, pixels.
+        num_inference_steps: of the scheduler.
+        scheduler: a name of SCHEDULERS; None: the model's own.
+
+    Returns:
+        (pipeline class, pixels per latent along a side, scheduler).
+
+    Raises:
+        ValueError: it is no such model, resolution is too small for it, or the scheduler does not
+            take the number of steps.
+    """
+    pipeline_type = pipeline_class(model)
+    if not issubclass(pipeline_type, InstructPix2Pix):
+        raise ValueError(
+            f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix "
+            "model; train one with flax_train_instruct_pix2pix.py"
+        )
+    _, configs = pipeline_type.check(model)
+    factor = pixels_per_latent(configs, resolution)
+    found, state = scheduler_from_pretrained(model)
+    if scheduler:
+        found, state = make_scheduler(scheduler, found.config)
+    found.set_timesteps(state, num_inference_steps)  # raises an error for invalid numbers
+    return pipeline_type, factor, found
+
+
+def compute_dtype(name):
+    """The dtype of a --dtype flag; None: float32 on a CPU, else bfloat16."""
+    return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+
+
+def load_model(model, pipeline_type, scheduler, dtype):
+    """Read a model.
+
+    Args:
+        model, pipeline_type, scheduler: see check_model.
+        dtype: of computation and parameters.
+
+    Returns:
+        (pipeline, its parameters as NumPy arrays).
+    """
+    pipeline, params = pipeline_type.from_pretrained(model, dtype=dtype, scheduler=scheduler)
+    for name in MODULES.keys() & params.keys():
+        replace_leaves(lambda array: np.asarray(array, dtype), params[name])
+    return pipeline, params
+
+
+def replicate_params(params, devices):
+    """Move parameters to every device: afterwards params has no NumPy arrays."""
+    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
+
+
+def edit_batches(
+    pipeline,
+    params,
+    devices,
+    edits,
+    sizes,
+    load,
+    bar,
+    *,
+    batch_size,
+    seed,
+    num_inference_steps,
+    guidance_scale,
+    image_guidance_scale,
+    negative_prompt="",
+):
+    """Edit images over several devices, those of one size together.
+
+    The noise of an edit depends on seed and its index only.
+
+    Args:
+        pipeline: InstructPix2Pix.
+        params: its parameters, on each of the devices.
+        devices: jax devices.
+        edits: objects with index, instruction and input, which names the image in errors.
+        sizes: (width, height) of each edit.
+        load: (edit, size) -> the PIL image to edit, of that size.
+        bar: tqdm progress bar in units of edits.
+        batch_size: images per device at once, at most.
+        seed, num_inference_steps, guidance_scale, image_guidance_scale, negative_prompt: of
+            all edits.
+
+    Yields:
+        (list of edits, their results, NumPy float32 (n, H, W, 3) in [0, 1], seconds of the
+        pipeline's call).
+
+    Raises:
+        ValueError: a result is not finite.
+    """
+    # All texts at once, so that warnings come early and once.
+    all_prompt_ids = pipeline.prepare_text_inputs([edit.instruction for edit in edits])
+    neg_prompt_ids = None
+    if negative_prompt:  # SDXL distinguishes no text from an empty one
+        neg_prompt_ids = pipeline.prepare_text_inputs(negative_prompt)
+    base_key = jax.random.key(seed)
+    groups = defaultdict(list)
+    for row, (edit, size) in enumerate(zip(edits, sizes)):
+        groups[size].append((row, edit))
+
+    for size, group in groups.items():
+        B = min(batch_size, math.ceil(len(group) / len(devices)))
+        bar.set_description(f"compiling {size[0]}x{size[1]}")
+        for start in range(0, len(group), B * len(devices)):
+            batch = group[start : start + B * len(devices)]
+            padded = batch + batch[-1:] * (B * len(devices) - len(batch))
+            _, image = pipeline.prepare_inputs("", [load(edit, size) for _, edit in padded])
+            prompt_ids = all_prompt_ids[[row for row, _ in padded]]
+            indices = np.array([edit.index for _, edit in padded])
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices)
+            neg_ids = None
+            if neg_prompt_ids is not None:
+                neg_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
+            prompt_ids, image, keys, neg_ids = jax.tree.map(
+                lambda x: x.reshape(len(devices), -1, *x.shape[1:]),
+                (prompt_ids, image, keys, neg_ids),
+            )
+            started = time.perf_counter()
+            images = pipeline(
+                prompt_ids,
+                image,
+                params,
+                keys,
+                num_inference_steps,
+                guidance_scale,
+                image_guidance_scale,
+                neg_prompt_ids=neg_ids,
+                jit=True,
+            ).images  # (devices, B, H, W, 3)
+            images = np.asarray(images)
+            seconds = time.perf_counter() - started
+            images = images.reshape(-1, *images.shape[2:])[: len(batch)]
+            if not np.isfinite(images).all():
+                raise ValueError(
+                    f"the edit of {batch[0][1].input} and others are NaN; try --dtype "
+                    "float32, and if that does not help, the model is broken"
+                )
+            yield [edit for _, edit in batch], images, seconds
+            bar.set_description(f"editing {size[0]}x{size[1]}")
+            bar.update(len(batch))

@@ -1,0 +1,541 @@
+"""Measure and compare InstructPix2Pix models on held-out pairs, over all devices of this machine.
+
+    python evaluate_edits.py --model MODEL_A MODEL_B --data_dir held_out_shards \\
+        --guidance_scale 7.5 --image_guidance_scale 1.0 1.2 1.4 1.6 1.8 2.0 2.2 --seeds 0 1 2 \\
+        --output_dir evaluation
+
+With the model of `make demo`, on a CPU, in a minute and without CLIP:
+
+    python evaluate_edits.py --model demo/output/model \\
+        --pairs_jsonl demo/output/held_out/edits.jsonl --resolution 64 --num_inference_steps 20 \\
+        --guidance_scale 2 --image_guidance_scale 1.2 --batch_size 18 --clip_model ""
+
+Every model edits every pair at every combination of the two scales and every seed. --data_dir is a
+directory of parquet shards as for training. --pairs_jsonl has lines {"input": "a.jpg",
+"instruction": "make it red", "truth": "a_red.jpg", "input_caption": "an apple",
+"output_caption": "a red apple"}, of which the last three are optional.
+
+Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
+curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
+continues after an interruption; more models, scales and seeds add rows. docs/evaluation.md defines
+the metrics. Runs on TPU, GPU and CPU; CLIP runs on the CPU.
+
+Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
+"""
+
+import itertools
+import json
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from command_line import check_writable, differences, one_line, run_main, save_whole
+from config_flax import INDEX_NAME, PARTS, fetch_file
+from edit_metrics import (
+    CLIP_METRICS,
+    Clip,
+    checksum_of_pairs,
+    clip_metrics,
+    count_flops,
+    features_or_nan,
+    num_parameters,
+    pairs_of_jsonl,
+    pairs_of_shards,
+    peak_memory,
+    pixel_metrics,
+    vae_round_trip,
+)
+from edit_report import write_report
+from editing import (
+    check_model,
+    check_scale,
+    check_scheduler,
+    check_seed,
+    compute_dtype,
+    edit_batches,
+    edit_size,
+    load_model,
+    replicate_params,
+)
+from executables import use_compilation_cache
+from images import prepare_images, save_image
+from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
+from pipeline_flax_utils import MODULES
+
+RESULTS = "results.json"
+IMAGES = "images"  # directory of the images of grid.png
+GRID_PAIRS = 6  # rows of grid.png, at most
+BASELINES = ("copied input", "truth")
+VAE_BASELINES = ("VAE round trip of the input", "VAE round trip of the truth")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags of the script."""
+
+    model: tuple[str, ...]  # directories or hub ids of InstructPix2Pix pipelines, SD or SDXL
+    # data: one of the two
+    data_dir: str = ""  # directory of *.parquet shards of pairs that were not trained on
+    pairs_jsonl: Path | None = None  # lines {"input", "instruction", "truth", ...}, see above
+    max_pairs: int | None = None  # use the first N pairs only; None: all
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit, the truth; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    original_prompt_column: str = ""  # caption of the image to edit; "": original_prompt
+    edited_prompt_column: str = ""  # caption of the truth; "": edited_prompt
+    # edits; all combinations of the three lists
+    guidance_scale: tuple[float, ...] = (7.5,)  # weight of the instruction, >= 0
+    image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
+    seeds: tuple[int, ...] = (0,)  # of the noise
+    num_inference_steps: int = 50
+    resolution: int = 512  # pixels, longer side
+    scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
+    batch_size: int = 1  # images per device at once
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    # metrics
+    clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id; "": no CLIP
+    # output
+    output_dir: Path = Path("evaluation")
+    overwrite_output_dir: bool = False  # replace earlier results in output_dir
+    compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
+
+
+@dataclass(frozen=True)
+class References:
+    """What results are compared with, and the sizes (width, height) of the edits.
+
+    features: {"original", "truth", "input_text", "output_text"}, each (n, D), NaN where unknown;
+    None without CLIP.
+    """
+
+    pairs: list
+    sizes: list
+    clip: Clip | None
+    features: dict | None
+
+
+# Settings and earlier results
+
+
+def check_flags(config):
+    """Raise a ValueError for invalid flags."""
+    if bool(config.data_dir) == bool(config.pairs_jsonl):
+        raise ValueError("give one of --data_dir and --pairs_jsonl")
+    for name in ("num_inference_steps", "batch_size", "max_pairs"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    for name in ("model", "guidance_scale", "image_guidance_scale", "seeds"):
+        values = getattr(config, name)
+        if not values:
+            raise ValueError(f"--{name} needs at least one value")
+        if len(set(values)) < len(values):
+            raise ValueError(f"--{name} {' '.join(map(str, values))} has a value twice")
+    for name in ("guidance_scale", "image_guidance_scale"):
+        for value in getattr(config, name):
+            check_scale(name, value)
+    for seed in config.seeds:
+        check_seed("seeds", seed)
+    check_scheduler(config.scheduler)
+    check_writable(f"--output_dir {config.output_dir}", config.output_dir)
+
+
+def model_checksum(model):
+    """What identifies the weights of a model: CRC-32 of its directory, or the hub's commit."""
+    if not Path(model).is_dir():
+        return fetch_file(model, INDEX_NAME, None, None).parent.name
+    files = [Path(model, INDEX_NAME)]
+    for part in sorted(PARTS):
+        files += sorted(file for file in Path(model, part).glob("*") if file.is_file())
+    checksum = 0
+    for file in files:
+        checksum = zlib.crc32(str(file.relative_to(model)).encode(), checksum)
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 24):
+                checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
+
+
+def load_results(config, settings, checksums):
+    """The results in output_dir to continue from, or empty ones.
+
+    Raises:
+        ValueError: they are damaged, or of other settings, pairs or weights.
+    """
+    file = config.output_dir / RESULTS
+    remedy = "name another --output_dir, or give --overwrite_output_dir to measure again"
+    results = {"settings": settings, "models": {}, "baselines": [], "rows": []}
+    if file.exists() and not config.overwrite_output_dir:
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            results = {name: saved[name] for name in results}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({one_line(error, 100)}); {remedy}") from error
+        saved_sums = {name: model["checksum"] for name, model in results["models"].items()}
+        changes = differences(
+            results["settings"] | {f"--model {name}": x for name, x in saved_sums.items()},
+            settings
+            | {f"--model {name}": x for name, x in checksums.items() if name in saved_sums},
+        )
+        if changes:
+            raise ValueError(f"{file} has other settings: {'; '.join(changes)}; {remedy}")
+    for name, checksum in checksums.items():
+        results["models"].setdefault(name, {"checksum": checksum})
+    return results
+
+
+def save_results(config, results):
+    """Write results.json."""
+    text = json.dumps(results, indent=1) + "\n"
+    save_whole(config.output_dir / RESULTS, partial(Path.write_text, data=text, encoding="utf-8"))
+
+
+def grid_rows(num_pairs):
+    """The pairs that grid.png shows, at equal distances."""
+    return range(0, num_pairs, -(-num_pairs // GRID_PAIRS))
+
+
+def find_row(rows, **key):
+    """The row with these entries, or None."""
+    return next((row for row in rows if all(row.get(k) == v for k, v in key.items())), None)
+
+
+# Measuring
+
+
+def load_references(pairs, clip, resolution, factor):
+    """See References."""
+    sizes = [edit_size(pair.size(), resolution, factor) for pair in pairs]
+    if clip is None:
+        return References(pairs, sizes, None, None)
+    with tqdm(total=2 * len(pairs), desc="CLIP of the pairs", unit="image") as bar:
+
+        def encode(images):
+            bar.update(len(images))
+            return clip.image_features(images)
+
+        originals, truths = [], []
+        for pair, size in zip(pairs, sizes):
+            originals.append(encode([pair.fitted_original(size)])[0])
+            truth = pair.fitted_truth(size)
+            bar.update(truth is None)
+            truths.append(np.full(clip.dim, np.nan) if truth is None else encode([truth])[0])
+    features = {"original": np.stack(originals), "truth": np.stack(truths)}
+    for name in ("input", "output"):
+        captions = [getattr(pair, f"{name}_caption") for pair in pairs]
+        features[f"{name}_text"] = features_or_nan(clip.text_features, captions, clip.dim)
+    return References(pairs, sizes, clip, features)
+
+
+def measure_images(references, rows, images):
+    """Metrics of results.
+
+    Args:
+        references: References.
+        rows: of the pairs that the results belong to, int.
+        images: PIL images, of the sizes of the edits.
+
+    Returns:
+        {metric: list of floats}, NaN where it is not defined.
+    """
+    metrics = defaultdict(list)
+    for row, image in zip(rows, images):
+        pair, size = references.pairs[row], references.sizes[row]
+        arrays = [
+            None if x is None else np.asarray(x, np.float32) / 255
+            for x in (image, pair.fitted_original(size), pair.fitted_truth(size))
+        ]
+        for name, value in pixel_metrics(*arrays).items():
+            metrics[name].append(value)
+    if references.clip is not None:
+        known = {name: features[rows] for name, features in references.features.items()}
+        found = clip_metrics(references.clip.image_features(images), **known)
+        metrics |= {name: values.tolist() for name, values in found.items()}
+    return metrics
+
+
+def averages(metrics):
+    """Means over pairs and standard deviations, without those for which a metric is undefined.
+
+    Args:
+        metrics: {name: one float per pair}.
+
+    Returns:
+        {name: mean, NAME_std: sample standard deviation}; None if there are not enough pairs.
+    """
+    row = {}
+    for name, values in metrics.items():
+        values = np.asarray(values)[np.isfinite(values)]
+        row[name] = float(values.mean()) if len(values) else None
+        row[f"{name}_std"] = float(values.std(ddof=1)) if len(values) > 1 else None
+    return row
+
+
+def measure_baseline(references, make_image):
+    """Metrics of make_image(pair, size), a PIL image or None, over all pairs."""
+    metrics, used = defaultdict(list), 0
+    for row, (pair, size) in enumerate(zip(references.pairs, references.sizes)):
+        image = make_image(pair, size)
+        if image is None:
+            continue
+        used += 1
+        for name, values in measure_images(references, [row], [image]).items():
+            metrics[name] += values
+    return {"num_pairs": used} | averages(metrics)
+
+
+def measure_baselines(references, results, save):
+    """Add the rows of what needs no model: the copied input, and the truth itself."""
+    for name in BASELINES:
+        if find_row(results["baselines"], baseline=name) is None:
+            make = {
+                "copied input": lambda pair, size: pair.fitted_original(size),
+                "truth": lambda pair, size: pair.fitted_truth(size),
+            }[name]
+            row = measure_baseline(references, make)
+            if row["num_pairs"]:
+                results["baselines"].append({"baseline": name, "model": None} | row)
+                save()
+
+
+def measure_vae(references, results, save, model, pipeline, params):
+    """Add the rows of a model's VAE: input and truth, encoded and decoded."""
+
+    def through_vae(image):
+        decoded = vae_round_trip(pipeline._vae, params, prepare_images(image))
+        return pipeline.numpy_to_pil(decoded)[0]
+
+    def of_truth(pair, size):
+        truth = pair.fitted_truth(size)
+        return None if truth is None else through_vae(truth)
+
+    params = jax.device_put(params)
+    makes = (lambda pair, size: through_vae(pair.fitted_original(size)), of_truth)
+    for name, make in zip(VAE_BASELINES, makes):
+        if find_row(results["baselines"], baseline=name, model=model) is None:
+            row = measure_baseline(references, make)
+            if row["num_pairs"]:
+                results["baselines"].append({"baseline": name, "model": model} | row)
+                save()
+
+
+def measure_model(references, results, save, model, opened, todo, config, bar):
+    """Measure a model at all scales and seeds of todo and add a row to results for each.
+
+    Args:
+        references: References.
+        results, save: content of results.json, and a function that writes it.
+        model: its name.
+        opened: pipeline class, factor and scheduler, of check_model.
+        todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
+        config: Config.
+        bar: progress bar, in units of edits.
+    """
+    pairs, sizes = references.pairs, references.sizes
+    devices = jax.local_devices()[: len(pairs)]
+    peak_memory(devices, reset=True)
+    pipeline_type, _, scheduler = opened
+    dtype = compute_dtype(config.dtype)
+    bar.set_description(f"loading {model}")
+    pipeline, params = load_model(model, pipeline_type, scheduler, dtype)
+    modules = {name: params[name] for name in MODULES.keys() & params.keys()}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), modules)
+    results["models"][model] |= {
+        "pipeline": pipeline_type.torch_class_name,
+        "parameters": {name: num_parameters(tree) for name, tree in sorted(modules.items())},
+    }
+    measure_vae(references, results, save, model, pipeline, params["vae"])
+    replicate_params(params, devices)
+
+    # The first batch of every size, to compile before the clock starts
+    first, rows_of_size = [], defaultdict(list)
+    for row, size in enumerate(sizes):
+        rows_of_size[size].append(row)
+    for rows in rows_of_size.values():
+        first += rows[: config.batch_size * len(devices)]
+
+    row_of_index = {pair.index: row for row, pair in enumerate(pairs)}
+    flops, compiled = {}, set()
+    number = list(results["models"]).index(model)
+    for guidance_scale, image_guidance_scale, seed in todo:
+        scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
+        run = partial(
+            edit_batches,
+            pipeline,
+            params,
+            devices,
+            load=lambda pair, size: pair.fitted_original(size),
+            batch_size=config.batch_size,
+            seed=seed,
+            num_inference_steps=config.num_inference_steps,
+            **scales,
+        )
+        branches = guidance_branches(**scales)
+        compile_seconds = 0.0
+        if branches not in compiled:
+            silent = tqdm(disable=True)
+            bar.set_description(f"compiling {model}")
+            batches = run([pairs[i] for i in first], [sizes[i] for i in first], bar=silent)
+            compile_seconds = sum(seconds for _, _, seconds in batches)
+            compiled.add(branches)
+            flops[branches] = float(
+                np.average(
+                    [
+                        count_flops(pipeline, shapes, size, branches, config.num_inference_steps)
+                        for size in rows_of_size
+                    ],
+                    weights=[len(rows) for rows in rows_of_size.values()],
+                )
+            )
+        folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
+        metrics, total_seconds = defaultdict(list), 0.0
+        for batch, images, seconds in run(pairs, sizes, bar=bar):
+            rows = [row_of_index[pair.index] for pair in batch]
+            images = pipeline.numpy_to_pil(images)
+            total_seconds += seconds
+            for name, values in measure_images(references, rows, images).items():
+                metrics[name] += values
+            for row, image in zip(rows, images):
+                if row in grid_rows(len(pairs)):
+                    save_image(image, config.output_dir / IMAGES / folder / f"{row}.png")
+        memory, memory_of = peak_memory(devices)
+        results["rows"].append(
+            {"model": model, **scales, "seed": seed, "num_pairs": len(pairs)}
+            | averages(metrics)
+            | {
+                "seconds_per_edit": total_seconds / len(pairs),
+                "compile_seconds": compile_seconds,
+                "flops_per_edit": flops[branches],
+                "peak_memory_bytes": memory,
+                "peak_memory_of": memory_of,
+                "images": folder,
+            }
+        )
+        save()
+
+
+# What is left out
+
+
+def left_out(pairs, clip_model):
+    """What the pairs and flags do not allow to measure, one sentence each.
+
+    Raises:
+        ValueError: nothing can be measured.
+    """
+    known = {
+        "truth": [pair.truth is not None for pair in pairs],
+        "both captions": [None not in (pair.input_caption, pair.output_caption) for pair in pairs],
+        "the caption of the truth": [pair.output_caption is not None for pair in pairs],
+    }
+    names = {"truth": ["l1", "mse", "error_ratio"]}
+    sentences = []
+    if clip_model:
+        names["truth"].append("truth_similarity")
+        names["both captions"] = ["direction_similarity"]
+        names["the caption of the truth"] = ["text_similarity"]
+    else:
+        if not any(known["truth"]):
+            raise ValueError(
+                'no metric is possible: the pairs have no "truth" and --clip_model is ""; give one '
+                "of the two"
+            )
+        sentences.append(f'left out, as --clip_model is "": {", ".join(CLIP_METRICS)}')
+    for what, metrics in names.items():
+        missing = known[what].count(False)
+        if missing:
+            which = "all" if missing == len(pairs) else f"{missing} of {len(pairs)}"
+            sentences.append(f"left out for {which} pairs, without {what}: {', '.join(metrics)}")
+    return sentences
+
+
+def run(config):
+    """Check the flags, read the pairs, measure what is missing, write the report."""
+    check_flags(config)
+    use_compilation_cache(config.compilation_cache_dir)
+    if config.pairs_jsonl:
+        pairs = pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
+    else:
+        columns = (
+            config.original_image_column,
+            config.edited_image_column,
+            config.edit_prompt_column,
+        )
+        captions = (config.original_prompt_column, config.edited_prompt_column)
+        pairs = pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
+    sentences = left_out(pairs, config.clip_model)
+    for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
+        pair.check()
+
+    opened = {
+        model: check_model(model, config.resolution, config.num_inference_steps, config.scheduler)
+        for model in config.model
+    }
+    factor = max(factor for _, factor, _ in opened.values())  # all edit images of the same size
+    devices = jax.local_devices()[: len(pairs)]
+    settings = {
+        "num_pairs": len(pairs),
+        "num_truths": sum(pair.truth is not None for pair in pairs),
+        "checksum of the pairs": checksum_of_pairs(pairs),
+        "num_inference_steps": config.num_inference_steps,
+        "resolution": config.resolution,
+        "multiple of sides": factor,
+        "scheduler": config.scheduler,
+        "dtype": str(compute_dtype(config.dtype)),
+        "batch_size": config.batch_size,
+        "clip_model": config.clip_model or "none",
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+    }
+    results = load_results(
+        config, settings, {model: model_checksum(model) for model in config.model}
+    )
+    save = partial(save_results, config, results)
+    keys = itertools.product(config.guidance_scale, config.image_guidance_scale, config.seeds)
+    keys = [(float(a), float(b), c) for a, b, c in keys]
+    names = ("guidance_scale", "image_guidance_scale", "seed")
+    todo = {
+        model: [
+            key
+            for key in keys
+            if find_row(results["rows"], model=model, **dict(zip(names, key))) is None
+        ]
+        for model in config.model
+    }
+    for sentence in sentences:
+        print(sentence)
+
+    clip = Clip(config.clip_model) if config.clip_model and any(todo.values()) else None
+    references = load_references(pairs, clip, config.resolution, factor)
+    if any(todo.values()):
+        measure_baselines(references, results, save)
+    total = len(pairs) * sum(map(len, todo.values()))
+    with tqdm(total=total, unit="edit", disable=not total) as bar:
+        for model, missing in todo.items():
+            if missing:
+                measure_model(references, results, save, model, opened[model], missing, config, bar)
+    shown = [(i, pairs[i], references.sizes[i]) for i in grid_rows(len(pairs))]
+    write_report(config.output_dir, results, shown, sentences)
+    print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
+    print(f"wrote {', '.join(sorted(file.name for file in config.output_dir.glob('*.*')))}")
+
+
+def main(args=None):
+    """Command line."""
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="the rows finished so far are in --output_dir; the same command continues",
+        out_of_memory="lower --batch_size or --resolution, or use --dtype bfloat16",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,479 @@
+"""evaluate_edits: closed-form metrics, the script by its command line, resuming, refusals."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from PIL import Image
+from test_edit_cli import photo
+from tiny_models import END, START, make_tiny_pipeline, make_tiny_xl, write_tokenizer
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTextModel,
+    CLIPTokenizer,
+)
+
+import evaluate_edits
+from edit_metrics import Clip, clip_metrics, count_flops, pixel_metrics
+from edit_report import draw_curve, markdown, mean_and_spread
+from images import decode_image
+from parquet_pairs import SCHEMA, image_cell
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+
+STEPS = 2
+PROMPTS = ("make it red", "make it redder", "paint it red")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models sd and xl, a CLIP model, shards of three pairs in data, the third without captions."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    make_tiny_pipeline(folder / "sd")
+    make_tiny_xl(folder / "xl", edits=True)
+    make_tiny_clip(folder / "clip")
+    rows = []
+    for i, prompt in enumerate(PROMPTS):
+        for name in ("before", "after"):
+            photo(48, 48, 10 * i + (name == "after")).save(folder / f"{name}{i}.png")
+        rows.append(
+            {
+                "original_prompt": f"an apple {i}" if i < 2 else None,
+                "original_image": image_cell(folder / f"before{i}.png"),
+                "edit_prompt": prompt,
+                "edited_prompt": f"a red apple {i}",
+                "edited_image": image_cell(folder / f"after{i}.png"),
+            }
+        )
+    (folder / "data").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "data" / "a.parquet")
+    return folder
+
+
+def make_tiny_clip(folder):
+    """Write a random CLIP model with its processor, for images of 32 x 32."""
+    vocab = write_tokenizer(folder)
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "projection_dim": 12}
+    text = tower | {"vocab_size": len(vocab), "bos_token_id": vocab[START]}
+    text |= {"eos_token_id": vocab[END], "pad_token_id": vocab[END]}
+    vision = tower | {"image_size": 32, "patch_size": 8}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
+    CLIPModel(config).save_pretrained(folder)
+    side = {"height": 32, "width": 32}
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=side)
+    CLIPProcessor(images, CLIPTokenizer.from_pretrained(folder)).save_pretrained(folder)
+
+
+def flags(**given):
+    """Command line of a small evaluation."""
+    given = {"num_inference_steps": STEPS, "resolution": 32, "clip_model": "clip"} | given
+    words = []
+    for name, value in given.items():
+        values = value if isinstance(value, tuple) else (value,)
+        words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def evaluate(**given):
+    """Run the script; return results.json's content."""
+    evaluate_edits.main(flags(**given))
+    return json.loads(Path(given["output_dir"], "results.json").read_text())
+
+
+def refused(capsys, args):
+    """The error that the script ends with, which is its only output on stderr."""
+    with pytest.raises(SystemExit) as error:
+        evaluate_edits.main(args)
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    return message
+
+
+# Metrics
+
+
+def test_pixel_metrics_in_closed_form():
+    def full(value):
+        return np.full((4, 6, 3), value, np.float32)
+
+    assert pixel_metrics(full(0.5), full(0), full(0.75)) == {
+        "l1": 0.25,
+        "mse": 0.0625,
+        "error_ratio": pytest.approx(1 / 3),
+        "l1_to_input": 0.5,
+    }
+    copied = pixel_metrics(full(0.25), full(0.25), full(0.75))
+    assert (copied["error_ratio"], copied["l1_to_input"]) == (1, 0)
+    unknown = pixel_metrics(full(0.5), full(0), None)
+    assert unknown.pop("l1_to_input") == 0.5
+    assert np.isnan(list(unknown.values())).all()
+    assert np.isnan(pixel_metrics(full(0.5), full(0), full(0))["error_ratio"])
+
+
+def test_clip_metrics_in_closed_form():
+    """Unit vectors of a plane by their angles; chords of equal arcs are parallel when centred."""
+
+    def at(*degrees):
+        return np.stack([np.cos(np.radians(degrees)), np.sin(np.radians(degrees))], -1)
+
+    unknown = np.full(2, np.nan)
+    found = clip_metrics(
+        result=at(60, 90, 60, 0),
+        original=at(0, 30, 0, 0),  # the last is a copy
+        truth=np.stack([at(60), at(45), unknown[None], at(90)]).reshape(4, 2),
+        input_text=np.stack([at(0), at(120), unknown[None], at(0)]).reshape(4, 2),
+        output_text=at(60, 0, 45, 60),
+    )
+    chord = [30 + 90, 60 + 90, None, None]  # directions of result - original, at mid-arc + 90
+    np.testing.assert_allclose(found["image_similarity"], [0.5, 0.5, 0.5, 1])
+    np.testing.assert_allclose(found["truth_similarity"], [1, np.sqrt(0.5), np.nan, 0], atol=1e-9)
+    expected = [1, np.cos(np.radians(chord[1] - (60 - 90))), np.nan, 0]
+    np.testing.assert_allclose(found["direction_similarity"], expected, atol=1e-9)
+    text = np.cos(np.radians([0, 90, 15, 60]))
+    np.testing.assert_allclose(found["text_similarity"], text, atol=1e-9)
+
+
+def test_means_leave_out_undefined_values():
+    row = evaluate_edits.averages({"a": [1.0, float("nan"), 4.0], "b": [float("nan")] * 3})
+    assert row == {"a": 2.5, "a_std": pytest.approx(1.5 * 2**0.5), "b": None, "b_std": None}
+    assert mean_and_spread([{"a": 1.0}, {"a": 3.0}], "a") == (2, pytest.approx(2**0.5))
+    assert mean_and_spread([{"a": None}], "a") == (None, None)
+
+
+def test_clip_gets_images_from_0_to_1(folder):
+    """Features are those of pixels / 255, shifted and scaled by CLIP's published constants."""
+    clip = Clip(str(folder / "clip"))
+    model = CLIPModel.from_pretrained(folder / "clip").eval()
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    image = photo(32, 32)
+    pixels = (np.asarray(image) / 255 - mean) / std
+    pixels = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
+    with torch.inference_mode():
+        expected = F.normalize(model.get_image_features(pixels).pooler_output)[0].numpy()
+    np.testing.assert_allclose(clip.image_features([image])[0], expected, atol=1e-5)
+    texts = ["make it red", "word " * 200]
+    features = clip.text_features(texts)
+    np.testing.assert_allclose(np.linalg.norm(features, axis=-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(clip.text_features(texts[:1])[0], features[0], atol=1e-5)
+
+
+def test_flops_count_every_branch_and_step(folder):
+    """Beside PyTorch's count of matmuls and convolutions, which leaves the rest out."""
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder / "sd")
+    shapes = jax.eval_shape(lambda: {k: params[k] for k in ("unet", "vae", "text_encoder")})
+
+    parts = {
+        "unet": UNet2DConditionModel.from_pretrained(folder / "sd" / "unet"),
+        "vae": AutoencoderKL.from_pretrained(folder / "sd" / "vae"),
+        "text_encoder": CLIPTextModel.from_pretrained(folder / "sd" / "text_encoder"),
+    }
+
+    def theirs(part, *args, method="forward"):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            getattr(parts[part], method)(*args)
+        return counter.get_total_flops()
+
+    rest = theirs("text_encoder", torch.zeros(2, 77, dtype=int))  # with the null text
+    rest += theirs("vae", torch.zeros(1, 3, 64, 64), method="encode")
+    rest += theirs("vae", torch.zeros(1, 4, 16, 16), method="decode")
+    for branches in (("text", "image", "null"), ("text",)):
+        B = len(branches)
+        step = theirs("unet", torch.zeros(B, 8, 16, 16), 0, torch.zeros(B, 77, 24))
+        found = count_flops(pipeline, shapes, (64, 64), branches, 9)
+        assert rest + 9 * step < found < 1.4 * (rest + 9 * step)
+
+
+# The script
+
+
+def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    out = tmp_path / "out"
+    results = evaluate(
+        model=("sd", "xl"),
+        data_dir="data",
+        output_dir=out,
+        guidance_scale=3,
+        image_guidance_scale=(1.5, 2),
+        seeds=(0, 5),
+    )
+    assert {file.name for file in out.iterdir() if file.is_file()} == {
+        *("results.json", "results.md", "curve.png", "grid.png")
+    }
+    keys = [(r["model"], r["image_guidance_scale"], r["seed"]) for r in results["rows"]]
+    assert keys == [(m, s, seed) for m in ("sd", "xl") for s in (1.5, 2.0) for seed in (0, 5)]
+    sentence = "left out for 1 of 3 pairs, without both captions: direction_similarity"
+    printed = capsys.readouterr().out
+    assert sentence in printed and "without the caption of the truth" not in printed
+    table = (out / "results.md").read_text()
+    assert sentence in table and "CLIP model: clip" in table and " ± " in table
+    assert table.count("\n| sd |") == table.count("\n| xl |") == 2
+    assert results["models"]["xl"]["parameters"]["text_encoder_2"] > 0
+    for row in results["rows"]:
+        assert row["num_pairs"] == 3 and row["seconds_per_edit"] > 0
+        assert row["peak_memory_of"] == "process" and row["peak_memory_bytes"] > 1e8
+    assert [row["compile_seconds"] > 0 for row in results["rows"]] == 2 * [True, *[False] * 3]
+    assert len({row["flops_per_edit"] for row in results["rows"]}) == 2  # one per model
+
+    # The baselines, in closed form and through the loader's own decoding
+    cells = pq.read_table("data").to_pylist()
+    before, after = (
+        [
+            Image.fromarray(decode_image(cell[name]["bytes"])).resize(
+                (32, 32), Image.Resampling.LANCZOS
+            )
+            for cell in cells
+        ]
+        for name in ("original_image", "edited_image")
+    )
+    baselines = {(r["baseline"], r["model"]): r for r in results["baselines"]}
+    assert len(baselines) == 6
+    change = np.mean([np.abs(array(a) - array(b)).mean() for a, b in zip(before, after)])
+    copied, truth = baselines["copied input", None], baselines["truth", None]
+    assert copied["l1"] == pytest.approx(change) == truth["l1_to_input"]
+    assert copied["image_similarity"] == pytest.approx(1)
+    assert (copied["direction_similarity"], truth["mse"], copied["error_ratio"]) == (0, 0, 1)
+    assert 0 < baselines["VAE round trip of the truth", "sd"]["l1"] < 1
+
+    # A row, edit by edit, by the pipeline and PyTorch
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained("sd")
+    edits = []
+    for i, (image, prompt) in enumerate(zip(before, PROMPTS)):
+        key = jax.random.fold_in(jax.random.key(5), i)[None]
+        inputs = pipeline.prepare_inputs(prompt, image)
+        edit = pipeline(*inputs, params, key, STEPS, 3.0, 1.5).images
+        edits.append(pipeline.numpy_to_pil(edit)[0])
+    row = results["rows"][1]
+    l1 = np.mean([np.abs(array(a) - array(b)).mean() for a, b in zip(edits, after)])
+    assert row["l1"] == pytest.approx(l1, rel=1e-3)
+    mse = np.mean([np.square(array(a) - array(b)).mean() for a, b in zip(edits, after)])
+    assert row["mse"] == pytest.approx(mse, rel=1e-3)
+    shown = Image.open(out / "images" / row["images"] / "2.png")
+    assert np.abs(array(shown) - array(edits[2])).max() < 2 / 255
+
+    model = CLIPModel.from_pretrained("clip").eval()
+    processor = CLIPProcessor.from_pretrained("clip")
+
+    def encode(images=None, text=None):
+        with torch.inference_mode():
+            if images:
+                inputs = processor(images=images, return_tensors="pt")
+                return F.normalize(model.get_image_features(**inputs).pooler_output)
+            inputs = processor(text=text, return_tensors="pt", padding=True)
+            return F.normalize(model.get_text_features(**inputs).pooler_output)
+
+    image_0, image_1, image_2 = (encode(images=x) for x in (before, edits, after))
+    text_0, text_1 = (
+        encode(text=[cell[name] for cell in cells[:2]])
+        for name in ("original_prompt", "edited_prompt")
+    )
+    expected = {
+        "image_similarity": F.cosine_similarity(image_0, image_1),
+        "truth_similarity": F.cosine_similarity(image_1, image_2),
+        "direction_similarity": F.cosine_similarity((image_1 - image_0)[:2], text_1 - text_0),
+    }
+    for name, values in expected.items():
+        assert row[name] == pytest.approx(values.mean().item(), abs=0.01), name
+    with Image.open(out / "grid.png") as grid:  # input, truth and two models for three pairs
+        assert grid.width == 4 * 200 + 8
+        assert grid.height > 3 * 200 + 8
+
+
+def array(image):
+    """Pixels in [0, 1]."""
+    return np.asarray(image, np.float64) / 255
+
+
+def write_jsonl(path, num_pairs=2, drop=(), **changes):
+    """Write a list of pairs of the fixture's images."""
+    rows = []
+    for i in range(num_pairs):
+        row = {"input": f"before{i}.png", "instruction": PROMPTS[i], "truth": f"after{i}.png"}
+        row |= {"input_caption": "an apple", "output_caption": "a red apple"}
+        rows.append({k: v for k, v in (row | changes).items() if k not in drop})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    out = tmp_path / "out"
+    given = {"model": "sd", "pairs_jsonl": write_jsonl(tmp_path / "p.jsonl"), "output_dir": out}
+    given |= {"clip_model": "", "seeds": (0, 1), "guidance_scale": 2}
+
+    save_results = evaluate_edits.save_results
+
+    def stop_after_a_row(config, results):
+        save_results(config, results)
+        if results["rows"]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate_edits, "save_results", stop_after_a_row)
+    with pytest.raises(SystemExit) as stopped:
+        evaluate_edits.main(flags(**given))
+    assert stopped.value.code == 130
+    (row,) = json.loads((out / "results.json").read_text())["rows"]
+    assert not (out / "results.md").exists()
+    assert "the same command continues" in capsys.readouterr().err
+
+    monkeypatch.setattr(evaluate_edits, "save_results", save_results)
+    seeds = []
+    edit_batches = evaluate_edits.edit_batches
+    monkeypatch.setattr(
+        evaluate_edits,
+        "edit_batches",
+        lambda *args, **options: seeds.append(options["seed"]) or edit_batches(*args, **options),
+    )
+    results = evaluate(**given)
+    assert set(seeds) == {1}
+    assert results["rows"][0] == row and len(results["rows"]) == 2
+
+    # Nothing is left to do: no model is loaded, and the file stays as it is.
+    monkeypatch.setattr(evaluate_edits, "load_model", None)
+    content = (out / "results.json").read_bytes()
+    assert evaluate(**given) == results
+    assert (out / "results.json").read_bytes() == content
+    assert "L1 to the truth and L1 to the input" in (out / "results.md").read_text()
+    capsys.readouterr()
+
+    for change, message in (
+        ({"num_inference_steps": 3}, "num_inference_steps was 2 and is 3"),
+        ({"resolution": 64}, "resolution was 32 and is 64"),
+        ({"clip_model": "clip"}, "clip_model was none and is clip"),
+        ({"max_pairs": 1}, "num_pairs was 2 and is 1"),
+        (
+            {"pairs_jsonl": write_jsonl(tmp_path / "q.jsonl", instruction="other")},
+            "checksum of the pairs was",
+        ),
+    ):
+        error = refused(capsys, flags(**given | change))
+        assert message in error and "--overwrite_output_dir" in error
+    make_tiny_pipeline(tmp_path / "sd", seed=1)
+    capsys.readouterr()  # PyTorch's progress bars
+    monkeypatch.chdir(tmp_path)
+    for file in folder.glob("*.png"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert "--model sd was" in refused(capsys, flags(**given))
+    (out / "results.json").write_text('{"rows": []')
+    assert "results.json is damaged" in refused(capsys, flags(**given))
+
+
+def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
+    """Images of two sizes; what is left out is said."""
+    monkeypatch.chdir(folder)
+    photo(48, 24).save(tmp_path / "wide.png")
+    bare = ("truth", "input_caption", "output_caption")
+    pairs = write_jsonl(tmp_path / "p.jsonl", drop=bare)
+    line = {"input": str(tmp_path / "wide.png"), "edit": "make it red"}
+    pairs.write_text(pairs.read_text() + json.dumps(line) + "\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "results.json").write_text("of something else")
+    given = {"model": "sd", "pairs_jsonl": pairs, "output_dir": out}
+    given |= {"guidance_scale": 1, "image_guidance_scale": 1}
+    results = evaluate(**given, overwrite_output_dir=())
+    (row,) = results["rows"]
+    assert row["l1"] is row["text_similarity"] is row["direction_similarity"] is None
+    assert -1 <= row["image_similarity"] <= 1 and row["l1_to_input"] > 0
+    printed = capsys.readouterr().out
+    assert "left out for all pairs, without truth: l1, mse, error_ratio, truth_sim" in printed
+    assert "left out for all pairs, without both captions: direction_similarity\n" in printed
+    assert "left out for all pairs, without the caption of the truth: text_similarity" in printed
+    assert "no curve" in printed and not (out / "curve.png").exists()
+    assert [row["baseline"] for row in results["baselines"]] == [
+        *("copied input", "VAE round trip of the input")
+    ]
+    with Image.open(out / "images" / row["images"] / "2.png") as image:
+        assert image.size == (32, 16)
+
+
+def test_curve_and_table_of_given_rows(tmp_path):
+    """The curve takes CLIP similarities if every row has them."""
+    settings = {"num_pairs": 9, "num_inference_steps": 20, "resolution": 64, "devices": "1 x cpu"}
+    settings |= {"dtype": "float32", "clip_model": "some-clip"}
+    costs = {"seconds_per_edit": 0.5, "compile_seconds": 1, "flops_per_edit": 2.5e12}
+    costs |= {"peak_memory_bytes": 2**30, "peak_memory_of": "device"}
+    rows = [
+        {"model": "a", "guidance_scale": 7.5, "image_guidance_scale": s, "seed": seed}
+        | {"l1": s + 0.25 * seed, "l1_to_input": 1.0, "direction_similarity": 0.1, **costs}
+        | {"image_similarity": 0.5 if s < 2 else None}
+        for s in (1.0, 2.0)
+        for seed in (0, 1)
+    ]
+    results = {"settings": settings, "models": {"a": {}}, "baselines": [], "rows": rows}
+    file = tmp_path / "curve.png"
+    assert "L1 to the truth" in draw_curve(results, file)
+    results["rows"] = rows[:2]
+    assert "direction similarity" in draw_curve(results, file)
+    with Image.open(file) as image:
+        assert image.size == (960, 720)
+    assert "| a | 7.5 | 1.0 | 2 | 1.1250 ± 0.1768 |" in markdown(results, ["a sentence"])
+    assert draw_curve(results | {"rows": []}, tmp_path / "none.png") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pairs_jsonl": "empty.jsonl"}, "empty.jsonl has no pairs"),
+        ({"pairs_jsonl": "none.jsonl"}, "none.jsonl cannot be read"),
+        ({"pairs_jsonl": "lacking.jsonl"}, "lacking.jsonl, line 1 is not a JSON object with the"),
+        ({"pairs_jsonl": "blank.jsonl"}, "blank.jsonl, line 1 is not a JSON object with the"),
+        ({"pairs_jsonl": "lost.jsonl"}, "lost.jsonl, line 1: nowhere.png cannot be read: No such"),
+        ({"pairs_jsonl": "text.jsonl"}, "text.jsonl: no known image format"),
+        ({"data_dir": "data"}, "give one of --data_dir and --pairs_jsonl"),
+        ({"pairs_jsonl": None}, "give one of --data_dir and --pairs_jsonl"),
+        ({"pairs_jsonl": None, "data_dir": "nowhere"}, "--data_dir nowhere is not a directory"),
+        (
+            {"pairs_jsonl": None, "data_dir": "data", "edited_prompt_column": "caption"},
+            "has no column caption; it has original_prompt, ",
+        ),
+        ({"model": "nowhere/model"}, "nowhere/model has no model_index.json"),
+        ({"model": "narrow"}, "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model"),
+        ({"model": ("sd", "sd")}, "--model sd sd has a value twice"),
+        ({"guidance_scale": (1, -1)}, "--guidance_scale -1.0 must be 0 or more"),
+        ({"seeds": -1}, "--seeds -1 must be from 0 to"),
+        ({"batch_size": 0}, "--batch_size 0 must be at least 1"),
+        ({"num_inference_steps": 1001}, "num_inference_steps=1001"),
+        ({"resolution": 3}, "--resolution 3 is too small"),
+        ({"scheduler": "eular"}, "--scheduler eular is unknown; choose from "),
+        ({"output_dir": "file/out"}, "--output_dir file/out cannot be written"),
+        ({"clip_model": "sd/vae"}, "--clip_model sd/vae cannot be opened: "),
+        ({"clip_model": "sd/text_encoder"}, "it is a model of type clip_text_model"),
+        ({"pairs_jsonl": "bare.jsonl", "clip_model": ""}, "no metric is possible"),
+    ],
+)
+def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("sd", "clip", "data", "before0.png", "after0.png"):
+        Path(name).symlink_to(folder / name)
+    if change.get("model") == "narrow":
+        make_tiny_pipeline("narrow", in_channels=4)
+    Path("file").write_text("no directory")
+    Path("empty.jsonl").write_text("\n\n")
+    write_jsonl(Path("p.jsonl"), 1)
+    write_jsonl(Path("lacking.jsonl"), 1, drop=("instruction",))
+    write_jsonl(Path("blank.jsonl"), 1, truth=" ")
+    write_jsonl(Path("lost.jsonl"), 1, truth="nowhere.png")
+    write_jsonl(Path("text.jsonl"), 1, input="text.jsonl")
+    write_jsonl(Path("bare.jsonl"), 1, drop=("truth",))
+    monkeypatch.setattr(evaluate_edits, "load_model", None)
+    capsys.readouterr()  # PyTorch's progress bars
+    given = {"model": "sd", "pairs_jsonl": "p.jsonl", "output_dir": "out"} | change
+    given = {name: value for name, value in given.items() if value is not None}
+    assert message in refused(capsys, flags(**given))
+    assert not Path("out").exists()
