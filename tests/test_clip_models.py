@@ -1,6 +1,7 @@
 """FlaxCLIPTextModel, an object with config and parameters, against PyTorch's model."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +287,40 @@ def test_refuses_what_are_no_token_ids(model):
         model(IDS[0])
     with pytest.raises(ValueError, match="7 tokens long, this text encoder takes at most 6"):
         model(np.zeros((1, 7), int))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 5), (3, 6), (2, 1), (5,), (2, 1, 1, 6)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_refuses_masks_and_positions_of_other_shapes(folder, shape):
+    ours = CLASSES[folder[1]].from_pretrained(folder[0])
+    found = re.escape(str(shape))
+    for name, expected in (
+        ("attention_mask", r"\(2, 6\) or \(1, 6\)"),
+        ("position_ids", r"\(2, 6\) or \(1, 6\) or \(6,\)"),
+    ):
+        message = f"^{name} has shape {found}; with these input_ids it is {expected}"
+        with pytest.raises(ValueError, match=message):
+            ours(IDS, **{name: np.ones(shape, int)})
+
+
+def test_one_row_of_mask_or_positions_serves_all(folder):
+    """PyTorch takes these shapes as well."""
+    path, torch_class = folder
+    theirs = torch_class.from_pretrained(path, attn_implementation="sdpa").eval()
+    ours = CLASSES[torch_class].from_pretrained(path)
+    row = np.array([2, 0, 1, 3, 5, 4])
+    for settings in (
+        dict(attention_mask=(row > 1)[None].astype(int)),
+        dict(position_ids=row[None]),
+        dict(position_ids=row),
+    ):
+        tensors = {name: torch.tensor(array) for name, array in settings.items()}
+        seen = slice(None) if "position_ids" in settings else [0, 3, 4, 5]
+        expected = theirs(torch.tensor(IDS), **tensors).last_hidden_state[:, seen]
+        assert_close(ours(IDS, **settings).last_hidden_state[:, seen], expected)
 
 
 def test_the_content_of_a_config_file(model):
