@@ -57,7 +57,12 @@ class FlaxBaseModelOutputWithPooling(ModelOutput):
 
 @flax.struct.dataclass
 class FlaxCLIPTextModelOutput(ModelOutput):
-    """text_embeds (B, projection_dim): the end-of-text row, projected; the rest as above."""
+    """What a text model with projection returns.
+
+    Args:
+        text_embeds: (B, projection_dim), the end-of-text row, projected.
+        last_hidden_state, hidden_states, attentions: as in FlaxBaseModelOutputWithPooling.
+    """
 
     text_embeds: jax.Array | None = None
     last_hidden_state: jax.Array | None = None
@@ -420,7 +425,7 @@ def check_images(name, images, shape):
 # ------------------------------------------------------------- safety checker
 
 NUM_CONCEPTS, NUM_SPECIAL_CARE = 17, 3
-# How much closer all concepts count for an image that calls for special care.
+# Added to the scores of all concepts if an image matches a special-care concept.
 ADJUSTMENT = 0.01
 VISION_ENTRIES = FlaxCLIPVisionModule.__dataclass_fields__.keys() - RUNTIME_FIELDS
 
@@ -446,7 +451,7 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, FlaxModelMixin):
     def from_config(cls, config=None, dtype=jnp.float32, **overrides):
         """Build the module from the content of a CLIPConfig's config.json.
 
-        As in transformers, vision_config_dict wins over vision_config as a whole.
+        As in transformers, vision_config_dict replaces vision_config entirely.
         """
         if unknown := overrides.keys() - {"projection_dim"}:
             raise ValueError(

@@ -68,22 +68,11 @@ except ImportError:
 
 
 SIZE = 512  # side of the stored images, pixels
-
-
 RESOLUTION = 256  # side of the batches' images
-
-
 BATCH_SIZE = 16
-
-
 THREADS = (1, 2)
-
-
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
-
-
 PIXELS = ("original_pixel_values", "edited_pixel_values")
-
 
 # Of those that ship with the packages, the ones with so much detail that their crops take as many
 # bytes as the public dataset's images, 205 kB: decoding time goes by the bytes.
@@ -101,7 +90,6 @@ PHOTOGRAPHS = (
     "sklearn/datasets/images/flower.jpg",
 )
 
-
 EDITS = {  # what a prompt calls it: the edit
     "sharper": lambda image: image.filter(ImageFilter.UnsharpMask(1, 60)),
     "richer in contrast": lambda image: ImageEnhance.Contrast(image).enhance(1.3),
@@ -109,7 +97,6 @@ EDITS = {  # what a prompt calls it: the edit
     "warmer": lambda image: Image.fromarray(np.uint8(np.asarray(image) * (1.0, 0.85, 0.7))),
     "softer": lambda image: image.filter(ImageFilter.GaussianBlur(0.7)),
 }
-
 
 RATIOS = (
     ("ours", "ceiling"),
@@ -123,7 +110,7 @@ RATIOS = (
 
 @dataclass(frozen=True)
 class Config:
-    shards_dir: str = ""  # of the shards, made if it has none; "": a temporary folder
+    shards_dir: str = ""  # of the shards, made if it has none; "": a temporary directory
     num_shards: int = 2  # to make
     rows_per_shard: int = 1000  # which are one row group
     epoch_rows: int = 24000  # that an epoch has at least: links to the shards make it long
@@ -176,7 +163,7 @@ def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
 
 
 def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -> None:
-    """Write shards of real photographs to a new folder, which appears when it is complete."""
+    """Write shards of real photographs to a new directory, which appears when it is complete."""
     photographs = load_photographs()
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
@@ -200,7 +187,7 @@ def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -
 
 
 def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
-    """Fill a folder with links to shards until it has so many rows.
+    """Fill a directory with links to shards until it has so many rows.
 
     A measurement then meets no end of an epoch, and row groups are read while it lasts as they
     are in training. All of them come from the page cache, for every method.
@@ -216,7 +203,7 @@ def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
 
 
 def read_pairs(folder: Path) -> list[Pair]:
-    """All rows of a folder; this also brings its shards into the page cache."""
+    """All rows of a directory; this also brings its shards into the page cache."""
     pairs = []
     for group in list_row_groups(str(folder)):
         cells = read_row_group(group)

@@ -76,19 +76,10 @@ from training_models import encode_batch, load_models
 from training_run import Batches, make_update_average, start_average
 
 RESOLUTION = 64  # of the demo
-
-
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
-
-
 NUM_SNAPSHOTS = 8  # of a run with --ema power
-
-
 COST_DEVICES = 4
-
-
 MEASURES = ("loss", "edit_error_ratio", "instruction_accuracy")
-
 
 COST_PLANS = {
     "none": ema_plan("none", 10**6),
@@ -190,7 +181,7 @@ def make_demo(folder, num_pairs, crops_per_photograph):
 
 
 def trainer_config(folder, **flags):
-    """The trainer's flags for the demo in a folder."""
+    """The trainer's flags for the demo in a directory."""
     flags = {"lr_warmup_steps": 0, "resolution": RESOLUTION} | flags
     return trainer.Config(
         pretrained_model_name_or_path=str(ROOT / "demo" / "base_model"),

@@ -68,7 +68,7 @@ POLL_SECONDS = 0.05
 class Commands:
     """Time and peak memory of the command lines."""
 
-    work_dir: str = ""  # a new folder for models and checkpoints; "": a temporary one, removed
+    work_dir: str = ""  # a new directory for models and checkpoints; "": a temporary one, removed
     quick: bool = False  # tiny models and images of 64 pixels, to try this script
     output: str = "benchmarks/results/full_size.json"
 
@@ -140,7 +140,7 @@ def run_command(arguments, kill_when=None):
 
 
 def bench_commands(folder, quick):
-    """Make the inputs in a folder, run the commands.
+    """Make the inputs in a directory, run the commands.
 
     Returns:
         {what was done: figures of run_command}.
@@ -194,7 +194,7 @@ def format_commands(figures):
 
 
 def run_commands(config):
-    """Make the folder, measure, write."""
+    """Make the directory, measure, write."""
     read_rows(config.output)
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:

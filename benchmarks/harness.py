@@ -245,7 +245,7 @@ def on_device(params, dtype):
 
 
 def torch_pipeline(pipeline_class, folder, device, compiled):
-    """A PyTorch pipeline of a folder, in bfloat16 on a GPU; compiled: UNet and VAE."""
+    """A PyTorch pipeline of a directory, in bfloat16 on a GPU; compiled: UNet and VAE."""
     pipeline = pipeline_class.from_pretrained(
         folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32
     ).to(device)

@@ -62,8 +62,6 @@ from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from scheduling_flax import scheduler_from_pretrained
 
 PROMPT = "invert the colors"
-
-
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
 
 
@@ -150,8 +148,6 @@ def run_edit(config):
 
 
 GUIDANCE_SCALE = 5.0
-
-
 TINY = TINY_UNET | {"transformer_layers_per_block": 1, "attention_head_dim": 8}
 
 

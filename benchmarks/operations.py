@@ -41,10 +41,7 @@ from kernels_flax import (
 )
 
 BATCH_SIZE = 2
-
-
 NUM_HEADS = 8
-
 
 # {name: (kind, sizes)}; conv: side, channels; dense: tokens, channels in and out; attention:
 # queries, keys, channels.

@@ -70,7 +70,7 @@ def write_module(folder, module):
 
 
 def make_pipeline(folder, quick, in_channels=4):
-    """Write a pipeline's folder with random weights, of Stable Diffusion 1.5's shapes or tiny.
+    """Write a pipeline's directory with random weights, of Stable Diffusion 1.5's shapes or tiny.
 
     Call it in a new process, which frees the memory.
 
@@ -97,7 +97,7 @@ def make_pipeline(folder, quick, in_channels=4):
 
 
 def write_pipeline(folder, modules):
-    """Write a folder of SDXL's kind with random weights; modules: {name: module}."""
+    """Write a directory of SDXL's kind with random weights; modules: {name: module}."""
     index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
     for name, module in modules.items():
         write_module(folder / name, module)

@@ -227,7 +227,6 @@ def run_step(config):
 
 NUM_DEVICES = 4
 
-
 VARIANTS = {
     "plain": {},
     "4 micro-batches": {"gradient_accumulation_steps": 4},
@@ -245,7 +244,7 @@ VARIANTS = {
 class Memory:
     """Memory of a training step, as compiled."""
 
-    pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is Stable Diffusion 1.5
     resolution: int = 256  # pixels
     batch_per_device: int = 8  # pairs
     tpu: str = ""  # type of a slice, as for tpu_compile.py; "": four CPU devices

@@ -58,8 +58,6 @@ from config_flax import PUBLISHED_CONFIGS
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
 SD15_EDIT = SD15["unet"] | {"in_channels": 8}
-
-
 TEXT_LENGTH = 77
 
 
@@ -171,7 +169,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
 
 
 def our_program(folder, inputs, with_gradient, half):
-    """Ours, compiled, and its arguments; arguments as of torch_contenders, from a folder."""
+    """Ours, compiled, and its arguments; arguments as of torch_contenders, from a directory."""
     dtype = jnp.bfloat16 if half else jnp.float32
     unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, dtype=dtype)
     if half and not with_gradient:
@@ -241,7 +239,6 @@ KINDS = {
     "other": r"",
 }
 
-
 TORCH_KINDS = {
     "attention": "scaled_dot_product",
     "convolutions": "convolution",
@@ -249,7 +246,6 @@ TORCH_KINDS = {
     "matmuls": r"::(addmm|mm|bmm)$",
     "other": "",
 }
-
 
 INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.M)
 

@@ -418,7 +418,7 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         (nothing, {"output_dir": "run"}, "--output_dir run is in or around --train_output_dir run"),
         (nothing, {"output_dir": "run/new"}, "--output_dir run/new is in or around"),
         (nothing, {"output_dir": "."}, "--output_dir . is in or around"),
-        (nothing, {"output_dir": "file"}, "file is a file; name a folder as --output_dir"),
+        (nothing, {"output_dir": "file"}, "file is a file; name a directory as --output_dir"),
         (nothing, {"output_dir": "full"}, "full is not empty; name another --output_dir"),
         (nothing, {"output_dir": "file/out"}, "file"),
         (

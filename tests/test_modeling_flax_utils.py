@@ -921,12 +921,12 @@ def test_hub_subfolder_and_revision(hub_cache, revision, number):
 
 
 def test_hub_errors(hub_cache):
-    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(not a folder"):
+    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(not a directory"):
         TinyModel.from_pretrained(REPOSITORY)
-    with pytest.raises(ValueError, match=r"unet \(not a folder.*revision v3\).*HF_HUB_OFFLINE"):
+    with pytest.raises(ValueError, match=r"unet \(not a directory.*revision v3\).*HF_HUB_OFFLINE"):
         TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")
     for path in ("/no/such/folder", "./model", "a/b/c", "~/model"):
-        with pytest.raises(ValueError, match=re.escape(f"{path} is not a folder and cannot be")):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a directory and cannot be")):
             TinyModel.from_pretrained(path)
 
 

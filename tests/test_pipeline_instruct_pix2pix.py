@@ -514,7 +514,7 @@ def edit_json(file, **changes):
         (lambda f: (f / "model_index.json").unlink(), "no model_index.json; give"),
         (lambda f: (f / "tokenizer/vocab.json").unlink(), "the tokenizer of "),
         (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
-        (lambda f: shutil.rmtree(f), "is not a folder.*check the path"),
+        (lambda f: shutil.rmtree(f), "is not a directory.*check the path"),
     ],
 )
 def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message):

@@ -130,7 +130,7 @@ def other(**changes):
     def spoil(file):
         header, content = file.read_bytes().split(b"\n", 1)
         header = json.loads(header)
-        header["what"] |= changes
+        header["cache_key"] |= changes
         file.write_bytes(json.dumps(header).encode() + b"\n" + content)
 
     return spoil
@@ -212,7 +212,7 @@ def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
     file.symlink_to(tmp_path / "elsewhere")
     assert "cannot be read" in load()[1]
     file.unlink()
-    file.write_bytes(b'{"what": 1, "sha256": ""}\n')
+    file.write_bytes(b'{"cache_key": 1, "sha256": ""}\n')
     assert load() == (None, f"{file} is damaged")
 
 
