@@ -157,7 +157,7 @@ def test_the_pure_checker_in_jit_and_pmap(ours, features):
 
 
 def test_files_of_pytorch_and_the_hub(theirs, ours, features, tmp_path):
-    """PyTorch today says vision_model once, the files on the hub say it twice."""
+    """Current PyTorch has the prefix vision_model once, files on the hub have it twice."""
     state = theirs.state_dict()
     assert "vision_model.post_layernorm.bias" in state
     folder = tmp_path / "theirs"
