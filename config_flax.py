@@ -148,9 +148,9 @@ class ConfigMixin:
         """Read the config file.
 
         Args:
-            pretrained_model_name_or_path: folder or hub id.
+            pretrained_model_name_or_path: directory or hub id.
             return_unused_kwargs: True also returns the arguments that are not known.
-            subfolder: folder inside it.
+            subfolder: directory inside it.
             revision: branch, tag or commit on the hub.
             **kwargs: see take_hub_options.
 
@@ -185,7 +185,7 @@ class ConfigMixin:
 def refuse_push_to_hub(push_to_hub):
     """Raise a ValueError if a published push_to_hub argument is True."""
     if push_to_hub:
-        raise ValueError("push_to_hub=True is not supported; save, then `hf upload` the folder")
+        raise ValueError("push_to_hub=True is not supported; save, then `hf upload` the directory")
 
 
 def take_hub_options(kwargs):
@@ -195,7 +195,7 @@ def take_hub_options(kwargs):
         {name: value} for huggingface_hub.hf_hub_download.
 
     Raises:
-        ValueError: proxies is given, which the hub client no longer takes.
+        ValueError: proxies is given, which the hub client does not take.
     """
     kwargs.pop("resume_download", None)  # downloads always resume
     if (token := kwargs.pop("use_auth_token", None)) is not None:  # the old name
@@ -211,11 +211,11 @@ def place_in_words(source, subfolder, revision):
     where = f"{source}{f'/{subfolder}' if subfolder else ''}"
     if os.path.isdir(source):
         return where
-    return f"{where} (not a folder, so looked up on the hub, revision {revision or 'main'})"
+    return f"{where} (not a directory, so looked up on the hub, revision {revision or 'main'})"
 
 
 def fetch_file(source, name, subfolder, revision, **hub_options):
-    """Path of a file of a folder or hub repository, downloaded if necessary; None if missing.
+    """Path of a file of a directory or hub repository, downloaded if necessary; None if missing.
 
     hub_options: see take_hub_options.
     """
@@ -232,11 +232,12 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         return None
     except HFValidationError:
         raise ValueError(
-            f"{source} is not a folder and cannot be a hub id (owner/name); check the path"
+            f"{source} is not a directory and cannot be a hub id (owner/name); check the path"
         ) from None
     except HfHubHTTPError as error:
         reason = one_line(error)
-        raise ValueError(f"{source} is not a folder, and the hub refuses it: {reason}") from error
+        message = f"{source} is not a directory, and the hub refuses it: {reason}"
+        raise ValueError(message) from error
 
 
 @functools.cache
@@ -334,7 +335,7 @@ def shard_names(index):
         index: Path of a *.index.json.
 
     Raises:
-        ValueError: it lists no files, or a file in another folder.
+        ValueError: it lists no files, or a file in another directory.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -342,7 +343,7 @@ def shard_names(index):
     for name in weight_map.values():
         if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
             raise ValueError(
-                f"{index} lists the shard {name!r}, which is not a file name in the same folder; "
+                f"{index} lists the shard {name!r}, which is not a file name in its directory; "
                 "fetch it again, from a source that you trust"
             )
     return sorted(set(weight_map.values()))
@@ -418,7 +419,7 @@ def checked_option(name, value, default):
 
 INDEX_NAME = "model_index.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
-# The file that shows that a part of a pipeline folder exists.
+# The file that shows that a part of a pipeline directory exists.
 PART_FILES = {
     **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2"), "config.json"),
     **dict.fromkeys(("tokenizer", "tokenizer_2"), "tokenizer_config.json"),
@@ -452,10 +453,11 @@ def read_index(path, revision=None, **hub_options):
         found = (
             ""
             if os.path.isdir(path)
-            else " (neither a folder, nor a model that can be reached on the hub)"
+            else " (neither a directory, nor a model that can be reached on the hub)"
         )
         raise ValueError(
-            f"{path} has no model_index.json{found}; give the folder or hub id of a whole pipeline"
+            f"{path} has no model_index.json{found}; give the directory or hub id of a "
+            "complete pipeline"
         )
     return read_json(index)
 
@@ -466,10 +468,10 @@ def has(index, part):
 
 
 def read_parts(path, parts, revision=None, **hub_options):
-    """Read the settings of a pipeline folder, no weights.
+    """Read the settings of a pipeline directory, no weights.
 
     Args:
-        path: folder or hub id.
+        path: directory or hub id.
         parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
         revision: branch, tag or commit on the hub.
         hub_options: see fetch_file.
@@ -495,24 +497,24 @@ def read_parts(path, parts, revision=None, **hub_options):
 
 @contextmanager
 def writing_pipeline(save_directory):
-    """Write a pipeline folder: yield an empty one, then move its files into save_directory.
+    """Yield an empty directory for a pipeline, then move its files into save_directory.
 
-    Only files are moved, so save_directory may be a mount point or a link to a folder. An old
-    model_index.json is removed first and the new one is moved last: a folder that has one is
+    Only files are moved, so save_directory may be a mount point or a link to a directory. An old
+    model_index.json is removed first and the new one is moved last: a directory that has one is
     complete. Other files in save_directory are not changed.
 
     If the caller fails, save_directory is not changed. If a file cannot be moved, it stays in
     save_directory/.saving-*.
 
     Args:
-        save_directory: folder, made if absent.
+        save_directory: directory, made if absent.
 
     Yields:
-        Path of an empty folder.
+        Path of an empty directory.
 
     Raises:
-        ValueError: save_directory has a file where the model has a folder, or the reverse. The old
-            model is unchanged, and the message names the place of the new one.
+        ValueError: save_directory has a file where the model has a directory, or the reverse. The
+            old model is unchanged, and the message names the place of the new one.
     """
     folder = Path(save_directory).resolve()
     is_new = not folder.exists()

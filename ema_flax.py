@@ -41,8 +41,10 @@ def window_decay(window):
 
 
 def warmup_decay(num_updates, decay):
-    """The decay of update number num_updates (from 1) with warm-up: (1 + s) / (10 + s), at most
-    decay, where s = num_updates - 1; the first update copies the weights.
+    """The decay of update number num_updates (from 1) with warm-up.
+
+    It is (1 + s) / (10 + s), at most decay, where s = num_updates - 1. The first update copies the
+    weights.
 
     Source: diffusers' EMAModel.
     """

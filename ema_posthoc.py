@@ -147,7 +147,7 @@ def check_alike(folders):
 
 
 def read_tensors(folder):
-    """Yield (name, array) of a UNet folder, one at a time."""
+    """Yield (name, array) of a UNet directory, one at a time."""
     for file in weight_files(folder):
         # pread: the pages of a memory map would stay in memory.
         with safe_open(file, "np", backend="pread") as tensors:
@@ -159,7 +159,7 @@ def weighted_sum(folders, weights, description):
     """The sum of UNets, tensor by tensor.
 
     Args:
-        folders: UNet folders with the same tensors.
+        folders: UNet directories with the same tensors.
         weights: one number for each.
         description: of the progress bar.
 
@@ -213,10 +213,10 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
 
 
 def output_folders(config):
-    """{sigma_rel: folder to write}.
+    """{sigma_rel: directory to write}.
 
     Raises:
-        ValueError: a folder that must not be written to.
+        ValueError: a directory that must not be written to.
     """
     if not config.sigma_rel:
         raise ValueError("--sigma_rel is empty; give one length or several, e.g. --sigma_rel 0.08")
@@ -234,7 +234,7 @@ def output_folders(config):
         folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
     for folder in folders.values():
         if folder.is_file():
-            raise ValueError(f"{folder} is a file; name a folder as --output_dir")
+            raise ValueError(f"{folder} is a file; name a directory as --output_dir")
         if folder.is_dir() and any(folder.iterdir()) and not config.overwrite_output_dir:
             raise ValueError(
                 f"{folder} is not empty; name another --output_dir, or replace its model with "

@@ -3,13 +3,13 @@
 A saved executable is loaded without tracing or compiling:
 
     store = ExecutableStore("~/.cache/jax_executables")
-    what = {"program": "f of 8 images"} | surroundings(devices, [__file__])
+    cache_key = {"program": "f of 8 images"} | surroundings(devices, [__file__])
     in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(result)
-    compiled, reason = store.load(name, what, devices, in_tree, out_tree)
+    compiled, reason = store.load(name, cache_key, devices, in_tree, out_tree)
     if compiled is None:
         with no_compilation_cache():
             compiled = jax.jit(f).lower(*args).compile()
-        store.save(name, what, compiled)
+        store.save(name, cache_key, compiled)
 
 An executable is code: whoever can write the file can run code as its reader. The directory is
 therefore made for its owner only (mode 0700), and a directory or file that other users may write to
@@ -47,14 +47,14 @@ CODE = ("*_flax.py", "*_flax_*.py")
 
 
 class ExecutableStore:
-    """A folder of executables.
+    """A directory of executables.
 
     Args:
-        folder: created if missing, mode 0700.
+        folder: directory, created if missing with mode 0700.
 
     Raises:
-        ValueError: it is not a folder, is not readable, belongs to another user, can be written to
-            by others, or is in a folder where anybody could replace it.
+        ValueError: it is not a directory, is not readable, belongs to another user, can be written
+            to by others, or is in a directory where anybody could replace it.
     """
 
     def __init__(self, folder):
@@ -67,27 +67,27 @@ class ExecutableStore:
         if not is_private(status):
             raise ValueError(
                 f"{self.folder} belongs to another user or may be written to by others, who can "
-                f"run code as you; chmod 700 {self.folder}, or name another folder"
+                f"run code as you; chmod 700 {self.folder}, or name another directory"
             )
         for parent in self.folder.parents:
             mode = parent.stat().st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 raise ValueError(
                     f"{parent} may be written to by others, who could replace "
-                    f"{self.folder} and run code as you; name another folder"
+                    f"{self.folder} and run code as you; name another directory"
                 )
         if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
             raise ValueError(
                 f"{self.folder} cannot be read and written; chmod 700 {self.folder}, or name "
-                "another folder"
+                "another directory"
             )
 
-    def load(self, name, what, devices, in_tree, out_tree):
+    def load(self, name, cache_key, devices, in_tree, out_tree):
         """Load an executable.
 
         Args:
             name: of the program, a file name without extension.
-            what: everything it depends on, a flat dict for JSON; see surroundings.
+            cache_key: everything it depends on, a flat dict for JSON; see surroundings.
             devices: that it runs on.
             in_tree, out_tree: structures of (args, kwargs) and of the result.
 
@@ -106,10 +106,10 @@ class ExecutableStore:
             return None, f"{file} cannot be read ({error})"
         try:
             header = json.loads(header)
-            before, checksum = dict(header["what"]), header["sha256"]
+            before, checksum = dict(header["cache_key"]), header["sha256"]
         except (ValueError, KeyError, TypeError):
             return None, f"{file} is damaged"
-        now = json.loads(json.dumps(what))
+        now = json.loads(json.dumps(cache_key))
         if changes := [
             f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}"
             for key in sorted(before.keys() | now.keys())
@@ -124,10 +124,10 @@ class ExecutableStore:
         except Exception as error:  # any error of the runtime: it can be compiled again
             return None, f"{file} cannot be loaded ({one_line(error, 200)})"
 
-    def save(self, name, what, compiled):
+    def save(self, name, cache_key, compiled):
         """Save an executable; it appears under its name when it is complete."""
         content, _, _ = serialize(compiled)
-        header = {"what": what, "sha256": hashlib.sha256(content).hexdigest()}
+        header = {"cache_key": cache_key, "sha256": hashlib.sha256(content).hexdigest()}
         with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as f:  # mode 0600
             try:
                 f.write(json.dumps(header).encode() + b"\n" + content)
@@ -139,13 +139,13 @@ class ExecutableStore:
 
 
 def use_compilation_cache(folder):
-    """Set the folder of jax's compilation cache, unless one is set already.
+    """Set the directory of jax's compilation cache, unless one is set already.
 
     Args:
-        folder: created if missing; "": no cache.
+        folder: directory, created if missing; "": no cache.
 
     Returns:
-        True if this folder is used now.
+        True if the cache uses this directory.
 
     Raises:
         ValueError: it cannot be created or written to.
@@ -166,13 +166,13 @@ def use_compilation_cache(folder):
 
 
 def initialize_cache(path):
-    """Set the folder of jax's compilation cache, also if one is set already.
+    """Set the directory of jax's compilation cache, replacing one that is set already.
 
     Scripts that call cc.initialize_cache(path), which jax removed, run with
     `import executables as cc` in place of jax's compilation_cache.
 
     Args:
-        path: of the folder, which is created when the first program is saved.
+        path: of the directory, which is created when the first program is saved.
     """
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.reset_cache()  # jax reads the setting only once

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, UnidentifiedIma
 from command_line import check_writable, one_line
 
 RESAMPLING = {
-    "dct": Image.Resampling.LANCZOS,  # for what decoding at a reduced scale has left to do
+    "dct": Image.Resampling.LANCZOS,  # after libjpeg has decoded at a reduced scale
     "lanczos": Image.Resampling.LANCZOS,
     "bicubic": Image.Resampling.BICUBIC,
 }
@@ -231,7 +231,7 @@ def crop_square(
 ) -> np.ndarray:
     """Scale the shorter side of an image to the resolution and cut a square out.
 
-    Hugging Face's trainer squeezes the whole image into the square instead; on the square images of
+    Hugging Face's trainer squeezes the full image into the square instead; on the square images of
     the public datasets both agree.
 
     Args:
@@ -263,7 +263,7 @@ def check_image_file(path):
             f"{path} ends in {path.suffix or 'no extension'}; name it {' or '.join(IMAGE_FORMATS)}"
         )
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file")
+        raise ValueError(f"{path} is a directory; name a file")
     check_writable(str(path), path.absolute().parent)
 
 
@@ -295,8 +295,8 @@ def image_files(output, num_images, grid=None):
         files = [output]
     elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
         raise ValueError(
-            f"--output {output} is one file for {num_images} images; give a folder, or "
-            "--num_images 1 for one image of a prompt and not one on each device"
+            f"--output {output} is one file for {num_images} images; give a directory, or "
+            "--num_images 1 to make one image instead of a batch"
         )
     else:
         numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]

@@ -81,9 +81,8 @@ def fits_cudnn(query_shape, key_shape, dtype, device):
         return False
     generation = float(device.compute_capability)  # 8: Ampere, 9: Hopper
     head_dim, largest = query_shape[-1], 256 if generation >= 9 else 128
-    even = (
-        query_shape[1] % 2 == key_shape[1] % 2 == 0
-    )  # jax supports gradients for even lengths only
+    # jax supports gradients for even lengths only.
+    even = query_shape[1] % 2 == key_shape[1] % 2 == 0
     half = dtype in (jnp.bfloat16, jnp.float16)
     return half and even and generation >= 8 and head_dim <= largest and head_dim % 8 == 0
 
@@ -138,7 +137,7 @@ def splash(query, key, value, interpret=False):
         sizes["use_fused_bwd_kernel"] = True
     else:
         sizes |= dict(block_q_dq=block(T, 512 if small else 256), block_kv_dq=sizes["block_kv_dkv"])
-    if head_dim % 128:  # the last axis fills a register's 128 lanes if it is the positions'
+    if head_dim % 128:  # with positions as the last axis, the registers' 128 lanes are full
         sizes |= dict.fromkeys(("q_layout", "k_layout", "v_layout"), kernels.QKVLayout.SEQ_MINOR)
     with jax.numpy_dtype_promotion("standard"):
         kernel = kernels.make_splash_mha(
@@ -273,9 +272,8 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 # kernel).
 LEAST_CHANNELS = 320
 MOST_CHANNELS_PER_POSITION = 2
-MOST_NUMBERS = (
-    2**26
-)  # of input and output together; the algorithm needs four times as many, here 1 GiB
+# Most numbers in input and output together; the algorithm needs four times as many, here 1 GiB.
+MOST_NUMBERS = 2**26
 
 
 def convolve(x, kernel, stride, padding):

@@ -463,7 +463,13 @@ ACTIVATIONS = {
 
 @struct.dataclass
 class FlaxBaseModelOutput(ModelOutput):
-    """last_hidden_state (B, T, D) before any final norm, hidden_states and attentions as below."""
+    """What the CLIP encoder returns.
+
+    Args:
+        last_hidden_state: (B, T, D), before any final norm.
+        hidden_states: the embeddings and every layer's output, (B, T, D) each.
+        attentions: every layer's softmax weights, (B, heads, T, T) each; None if not asked for.
+    """
 
     last_hidden_state: jax.Array | None = None
     hidden_states: tuple | None = None
@@ -596,7 +602,7 @@ class CLIPLayers(nn.Module):
 
 
 class CLIPEncoder(nn.Module):
-    """The level "encoder" of the published tree."""
+    """The encoder, a level of the published parameter tree that holds the layers."""
 
     num_layers: int
     layer: partial

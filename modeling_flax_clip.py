@@ -57,7 +57,12 @@ class FlaxBaseModelOutputWithPooling(ModelOutput):
 
 @flax.struct.dataclass
 class FlaxCLIPTextModelOutput(ModelOutput):
-    """text_embeds (B, projection_dim): the end-of-text row, projected; the rest as above."""
+    """What a text model with projection returns.
+
+    Args:
+        text_embeds: (B, projection_dim), the end-of-text row, projected.
+        last_hidden_state, hidden_states, attentions: as in FlaxBaseModelOutputWithPooling.
+    """
 
     text_embeds: jax.Array | None = None
     last_hidden_state: jax.Array | None = None
@@ -77,6 +82,13 @@ def encoder_layer(module, is_causal, dropout=0.0):
         is_causal,
         dropout,
     )
+
+
+def check_shape(name, array, shapes):
+    """Raise ValueError if an array, unless None, has none of the shapes; name is the argument's."""
+    if array is not None and array.shape not in shapes:
+        expected = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name} has shape {array.shape}; with these input_ids it is {expected}")
 
 
 class CLIPTextTransformer(nn.Module):
@@ -141,6 +153,9 @@ class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
                 f"input_ids are {T} tokens long, this text encoder takes at most "
                 f"{self.max_position_embeddings}; truncate the prompt"
             )
+        like_ids = [input_ids.shape, (1, T)]
+        check_shape("attention_mask", attention_mask, like_ids)
+        check_shape("position_ids", position_ids, [*like_ids, (T,)])
         mask = None if attention_mask is None else attention_mask.astype(bool)[:, None, None, :]
         layer = encoder_layer(self, is_causal=True, dropout=self.attention_dropout or 0.0)
         embeddings_args = (self.vocab_size, self.hidden_size, self.max_position_embeddings)
@@ -240,9 +255,9 @@ class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
 
         Args:
             input_ids: (B, T) integers, T at most max_position_embeddings.
-            attention_mask: (B, T), 0 where a token may not be seen; None sees all (as Stable
-                Diffusion was trained), always causally.
-            position_ids: (B, T) or (1, T); None counts from 0.
+            attention_mask: (B, T) or (1, T), 0 for tokens that no token attends to; None attends
+                to all, as Stable Diffusion was trained. Attention is causal either way.
+            position_ids: (B, T), (1, T) or (T,) integers; None counts from 0.
             params: nested dict of arrays; None or {} for the model's own.
             dropout_rng: PRNG key, needed with train=True where config.attention_dropout is not 0.
             train: True applies config.attention_dropout.
@@ -255,7 +270,8 @@ class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
             FlaxCLIPTextModelOutput, [0] text_embeds.
 
         Raises:
-            ValueError: input_ids of another shape, or dropout_rng or the parameters are missing.
+            ValueError: input_ids, attention_mask or position_ids have another shape, or
+                dropout_rng or the parameters are missing.
         """
         module = self.module
         if train and module.attention_dropout and dropout_rng is None:
@@ -382,12 +398,8 @@ class FlaxCLIPVisionModule(nn.Module, FlaxModelMixin):
             FlaxBaseModelOutputWithPooling: last_hidden_state (B, 1 + number of patches, D) without
             a norm, pooler_output (B, D), the class token after post_layernorm.
         """
-        expected = (self.image_size, self.image_size, self.num_channels)
-        if pixel_values.shape[1:] != expected:
-            raise ValueError(
-                f"images have the shape {pixel_values.shape[1:]} (height, width, channels), this "
-                f"image encoder takes {expected}; resize them with its CLIPImageProcessor"
-            )
+        side = self.image_size
+        check_images("pixel_values", pixel_values, (side, side, self.num_channels))
         layer = encoder_layer(self, is_causal=False)
         transformer = CLIPVisionTransformer(
             (self.hidden_size, self.image_size, self.patch_size),
@@ -400,10 +412,20 @@ class FlaxCLIPVisionModule(nn.Module, FlaxModelMixin):
         return transformer(pixel_values)
 
 
-# Safety checker
+def check_images(name, images, shape):
+    """Raise ValueError if images are not (B, *shape); name is the argument's."""
+    if images.shape[1:] != shape:
+        expected = f"(batch, {str(shape)[1:]}"
+        raise ValueError(
+            f"{name} has shape {images.shape}; this image encoder takes {expected}; resize the "
+            "images with its CLIPImageProcessor"
+        )
+
+
+# ------------------------------------------------------------- safety checker
 
 NUM_CONCEPTS, NUM_SPECIAL_CARE = 17, 3
-# How much closer all concepts count for an image that calls for special care.
+# Added to the scores of all concepts if an image matches a special-care concept.
 ADJUSTMENT = 0.01
 VISION_ENTRIES = FlaxCLIPVisionModule.__dataclass_fields__.keys() - RUNTIME_FIELDS
 
@@ -429,7 +451,7 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, FlaxModelMixin):
     def from_config(cls, config=None, dtype=jnp.float32, **overrides):
         """Build the module from the content of a CLIPConfig's config.json.
 
-        As in transformers, vision_config_dict wins over vision_config as a whole.
+        As in transformers, vision_config_dict replaces vision_config entirely.
         """
         if unknown := overrides.keys() - {"projection_dim"}:
             raise ValueError(
@@ -478,6 +500,8 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, FlaxModelMixin):
         Returns:
             float32 (B, 17) to the concepts, (B, 3) to those of special care.
         """
+        channels, side = self.vision_config["num_channels"], self.vision_config["image_size"]
+        check_images("clip_input", clip_input, (channels, side, side))
         pixels = jnp.transpose(clip_input, (0, 2, 3, 1)).astype(self.dtype)
         embeds = normalize(self.visual_projection(self.vision_model(pixels).pooler_output))
         concepts, special = map(normalize, (self.concept_embeds, self.special_care_embeds))

@@ -48,7 +48,7 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     Args:
         config: config_class; the model refers to this object, so changing it changes the model. Or
-            the content of a config.json, of which `config` makes such an object when read.
+            the content of a config.json; the first access to `config` then makes the object.
         input_shape: stored as an attribute; no parameter depends on it.
         seed: of the random parameters.
         dtype: compute dtype of the module, not the dtype of the parameters.
@@ -101,8 +101,8 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @property
     def module(self):
-        """The Linen module of the config as it is now; equal configs give equal modules."""
-        if "config" not in vars(self):  # not read, so not changed
+        """The Linen module of the current config; equal configs give equal modules."""
+        if "config" not in vars(self):  # not read, therefore unchanged
             return self._first_module
         return self.module_class.from_config(self._entries(self.config), dtype=self.dtype)
 
@@ -130,7 +130,7 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @property
     def torch_class_name(self):
-        """The PyTorch class that opens the same folder."""
+        """The PyTorch class that opens the same directory."""
         return self.module_class.torch_class_name
 
     @property
@@ -148,7 +148,9 @@ class FlaxPreTrainedModel(FloatingCasts):
         self._require_init()
         if missing := self.required_params - flatten_dict(unfreeze(params)).keys():
             names = ", ".join(sorted("/".join(path) for path in missing))
-            raise ValueError(f"params lack {names}; assign the whole tree of {type(self).__name__}")
+            raise ValueError(
+                f"params lack {names}; assign the complete tree of {type(self).__name__}"
+            )
         self._params = unfreeze(params) if isinstance(params, FrozenDict) else params
 
     def _require_init(self):
@@ -190,7 +192,7 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @classmethod
     def can_generate(cls):
-        """False: these models write no text."""
+        """False: these models generate no text."""
         return False
 
     # ---------------------------------------------------------------- files
@@ -230,11 +232,11 @@ class FlaxPreTrainedModel(FloatingCasts):
         """Read config.json and the weights in the same directory.
 
         Args:
-            pretrained_model_name_or_path: a folder, or a hub id ("owner/name").
+            pretrained_model_name_or_path: a directory, or a hub id ("owner/name").
             dtype: compute dtype of the module; the parameters have the dtype of their files.
-            config: config_class that replaces the folder's config.json, or a folder or hub id
+            config: config_class that replaces the directory's config.json, or a directory or hub id
                 that has one.
-            subfolder: the model's folder in a pipeline, e.g. "text_encoder".
+            subfolder: the model's directory in a pipeline, e.g. "text_encoder".
             revision: branch, tag or commit on the hub.
             ignore_mismatched_sizes: must be False; weights fit the config or are refused.
             trust_remote_code: without effect, as no code is downloaded.
@@ -290,7 +292,7 @@ class FlaxPreTrainedModel(FloatingCasts):
         """Write config.json and safetensors that PyTorch's from_pretrained opens.
 
         Args:
-            save_directory: folder, made if absent.
+            save_directory: directory, made if absent.
             params: nested dict of arrays, not replicated; None for the model's own.
             push_to_hub: must be False.
             max_shard_size: largest safetensors file, in bytes or as "10GB".

@@ -1,7 +1,7 @@
 """from_pretrained and save_pretrained for the Flax models: files on disk <-> a parameter tree.
 
 Reads safetensors (one file, sharded, with a variant), PyTorch .bin and the published Flax msgpack,
-from a folder or from the Hugging Face Hub. Writes what PyTorch diffusers and transformers open.
+from a directory or from the Hugging Face Hub. Writes what PyTorch diffusers and transformers open.
 
     unet, params = FlaxUNet2DConditionModel.from_pretrained("my_model", subfolder="unet")
     unet.save_pretrained("copy/unet", params)
@@ -93,7 +93,7 @@ FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 TORCH_BITS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 
 # transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without);
-# of the safety checker's published prefix vision_model.vision_model it leaves out one half.
+# the safety checker's published prefix vision_model.vision_model becomes vision_model.
 CLIP_WITHOUT_PREFIX = ("embeddings.", "encoder.layers.", "final_layer_norm.")
 
 
@@ -203,8 +203,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     would make fields of them):
 
         weights_name: "diffusion_pytorch_model" (diffusers) or "model" (transformers).
-        torch_class_name: the PyTorch class that opens the same folder.
-        fixed_config: config keys that are not implemented -> the one value that is right here.
+        torch_class_name: the PyTorch class that opens the same directory.
+        fixed_config: config keys that are not implemented -> the only supported value.
         ignored_config: config keys without effect on the numbers.
     """
 
@@ -230,8 +230,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """Build the module, without parameters, from the content of a config.json.
 
         Args:
-            config: mapping, or a folder or hub id with overrides subfolder= and revision=; entries
-                it lacks take the module's defaults.
+            config: mapping, or a directory or hub id with overrides subfolder= and revision=;
+                entries it lacks take the module's defaults.
             return_unused_kwargs: True returns (module, {overrides that it does not know}).
             **overrides: entries that win over `config`, and dtype=, gradient_checkpointing=.
 
@@ -287,15 +287,15 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """Read config.json and the weights in the same directory.
 
         Args:
-            pretrained_model_name_or_path: a folder, or a hub id ("owner/name").
+            pretrained_model_name_or_path: a directory, or a hub id ("owner/name").
             dtype: compute dtype of the module; the parameters have the dtype of their files,
                 float8 included, and each is cast where the computation uses it.
-            subfolder: the model's folder in a pipeline, e.g. "unet".
+            subfolder: the model's directory in a pipeline, e.g. "unet".
             revision: branch, tag or commit on the hub.
             variant: the part in the middle of the weights' name, e.g. "fp16"; where no weights have
                 it, those without are read, with a warning.
             from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
-            config: mapping that replaces config.json, or its folder or hub id.
+            config: mapping that replaces config.json, or its directory or hub id.
             **config_overrides: config entries that win over config.json; and cache_dir,
                 force_download, local_files_only, token of huggingface_hub.hf_hub_download.
 
@@ -303,9 +303,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             (module, params): params a nested dict of NumPy arrays.
 
         Raises:
-            ValueError: nothing there, a file that is damaged or points outside its folder, another
-                class's folder, or weights that do not fit the config; the message names the file
-                and everything that is wrong.
+            ValueError: files are missing, damaged, outside the directory or of another class, or
+                the weights do not fit the config; the message names the file and all problems.
         """
         fetch = functools.partial(
             fetch_file,
@@ -320,7 +319,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         config_file = "config=" if config is not None else fetch(cls.config_name)
         if config_file is None:
             raise ValueError(
-                f"no config.json in {where}; give its folder or hub id, for a whole "
+                f"no config.json in {where}; give its directory or hub id, for a "
                 'pipeline with subfolder="unet" (or "vae", "text_encoder"), and if HF_HUB_OFFLINE '
                 "is set or the hub is out of reach, download it first"
             )
@@ -332,7 +331,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         if class_names and not accepted.intersection(map(str, class_names)):
             raise ValueError(
                 f"{config_file} is the config of {class_names[0]}, not of {cls.torch_class_name}, "
-                f"which {cls.__name__} needs; open another folder or another class"
+                f"which {cls.__name__} needs; open another directory or another class"
             )
         try:
             module = cls.from_config(config, **config_overrides, dtype=dtype)
@@ -363,16 +362,16 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         flax_msgpack=False,
         max_shard_size="10GB",
     ):
-        """Write config.json and the weights; PyTorch's from_pretrained opens the folder.
+        """Write config.json and the weights; PyTorch's from_pretrained opens the directory.
 
         All files are written under temporary names and moved into place at the end, so an
         interrupted save changes nothing. Shards and index of an earlier save are removed.
 
         Args:
-            save_directory: folder, made if absent.
+            save_directory: directory, made if absent.
             params: nested dict of NumPy or JAX arrays, not replicated over devices.
             is_main_process: False writes nothing.
-            push_to_hub: must be False; `hf upload` sends a folder to the hub.
+            push_to_hub: must be False; `hf upload` sends a directory to the hub.
             variant: name part as in from_pretrained, e.g. "fp16".
             dtype: of the file; None: each array's own.
             flax_msgpack: True writes the published Flax msgpack as well (it has no variant).
@@ -486,10 +485,10 @@ def _reason(error):
 
 
 def _find_weights(fetch, weights_name, variant, from_pt, where):
-    """The files that hold the weights, in the first format there is.
+    """The files that hold the weights, in the first format that exists.
 
-    Without the variant if no weights have it: the published classes had no variants, and scripts
-    for them name some that do not exist.
+    If no weights have the variant, those without it: the published classes ignored the argument,
+    and scripts for them name variants that do not exist.
     """
     tried = []
     for dot_variant in dict.fromkeys([f".{variant}" if variant else "", ""]):
@@ -513,7 +512,7 @@ def _weight_files(fetch, stem, suffix, dot_variant):
     shards = {name: fetch(name) for name in shard_names(index)}
     if missing := sorted(name for name, file in shards.items() if file is None):
         raise ValueError(
-            f"{index} names shards that are not there: {', '.join(missing)}; "
+            f"{index} lists shards that are not there: {', '.join(missing)}; "
             "download or copy them again"
         )
     return list(shards.values())
@@ -580,7 +579,7 @@ def _read_msgpack(file):
     with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tree = msgpack_restore(data)
     if not isinstance(tree, dict):
-        raise ValueError("it holds no tree")
+        raise ValueError("it holds no tree of parameters")
     yield from flatten_dict(tree, sep="/").items()
 
 

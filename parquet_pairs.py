@@ -441,10 +441,13 @@ def check_empty(given: str, directory: Path) -> None:
 
 @contextmanager
 def move_when_complete(folder: Path) -> Iterator[Path]:
-    """Yield a temporary directory whose content moves to folder, which must be empty, at the end.
+    """Yield a temporary directory whose content moves to `folder` at the end.
 
-    The temporary directory is folder/.unfinished, and the loader refuses folder as long as it
-    exists. An error or Ctrl-C removes everything.
+    The temporary directory is folder/.unfinished; the loader refuses `folder` while it exists. An
+    error or Ctrl-C removes everything.
+
+    Args:
+        folder: empty or new directory.
     """
     existed, unfinished, moved = folder.exists(), folder / UNFINISHED, []
     unfinished.mkdir(parents=True)

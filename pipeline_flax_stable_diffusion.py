@@ -130,9 +130,9 @@ class TextToImage(FlaxDiffusionPipeline):
         Args:
             prompt_ids: int32 (B, 77), as from prepare_inputs; with jit all arrays are
                 (devices, B, ...).
-            params: as from from_pretrained; with jit replicated. Without jit the first call puts
-                NumPy arrays on the device, where they stay for further calls, and makes them
-                read-only. To alternate between models, use jax.device_put(params) for each.
+            params: from from_pretrained; with jit replicated. Without jit the first call copies
+                NumPy arrays to the device for all calls and makes them read-only. To alternate
+                between models, use jax.device_put(params) for each.
             prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
                 per device. With one key, image i gets the noise of fold_in(key, i), so it does
                 not depend on how many images or devices there are.
@@ -176,7 +176,7 @@ class TextToImage(FlaxDiffusionPipeline):
     def _run(
         self, jit, output_type, return_dict, guidance_scale, guidance_rescale, arrays, options
     ):
-        """What all calls do: choose the branches, run, make the output."""
+        """Common to all calls: choose the branches, run, make the output."""
         if output_type not in (None, "np", "pil", "latent"):
             raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
         options = options | {
@@ -209,7 +209,7 @@ class TextToImage(FlaxDiffusionPipeline):
         """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__. guidance_scale may be traced, then both branches run, unless
-        `branches` (static) says which; None works it out.
+        `branches` (static) names them; None: those that guidance_scale needs.
 
         Returns:
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
@@ -282,7 +282,7 @@ class ImageToImage(TextToImage):
     """
 
     def prepare_inputs(self, prompt, image):
-        """Turn prompts and images into arrays; one of either goes with many of the other.
+        """Turn prompts and images into arrays; a single one of either is repeated.
 
         Args:
             prompt: str or list of str.
@@ -301,11 +301,11 @@ class ImageToImage(TextToImage):
         return pair_up(super().prepare_inputs(prompt), image)
 
     def get_timestep_start(self, num_inference_steps, strength):
-        """How many of the steps are left out: the image takes the place of what they would make.
+        """Number of first steps to skip: the noised image replaces their result.
 
         Args:
-            num_inference_steps: of the whole schedule.
-            strength: share of the steps that are done, in [0, 1].
+            num_inference_steps: of the full schedule.
+            strength: share of the steps to run, in [0, 1].
 
         Raises:
             ValueError: strength is out of range, or leaves no step.
@@ -350,7 +350,7 @@ class ImageToImage(TextToImage):
         Args:
             image: images, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
                 latents (B, 4, h, w), as from output_type="latent".
-            strength: fraction of the steps to run, in (0, 1]; 1 ignores the image almost.
+            strength: fraction of the steps to run, in (0, 1]; 1 almost ignores the image.
             height, width: of the result; the images are resized to it. None takes their own; the
                 size of latents stays.
             noise: standard normal noise that is added at first, like latents.

@@ -240,11 +240,11 @@ class InstructPix2Pix:
         branches=None,
         guidance_rescale=0.0,
     ):
-        """The whole edit as a pure function of arrays for one device, to be used under jit or pmap.
+        """The edit as one pure function of arrays, for one device; jit or pmap it.
 
-        Args: as of __call__, and
+        Args:
             branches: branches of guidance to compute, static; None: those with a weight other than
-                zero, all three if the scales are traced.
+                zero, all three if the scales are traced. The other arguments are those of __call__.
 
         Returns:
             images, float32 (B, H, W, 3) in [0, 1].

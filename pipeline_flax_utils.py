@@ -1,4 +1,4 @@
-"""The base class of the pipelines: reads and writes a pipeline folder; tokenizing, image sizes.
+"""The base class of the pipelines: reads and writes a pipeline directory; tokenizing, image sizes.
 
 A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
 `_generate` of arrays, which executables.run compiles and calls.
@@ -92,10 +92,10 @@ class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
 
 
 def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
-    """Open a CLIP tokenizer of a pipeline folder.
+    """Open a CLIP tokenizer of a pipeline directory.
 
     Args:
-        path: folder or hub id.
+        path: directory or hub id.
         text_encoder: the module that gets its tokens.
         revision: branch, tag or commit on the hub.
         subfolder: "tokenizer" or "tokenizer_2".
@@ -124,7 +124,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
 class FlaxDiffusionPipeline(ConfigMixin):
     """A pipeline. Subclasses have its parts as fields; absent parts are None.
 
-    They define `torch_class_name`, the PyTorch class that opens the same folder, and `check`.
+    They define `torch_class_name`, the PyTorch class that opens the same directory, and `check`.
     """
 
     # The programs that `run` has compiled, to log when it compiles again.
@@ -138,13 +138,13 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
-        """Read a folder's configs without weights; raise an error if it is of another class.
+        """Read a directory's configs without weights; raise an error if it is of another class.
 
         Returns:
             (model_index.json's content; {part: the content of its JSON file}).
 
         Raises:
-            ValueError: the folder or parts are missing, or it is another kind of pipeline.
+            ValueError: the directory or parts are missing, or it is another kind of pipeline.
         """
         raise NotImplementedError
 
@@ -161,20 +161,20 @@ class FlaxDiffusionPipeline(ConfigMixin):
         use_memory_efficient_attention=False,
         **parts,
     ):
-        """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the folder names.
+        """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
 
         Args:
-            pretrained_model_name_or_path: folder or hub id; only the files used are downloaded.
+            pretrained_model_name_or_path: directory or hub id; only the files used are downloaded.
             revision: branch, tag or commit on the hub.
             variant: of the weights' file names, e.g. "fp16".
             dtype: compute dtype of the modules, None: float32; parameters keep their files' dtype.
-            scheduler: scheduler object that replaces the folder's.
+            scheduler: scheduler object that replaces the directory's.
             from_pt: True looks for PyTorch's weight files only.
             split_head_dim, use_memory_efficient_attention: of the published signature; no effect.
-            **parts: objects that replace the folder's: unet, vae, text_encoder, tokenizer, ...
+            **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
-                the folder's own are not read, and without them images are not checked. And
+                the directory's own are not read, and without them images are not checked. And
                 cache_dir, force_download, local_files_only, token of
                 huggingface_hub.hf_hub_download.
 
@@ -184,7 +184,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
             has parameters.
 
         Raises:
-            ValueError: the folder is missing, another kind of pipeline, or a part cannot be read.
+            ValueError: the directory is missing, another kind of pipeline, or a part cannot be
+                read.
         """
         path, hub_options = pretrained_model_name_or_path, take_hub_options(parts)
         if cls is FlaxDiffusionPipeline:
@@ -215,10 +216,10 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler: as for from_pretrained.
-            given: {part: object} that replace the folder's.
+            given: {part: object} that replace the directory's.
 
         Raises:
-            ValueError: the folder is missing, another kind of pipeline, or has invalid configs.
+            ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
         """
         path = pretrained_model_name_or_path
         names = {f.name for f in fields(cls)} & PARTS
@@ -323,17 +324,17 @@ class FlaxDiffusionPipeline(ConfigMixin):
         return read_index(path, revision, **hub_options)
 
     def save_pretrained(self, save_directory, params, push_to_hub=False):
-        """Write a pipeline folder that PyTorch's class opens.
+        """Write a pipeline directory that PyTorch's class opens.
 
-        The folder may exist, be a mount point or a link: a model in it is replaced, other files
+        The directory may exist, be a mount point or a link: a model in it is replaced, other files
         are not changed. It has a model_index.json only while its model is complete. If the save is
         interrupted while writing, nothing changes; see writing_pipeline.
 
         Args:
-            save_directory: folder, created if missing.
+            save_directory: directory, created if missing.
             params: as from from_pretrained, not replicated; "scheduler" may be missing, and
                 "safety_checker" if the object has its parameters.
-            push_to_hub: must be False; `hf upload` sends a folder to the hub.
+            push_to_hub: must be False; `hf upload` sends a directory to the hub.
 
         Raises:
             ValueError: params lack a part or do not match it, or push_to_hub is True.
@@ -497,7 +498,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
 
 def pipeline_class(path, revision=None, **hub_options):
-    """The pipeline class that a folder's model_index.json names."""
+    """The pipeline class that a directory's model_index.json names."""
     name = str(read_index(path, revision, **hub_options).get("_class_name")).removeprefix("Flax")
     if name not in PIPELINE_FILES:
         raise ValueError(

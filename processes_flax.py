@@ -1,7 +1,6 @@
 """Processes of a training run: join, compare flags, wait, lock the output directory, stop.
 
-At SIGTERM all processes stop after the same step. Every function also
-works for a single process.
+At SIGTERM all processes stop after the same step. Every function also works for a single process.
 """
 
 import contextlib
@@ -217,7 +216,7 @@ def lock_folder(folder):
     """A context that locks --output_dir against other runs, by flock on FOLDER/.lock.
 
     The system releases the lock when its process ends, also after SIGKILL, and it applies to
-    all paths of the folder. The file names the process; a leftover file does not lock. On a file
+    all paths of the directory. The file names the process; a leftover file does not lock. On a file
     system without flock there is a warning and no lock. File systems in user space, such as
     gcsfuse, lock only between the processes of one host.
 
@@ -238,13 +237,13 @@ def lock_folder(folder):
             if time.monotonic() >= deadline:
                 raise ValueError(
                     f"--output_dir {folder} is in use by {holder}; wait until it ends, stop it, or "
-                    "name another folder"
+                    "name another directory"
                 )
         time.sleep(0.5)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # the folder may have been removed
+        with contextlib.suppress(OSError):  # the directory may have been removed
             path.unlink()
         file.close()
         if is_new:
@@ -257,7 +256,7 @@ def _lock_file(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = path.open("a")
-    except FileNotFoundError:  # another process released the lock and removed the folder
+    except FileNotFoundError:  # another process released the lock and removed the directory
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,7 +265,7 @@ def _lock_file(path):
         return None
     except OSError as error:
         logger.warning(
-            "%s cannot be locked (%s); make sure that no other run uses the folder", path, error
+            "%s cannot be locked (%s); make sure that no other run uses the directory", path, error
         )
     if os.fstat(file.fileno()).st_nlink == 0:  # another process released the lock, file removed
         file.close()

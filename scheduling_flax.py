@@ -100,8 +100,9 @@ __all__ = [
 
 LEARNED_VARIANCES = ("learned", "learned_range")
 
-# Weights of PNDM's linear multistep steps 0, 1, ... (the last for all that follow): of the output
-# itself, then of the kept outputs, the newest first. Step 1 repeats step 0 and keeps no output.
+# Weights of PNDM's linear multistep method. Row i is for step i, the last row for all later steps;
+# columns are the current model output, then the stored ones, the newest first. Step 1 repeats step
+# 0 and stores no output.
 MULTISTEP_WEIGHTS = np.array(
     [
         [1, 0, 0, 0, 0],
@@ -194,7 +195,7 @@ class FlaxDDPMScheduler(AlphaScheduler):
             "fixed_large",
             "fixed_large_log",
             *LEARNED_VARIANCES,
-            "other",  # the posterior's variance, which fixed_small is as well
+            "other",  # the same variance as fixed_small
         ),
         "thresholding": (False,),
     }
@@ -345,7 +346,8 @@ class FlaxDDIMScheduler(AlphaScheduler):
 
         Args:
             state, model_output, timestep, sample, return_dict, key, noise: as in
-                FlaxDDPMScheduler.step; any timestep will do; noise is added where eta is not 0.
+                FlaxDDPMScheduler.step; timestep may be any integer; noise is added where
+                eta is not 0.
             eta: 0 to 1, the share of DDPM's noise.
 
         Raises:
@@ -445,7 +447,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         return output if return_dict else output.to_tuple()
 
     def step_prk(self, state, model_output, timestep, sample):
-        """One evaluation of a Runge-Kutta step, of which every fourth one ends it.
+        """One of the four model evaluations of a Runge-Kutta step; the fourth ends the step.
 
         Args and Raises as in step.
 
@@ -480,7 +482,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         return x_prev.astype(sample.dtype), state
 
     def step_plms(self, state, model_output, timestep, sample):
-        """One linear multistep step; the step number 1 of a run repeats number 0 with a mean slope.
+        """One linear multistep step; step 1 of a run repeats step 0 with the mean of both outputs.
 
         Args and Raises as in step.
 
@@ -525,7 +527,7 @@ SCHEDULERS = {
 
 
 def make_scheduler(name, config):
-    """Build (scheduler, state) by its short name, a key of SCHEDULERS, from any one's options."""
+    """Build (scheduler, state) of a name in SCHEDULERS from the config of any scheduler."""
     if name not in SCHEDULERS:
         raise ValueError(f"scheduler {name!r} is unknown; choose from {', '.join(SCHEDULERS)}")
     scheduler = SCHEDULERS[name].from_config(config)

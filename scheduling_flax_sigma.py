@@ -21,7 +21,7 @@ from scheduling_flax_utils import (
     to_device,
 )
 
-# A zero-SNR schedule ends at sigma = infinity; the schedulers in sigma end at this alpha_bar.
+# Replaces the last alpha_bar of a zero-SNR schedule, 0, where sigma would be infinite.
 SMALLEST_ALPHA_BAR = 2.0**-24
 LMS_ORDER = 4  # outputs that LMS remembers
 
@@ -81,7 +81,7 @@ class FlaxDPMSolverMultistepSchedulerOutput(FlaxSchedulerOutput):
 
 
 def karras_sigmas(sigma_max, sigma_min, num_steps, rho=7.0):
-    """Noise levels that crowd where noise is low, falling, (num_steps,).
+    """Decreasing noise levels that are denser at low noise, (num_steps,).
 
     Source: arXiv 2206.00364, equation 5.
     """
@@ -90,7 +90,10 @@ def karras_sigmas(sigma_max, sigma_min, num_steps, rho=7.0):
 
 
 def weighted_sum(weights, newest_last):
-    """Sum of arrays, weights[0] for the last; no dot product, as accelerators take bfloat16."""
+    """Weighted sum of arrays, weights[0] for the last.
+
+    Not a dot product, which TPUs compute in bfloat16.
+    """
     return sum(weight * term for weight, term in zip(weights, newest_last[::-1]))
 
 
@@ -101,12 +104,12 @@ def vp_scales(sigma):
 
 
 def append(arrays, newest):
-    """Drop the oldest, which is the first, and add the newest at the end."""
+    """Drop the first array, the oldest, and append the newest."""
     return jnp.concatenate([arrays[1:], newest[None]])
 
 
 class SigmaScheduler(FlaxSchedulerMixin):
-    """What Euler, LMS and DPM-Solver share: noise levels, the place in a run."""
+    """Common to Euler, LMS and DPM-Solver: noise levels, and the index of a step in its run."""
 
     def _training_sigmas(self):
         alpha_bar = self._noise_schedule()[2].astype(np.float64)
@@ -137,17 +140,17 @@ class SigmaScheduler(FlaxSchedulerMixin):
     def _with_final_sigma(self, sigmas):
         is_noisy = self._option("final_sigmas_type") == "sigma_min"
         sigmas = np.append(sigmas, self._training_sigmas()[0] if is_noisy else 0)
-        # Rounded, so that levels which are equal in the state are equal here.
+        # Rounded to the state's float32, so that levels that are equal there are equal here.
         return sigmas.astype(np.float32).astype(np.float64)
 
     def _position(self, state, timestep):
         """Index of a timestep in the run."""
         timestep = jnp.asarray(timestep).astype(state.timesteps.dtype)
         found, current = state.timesteps == timestep, state.timesteps[state.step_index]
-        whole = current.astype(jnp.int32).astype(current.dtype)
-        # Timesteps may be equal once they are rounded: the count tells them apart.
-        keep_count = (current == timestep) | (whole == timestep) | ~found.any()
-        return jnp.where(keep_count, state.step_index, jnp.argmax(found).astype(jnp.int32))
+        truncated = current.astype(jnp.int32).astype(current.dtype)
+        # Several steps may have the same rounded timestep; step_index tells them apart.
+        is_current = (current == timestep) | (truncated == timestep) | ~found.any()
+        return jnp.where(is_current, state.step_index, jnp.argmax(found).astype(jnp.int32))
 
     def _predict(self, sigma, x_t, model_output):
         """(x0, eps) where x_t = alpha_t (x0 + sigma eps)."""
@@ -164,9 +167,9 @@ class SigmaScheduler(FlaxSchedulerMixin):
         return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
 
     def _alpha_sigma(self, state, sample, timesteps):
-        # Over the run's own levels, which (Karras) need not be those of training. Steps whose
-        # timesteps round to the same one differ in sigma, so the step that the state is at comes
-        # first.
+        # Interpolates between the run's noise levels, which Karras sigmas choose independently of
+        # training's. Steps with the same rounded timestep differ in sigma, so the current step is
+        # tested first.
         timesteps = jnp.asarray(timesteps).astype(jnp.float32)
         run_timesteps, run_sigmas = state.timesteps.astype(jnp.float32), state.sigmas[:-1]
         sigma = jnp.where(
@@ -208,7 +211,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         return self._init_noise_sigma(self._training_sigmas())
 
     def _init_noise_sigma(self, sigmas):
-        # "leading" starts where there still is some signal, of variance 1.
+        # "leading" starts at a timestep with some signal left, of variance 1.
         signal = 1.0 if self.config.timestep_spacing == "leading" else 0.0
         return float(np.hypot(np.max(sigmas), signal))
 
@@ -423,7 +426,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "solver_type": ("midpoint", "heun"),
         "algorithm_type": ("dpmsolver++",),
         "final_sigmas_type": ("zero", "sigma_min"),
-        # DDPM's, which mean nothing here; a learned variance would double the model's output.
+        # DDPM's values have no effect here; a learned one would double the model's channels.
         "variance_type": ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
         "thresholding": (False,),
         "use_beta_sigmas": (False,),
@@ -497,7 +500,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
     def _x0_weights(self, sigmas, i, known, is_short_run):
         """Weights in step i of the clean samples predicted at i, i - 1, ...: (solver_order,).
 
-        `known` says how many there are from before step i.
+        known: number of predictions from steps before i.
         """
         with np.errstate(divide="ignore"):
             log_snr = -np.log(sigmas)  # lambda in the papers

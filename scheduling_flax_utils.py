@@ -1,6 +1,6 @@
 """Common to the Flax schedulers: options, files, outputs, the choice of timesteps.
 
-FlaxSchedulerMixin is the class they derive from; scheduling_flax.py says how they are used.
+FlaxSchedulerMixin is their base class; scheduling_flax.py shows how to use them.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class SchedulerState:
 
     @classmethod
     def create(cls, *args, **kwargs):
-        """The state with the given fields; the rest have their values before set_timesteps."""
+        """The state with the given fields; the others have their defaults."""
         return cls(*args, **kwargs)
 
 
@@ -231,12 +231,12 @@ def mix(weight, x, other_weight, other):
 
 
 class FlaxSchedulerMixin(ConfigMixin):
-    """What the schedulers share: options, files, states, forward noising.
+    """Base class of the schedulers: options, files, states, forward noising.
 
-    A scheduler holds options only: it is equal to one with the same options, hashes, and may be a
-    static argument of jit. A subclass gives `defaults` (its options), `arguments` (those that the
-    constructor takes by position, after FIRST_ARGUMENTS), `choices` (the values they may take; also
-    of options it supports only one value of), `create_state`, `_plan` and `step`.
+    A scheduler holds options only: it equals every scheduler with the same options, hashes, and may
+    be a static argument of jit. A subclass defines `defaults` (its options), `arguments` (those
+    that the constructor takes by position, after FIRST_ARGUMENTS), `choices` (supported values, the
+    default first; also of options with a single supported value), `create_state`, `_plan`, `step`.
     """
 
     defaults = DEFAULTS
@@ -399,7 +399,7 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     @classmethod
     def from_file_content(cls, config, source, return_unused_kwargs=False, **overrides):
-        """from_config of a scheduler_config.json's content; errors name source, its folder."""
+        """from_config of a scheduler_config.json's content; errors name source, its directory."""
         # diffusers sets _use_default_values on configs in memory and never writes it to a file.
         config = {name: value for name, value in config.items() if name != "_use_default_values"}
         try:
@@ -460,11 +460,11 @@ class FlaxSchedulerMixin(ConfigMixin):
         )
 
     def _plan(self, num_inference_steps, first_step):
-        """What a run replaces in the state, NumPy: timesteps, the count of steps, sigmas, ..."""
+        """The state's fields that a run sets, NumPy arrays: timesteps, step counter, sigmas, ..."""
         raise NotImplementedError
 
     def _memory(self, shape):
-        """What the steps remember at the start of a run: arrays for samples of this shape."""
+        """The state's history arrays, empty, for samples of this shape."""
         return {}
 
     def _option(self, name):
@@ -477,7 +477,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     # ----------------------------------------------------------------- steps
 
     def scale_model_input(self, state, sample, timestep=None):
-        """The sample as the model expects it at this timestep: itself, except for Euler and LMS."""
+        """The model's input at this timestep: the sample, which Euler and LMS scale."""
         return sample
 
     def add_noise(self, state, original_samples, noise, timesteps):
@@ -560,11 +560,11 @@ class AlphaScheduler(FlaxSchedulerMixin):
         """Integer timesteps, decreasing, from the step first_step on."""
         timesteps = np.round(timestep_grid(self.config, num_inference_steps)).astype(int)
         timesteps = timesteps[first_step:]
-        is_blind = self.config.prediction_type == "epsilon" and timesteps[0] == len(self) - 1
-        if is_blind and self._option("rescale_betas_zero_snr"):
+        is_undefined = self.config.prediction_type == "epsilon" and timesteps[0] == len(self) - 1
+        if is_undefined and self._option("rescale_betas_zero_snr"):
             raise ValueError(
-                "prediction_type='epsilon' tells nothing at the last training timestep, which "
-                "rescale_betas_zero_snr=True leaves without signal; "
+                "prediction_type='epsilon' does not determine the clean sample at the last "
+                "training timestep, which rescale_betas_zero_snr=True leaves without signal; "
                 "use v_prediction or timestep_spacing='leading'"
             )
         return timesteps

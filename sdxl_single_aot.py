@@ -207,17 +207,17 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     if store is None:
         compiled = p_generate.lower(*args).compile()
         return compiled, f"compiled in {time.perf_counter() - started:.2f} s"
-    what = {
+    cache_key = {
         "pipeline": hashlib.sha256(pipeline.description().encode()).hexdigest()[:16],
         "steps": config.num_inference_steps,
         "size": [config.height, config.width],
         "branches": branches,
         "arguments": str(jax.tree.map(jax.typeof, dynamic)),
     }
-    name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    what |= surroundings(devices, [__file__])
+    name = hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:16]
+    cache_key |= surroundings(devices, [__file__])
     in_tree, out_tree = jax.tree.structure((dynamic, {})), jax.tree.structure(0)
-    compiled, reason = store.load(name, what, devices, in_tree, out_tree)
+    compiled, reason = store.load(name, cache_key, devices, in_tree, out_tree)
     if compiled is not None:
         return compiled, f"loaded in {time.perf_counter() - started:.2f} s"
     print(f"compiling ({reason}), which may take minutes", file=sys.stderr)
@@ -225,7 +225,7 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
         compiled = p_generate.lower(*args).compile()
     how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
     try:
-        store.save(name, what, compiled)
+        store.save(name, cache_key, compiled)
     except Exception as error:  # e.g. a full disk; the images can still be made
         how += f"; not saved: {one_line(error)}"
     return compiled, how

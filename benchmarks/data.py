@@ -1,12 +1,12 @@
-"""How fast the loader feeds training, against what it could be at best and what others do.
+"""Throughput of the data loader, compared with an upper bound and with other loaders.
 
 Makes parquet shards of the shape of timbrooks/instructpix2pix-clip-filtered (512x512 JPEG of
 quality 100, row groups of 1000 rows, 400 MB) from photographs, and measures pairs per second of
-256x256 batches of 16 on one and two threads, of all methods in turn, for several rounds:
+256x256 batches of 16 on one and two threads, alternating between the methods in several rounds:
 
     python -m benchmarks.data --output data.json
 
-All of it on tiny shards, in seconds:
+The same with tiny shards, in seconds:
 
     python -m benchmarks.data --rows_per_shard 64 --epoch_rows 256 --rounds 1 \\
         --slice_seconds 0.3 --warm_up_pairs 0 --output quick.json
@@ -17,9 +17,9 @@ Methods:
     datasets          Hugging Face datasets, streaming, with its PyTorch trainer's transforms
     torch             DataLoader over pyarrow and Pillow, with the same transforms
 
-Writes every figure to --output and prints a table of them; results/data.json is ours. Needs a
-CPU of two cores, 16 GB of memory and 1 GB of disk (Linux); about 20 minutes. `pip install datasets`
-for that method, which is left out otherwise.
+Writes all figures to --output and prints a table. Needs two CPU cores, 16 GB of memory and 1 GB of
+disk (Linux); about 20 minutes. The method `datasets` needs `pip install datasets` and is left out
+without it.
 """
 
 import contextlib
@@ -68,25 +68,14 @@ except ImportError:
 
 
 SIZE = 512  # side of the stored images, pixels
-
-
 RESOLUTION = 256  # side of the batches' images
-
-
 BATCH_SIZE = 16
-
-
 THREADS = (1, 2)
-
-
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
-
-
 PIXELS = ("original_pixel_values", "edited_pixel_values")
 
-
-# Of those that ship with the packages, the ones with so much detail that their crops take as many
-# bytes as the public dataset's images, 205 kB: decoding time goes by the bytes.
+# Detailed photographs that ship with these packages: their crops take as many bytes as the public
+# dataset's images, 205 kB, and decoding time is proportional to the bytes.
 PHOTOGRAPHS = (
     "skimage/data/astronaut.png",
     "skimage/data/chelsea.png",
@@ -101,15 +90,13 @@ PHOTOGRAPHS = (
     "sklearn/datasets/images/flower.jpg",
 )
 
-
-EDITS = {  # what a prompt calls it: the edit
+EDITS = {  # name in the prompt: function
     "sharper": lambda image: image.filter(ImageFilter.UnsharpMask(1, 60)),
     "richer in contrast": lambda image: ImageEnhance.Contrast(image).enhance(1.3),
     "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.3),
     "warmer": lambda image: Image.fromarray(np.uint8(np.asarray(image) * (1.0, 0.85, 0.7))),
     "softer": lambda image: image.filter(ImageFilter.GaussianBlur(0.7)),
 }
-
 
 RATIOS = (
     ("ours", "ceiling"),
@@ -123,14 +110,14 @@ RATIOS = (
 
 @dataclass(frozen=True)
 class Config:
-    shards_dir: str = ""  # of the shards, made if it has none; "": a temporary folder
-    num_shards: int = 2  # to make
-    rows_per_shard: int = 1000  # which are one row group
-    epoch_rows: int = 24000  # that an epoch has at least: links to the shards make it long
+    shards_dir: str = ""  # shards are written to it if it has none; "": a temporary directory
+    num_shards: int = 2  # shards to write
+    rows_per_shard: int = 1000  # in one row group
+    epoch_rows: int = 24000  # least rows of an epoch, which reads links to the shards
     rounds: int = 5  # each measures every method once
     slice_seconds: float = 3.0  # least time of a measurement
-    warm_up_pairs: int = 6000  # that ours gives before it is measured: its shuffle buffer and more
-    memory_epochs: int = 3  # to measure memory over; 0 does not measure it
+    warm_up_pairs: int = 6000  # pairs of ours before the measurement: its shuffle buffer and more
+    memory_epochs: int = 3  # epochs of the memory measurement; 0: none
     output: str = "benchmarks/results/data.json"
     seed: int = 0
 
@@ -152,7 +139,7 @@ def load_photographs() -> list[Image.Image]:
 
 
 def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
-    """A random crop and an edit of it, as a row of SCHEMA; its edit_prompt is the row's alone."""
+    """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt."""
     rng = np.random.default_rng([seed, row])
     photograph = photographs[rng.integers(len(photographs))]
     side = int(min(photograph.size) * rng.uniform(0.6, 1))
@@ -176,7 +163,7 @@ def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
 
 
 def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -> None:
-    """Write shards of real photographs to a new folder, which appears when it is complete."""
+    """Write shards of real photographs to a new directory, which appears when it is complete."""
     photographs = load_photographs()
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
@@ -200,10 +187,10 @@ def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -
 
 
 def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
-    """Fill a folder with links to shards until it has so many rows.
+    """Fill a directory with links to shards until it has num_rows rows.
 
-    A measurement then meets no end of an epoch, and row groups are read while it lasts as they
-    are in training. All of them come from the page cache, for every method.
+    No epoch ends during a measurement, and row groups are read as in training. All methods read
+    from the page cache.
     """
     folder.mkdir()
     links = []
@@ -216,7 +203,7 @@ def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
 
 
 def read_pairs(folder: Path) -> list[Pair]:
-    """All rows of a folder; this also brings its shards into the page cache."""
+    """All rows of a directory; this also brings its shards into the page cache."""
     pairs = []
     for group in list_row_groups(str(folder)):
         cells = read_row_group(group)
@@ -225,13 +212,13 @@ def read_pairs(folder: Path) -> list[Pair]:
 
 
 # ---------------------------------------------------------------------------- methods
-# Each gives batches for ever: dicts with edit_prompt, original_pixel_values and
-# edited_pixel_values. Ours are uint8 (B, R, R, 3), what crosses to the device; the others float32
-# (B, 3, R, R) in [-1, 1], what the trainer they stand for makes on the host.
+# Each yields batches without end: dicts with edit_prompt, original_pixel_values and
+# edited_pixel_values. Ours are uint8 (B, R, R, 3), as sent to the device; the others are float32
+# (B, 3, R, R) in [-1, 1], as Hugging Face's trainer makes them on the host.
 
 
 def ours(folder: Path, num_threads: int, resample: str) -> Iterator[dict]:
-    """The loader, with its defaults but for what is measured."""
+    """The loader with its default arguments, except for the measured ones."""
     dataset = ParquetImagePairs(
         str(folder),
         batch_size=BATCH_SIZE,
@@ -244,10 +231,10 @@ def ours(folder: Path, num_threads: int, resample: str) -> Iterator[dict]:
 
 
 def ceiling(pairs: list[Pair], num_threads: int, resample: str) -> Iterator[dict]:
-    """The same images decoded and half of them flipped, and nothing else.
+    """An upper bound: decode the same images and flip half of them, nothing else.
 
-    Into one batch over and over, by threads that share nothing. They wait for each other after 16
-    batches only, which are given as one without its images: a loop as bare as can be.
+    Independent threads decode into the same batch again and again and wait for each other after
+    every 16 batches, whose prompts are yielded together, without images.
     """
     original, edited = np.empty((2, BATCH_SIZE, RESOLUTION, RESOLUTION, 3), np.uint8)
 
@@ -269,10 +256,10 @@ def ceiling(pairs: list[Pair], num_threads: int, resample: str) -> Iterator[dict
 
 
 def trainer_transform(originals: list[Image.Image], edits: list[Image.Image]) -> tuple:
-    """What diffusers' train_instruct_pix2pix.py makes of images: two float32 (B, 3, R, R).
+    """The transforms of diffusers' train_instruct_pix2pix.py: two float32 (B, 3, R, R).
 
-    Its crop, torchvision's, has nothing to choose at the size the images are scaled to, and its
-    flip is one draw for all images of a call; neither needs torchvision, which is not required.
+    Its random crop has the size of the scaled images and so does nothing; its flip is one draw for
+    all images of a call. Neither needs torchvision.
     """
     pixels = [
         np.array(image.convert("RGB").resize((RESOLUTION, RESOLUTION))).transpose(2, 0, 1)
@@ -291,15 +278,15 @@ def transform_examples(examples: dict) -> dict:
 
 
 def hugging_face(links: list[Path], num_threads: int) -> Iterator[dict]:
-    """Hugging Face datasets as its documentation streams: shuffle buffer, then map."""
+    """Hugging Face datasets, streaming as its documentation shows: shuffle buffer, then map."""
     rows = datasets.load_dataset(
         "parquet", data_files=[str(link) for link in links], split="train", streaming=True
     )
     rows = rows.select_columns(list(COLUMNS))
     for column in COLUMNS[:2]:
         rows = rows.cast_column(column, datasets.Image())
-    # From one shard at a time, not from ten as by default: ten of these row groups take 10 GB in
-    # every process, and are read at once, every 10 000 pairs, which a measurement would miss.
+    # One shard at a time instead of the default ten: ten of these row groups take 10 GB in every
+    # process and are read together every 10,000 pairs, longer than a measurement.
     rows = rows.shuffle(seed=0, buffer_size=1000, max_buffer_input_shards=1)
     rows = rows.map(
         transform_examples, batched=True, batch_size=BATCH_SIZE, remove_columns=list(COLUMNS)
@@ -325,12 +312,12 @@ class PillowRows(IterableDataset):
 
 
 def torch_rows(links: list[Path], num_threads: int) -> Iterator[dict]:
-    """PyTorch's own means."""
+    """Batches of PyTorch's DataLoader."""
     return load_in_workers(PillowRows(links), num_threads)
 
 
 def load_in_workers(rows: IterableDataset, num_threads: int) -> Iterator[dict]:
-    """Batches through DataLoader: in this process, or in so many others."""
+    """Batches through DataLoader: in this process for one thread, else in num_threads workers."""
     loader = DataLoader(
         rows, batch_size=BATCH_SIZE, num_workers=0 if num_threads == 1 else num_threads
     )
@@ -357,13 +344,12 @@ def measure(
 ) -> dict:
     """Pairs per second and per CPU second of a stream, in its steady state.
 
-    The clock starts after the first batch, a third of `seconds` and `warm_up_pairs` more. By then
-    shards are open, buffers full and the row groups an epoch begins with are read; and the stream,
-    of which batches are taken as fast as they come, is as far ahead of its consumer as it is when
-    the clock stops: what was prefetched before the start makes up for what is at the end.
+    The clock starts after the first batch, `warm_up_pairs` more pairs and a third of `seconds`. By
+    then shards are open, buffers are full and the first row groups of the epoch are read. The
+    prefetched batches at the start and at the end of the measurement cancel out.
 
     Args:
-        stream: batches for ever.
+        stream: batches without end.
         rows_at_once: pairs are measured in multiples of this, a row group, so that reading one is
             counted as often as decoding its rows.
         seconds: the clock runs for at least this long.
@@ -425,7 +411,7 @@ def summarize(rounds: list[dict]) -> tuple[dict, dict]:
 
     Returns:
         methods: {method: {threads: {figure: spread}}}, None for a method that was left out.
-        ratios: {"a/b": {threads: {figure: spread}}}, likewise, of the ratios within a round.
+        ratios: {"a/b": {threads: {figure: spread}}}, likewise, of the ratios within each round.
     """
     figures = ("pairs_per_second", "pairs_per_cpu_second")
     methods, ratios = {}, {}
@@ -480,7 +466,7 @@ def run_rounds(
     seconds: float,
     warm_up_pairs: int,
 ) -> list[dict]:
-    """Measure every method on every number of threads, once a round.
+    """Measure every method with every number of threads, once per round.
 
     Args:
         streams: method -> (threads -> its stream); None: it is left out.

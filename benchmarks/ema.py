@@ -1,15 +1,15 @@
-"""What an average of the weights costs, and what it gives.
+"""Cost and benefit of averages of the weights (EMA).
 
     python -m benchmarks.ema
 
 Quality (--parts quality), on the demo's task (demo/run_demo.py): runs of several seeds, each with
-a constant learning rate and with one that falls to zero. In each run all averages are tracked at
-once, of the very same weights, by the trainer's own programs:
+a constant learning rate and with one that falls to zero. Each run tracks all averages at once, of
+the same weights, with the trainer's own programs:
 
     none                    the last weights
     full 0.9999             from the first step
-    full 0.9999, scaled     the same share of this run that 0.9999 is of the 15000 steps that
-                            Hugging Face's trainer takes: 0.9999 ^ (15000 / steps)
+    full 0.9999, scaled     0.9999 ^ (15000 / steps): as long a share of this run as 0.9999 is of
+                            the 15000 steps of Hugging Face's trainer
     full 0.9999, warm-up    Hugging Face's, (1 + n) / (10 + n) at first (--ema full --ema_warmup)
     late 3.6%, late 20%     over that share of the run at its end, with the decay 1 - 5 / window:
                             the trainer's default, and the demo's
@@ -18,21 +18,21 @@ once, of the very same weights, by the trainer's own programs:
 
 and measured on photographs that were not trained on: the denoising loss at fixed noise and
 timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedited image to it.
-"post-hoc, best" takes for each run the length of the least loss, on the same images.
+"post-hoc, best" is the length with the least loss of each run, on the same images.
 
-Cost (--parts cost), on four forced CPU devices: time of a step of each kind, in turn for several
-rounds, and what the compiler says of memory and bytes. tpu_compile.py tells the same of Stable
-Diffusion's full size on TPUs.
+Cost (--parts cost), on four forced CPU devices: time of a step with each kind of average,
+alternating in several rounds, and the compiler's figures of memory and bytes. tpu_compile.py gives
+these figures for Stable Diffusion on TPUs.
 
-All of it tiny, in minutes:
+A tiny run, in minutes:
 
     python -m benchmarks.ema --seeds 0 --lr_schedulers constant --max_train_steps 8 \\
         --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1 \\
         --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
 
-Writes benchmarks/results/ema.json, in which what is not run (the cost, a schedule of the
-learning rate) stays as it is, draws benchmarks/results/ema.png, prints tables. Needs a CPU; on two
-cores quality takes more than an hour, cost minutes, on a machine that does nothing else.
+Replaces the measured rows of benchmarks/results/ema.json, draws benchmarks/results/ema.png and
+prints tables. Needs an otherwise idle CPU; on two cores quality takes more than an hour, cost takes
+minutes.
 
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
 """
@@ -76,19 +76,10 @@ from training_models import encode_batch, load_models
 from training_run import Batches, make_update_average, start_average
 
 RESOLUTION = 64  # of the demo
-
-
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
-
-
 NUM_SNAPSHOTS = 8  # of a run with --ema power
-
-
 COST_DEVICES = 4
-
-
 MEASURES = ("loss", "edit_error_ratio", "instruction_accuracy")
-
 
 COST_PLANS = {
     "none": ema_plan("none", 10**6),
@@ -110,7 +101,7 @@ class Config:
     num_pairs: int = 8000  # to train on
     crops_per_photograph: int = 2  # of each of three photographs, for eight edits each
     loss_draws: int = 24  # noises and timesteps of each held-out pair
-    sigma_rels: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25)  # to rebuild
+    sigma_rels: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25)  # lengths to rebuild
     # cost
     cost_rounds: int = 10  # each measures every kind of step once
     cost_steps: int = 5  # steps of a measurement
@@ -139,7 +130,7 @@ def make_programs(config, models, params):
 
 
 class Run:
-    """The trainer's loop in the hand: a step at a time, with the averages of several plans.
+    """The trainer's loop, one step per call, with the averages of several plans.
 
     Args:
         programs: Programs.
@@ -170,7 +161,7 @@ class Run:
                 ]
 
     def wait(self):
-        """Until the devices are done."""
+        """Wait until the devices are done."""
         jax.block_until_ready((self.state, self.averages))
 
 
@@ -190,7 +181,7 @@ def make_demo(folder, num_pairs, crops_per_photograph):
 
 
 def trainer_config(folder, **flags):
-    """The trainer's flags for the demo in a folder."""
+    """The trainer's flags for the demo in a directory."""
     flags = {"lr_warmup_steps": 0, "resolution": RESOLUTION} | flags
     return trainer.Config(
         pretrained_model_name_or_path=str(ROOT / "demo" / "base_model"),
@@ -220,7 +211,7 @@ def train(config, programs, plans, pipeline, frozen, params):
     """A run of the trainer, with all plans' averages.
 
     Args:
-        config: trainer.Config; what it says of averages is not looked at.
+        config: trainer.Config; its flags of averages are ignored.
         programs: Programs.
         plans: {name: EmaPlan}, with "power" the plan of that kind.
         pipeline, frozen, params: from load_models.
@@ -395,12 +386,12 @@ def study_quality(config, folder):
 
 
 def bytes_held(tree):
-    """What the first device holds of it."""
+    """Bytes of a tree on the first device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def compiled_figures(compiled):
-    """What the compiler says of a program, per device."""
+    """The compiler's figures of a program, per device."""
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     return {
         "argument_bytes": memory.argument_size_in_bytes,
@@ -412,9 +403,8 @@ def compiled_figures(compiled):
 def measure_cost(folder, rounds, num_steps):
     """Time, memory and bytes of a step with each of COST_PLANS.
 
-    The training step is one compiled program, whatever the average; what an average adds is its
-    own arrays and a program that updates them. To be called in a process of its own that has not
-    used JAX, as it takes COST_DEVICES devices.
+    The training step is the same compiled program for every average, which adds its own arrays and
+    a program that updates them. Call it in a new process, as it needs COST_DEVICES devices of JAX.
 
     Returns:
         {"state_bytes", "step" and "update" of compiled_figures, "plans": {name:
@@ -477,9 +467,9 @@ def spread(values):
 
 
 def summarize_quality(runs):
-    """Of runs that differ by seed, {variant: {measure, and measure + "_to_none": spread}}.
+    """Spreads over runs with different seeds: {variant: {measure: spread}}.
 
-    The second is the ratio to the same run's "none".
+    measure + "_to_none" is the ratio to "none" in the same run.
     """
     summary = {}
     for name in runs[0]["variants"]:
@@ -546,7 +536,7 @@ def format_tables(results):
 
 
 def draw(quality, sigma_rels):
-    """The plot: loss and edit error to none, over the rebuilt lengths and of the other averages."""
+    """Plot loss and edit error relative to none, over the post-hoc lengths and per average."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharey="row", width_ratios=(1, 1.3))
     titles = ("held-out loss, to none", "edit error, to none")
@@ -583,7 +573,7 @@ def draw(quality, sigma_rels):
 
 
 def check_config(config):
-    """Raise a ValueError for what cannot be studied, before anything is made."""
+    """Raise a ValueError for invalid flags, before anything is made."""
     for name in ("parts", "seeds", "lr_schedulers", "sigma_rels"):
         if not getattr(config, name):
             raise ValueError(f"{name} is empty; name at least one, or leave the flag out")

@@ -1,11 +1,11 @@
-"""Command lines at full size on one machine: time and peak memory, and starts of the SDXL scripts.
+"""Full-size models on one machine: time and memory of command lines, and starts of SDXL scripts.
 
     python -m benchmarks.full_size commands
 
 writes a pipeline of Stable Diffusion 1.5's shapes with random float32 weights and a shard of
 images, then runs the user's command lines, each in its own process: widen the UNet; train it at 256
-pixels with batch 1 and an EMA from the first step until the checkpoint of step 1 exists, and kill
-the process (SIGKILL); the same command again, which resumes; edit an image. Tiny, in a minute:
+pixels with batch 1 and an EMA from the first step until the checkpoint of step 1 exists, then kill
+the process (SIGKILL); run the same command again, which resumes; edit an image. Tiny, in a minute:
 
     python -m benchmarks.full_size commands --quick --output full_size.json
 
@@ -75,7 +75,7 @@ class Commands:
     """Time and peak memory of the command lines."""
 
     family: Literal["sd15", "sdxl"] = "sd15"
-    work_dir: str = ""  # a new folder for models and checkpoints; "": a temporary one, removed
+    work_dir: str = ""  # a new directory for models and checkpoints; "": a temporary one, removed
     quick: bool = False  # tiny models and images of 64 pixels, to try this script
     output: str = "benchmarks/results/full_size.json"
 
@@ -107,11 +107,11 @@ def run_command(arguments, kill_when=None):
         kill_when: () -> bool; the process gets SIGKILL as soon as it is true.
 
     Returns:
-        (figures: "command", "seconds", "peak_gib" and "peak_after_seconds", when it got there;
+        (figures: "command", "seconds", "peak_gib" and "peak_after_seconds", the time of the peak;
         its stdout).
 
     Raises:
-        ChildProcessError: it failed, or ended before it was to be killed.
+        ChildProcessError: it failed, or ended before kill_when was true.
     """
     command = shlex.join(["python", *arguments])
     print(f"\n$ {command}", flush=True)
@@ -150,10 +150,10 @@ def run_command(arguments, kill_when=None):
 
 
 def bench_commands(folder, family, quick):
-    """Make the inputs in a folder, run the commands.
+    """Make the inputs in a directory, run the commands.
 
     Returns:
-        {what was done: figures of run_command}.
+        {name of the command: figures of run_command}.
     """
     in_new_process(make_inputs, folder, family, quick)
     widen = ["create_modified_unet.py", "--pretrained_model_name_or_path", f"{folder}/base"]
@@ -226,7 +226,7 @@ def format_commands(figures):
 
 
 def run_commands(config):
-    """Make the folder, measure, write."""
+    """Make the directory, measure, write."""
     read_rows(config.output)
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
@@ -249,7 +249,7 @@ class Starts:
     """Starts of the SDXL scripts to the first image."""
 
     size: Literal["tiny", "sd15"] = "sd15"  # of the UNet
-    rounds: int = 1  # of all starts
+    rounds: int = 1  # starts of each kind
     output: str = "benchmarks/results/full_size.json"
 
 
@@ -289,8 +289,8 @@ def start(script, folder, *options):
     """Run a script for one image.
 
     Returns:
-        {"seconds": from start to end of the process, "compile_seconds": what it says of compiling
-        or loading, None of a script that does not tell}.
+        {"seconds": from start to end of the process, "compile_seconds": the seconds of compiling
+        or loading that the script prints, or None}.
     """
     output = folder / "image.png"
     output.unlink(missing_ok=True)
@@ -319,7 +319,7 @@ def bench_starts(folder, size, rounds):
     """All starts.
 
     Returns:
-        {what: [figures of start, one per round]}.
+        {name of the start: [figures of start, one per round]}.
     """
     in_new_process(make_model, folder / "model", size)
     cache, kept = folder / "cache", folder / "kept"

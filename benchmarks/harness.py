@@ -1,7 +1,7 @@
-"""What the benchmarks share: contenders measured in turn, results, random models, command lines.
+"""Common to the benchmarks: alternating measurements of contenders, results files, command lines.
 
 `benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}. Every row has "command"
-and "machine". The rows of contenders measured in turn also have "device", "case", "work",
+and "machine". The rows of contenders also have "device", "case", "work",
 "batch_size", "dtype", "flops" of a pass (of its UNet), "peak_flops_per_second", "seconds"
 {contender: [of a pass, per round]}, "first_seconds" {contender: [until the first result]} and
 "summary".
@@ -67,7 +67,7 @@ def command_line(subcommands, description, args=None):
 
 
 def check_output(output):
-    """Find out that a file cannot be written before anything is measured; ValueError."""
+    """Raise a ValueError, before anything is measured, if a file cannot be written."""
     folder = Path(output).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def this_command():
 
 
 def describe_machine(packages=PACKAGES):
-    """CPU, memory, load and versions of packages, which a row keeps."""
+    """CPU, memory, load and versions of packages, for the row."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -110,7 +110,7 @@ def read_rows(output):
     """The rows of a results file, {case: row}; {} if the file does not exist.
 
     Raises:
-        ValueError: the file is damaged, or is no results file.
+        ValueError: the file is damaged or not a results file.
     """
     output = Path(output)
     try:
@@ -119,7 +119,7 @@ def read_rows(output):
         raise ValueError(f"--output {output} cannot be read ({error}); name another") from error
     values = rows.values() if isinstance(rows, dict) else [None]
     if not all(isinstance(row, dict) and "command" in row for row in values):
-        raise ValueError(f"--output {output} is no results file; name another")
+        raise ValueError(f"--output {output} is not a results file; name another")
     return rows
 
 
@@ -157,7 +157,7 @@ def rows_of(results, kind):
     }
 
 
-# Contenders in turn
+# Alternating measurements of contenders
 
 
 def in_new_process(function, *args):
@@ -171,16 +171,16 @@ def in_new_process(function, *args):
             return process.submit(function, *args).result()
         except BrokenProcessPool as error:
             raise ValueError(
-                "a process was killed, most likely as memory ran out; measure less at once or on a "
-                "machine that has more"
+                "a process was killed, most likely because memory ran out; use a smaller case "
+                "or a machine with more memory"
             ) from error
 
 
 def find_device():
-    """Where both run: "cuda" or "cpu", as PyTorch calls it.
+    """The device of both libraries, by PyTorch's name: "cuda" or "cpu".
 
     Raises:
-        ValueError: not both see a GPU, or there are several, or there is a TPU.
+        ValueError: only one of them sees a GPU, there are several GPUs, or there is a TPU.
     """
     backend = jax.default_backend()
     if backend not in ("cpu", "gpu"):
@@ -196,18 +196,18 @@ def find_device():
 
 
 def can_compile():
-    """Is there the C++ compiler that torch.compile wants?"""
+    """Whether the C++ compiler that torch.compile needs is installed."""
     return shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
 def synchronize(device):
-    """Wait for what PyTorch has under way."""
+    """Wait for PyTorch's asynchronous operations."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def measure(run, seconds):
-    """Seconds of a pass: the mean over as many as fill the time given, at least one."""
+    """Seconds of a pass: the mean over as many as fit into `seconds`, at least one."""
     started = time.perf_counter()
     count = 0
     while count == 0 or time.perf_counter() - started < seconds:
@@ -217,9 +217,9 @@ def measure(run, seconds):
 
 
 def in_turn(names, rounds):
-    """(round, name) of every measurement; every other round goes backwards.
+    """(round, name) of every measurement; every second round is in reverse order.
 
-    So none always comes after the same other.
+    Thus no contender always follows the same one.
     """
     for number in range(rounds):
         for name in names[::-1] if number % 2 else names:
@@ -227,7 +227,7 @@ def in_turn(names, rounds):
 
 
 def contenders_on(device, ours, theirs):
-    """{name: its function}: ours, and theirs(..., compiled=) in the ways worth while there."""
+    """{name: its function}: ours, and theirs(..., compiled=) in the variants for the device."""
     contenders = {"ours": ours, "torch eager": partial(theirs, compiled=False)}
     if device == "cuda" and can_compile():
         contenders["torch compiled"] = partial(theirs, compiled=True)
@@ -237,7 +237,7 @@ def contenders_on(device, ours, theirs):
 def on_device(params, dtype):
     """A pipeline's parameters from from_pretrained, in dtype on the first device.
 
-    The scheduler's state stays as it is, float32: bfloat16 would ruin it.
+    The scheduler's state stays float32, as its steps need the precision.
     """
     state = params.pop("scheduler")
     replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
@@ -245,7 +245,7 @@ def on_device(params, dtype):
 
 
 def torch_pipeline(pipeline_class, folder, device, compiled):
-    """A PyTorch pipeline of a folder, in bfloat16 on a GPU; compiled: UNet and VAE."""
+    """A PyTorch pipeline of a directory, in bfloat16 on a GPU; compiled: UNet and VAE."""
     pipeline = pipeline_class.from_pretrained(
         folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32
     ).to(device)
@@ -265,7 +265,7 @@ def time_contender(make_run, args, seconds, started):
 
 
 def time_in_this_process(contenders, rounds, seconds):
-    """Time contenders, all of which are held at once.
+    """Time contenders that are all in memory at once.
 
     Args:
         contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.
@@ -313,7 +313,7 @@ def time_in_turn(contenders, args, rounds, seconds):
 
 
 def matmul_peak(half, device):
-    """FLOPs per second of the fastest large matmul, of jax's and PyTorch's."""
+    """FLOPs per second of a large matmul in jax or PyTorch, whichever is faster."""
     n = 2048 if device == "cpu" else 8192
     x = np.random.default_rng(0).standard_normal((n, n), np.float32)
     ours = jnp.asarray(x, jnp.bfloat16 if half else jnp.float32)
@@ -347,7 +347,7 @@ def make_row(case, work, batch_size, flops, device, figures):
 
 
 def summarize(row):
-    """Medians: samples/s, share of the peak, and how many times as fast ours is, per contender."""
+    """Medians per contender: samples/s, share of the peak, the factor by which ours is faster."""
     summary = {}
     for name, seconds in row["seconds"].items():
         ratios = [theirs / ours for theirs, ours in zip(seconds, row["seconds"]["ours"])]
@@ -367,7 +367,7 @@ def check_config(config, *names):
 
     Args:
         config: with rounds and output.
-        *names: of its flags that are counts as well, or tuples of counts.
+        *names: further flags that are counts or tuples of counts.
 
     Raises:
         ValueError: a count below 1, no count, or an output that read_rows refuses.
@@ -384,7 +384,7 @@ def check_config(config, *names):
 def format_table(results):
     """Rows as Markdown."""
     lines = [
-        "| device | what | batch | | s | samples/s | of the peak | first, s | ours times as fast |",
+        "| device | case | batch | | s | samples/s | of the peak | first, s | ours times as fast |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results.values():
@@ -403,7 +403,7 @@ def format_table(results):
 
 
 def write_contenders(rows, machine, output):
-    """Write rows of make_row, each as soon as it is measured, and print the table of the file.
+    """Write rows of make_row, each as soon as it is measured, then print the file's table.
 
     Args:
         rows: iterable of rows.

@@ -7,9 +7,9 @@
 scales. `sdxl` makes images from text with SDXL's shapes and guidance; its defaults, 256 pixels and
 4 steps, are for a CPU, the command above is for a GPU. PyTorch's pipelines use the same scheduler;
 on a GPU both compute in bfloat16 and PyTorch also runs with UNet and VAE through torch.compile, on
-a CPU both compute in float32. Each measurement runs in its own process: from its start to the first
-image ("first", with loading and compiling), then images for --seconds. The share of the peak counts
-the UNet's FLOPs only. Tiny, a minute each:
+a CPU both compute in float32. Each measurement runs in its own process: the time from its start to
+the first image ("first", with loading and compiling), then images for --seconds. The share of the
+peak counts the UNet's FLOPs only. Tiny, a minute each:
 
     python -m benchmarks.images edit --size tiny --resolution 64 --rounds 1 --output images.json
     python -m benchmarks.images sdxl --size tiny --image_size 64 --rounds 1 --output images.json
@@ -62,8 +62,6 @@ from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from scheduling_flax import scheduler_from_pretrained
 
 PROMPT = "invert the colors"
-
-
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
 
 
@@ -87,7 +85,7 @@ def make_images(config, batch_size):
 
 
 def our_edit(folder, config, batch_size, device):
-    """Ours, from images to images."""
+    """Our pipeline, as a function that makes a batch from PIL images."""
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, dtype=dtype
@@ -117,7 +115,7 @@ def torch_edit(folder, config, batch_size, device, compiled):
 
 
 def bench_edit(folder, config, batch_size, device):
-    """A row of results, as in side_by_side.py."""
+    """A row of results, see harness.make_row."""
     contenders = contenders_on(device, our_edit, torch_edit)
     args = (folder, config, batch_size, device)
     figures = time_in_turn(contenders, args, config.rounds, config.seconds)
@@ -150,8 +148,6 @@ def run_edit(config):
 
 
 GUIDANCE_SCALE = 5.0
-
-
 TINY = TINY_UNET | {"transformer_layers_per_block": 1, "attention_head_dim": 8}
 
 
@@ -196,7 +192,7 @@ def make_sdxl(folder, size):
 
 
 def our_images(folder, config, batch_size, device):
-    """Ours, from prompts to images."""
+    """Our pipeline, as a function that makes a batch from prompts."""
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype)
     params = on_device(params, dtype)
@@ -233,7 +229,7 @@ def torch_images(folder, config, batch_size, device, compiled):
 
 
 def bench_sdxl(folder, config, batch_size, device):
-    """A row of results, as in side_by_side.py."""
+    """A row of results, see harness.make_row."""
     contenders = contenders_on(device, our_images, torch_images)
     args = (folder, config, batch_size, device)
     figures = time_in_turn(contenders, args, config.rounds, config.seconds)

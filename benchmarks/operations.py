@@ -41,10 +41,7 @@ from kernels_flax import (
 )
 
 BATCH_SIZE = 2
-
-
 NUM_HEADS = 8
-
 
 # {name: (kind, sizes)}; conv: side, channels; dense: tokens, channels in and out; attention:
 # queries, keys, channels.
@@ -101,7 +98,7 @@ def make_operation(name):
 
 
 def make_inputs(shapes, axes, device):
-    """The same numbers as arrays and as tensors; arguments as make_operation returns them."""
+    """The same numbers as jax arrays and PyTorch tensors; shapes, axes: from make_operation."""
     half = device == "cuda"
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
@@ -115,14 +112,14 @@ def make_inputs(shapes, axes, device):
 
 
 def bench(name, with_gradient, config, device):
-    """A row of results, as in side_by_side.py."""
+    """A row of results, see harness.make_row."""
     ours, theirs, shapes, axes, flops = make_operation(name)
     arrays, tensors = make_inputs(shapes, axes, device)
     kind = KERNELS[name][0]
     g = jnp.ones(jax.eval_shape(ours, *arrays).shape, arrays[0].dtype)
 
     def our_contender():
-        def forward(_, *arrays):  # a new function: others would have been traced before
+        def forward(_, *arrays):  # a new function, as jax would reuse an earlier trace
             return ours(*arrays)
 
         def gradient(g, *arrays):

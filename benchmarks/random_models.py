@@ -25,7 +25,7 @@ TEXT_ENCODER = FlaxCLIPTextModule(
     eos_token_id=END_OF_TEXT,
     pad_token_id=END_OF_TEXT,
 )
-TINY_UNET = {  # what differs in a UNet of 64 pixels, to try a benchmark
+TINY_UNET = {  # overrides for a tiny UNet of 64 pixels
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     "block_out_channels": (32, 64),
@@ -48,11 +48,11 @@ MODEL_INDEX = {
 def write_module(folder, module):
     """Write a module with random float32 weights, scales of norms 1 and biases 0.
 
-    Array by array, as one program for all would hold them twice, and in files that can be held
-    beside them while they are written.
+    Arrays are made one at a time, as one program for all would hold them twice; files are small
+    enough to be in memory beside them.
 
     Args:
-        folder: path, to be made.
+        folder: Path of a new directory.
         module: a FlaxModelMixin.
     """
     rng = np.random.default_rng(0)
@@ -71,12 +71,12 @@ def write_module(folder, module):
 
 
 def make_pipeline(folder, quick, in_channels=4):
-    """Write a pipeline's folder with random weights, of Stable Diffusion 1.5's shapes or tiny.
+    """Write a pipeline's directory with random weights, of Stable Diffusion 1.5's shapes or tiny.
 
     Call it in a new process, which frees the memory.
 
     Args:
-        folder: to be made.
+        folder: Path of a new directory.
         quick: tiny models.
         in_channels: of the UNet; 8 for InstructPix2Pix.
     """
@@ -126,7 +126,7 @@ def make_xl_pipeline(folder, quick):
 
 
 def write_pipeline(folder, modules):
-    """Write a folder of SDXL's kind with random weights; modules: {name: module}."""
+    """Write an SDXL pipeline's directory with random weights; modules: {name: module}."""
     index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
     for name, module in modules.items():
         write_module(folder / name, module)

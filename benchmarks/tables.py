@@ -77,7 +77,7 @@ def pytorch_table() -> str:
 
 
 def operations_table() -> str:
-    """How many times as fast ours is as XLA's operation and as the faster layout of PyTorch."""
+    """The factors by which ours is faster than XLA's operation and PyTorch's faster layout."""
     results = rows("operations")
 
     def ratio(name, work, contenders):
@@ -285,7 +285,7 @@ def attention_table() -> str:
 
 
 def ema_cost_table() -> str:
-    """What an average costs."""
+    """Cost of an average: time of a step and memory."""
     cost = rows("ema")["cost"]
     lines = []
     for name, plan in cost["figures"]["plans"].items():
@@ -308,7 +308,7 @@ EMA_TITLES = {
 
 
 def ema_quality_table() -> str:
-    """What an average gives."""
+    """Benefit of an average: held-out loss and edit error."""
     summary = rows("ema")["quality constant"]["summary"]
     lines = []
     for name, row in summary.items():
@@ -323,7 +323,7 @@ def ema_quality_table() -> str:
 
 
 def data_table() -> str:
-    """Pairs per second of the loader and of others."""
+    """Pairs per second of the data loaders."""
     results = rows("data")
     lines = []
     for title, case, digits in (

@@ -2,22 +2,22 @@
 
     python -m benchmarks.train step
 
-times whole steps of InstructPix2Pix with Stable Diffusion 1.5's shapes and random weights: encoding
+times full steps of InstructPix2Pix with Stable Diffusion 1.5's shapes and random weights: encoding
 of both images and the text, conditioning dropout, loss and gradient of the UNet, clipping, AdamW,
 EMA. Ours is the step of flax_train_instruct_pix2pix.py, also with --cache_latents. PyTorch's step
 has fused AdamW, diffusers' EMAModel and, on a GPU, bfloat16 autocast with frozen models in
-bfloat16, TF32, and a second variant with torch.compile. On a CPU both compute in float32. Data are
-on the device. Each measurement runs in its own process, which also gives the time to the end of the
+bfloat16, TF32, and a second variant with torch.compile. On a CPU both compute in float32. The batch
+is on the device. Each measurement runs in its own process and includes the time to the end of the
 first step. Tiny, in a minute:
 
     python -m benchmarks.train step --size tiny --resolution 64 --rounds 1 --output train.json
 
-Needs 23 GB of memory with the CPU; a quarter of an hour on two otherwise idle cores.
+Needs 23 GB of memory on a CPU; a quarter of an hour on two otherwise idle cores.
 
     python -m benchmarks.train memory
 
-compiles the training step for four forced CPU devices with eight pairs each and reads what each
-device holds; nothing is run. A CPU's compiler undoes gradient checkpointing and computes bfloat16
+compiles the training step for four forced CPU devices with eight pairs each and prints the memory
+of each device; nothing is run. A CPU's compiler undoes gradient checkpointing and computes bfloat16
 in float32; with --tpu v5e-16 the step is compiled for that slice, some 20 minutes a row. With the
 demo's model, in a minute:
 
@@ -81,7 +81,7 @@ class Step:
     size: Literal["sd15", "tiny"] = "sd15"
     resolution: int = 256  # pixels
     batch_size: int = 2  # pairs
-    gradient_checkpointing: bool = False  # of both
+    gradient_checkpointing: bool = False  # in both libraries
     rounds: int = 3  # each contender is measured once in each
     seconds: float = 30.0  # of a measurement, at least; one step at least
     output: str = "benchmarks/results/train.json"
@@ -104,7 +104,7 @@ def make_batch(config, latents=False):
 
 
 def our_step(folder, config, device, latents=False):
-    """The trainer's step, to be called again and again; latents: with --cache_latents."""
+    """A function that runs the trainer's step; latents: with --cache_latents."""
     flags = trainer.Config(
         pretrained_model_name_or_path=str(folder),
         unet_model_name_or_path=str(folder / "unet"),
@@ -142,7 +142,7 @@ def our_step(folder, config, device, latents=False):
 
 
 def torch_step(folder, config, device, compiled):
-    """The same with PyTorch diffusers."""
+    """A function that runs the same step in PyTorch diffusers."""
     torch.backends.cuda.matmul.allow_tf32 = True
     half = torch.bfloat16 if device == "cuda" else torch.float32
     unet = UNet2DConditionModel.from_pretrained(folder / "unet").to(device).train()
@@ -227,7 +227,6 @@ def run_step(config):
 
 NUM_DEVICES = 4
 
-
 VARIANTS = {
     "plain": {},
     "4 micro-batches": {"gradient_accumulation_steps": 4},
@@ -245,7 +244,7 @@ VARIANTS = {
 class Memory:
     """Memory of a training step, as compiled."""
 
-    pretrained_model_name_or_path: str = ""  # folder or hub id; "" is Stable Diffusion 1.5
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is Stable Diffusion 1.5
     resolution: int = 256  # pixels
     batch_per_device: int = 8  # pairs
     tpu: str = ""  # type of a slice, as for tpu_compile.py; "": four CPU devices

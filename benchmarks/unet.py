@@ -58,8 +58,6 @@ from config_flax import PUBLISHED_CONFIGS
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
 SD15_EDIT = SD15["unet"] | {"in_channels": 8}
-
-
 TEXT_LENGTH = 77
 
 
@@ -90,7 +88,7 @@ class Time:
     batch_size: int = 2  # samples
     rounds: int = 7  # each contender is measured once in each
     seconds: float = 3.0  # of a measurement, at least; one pass at least
-    torch_compile: bool | None = None  # default: where a C++ compiler is
+    torch_compile: bool | None = None  # default: if a C++ compiler is installed
     output: str = "benchmarks/results/unet.json"
 
 
@@ -130,14 +128,14 @@ def count_flops(case, inputs, with_gradient):
 
 
 def torch_contenders(unet, inputs, with_gradient, half, compiled):
-    """PyTorch's ways, {name: (prepare, run)}: run does a pass to its end, after prepare.
+    """PyTorch's contenders, {name: (prepare, run)}: run does one pass, after prepare.
 
     Args:
         unet: UNet2DConditionModel on its device, in the dtype of its parameters.
         inputs: tensors on the same device.
-        with_gradient: the pass.
+        with_gradient: also the gradient of all parameters.
         half: compute in bfloat16.
-        compiled: have torch.compile as well.
+        compiled: add a contender with torch.compile.
     """
     device = inputs[0].device.type
     memory = {
@@ -171,7 +169,7 @@ def torch_contenders(unet, inputs, with_gradient, half, compiled):
 
 
 def our_program(folder, inputs, with_gradient, half):
-    """Ours, compiled, and its arguments; arguments as of torch_contenders, from a folder."""
+    """(compiled program, its arguments) of ours; arguments as in torch_contenders."""
     dtype = jnp.bfloat16 if half else jnp.float32
     unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, dtype=dtype)
     if half and not with_gradient:
@@ -189,7 +187,7 @@ def our_program(folder, inputs, with_gradient, half):
 
 
 def bench_unet(name, with_gradient, config, device):
-    """All contenders on one case and pass; a row of results as in side_by_side.py."""
+    """All contenders on one case and pass; a row of results, see harness.make_row."""
     case, half = CASES[name], device == "cuda"
     inputs = make_inputs(case, config.batch_size)
     dtype = torch.bfloat16 if half and not with_gradient else torch.float32
@@ -232,7 +230,7 @@ def run_time(config):
     write_contenders(rows(), machine, config.output)
 
 
-# The first that is found in the name of an operation's place in the model.
+# The kind of an operation is that of the first key in its path in the model.
 KINDS = {
     "attention": r"attn\d/(cond|while)|ts,|sh->|st,",
     "convolutions": r"conv|proj_in|proj_out",
@@ -241,7 +239,6 @@ KINDS = {
     "other": r"",
 }
 
-
 TORCH_KINDS = {
     "attention": "scaled_dot_product",
     "convolutions": "convolution",
@@ -249,7 +246,6 @@ TORCH_KINDS = {
     "matmuls": r"::(addmm|mm|bmm)$",
     "other": "",
 }
-
 
 INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.M)
 
@@ -264,7 +260,7 @@ class Profile:
 
 
 def by_kind(seconds, kinds):
-    """{name: seconds} summed up, {kind: seconds}; kinds: KINDS or TORCH_KINDS."""
+    """Sum {name: seconds} into {kind: seconds}; kinds: KINDS or TORCH_KINDS."""
     sums = dict.fromkeys(kinds, 0.0)
     for name, own in seconds:
         sums[next(kind for kind, pattern in kinds.items() if re.search(pattern, name))] += own
@@ -274,7 +270,7 @@ def by_kind(seconds, kinds):
 def own_seconds(profile, names):
     """{name: seconds} of the operations of a jax.profiler.ProfileData.
 
-    An operation's time is without those inside it, and a loop's is that of its operations.
+    Nested operations count once: the time of an operation excludes those inside it.
     """
     seconds = collections.Counter()
     for line in (line for plane in profile.planes for line in plane.lines):

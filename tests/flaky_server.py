@@ -1,4 +1,4 @@
-"""A file host that behaves as badly as a busy hub and its CDN do on their worst day, on 127.0.0.1.
+"""A local file server that reproduces the failures of a busy hub and its CDN, on 127.0.0.1.
 
 `http://127.0.0.1:PORT/resolve/NAME` is the hub: it redirects to `http://localhost:PORT/cdn/NAME?...`,
 a signed link which goes bad after some requests. Both are one server; the Host header tells them
@@ -18,9 +18,9 @@ BLOCK = 16 * 1024
 
 @dataclass
 class Fault:
-    """What goes wrong with one file: each list is used up from the front, one entry a request."""
+    """The failures of one file; each request takes the first entry of a list."""
 
-    hub: list = field(default_factory=list)  # statuses the hub answers first; 0: it hangs up
+    hub: list = field(default_factory=list)  # statuses of the hub's first answers; 0: no answer
     delay: float = 0  # seconds before the hub answers
     cdn: list = field(default_factory=list)  # statuses the CDN answers before it sends
     cuts: int = 0  # this many answers stop half-way
@@ -29,7 +29,7 @@ class Fault:
 
 
 class FlakyServer:
-    """Serves `files` ({name: bytes}) and remembers what was asked of it and what it sent.
+    """Serves `files` ({name: bytes}) and records requests and sent bytes.
 
     Args:
         files: name -> content.
@@ -83,7 +83,7 @@ class FlakyServer:
         return f"{self.hub}/resolve/{name}"
 
     def answer(self, request):
-        """Answer one request: with a redirect, with bytes, or with what the file's Fault says."""
+        """Answer one request with a redirect, bytes, or the next failure of the file."""
         path, _, query = request.path.partition("?")
         role, _, name = path.lstrip("/").partition("/")
         host = request.headers["Host"].split(":")[0]
@@ -140,7 +140,7 @@ class FlakyServer:
             self.send(request, name, body)
 
     def send(self, request, name, body):
-        """Send body at the server's rate, counting what went."""
+        """Send body at the server's rate and count the bytes sent."""
         for start in range(0, len(body), BLOCK):
             block = body[start : start + BLOCK]
             request.wfile.write(block)

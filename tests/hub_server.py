@@ -12,7 +12,7 @@ PAGE = 50  # entries per page of a tree
 
 
 class Hub:
-    """What the server has and has seen; use as a context manager.
+    """The server's files and recorded requests; use as a context manager.
 
     Attributes:
         endpoint: its address as the hub; the same server is the CDN under the name localhost.
@@ -98,7 +98,7 @@ class Hub:
             return send(request, 404, headers={"X-Error-Code": "RevisionNotFound"})
         files = self.trees[dataset, revision]
         entries = [{"type": "directory", "path": "somewhere.parquet", "oid": "0", "size": 0}]
-        for path, content in sorted(files.items(), reverse=True):  # in no useful order
+        for path, content in sorted(files.items(), reverse=True):  # in arbitrary order
             known = isinstance(content, bytes)
             entry = {"type": "file", "path": path, "oid": "0"}
             entry["size"] = len(content) if known else content
@@ -134,6 +134,6 @@ def send(request, status, body=b"", headers=None):
         request.send_header(name, value)
     request.send_header("Content-Length", str(len(body)))
     request.end_headers()
-    # Who asked for a range and gets everything hangs up.
+    # A client that asked for a range and gets the full file closes the connection.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         request.wfile.write(body)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 class UploadHub:
-    """What the server has and has seen; use as a context manager.
+    """The server's files and recorded requests; use as a context manager.
 
     Attributes:
         endpoint: its address, for HF_ENDPOINT.
@@ -60,7 +60,7 @@ class UploadHub:
         self.server.server_close()
 
     def answer(self, method, path, headers, body):
-        """(status, bytes or what becomes JSON) of a request."""
+        """(status, bytes or an object to send as JSON) of a request."""
         for end, failures in self.failures.items():
             if path.endswith(end) and failures:
                 return failures.pop(0)

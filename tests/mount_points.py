@@ -1,11 +1,11 @@
-"""Folders that can be filled but not renamed or replaced, as a mount point is."""
+"""Directories that cannot be renamed or replaced, like mount points."""
 
 import errno
 import os
 
 
 def refuse_to_rename_folders(monkeypatch):
-    """Make every renaming of a folder fail, as it does for mount points and on gcsfuse."""
+    """Make every renaming of a directory fail, as for mount points and on gcsfuse."""
     for name in ("rename", "replace"):
         rename = getattr(os, name)
 

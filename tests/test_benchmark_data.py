@@ -1,4 +1,4 @@
-"""benchmarks/data.py on tiny shards: its files, its methods' pixels, its sums."""
+"""benchmarks/data.py on tiny shards: files, pixels of all methods, summaries."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ def shards_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def links(shards_dir, tmp_path_factory):
-    """What link_shards makes of them: one epoch is every row once."""
+    """Links to the shards; an epoch has every row once."""
     folder = tmp_path_factory.mktemp("bench") / "links"
     return link_shards(sorted(shards_dir.glob("*.parquet")), folder, NUM_ROWS)
 
@@ -97,7 +97,7 @@ def test_shards_are_shaped_like_the_real_ones(shards_dir):
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("method", ["ours", "ours_lanczos", "datasets", "torch"])
 def test_pixels_agree(method, num_threads, shards_dir, links):
-    """Every method gives the pairs that decode_pair gives, once an epoch.
+    """Every method yields the pairs of decode_pair, each once per epoch.
 
     Ours to the bit; the others, whose resampling is bicubic, nearly.
     """
@@ -132,7 +132,7 @@ def test_ceiling_decodes_every_pair(num_threads, shards_dir, monkeypatch):
 
 
 def test_measure_counts_whole_row_groups(monkeypatch):
-    """With a clock that every batch moves by a second: start-up and warm-up are not counted."""
+    """Start-up and warm-up are not counted; every batch advances the clock by a second."""
     now = [0.0]
 
     def batches():

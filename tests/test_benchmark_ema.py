@@ -1,4 +1,4 @@
-"""benchmarks/ema.py: its loop is the trainer's, its measures are the demo's, its sums."""
+"""benchmarks/ema.py: the trainer's loop, the demo's measures, summaries."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def loaded(config):
 
 @pytest.fixture(scope="module")
 def studied(config, loaded):
-    """The study's run: what train returns."""
+    """The result of the study's train."""
     models, pipeline, frozen, params = loaded
     programs = make_programs(config, models, params)
     plan = ema_plan("late", NUM_STEPS, fraction=0.5, decay=0.5)
@@ -85,7 +85,7 @@ def assert_alike(a, b, **tolerances):
 
 
 def test_its_run_is_the_trainers(config, studied):
-    """The average that it tracks is, to the bit, the model that the trainer writes."""
+    """The tracked average is bit-identical to the model that the trainer writes."""
     ends, _ = studied
     trainer.train(replace(config, save_raw_unet=True))
     for name, subfolder in (("late 50%", "unet"), ("none", "unet_raw")):
@@ -112,7 +112,7 @@ def test_plans_are_what_their_names_say():
 
 
 def test_rebuilding_gives_back_what_was_tracked(studied):
-    """The last snapshots themselves, up to float16, and the power average of another length."""
+    """Rebuilding gives the last snapshots, up to float16, and averages of other lengths."""
     _, snapshots = studied
     assert [(step, sigma_rel) for step, sigma_rel, _ in snapshots] == [
         (step, sigma_rel) for step in range(1, NUM_STEPS + 1) for sigma_rel in SIGMA_RELS
@@ -120,7 +120,7 @@ def test_rebuilding_gives_back_what_was_tracked(studied):
     for _, sigma_rel, params in snapshots[-2:]:
         assert_alike(rebuild(snapshots, sigma_rel), params, atol=2e-3)
 
-    # Snapshots of known weights, the step number in every place.
+    # Snapshots whose every weight is the step number.
     made, gamma, expected = [], sigma_rel_to_gamma(0.075), 0.0
     tracked = dict.fromkeys(SIGMA_RELS, 0.0)
     for step in range(1, 81):
@@ -161,7 +161,7 @@ def test_held_out_loss(demo, loaded):
 
 
 def test_edits_are_measured_as_the_demo_does(demo, loaded):
-    """Images that a pipeline makes reach the demo's measure, each at its place."""
+    """The pipeline's images reach the demo's measure in order."""
     _, pipeline, _, _ = loaded
     held_out = read_held_out(demo)
 
@@ -206,7 +206,7 @@ def test_summaries():
 
 @pytest.mark.slow
 def test_command_line(tmp_path):
-    """All of it, tiny."""
+    """The command line with tiny settings."""
     options = "--seeds 0 1 --lr_schedulers constant --max_train_steps 8"
     options += " --num_pairs 64 --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1"
     options += " --cost_rounds 1 --cost_steps 1"

@@ -39,7 +39,7 @@ def test_shapes_are_stable_diffusions():
 
 
 def test_peak_memory_and_killing(tmp_path):
-    """A process that holds 300 MB for a moment, and one that is killed when a file is there."""
+    """A process that briefly holds 300 MB, and one that is killed when a file exists."""
     hold = "import time; x = b'1' * 300_000_000; time.sleep(0.3); del x; time.sleep(0.3)"
     figures, output = run_command(["-c", f"{hold}; print('done')"])
     assert 0.27 < figures["peak_gib"] < 0.35  # 300 MB and Python's own
@@ -52,13 +52,13 @@ def test_peak_memory_and_killing(tmp_path):
 
     with pytest.raises(ChildProcessError, match="exit code 3"):
         run_command(["-c", "raise SystemExit(3)"])
-    with pytest.raises(ChildProcessError, match="exit code 0"):  # it was to be killed
+    with pytest.raises(ChildProcessError, match="exit code 0"):  # it should have been killed
         run_command(["-c", ""], kill_when=lambda: False)
 
 
 @pytest.mark.slow
 def test_command_line(tmp_path, capfd, monkeypatch):
-    """All commands, tiny; the trainer is killed and goes on."""
+    """All commands with tiny models; the trainer is killed and resumes."""
     monkeypatch.delenv("XLA_FLAGS")  # on one device
     arguments = ["commands", "--quick", "--output", str(tmp_path / "out" / "quick.json")]
     full_size.main([*arguments, "--work_dir", str(tmp_path / "work")])
@@ -124,7 +124,7 @@ def in_new_process(function, *args):
 
 
 def timed(forward):
-    """(result, seconds) of the second call: the first compiles, and brings the weights in."""
+    """(result, seconds) of the second call; the first compiles and loads the weights."""
     forward()
     started = time.perf_counter()
     return forward(), time.perf_counter() - started

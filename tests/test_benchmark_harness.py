@@ -1,4 +1,4 @@
-"""The benchmarks' harness, benchmarks/train.py and benchmarks/images.py; mistakes of all."""
+"""The benchmarks' harness, benchmarks/train.py and benchmarks/images.py; invalid flags of all."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from benchmarks.harness import in_new_process, in_turn, read_rows, rows_of, summ
 
 
 def test_summary_by_hand():
-    """A ratio is taken within its round."""
+    """Ratios are taken within each round."""
     row = {
         "batch_size": 4,
         "flops": 100.0,
@@ -74,7 +74,7 @@ def test_starts(tmp_path, capsys):
         (images, "edit --batch_sizes 1 0", "--batch_sizes 0 must be at least 1"),
         (images, "sdxl --batch_sizes", "--batch_sizes is empty; give at least one number"),
         (images, "sdxl --output README.md", "README.md cannot be read (Expecting value"),
-        (train, "step --output demo/base_model/model_index.json", "is no results file; name"),
+        (train, "step --output demo/base_model/model_index.json", "is not a results file; name"),
         (images, "sdxl --image_size 8", "--image_size 8 must be a multiple of 64"),
         (ema, "--output README.md", "README.md cannot be read (Expecting value"),
         (full_size, "starts --rounds 0", "--rounds 0 must be at least 1"),
@@ -128,5 +128,7 @@ def test_flags_that_the_trainer_refuses_are_refused():
 
 
 def test_a_killed_process_is_told():
-    with pytest.raises(ValueError, match="a process was killed, most likely as memory ran out"):
+    with pytest.raises(
+        ValueError, match="a process was killed, most likely because memory ran out"
+    ):
         in_new_process(os._exit, 9)

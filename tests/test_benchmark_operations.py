@@ -1,4 +1,4 @@
-"""benchmarks/operations.py: both sides do the same, and its command line."""
+"""benchmarks/operations.py: equal results of both libraries, and the command line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""benchmarks/tpu.py: how cycles are counted, tiny runs, mistakes."""
+"""benchmarks/tpu.py: counting of cycles, tiny runs, invalid flags."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""benchmarks/unet.py: its counts, kinds of operations, tiny runs."""
+"""benchmarks/unet.py: counting of FLOPs, kinds of operations, tiny runs."""
 
 import json
 from types import SimpleNamespace

@@ -32,7 +32,7 @@ def normal(*shape, seed=0):
 
 
 def value_and_gradients(function, args):
-    """A function's value, and the gradients of its mean product with some numbers, NumPy arrays."""
+    """A function's value and its vector-Jacobian product with random numbers, NumPy arrays."""
     out, pull = jax.vjp(function, *map(jnp.asarray, args))
     weights = normal(*out.shape, seed=1)
     return [np.asarray(x) for x in (out, *pull(jnp.asarray(weights, out.dtype)))]
@@ -47,7 +47,7 @@ def torch_value_and_gradients(function, args):
 
 
 def assert_close(found, expected, tolerance, least=0.0):
-    """Within tolerance of the largest, each, which counts as least at least."""
+    """Each array is within tolerance of its largest value, or of `least` if that is larger."""
     for ours, theirs in zip(found, expected, strict=True):
         atol = tolerance * max(np.abs(theirs).max(), least)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
@@ -100,7 +100,7 @@ def test_gated_gelu():
 
 
 def test_bfloat16_goes_in_and_comes_out():
-    """Its numbers are those of float32, rounded once; the gradient has each argument's dtype."""
+    """The result is float32's, rounded once; gradients have their arguments' dtypes."""
     x, scale, bias = jnp.asarray(normal(2, 8, 64), jnp.bfloat16), jnp.ones(64), jnp.zeros(64)
     norms = {
         "group": lambda x, dtype: group_norm(x, scale, bias, 8, 1e-5, True, dtype),
@@ -116,7 +116,7 @@ def test_bfloat16_goes_in_and_comes_out():
 
 
 def test_norms_keep_their_input_alone():
-    """What a backward pass holds, besides a few numbers per channel or position."""
+    """Only x is saved for the backward pass, and a few numbers per channel or position."""
     x, scale, bias = jnp.ones((2, 64, 32), jnp.bfloat16), jnp.ones(32), jnp.zeros(32)
     for function in (
         lambda x: group_norm(x, scale, bias, 8, 1e-5, True, jnp.bfloat16),
@@ -131,7 +131,7 @@ def test_norms_keep_their_input_alone():
 @pytest.mark.parametrize("lengths", [(256, 256), (128, 384), (1024, 2048)])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 512])
 def test_splash_is_attention(lengths, head_dim):
-    """TPU's kernel, interpreted, on its blocks' smallest sizes and its largest."""
+    """The TPU's kernel, interpreted, with its smallest and largest blocks."""
     T, S = lengths
     shapes = (1, T, 2, head_dim), (1, S, 2, head_dim), (1, S, 2, head_dim)
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
@@ -149,7 +149,7 @@ def test_splash_in_bfloat16(length):
         assert np.linalg.norm(x.astype(np.float32) - exact) < 0.008 * np.linalg.norm(exact)
 
 
-# As many logits as make one block of all 6 heads, blocks of one head, and of some of its queries.
+# Sizes for one block of all 6 heads, blocks of one head, and blocks of some of its queries.
 @pytest.mark.parametrize("num_logits", [6 * 24 * 10, 24 * 10, 9 * 10, 1])
 @pytest.mark.parametrize(("T", "S"), [(24, 10), (23, 10), (1, 10), (24, 1)])
 def test_blockwise_is_attention(num_logits, T, S, monkeypatch):
@@ -169,7 +169,7 @@ def test_blockwise_does_not_overflow():
 
 
 def test_blocks_of_blockwise(monkeypatch):
-    """About as many logits as meant, whatever divides the length; their memory is used again."""
+    """Blocks have about BLOCK_LOGITS logits for any length, and reuse memory."""
     for length in (64**2, 103**2, 128**2):
         queries = -(-length // _num_blocks(8, length, length))
         assert 0.9 * BLOCK_LOGITS < queries * length <= BLOCK_LOGITS
@@ -183,7 +183,7 @@ def test_blocks_of_blockwise(monkeypatch):
 
 
 def test_blockwise_in_bfloat16():
-    """Its numbers, of 1 and less, are float32's but for bfloat16's 8 bits."""
+    """Results, at most 1, agree with float32 to bfloat16's 8 bits."""
     args = [normal(2, 64, 4, 16, seed=i) for i in range(3)]
     args = [jnp.asarray(x, jnp.bfloat16) for x in args]
     out, pull = jax.vjp(blockwise, *args)
@@ -193,7 +193,7 @@ def test_blockwise_in_bfloat16():
     assert_close(found, [exact, *exact_pull(out.astype(jnp.float32))], 2e-2)
 
 
-@pytest.mark.parametrize("least_channels", [1, 320])  # with Winograd's way, and without it
+@pytest.mark.parametrize("least_channels", [1, 320])  # with Winograd's algorithm, and without
 @pytest.mark.parametrize("out_channels", [8, 200])  # fewer than positions, and more
 @pytest.mark.parametrize(
     ("stride", "padding"),
@@ -251,7 +251,7 @@ def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
 
 @pytest.mark.parametrize("wrap", [nn.remat, lambda module: module], ids=["remat", "plain"])
 def test_winograd_under_pmap(wrap, monkeypatch):
-    """As models use it: in a module, on several devices, recomputed or not; against XLA's own."""
+    """In a module, on several devices, with and without rematerialisation, against XLA's."""
     x = normal(2, 3, 6, 8, 12)
     module = wrap(Conv)(12)
     params = module.init(jax.random.key(0), x[0])
@@ -267,12 +267,13 @@ def test_winograd_under_pmap(wrap, monkeypatch):
     monkeypatch.setattr("kernels_flax.LEAST_CHANNELS", 1)
     jax.clear_caches()
     found = gradients()
-    assert any(not np.array_equal(a, b) for a, b in zip(found, plain))  # it is another way
+    # The algorithm is a different one.
+    assert any(not np.array_equal(a, b) for a, b in zip(found, plain))
     assert_close(found, plain, 1e-5)
 
 
 def test_convolution_of_each_platform():
-    """Matmuls on CPUs where the kernel is the larger part, or channels are many, else nowhere."""
+    """On CPUs matmuls for 1x1 kernels and few positions, Winograd for many channels; else XLA."""
 
     def lowered(platform, features, size=3, stride=1, side=4, channels=8):
         x = jax.ShapeDtypeStruct((1, side, side, channels), jnp.float32)
@@ -297,7 +298,7 @@ def test_convolution_of_each_platform():
 
 
 def lowered(platform, length, key_length=None, dtype=jnp.bfloat16, **options):
-    """A gradient of attention as it is for a platform, text."""
+    """The program of attention's gradient for a platform, text."""
     query = jax.ShapeDtypeStruct((2, length, 320), dtype)
     key = jax.ShapeDtypeStruct((2, key_length or length, 320), dtype)
 
@@ -315,7 +316,7 @@ def test_kernel_of_each_platform(monkeypatch):
     assert "tpu_custom_call" not in lowered("tpu", 1024, is_causal=True)
     assert "custom_call" not in lowered("cpu", 1024)
 
-    # As on a GPU: jax asks there for cuDNN's version, and whether the chip is young enough.
+    # As on a GPU, where jax reads cuDNN's version and the compute capability.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     def hopper(query_shape, key_shape, dtype, device):
@@ -376,7 +377,7 @@ def test_attention_is_pytorchs(is_causal):
 
 
 def test_plain_operations_can_be_counted():
-    """As many FLOPs as there are, forward: not a kernel's none, nor those of one block."""
+    """All FLOPs of the forward pass are counted, although kernels and loops hide them."""
     query = jax.ShapeDtypeStruct((2, 1024, 320), jnp.float32)
 
     def count(platform):

@@ -1,4 +1,4 @@
-"""cache_latents.py: latents against PyTorch's, training on them, and what does not go together."""
+"""cache_latents.py: latents against PyTorch's, training on them, incompatible flags."""
 # ruff: noqa: F401, F811 (fixtures of test_train.py)
 
 import json
@@ -94,7 +94,7 @@ def test_latents_are_pytorchs(model, data, kept):
 
 
 def test_batches_are_flipped_as_images_are(model, data, kept):
-    """Same rows, same order, same mirror images, same stand-in for the broken pair."""
+    """Same rows, order, mirror images and replacement of the broken pair."""
     options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
     images, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
@@ -113,7 +113,7 @@ def test_batches_are_flipped_as_images_are(model, data, kept):
 
 
 def test_images_encoded_one_by_one_or_together(model):
-    """As CPUs do, and as the other platforms do."""
+    """With the code for CPUs, and with that for other platforms."""
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
     images = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), np.uint8)
     alone = jax.jit(lambda x: encode_images(vae, params, x)).lower(images)
@@ -127,7 +127,7 @@ def test_images_encoded_one_by_one_or_together(model):
 
 @pytest.mark.parametrize("batch_size", [None, 100, 1])
 def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
-    """Filling up costs as much as pairs do. The largest row group has nine."""
+    """Padding costs as much as pairs. The largest row group has nine pairs."""
     sizes, write = set(), training_latents.write_latent_shard
     monkeypatch.setattr(
         training_latents, "write_latent_shard", lambda *args: sizes.add(args[4]) or write(*args)
@@ -138,7 +138,7 @@ def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatc
 
 
 def test_latents_are_known_as_their_images(data, kept):
-    """A run may go on with or without them, and several hosts draw the same for them."""
+    """A run may resume with or without them, and several hosts draw the same random numbers."""
     states = [
         ParquetImagePairs(str(folder), batch_size=8, resolution=16, random_crop=False).state_dict()
         for folder in (data, kept)
@@ -150,7 +150,7 @@ def test_latents_are_known_as_their_images(data, kept):
 
 
 def test_training_is_the_same(model, data, tmp_path, monkeypatch):
-    """With the latents made by the trainer itself, found by its next run, and without."""
+    """With latents that the trainer makes, with latents that it finds, and without."""
     losses, folder = [], tmp_path / "latents"
     for name, cached in (("plain", ""), ("first", str(folder)), ("second", str(folder))):
         config = config_of(
@@ -164,7 +164,7 @@ def test_training_is_the_same(model, data, tmp_path, monkeypatch):
     assert files == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
     assert losses[2] == losses[1]
-    # The folder itself can be trained on as well.
+    # The directory of latents is valid training data.
     config = config_of(model, folder, tmp_path / "third", random_crop=False, ema="none")
     run_main(config, monkeypatch)
     assert [line["loss"] for line in read_metrics(tmp_path / "third")] == losses[1]
@@ -193,7 +193,7 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
 
 
 def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path, monkeypatch):
-    """One at work says so with every batch, as a row group may take longer."""
+    """A working process touches its directory with every batch, as a row group may take long."""
     old, new = (tmp_path / "latents" / f".unfinished-{name}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir(parents=True)
@@ -214,13 +214,13 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_p
 
 
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
-    """The second of two begins with the second shard, and leaves what it finds done."""
+    """The second process begins with the second shard and skips finished ones."""
     folder, write, written = tmp_path / "latents", training_latents.write_latent_shard, []
 
     def write_both(path, *args):
         written.append(path.name)
         write(path, *args)
-        if path.name == "b.parquet":  # meanwhile the other process
+        if path.name == "b.parquet":  # by the other process meanwhile
             shutil.copy(path, path.with_name("a.parquet"))
 
     monkeypatch.setattr(training_latents, "write_latent_shard", write_both)
@@ -342,7 +342,7 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
 
 
 def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
-    """Cut, or with a cell that is too short."""
+    """A truncated shard, or one with a cell that is too short."""
     cut = tmp_path / "cut"
     shutil.copytree(kept, cut)
     (cut / "a.parquet").write_bytes((kept / "a.parquet").read_bytes()[:-100])

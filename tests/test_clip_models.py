@@ -1,6 +1,7 @@
 """FlaxCLIPTextModel, an object with config and parameters, against PyTorch's model."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ CLASSES = {
 
 @pytest.fixture(scope="module", params=CLASSES, ids=lambda cls: cls.__name__)
 def folder(request, tmp_path_factory):
-    """A folder written by a PyTorch class."""
+    """A model directory written by a PyTorch class."""
     torch.manual_seed(0)
     config = CLIPTextConfig(**CONFIG, attn_implementation="eager")
     path = tmp_path_factory.mktemp(request.param.__name__)
@@ -87,7 +88,7 @@ def test_equals_pytorch(folder, masked):
         assert len(result[name]) == len(expected[name])
         for array, tensor in zip(result[name], expected[name]):
             assert_close(array, tensor)
-    # The attention that also gives weights computes what the other does.
+    # Attention with and without returned weights gives the same states.
     np.testing.assert_allclose(ours(IDS, mask, positions)[0], result[0], atol=1e-5)
 
 
@@ -178,7 +179,7 @@ def test_a_new_token_as_textual_inversion_adds_it(model, tmp_path):
     assert json.loads((tmp_path / "larger" / "config.json").read_text())["vocab_size"] == 21
     theirs = CLIPTextModel.from_pretrained(tmp_path / "larger")
     assert_close(model(new, params=params)[0], theirs(torch.tensor(new))[0])
-    model.config.vocab_size = 20  # config and params no longer agree
+    model.config.vocab_size = 20  # config and params disagree
     with pytest.raises(ValueError, match="wrong shape: text_model/embeddings/token_embedding"):
         model.save_pretrained(tmp_path / "wrong")
 
@@ -206,7 +207,7 @@ def test_setter_and_init_weights(model):
 
 
 def test_modules_of_equal_configs_are_equal(model):
-    """So that jit compiles once for them."""
+    """Then jit compiles once for both."""
     other = FlaxCLIPTextModel(CLIPTextConfig(**CONFIG), _do_init=False)
     assert other.module == model.module and hash(other.module) == hash(model.module)
     other.config.hidden_act = "gelu"
@@ -272,7 +273,7 @@ def test_attention_dropout():
     first = train(model.params, rngs[0])
     np.testing.assert_array_equal(train(model.params, rngs[0])[0], first[0])
     assert jnp.any(train(model.params, rngs[1])[0] != first[0])
-    # Of the weights that are not 0 by causality half are dropped, the rest is doubled.
+    # Half of the weights that causality leaves are dropped, the others are doubled.
     weights = model(IDS, output_attentions=True).attentions[0]
     dropped = jnp.stack([train(model.params, rng).attentions[0] for rng in rngs])
     kept = np.asarray(dropped > 0)
@@ -288,8 +289,43 @@ def test_refuses_what_are_no_token_ids(model):
         model(np.zeros((1, 7), int))
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 5), (3, 6), (2, 1), (5,), (2, 1, 1, 6)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_refuses_masks_and_positions_of_other_shapes(folder, shape):
+    ours = CLASSES[folder[1]].from_pretrained(folder[0])
+    found = re.escape(str(shape))
+    for name, expected in (
+        ("attention_mask", r"\(2, 6\) or \(1, 6\)"),
+        ("position_ids", r"\(2, 6\) or \(1, 6\) or \(6,\)"),
+    ):
+        message = f"^{name} has shape {found}; with these input_ids it is {expected}"
+        with pytest.raises(ValueError, match=message):
+            ours(IDS, **{name: np.ones(shape, int)})
+
+
+def test_one_row_of_mask_or_positions_serves_all(folder):
+    """Against PyTorch with a row per prompt, as it takes no mask of one row."""
+    path, torch_class = folder
+    theirs = torch_class.from_pretrained(path, attn_implementation="eager").eval()
+    ours = CLASSES[torch_class].from_pretrained(path)
+    mask, positions = np.array([[1, 1, 0, 1, 0, 1]]), np.array([[2, 0, 1, 3, 5, 4]])
+    for settings in (
+        dict(attention_mask=mask),
+        dict(position_ids=positions),
+        dict(position_ids=positions[0]),
+    ):
+        tensors = {
+            name: torch.tensor(np.broadcast_to(array, (2, 6))) for name, array in settings.items()
+        }
+        expected = theirs(torch.tensor(IDS), **tensors).last_hidden_state
+        assert_close(ours(IDS, **settings).last_hidden_state, expected)
+
+
 def test_the_content_of_a_config_file(model):
-    """It serves as the config; transformers' object, slow to import, is made when it is read."""
+    """The content serves as the config; transformers' config is made at the first access."""
     bare = FlaxCLIPTextModel.from_config(CONFIG, dtype=jnp.bfloat16, output_hidden_states=True)
     assert bare.module.dtype == jnp.bfloat16
     assert bare(IDS, params=model.params).hidden_states is not None

@@ -1,4 +1,4 @@
-"""create_modified_unet.py by its command line: what it writes, its own check, bad input."""
+"""create_modified_unet.py by its command line: its output, its self-check, bad input."""
 
 import json
 import re
@@ -19,7 +19,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    """A text-to-image pipeline folder."""
+    """A text-to-image pipeline directory."""
     return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "narrow", in_channels=4)
 
 
@@ -30,12 +30,12 @@ def run_main(monkeypatch, source, output_dir, **flags):
 
 
 def read(folder):
-    """(config.json, tensors in PyTorch's naming) of a UNet folder."""
+    """(config.json, tensors in PyTorch's naming) of a UNet directory."""
     return json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
 
 
 def check_widened(source, widened, in_channels):
-    """Every tensor bit by bit, and PyTorch's outputs whatever the new channels hold."""
+    """All tensors are bit-identical, and PyTorch's outputs ignore the new channels."""
     (old_config, old), (new_config, new) = read(source), read(widened)
     assert old_config["in_channels"] == 4
     assert new_config["in_channels"] == in_channels
@@ -109,7 +109,7 @@ def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkey
 
 
 def test_the_default_is_twice_the_latents_channels(narrow, tmp_path, monkeypatch):
-    """A UNet of 6 latent channels, which makes 6: it takes 12 then."""
+    """A UNet with 6 latent channels gets 12 input channels."""
     unet = UNet2DConditionModel.from_pretrained(narrow / "unet")
     config = {**unet.config, "in_channels": 6, "out_channels": 6}
     UNet2DConditionModel.from_config(config).save_pretrained(tmp_path / "six")
@@ -121,13 +121,13 @@ def test_the_default_is_twice_the_latents_channels(narrow, tmp_path, monkeypatch
 
 
 def random_bias(params):
-    """What a bias drawn anew would do."""
+    """As with a new random bias."""
     bias = np.random.default_rng(0).normal(0, 1e-2, params["conv_in"]["bias"].shape)
     return {**params, "conv_in": {**params["conv_in"], "bias": bias.astype(np.float32)}}
 
 
 def random_kernel(params):
-    """What small random weights of the new channels would do."""
+    """As with small random weights for the new channels."""
     kernel = params["conv_in"]["kernel"].copy()
     kernel[:, :, 4:] = np.random.default_rng(0).normal(0, 1e-3, kernel[:, :, 4:].shape)
     return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}

@@ -12,7 +12,7 @@ from benchmarks.tables import fill
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-USERS_FILES = {"old_names.py"}  # that a page tells to write
+USERS_FILES = {"old_names.py"}  # files that a page tells users to write
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+(?:\n[^`\n]+)?`", re.MULTILINE | re.DOTALL)
 
 
@@ -50,7 +50,7 @@ def flags_of(script):
 
 
 def faults(text, folder):
-    """What is wrong with a page: links, anchors, files and flags that do not exist."""
+    """The problems of a page: links, anchors, files and flags that do not exist."""
     for target in LINK.findall(CODE.sub("", text)):
         path, _, anchor = target.partition("#")
         if re.match(r"https?:", target):

@@ -1,4 +1,4 @@
-"""Scripts for diffusers 0.39 run here with other import lines: drop_in/ calls as they do."""
+"""The scripts in drop_in/, with the calls of diffusers 0.39's examples, run here."""
 
 import json
 
@@ -55,7 +55,7 @@ def images(tmp_path_factory):
 
 
 def check(folder, before, prompt="make it red"):
-    """What PyTorch opens is the pipeline that ours opens, with a safety checker.
+    """PyTorch and our classes open the saved pipeline, with a safety checker.
 
     Returns:
         {part: names of its arrays that differ from those in the folder `before`}.

@@ -1,4 +1,4 @@
-"""edit_cli by its command line: what it writes, that noise follows the edit, what it refuses."""
+"""edit_cli by its command line: its files, noise per edit, refused flags."""
 
 import dataclasses
 import io
@@ -39,7 +39,7 @@ def photo(width, height, seed=0):
 
 @pytest.fixture
 def input_images(tmp_path):
-    """Five images, all but b.png landscape, one of those by its EXIF only."""
+    """Five images, all landscape except b.png, one of them by its EXIF orientation only."""
     photo(96, 72, 0).save(tmp_path / "a.png")
     photo(72, 96, 1).save(tmp_path / "b.png")
     exif = Image.Exif()
@@ -156,7 +156,7 @@ def test_sizes(size, resolution, factor, expected):
 
 
 def test_fitting_keeps_the_aspect_ratio(tmp_path):
-    """A disc stays a disc: what stands over is cropped, evenly."""
+    """A disc stays a disc: the excess is cropped evenly."""
     y, x = np.mgrid[:120, :200]
     disc = np.hypot(x - 99.5, y - 59.5) < 50
     Image.fromarray(np.where(disc, 255, 0).astype(np.uint8)).save(tmp_path / "disc.png")

@@ -48,7 +48,7 @@ PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "
 
 
 def weights_of_steps(decays):
-    """How much of each step's parameters is in an average with these decays, by ema_update."""
+    """The weight of each step's parameters in an average with these decays, by ema_update."""
     steps = np.eye(len(decays), dtype=np.float32)
     ema = ema_start({"w": jnp.full(len(decays), 7, jnp.float32)})  # forgotten: the first decay is 0
     for step, decay in zip(steps, decays):
@@ -209,7 +209,7 @@ def name_snapshot(step, sigma_rel):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder as a run with --ema power leaves it, and what other averages would have been.
+    """The directory of a run with --ema power, and other averages of the same run.
 
     Returns:
         folder; names and shapes of its UNet's tensors; kept: {step: (4, P)}, the averages of the
@@ -227,14 +227,14 @@ def run(tmp_path_factory):
         for sigma_rel, average in zip(SIGMA_RELS, averages):
             tensors = {k: torch.tensor(x) for k, x in split(average, shapes).items()}
             unet.load_state_dict(tensors)
-            # One of them in shards.
+            # One snapshot is sharded.
             size = "200KB" if step == 8 else "1GB"
             out = folder / "ema_snapshots" / name_snapshot(step, sigma_rel)
             unet.save_pretrained(out, max_shard_size=size)
     assert len(list((folder / "ema_snapshots" / "00000008-0.050").iterdir())) > 3
     (folder / "checkpoints" / "60").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
-    (folder / "ema_snapshots" / ".saving-1").mkdir()  # of a run that was killed
+    (folder / "ema_snapshots" / ".saving-1").mkdir()  # left by a killed run
     return SimpleNamespace(folder=folder, shapes=shapes, kept=kept)
 
 
@@ -326,7 +326,7 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
 
 
 def test_snapshots_as_the_trainer_writes_them(run, tmp_path, monkeypatch):
-    """Half precision, in shards, by the Flax module; the sum is not taken in half precision."""
+    """Snapshots in half precision, sharded; the sum is computed in float32."""
     folder = tmp_path / "run"
     shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("ema_snapshots"))
     unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")
@@ -347,7 +347,7 @@ def test_snapshots_as_the_trainer_writes_them(run, tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_run(run, tmp_path, monkeypatch):
-    """A copy of the run with the snapshots of two steps, to spoil; the working folder is around it.
+    """A copy of the run with the snapshots of two steps, to damage, in the working directory.
 
     Returns:
         its relative path.
@@ -418,7 +418,7 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         (nothing, {"output_dir": "run"}, "--output_dir run is in or around --train_output_dir run"),
         (nothing, {"output_dir": "run/new"}, "--output_dir run/new is in or around"),
         (nothing, {"output_dir": "."}, "--output_dir . is in or around"),
-        (nothing, {"output_dir": "file"}, "file is a file; name a folder as --output_dir"),
+        (nothing, {"output_dir": "file"}, "file is a file; name a directory as --output_dir"),
         (nothing, {"output_dir": "full"}, "full is not empty; name another --output_dir"),
         (nothing, {"output_dir": "file/out"}, "file"),
         (

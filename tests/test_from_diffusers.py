@@ -1,4 +1,4 @@
-"""What docs/from-diffusers.md says works."""
+"""The code and tables of docs/from-diffusers.md."""
 
 import importlib
 import os
@@ -40,7 +40,7 @@ def test_imports_of_the_table():
 
 
 def test_every_old_name_is_there():
-    """The left column's names are in the right column's modules."""
+    """The names in the left column exist in the modules of the right column."""
     for row in re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.MULTILINE):
         if (new := re.search(r"`from (\w+) import", row[1])) and "import" in row[0]:
             module = importlib.import_module(new[1])

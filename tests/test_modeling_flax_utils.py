@@ -74,7 +74,7 @@ def torch_model(kind):
             return diffusers.UNet2DConditionModel(**UNET, mid_block_type=None)
         case "unet_linear":
             return diffusers.UNet2DConditionModel(**UNET, use_linear_projection=True)
-        case "unet_sdxl":  # the mapping must know what the Flax UNet may learn later
+        case "unet_sdxl":  # the mapping covers modules that the Flax UNet does not implement
             return diffusers.UNet2DConditionModel(
                 **UNET,
                 use_linear_projection=True,
@@ -274,7 +274,7 @@ def test_pytorch_opens_what_we_write(kind, tmp_path):
 
 
 def test_a_widened_unet_still_has_no_middle_block(tmp_path):
-    """As create_modified_unet.py widens and saves it."""
+    """A UNet widened and saved as by create_modified_unet.py."""
     torch_model("unet_no_middle").save_pretrained(tmp_path / "narrow")
     narrow, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "narrow")
     narrow.clone(in_channels=8).save_pretrained(tmp_path / "wide", widen(params, 8))
@@ -356,7 +356,7 @@ def tiny_state(dtype=torch.float32, **extra_shapes):
 
 
 def tiny_params(dtype=np.float32):
-    """The tree tiny_state stands for, turned by hand."""
+    """The tree of tiny_state, with axes transposed by hand."""
     state = {k: v.numpy().astype(dtype) for k, v in tiny_state().items()}
     return {
         "conv_in": {
@@ -431,7 +431,7 @@ FORMS = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model folder without weights."""
+    """A model directory without weights."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
@@ -563,7 +563,7 @@ def test_damaged_files(folder, form, damage):
 
 
 def test_errors_of_the_machine_are_not_blamed_on_the_file(folder, monkeypatch):
-    """Nobody should download a file again because torch or memory is missing."""
+    """A missing torch or too little memory is not reported as a damaged file."""
     write_weights(folder, "bin")
     for error in (ImportError("No module named 'torch'"), MemoryError(), PermissionError("no")):
         reader = Mock(side_effect=error)
@@ -745,7 +745,7 @@ def test_config_is_read_only():
 
 
 def test_from_config_builds_a_hashable_module():
-    # transformers writes the stored dtype into config.json: it is not what to compute in.
+    # config.json has the dtype of the stored weights, which is not the compute dtype.
     config = {"widths": [6, 5], "dtype": "float16", "act_fn": None, "sizes": [1, 2]}
     module = TinyModel.from_config(config, in_channels=8, gradient_checkpointing=True)
     assert module == TinyModel(8, (6, 5), jnp.float32, True)
@@ -850,7 +850,7 @@ def test_interrupted_save_leaves_the_folder_as_it_was(tmp_path, monkeypatch, int
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
 
     def half_a_file(tensors, file, metadata):
-        assert Path(file).parent.parent == tmp_path  # moving in must not cross file systems
+        assert Path(file).parent.parent == tmp_path  # renaming must not cross file systems
         Path(file).write_bytes(b"half")
         raise interruption
 
@@ -882,14 +882,15 @@ def test_memory(tmp_path):
     module.save_pretrained(tmp_path, params)
     reading, (_, loaded) = peak_bytes(lambda: TinyModel.from_pretrained(tmp_path))
     assert_same_tree(loaded, params)
-    assert size <= reading < size + 2 * one_mb  # a few tensors in passing, not the file again
+    # A few tensors at a time, not a second copy of the file.
+    assert size <= reading < size + 2 * one_mb
     del loaded
     writing, _ = peak_bytes(
         lambda: module.save_pretrained(
             tmp_path, params, max_shard_size=2 * one_mb, flax_msgpack=True
         )
     )
-    assert writing < 4 * one_mb  # on top of params: one shard and small change
+    assert writing < 4 * one_mb  # on top of params: one shard and a few MB
     assert size > 8 * one_mb
 
 
@@ -900,7 +901,7 @@ REPOSITORY, COMMITS = "someone/images", {"main": "a" * 40, "v2": "b" * 40}
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """A cache as the hub client leaves it: two revisions of a pipeline with different weights."""
+    """A cache of the hub client with two revisions of a pipeline, with different weights."""
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--someone--images"
@@ -921,12 +922,12 @@ def test_hub_subfolder_and_revision(hub_cache, revision, number):
 
 
 def test_hub_errors(hub_cache):
-    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(not a folder"):
+    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(not a directory"):
         TinyModel.from_pretrained(REPOSITORY)
-    with pytest.raises(ValueError, match=r"unet \(not a folder.*revision v3\).*HF_HUB_OFFLINE"):
+    with pytest.raises(ValueError, match=r"unet \(not a directory.*revision v3\).*HF_HUB_OFFLINE"):
         TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")
     for path in ("/no/such/folder", "./model", "a/b/c", "~/model"):
-        with pytest.raises(ValueError, match=re.escape(f"{path} is not a folder and cannot be")):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a directory and cannot be")):
             TinyModel.from_pretrained(path)
 
 

@@ -25,7 +25,7 @@ from modeling_flax_utils import torch_to_flax
 from modeling_flax_vae import FlaxAutoencoderKL, FlaxDiagonalGaussianDistribution
 
 TOLERANCE = 2e-4  # of the largest output, float32
-BF16_TOLERANCE = 5e-2  # bfloat16 keeps 8 bits: 0.4% a rounding, and there are dozens on the way
+BF16_TOLERANCE = 5e-2  # bfloat16 has 8 bits: 0.4% per rounding, and dozens of roundings
 PUBLISHED_SHAPES = Path(__file__).parent / "published_flax_param_shapes.json"
 
 SD1_BLOCKS = dict(
@@ -335,7 +335,7 @@ def test_vae_equals_pytorch(name):
     decode = jax.jit(lambda v, z: ours.apply(v, z, method=ours.decode))
     assert error(decode(variables, to_jax(expected.mode())).sample, decoded) < TOLERANCE
 
-    if batch == 1:  # enough of those that take as long to compile
+    if batch == 1:  # other cases take as long to compile
         rough = ours.clone(dtype=jnp.bfloat16)
         decode = jax.jit(partial(rough.apply, method=rough.decode))
         result = decode(variables, to_jax(expected.mode())).sample
@@ -412,7 +412,7 @@ def test_clip_equals_pytorch(classes, name):
     ours = classes[1](CLIPTextConfig(**config), _do_init=False)
     params = flax_params(theirs)
     ids = torch.randint(3, 97, (3, 20))
-    ids[0, 5:], ids[1, 19], ids[2, 11:] = 98, 98, 98  # the end of text is the padding as well
+    ids[0, 5:], ids[1, 19], ids[2, 11:] = 98, 98, 98  # the end-of-text token is also the padding
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0
     for given in (None, mask):

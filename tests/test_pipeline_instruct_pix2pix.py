@@ -1,4 +1,4 @@
-"""The edit pipeline against PyTorch diffusers', over devices, batches, scales, and on disk."""
+"""The editing pipeline against PyTorch diffusers: devices, batches, scales, files."""
 
 import errno
 import json
@@ -112,14 +112,14 @@ def test_images_are_those_of_pytorch(
     assert images.dtype == jnp.float32
     assert images.shape == (batch, height, width, 3)
     assert psnr(images, expected) > 60
-    # The measure is not blind to what was asked for.
+    # The measure is sensitive to the instruction.
     others = pipeline.prepare_text_inputs(["make it black and white"] * batch)
     assert psnr(edit(others).images, expected) < 45
 
 
 @pytest.mark.parametrize(("s_T", "s_I"), [(1.0, 1.5), (7.5, 0.5)])
 def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch, s_T, s_I):
-    """PyTorch guides above s_T = 1 and from s_I = 1 on; the paper's equation 3 has no threshold."""
+    """PyTorch guides only if s_T > 1 and s_I >= 1; the paper's equation 3 has no threshold."""
     input_images, latents = random_inputs(1, 32, 32)
     scales = dict(guidance_scale=s_T, image_guidance_scale=s_I)
     unguided = edit_with_torch(folder, PROMPTS[:1], input_images, latents, **scales)
@@ -151,7 +151,7 @@ def test_saved_folder_gives_the_same_image_in_pytorch(folder, loaded, tmp_path):
     index = json.loads((saved / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionInstructPix2PixPipeline"
     assert index["scheduler"] == ["diffusers", "DDIMScheduler"]
-    # What transformers before 5.0 opens.
+    # Files that transformers before 5.0 opens.
     for name in ("vocab.json", "merges.txt"):
         assert (saved / "tokenizer" / name).exists()
     vocab = json.loads((saved / "tokenizer" / "vocab.json").read_text())
@@ -241,7 +241,7 @@ def test_a_save_that_is_interrupted_while_writing_changes_nothing(
 def test_a_save_that_is_interrupted_while_moving_is_no_model(
     folder, loaded, tmp_path, monkeypatch, moved
 ):
-    """Over an old model, which looks complete without the new one's last file."""
+    """An interrupted save over an old model does not leave a directory that looks complete."""
     pipeline, params = loaded
     pipeline.save_pretrained(tmp_path / "expected", params)
     expected = files_of(tmp_path / "expected")
@@ -262,7 +262,7 @@ def test_a_save_that_is_interrupted_while_moving_is_no_model(
 
 @pytest.mark.parametrize("name", ["unet", "vae/config.json"])
 def test_what_is_in_the_way_of_a_save_keeps_both_models(folder, loaded, tmp_path, name):
-    """A file where a folder goes, and a folder where a file goes."""
+    """A file in the place of a directory, and a directory in the place of a file."""
     pipeline, params = loaded
     old = shutil.copytree(folder, tmp_path / "old")
     if name == "unet":
@@ -282,7 +282,7 @@ def test_what_is_in_the_way_of_a_save_keeps_both_models(folder, loaded, tmp_path
 
 
 def test_devices_and_batches_share_out_the_same_images(folder):
-    """A noisy scheduler: the noise of every step has to follow the image, too."""
+    """With a scheduler that draws noise, the noise of every step also depends on the image only."""
     config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
     scheduler, _ = make_scheduler("euler_ancestral", config)
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
@@ -355,13 +355,13 @@ def test_branches_needed(s_T, s_I, branches):
 
 
 class CountingPipeline(FlaxStableDiffusionInstructPix2PixPipeline):
-    """Notes the branches of each trace, that is, of each compilation."""
+    """Records the branches of each trace, that is, of each compilation."""
 
     traces = ()
 
     def _generate(self, *, image, branches, guidance_scale, image_guidance_scale, **others):
         type(self).traces += (branches,)
-        # Tracing is what is counted; the program itself need not be a model's.
+        # The test counts traces, so any program will do.
         return image * guidance_scale + image_guidance_scale
 
 
@@ -396,7 +396,7 @@ def test_bfloat16_keeps_the_scheduler_in_float32(folder):
         "float32",
         "int32",
     }
-    # Users cast whole trees; the schedule must survive that as well.
+    # Users cast the complete tree; the schedule keeps its precision.
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, params)
     inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
     edit = partial(
@@ -471,14 +471,14 @@ def test_images_of_any_mode_become_rgb():
     rgb = np.stack([grey] * 3, -1)
     alpha = np.array([[255, 255], [255, 0]], np.uint8)
     clear = rgb.copy()
-    clear[1, 1] = 0  # what hides under transparency must not show
+    clear[1, 1] = 0  # colours below full transparency do not show
     rgba = Image.fromarray(np.dstack([clear, alpha]))
     palette = Image.fromarray(rgb).convert("P", palette=Image.Palette.ADAPTIVE)
     for image in (
         Image.fromarray(rgb),
         Image.fromarray(grey),
         Image.fromarray(grey.astype(np.uint16) * 257),
-        Image.fromarray(grey.astype(np.int32) * 257),  # what a 16-bit PGM opens as
+        Image.fromarray(grey.astype(np.int32) * 257),  # the mode of a 16-bit PGM
         palette,
         rgba,
     ):
@@ -516,7 +516,7 @@ def edit_json(file, **changes):
         (lambda f: (f / "model_index.json").unlink(), "no model_index.json; give"),
         (lambda f: (f / "tokenizer/vocab.json").unlink(), "the tokenizer of "),
         (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
-        (lambda f: shutil.rmtree(f), "is not a folder.*check the path"),
+        (lambda f: shutil.rmtree(f), "is not a directory.*check the path"),
     ],
 )
 def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message):
@@ -533,7 +533,7 @@ IMAGE = np.zeros((16, 16, 3), np.uint8)
 
 
 def pixel(value, dtype):
-    """An image of two values: 0 and this."""
+    """An image with the two values 0 and `value`."""
     return Image.fromarray(np.array([[0, value]], dtype))
 
 

@@ -55,7 +55,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder for each kind; the posterior of its VAE is a point, so that nothing is drawn."""
+    """A directory per kind of model, whose VAE has a posterior without variance."""
     root = tmp_path_factory.mktemp("models")
     options = dict(in_channels=4, vae_channels=(8, 8, 16, 16))
     sd = make_tiny_pipeline(root / "sd", **options)
@@ -195,7 +195,7 @@ def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
 
 @pytest.mark.slow
 def test_base_then_refiner(folders, xl):
-    """Latents go from one to the other; on several devices the same; sizes that differ do not."""
+    """The refiner continues from the base's latents, also on several devices, of one size only."""
     base, params = xl
     key = jax.random.key(0)
     latents = base(
@@ -225,7 +225,7 @@ def test_base_then_refiner(folders, xl):
 
 @pytest.mark.parametrize(("pixels", "at_once"), [(1, 1), (4 * 16 * 16, 3), (10**6, 6)])
 def test_many_images_are_decoded_in_parts(folders, monkeypatch, pixels, at_once):
-    """As many at once as divide their number, and no more pixels than that."""
+    """Images are decoded in equal groups of limited size."""
     vae, params = FlaxAutoencoderKL.from_pretrained(folders["sd"], subfolder="vae")
     latents = np.random.default_rng(0).standard_normal((6, 4, 2, 2), np.float32)
     whole = decode(vae, params, jnp.asarray(latents))
@@ -320,7 +320,7 @@ def test_views_of_writeable_arrays_are_copied_in_every_call(
 
 @pytest.mark.parametrize("other", ["params", "nothing"])
 def test_params_on_the_device_are_dropped(folders, params_of_program, monkeypatch, other):
-    """When other parameters come, before these are copied, or when the user drops them."""
+    """Copies are deleted before other parameters are copied, or with the user's arrays."""
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
     params, others = (jax.tree.map(unaligned, params) for _ in range(2))
     prompt_ids, key = pipeline.prepare_inputs("it"), jax.random.key(0)
@@ -345,7 +345,7 @@ def test_params_on_the_device_are_dropped(folders, params_of_program, monkeypatc
         assert len(alive) == len(numpy_copies) and set(alive) == {0}
     else:
         del params
-        gc.collect()  # jax frees what it has read from when it comes to it
+        gc.collect()  # jax releases the source of a copy asynchronously
         assert all(copy() is None for copy in numpy_copies)
 
 
@@ -395,7 +395,7 @@ def test_pndm_from_a_image(folders):
 
 
 def replace_scheduler(pipeline, params, name):
-    """The pipeline with another scheduler, made from its own one's options."""
+    """The pipeline with another scheduler, made from the config of its own."""
     scheduler, params["scheduler"] = make_scheduler(name, pipeline.scheduler.config)
     return replace(pipeline, scheduler=scheduler)
 

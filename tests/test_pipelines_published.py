@@ -1,4 +1,4 @@
-"""What pipelines of diffusers 0.39 offered besides sampling, and inpainting, against PyTorch's."""
+"""The published pipelines' other methods, and inpainting, against PyTorch."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ KEY = jax.random.key(0)
 
 
 def make_sharp_vae(folder):
-    """Make the posterior of a folder's VAE a point, so that nothing is drawn."""
+    """Remove the variance of the posterior of a directory's VAE."""
     vae = AutoencoderKL.from_pretrained(folder / "vae")
     with torch.no_grad():
         vae.quant_conv.weight[4:] = 0
@@ -347,7 +347,7 @@ def test_config_of_a_pipeline(folders, tmp_path):
 
 @pytest.mark.parametrize("folder", ["sd", pytest.param("p2p", marks=pytest.mark.slow)])
 def test_the_text_encoders_config_may_change(folders, folder, caplog):
-    """It is the one part of a pipeline that may: compiled programs follow."""
+    """The text encoder's config is the only one that may change; programs are recompiled."""
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders[folder])
     prompt_ids = pipeline.prepare_text_inputs("make it red")
     images = {"p2p": [np.zeros((1, 3, 16, 16), np.float32)]}.get(folder, [])

@@ -118,7 +118,7 @@ def parameters(signature):
 
 
 def differences(name):
-    """Yield ("member" or "method(parameter)", what differs) of a published class and ours."""
+    """Yield ("member" or "method(parameter)", difference) of a published class and ours."""
     cls, instance = ours()[name], make(name)
     for member, signature in members(name).items():
         if signature is None:
@@ -135,7 +135,7 @@ def differences(name):
 
 
 def signature_differences(method, signature, got):
-    """Yield ("method(parameter)", what differs) of a published signature and our parameters."""
+    """Yield ("method(parameter)", difference) of a published signature and our parameters."""
     takes_any = {parameter.kind for parameter in got} & VARIADIC
     if takes_any == VARIADIC:  # then test_states_are_created calls it
         return

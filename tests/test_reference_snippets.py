@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - lines as the documents have them
-"""The documents that users come from, their JAX code run as it stands there, on eight devices.
+"""Runs the JAX code of published tutorials unchanged, on eight devices.
 
 Sources: Hugging Face's guide "JAX/Flax" (and the notebook it grew from), and "Stable Diffusion XL
 for JAX + TPUv5e". What differs from them: the import lines of the classes that are ours, names of
@@ -258,7 +258,7 @@ from scheduling_flax import FlaxDDPMScheduler, FlaxPNDMScheduler
 
 
 def run_snippet(code, tmp_path, **names):
-    """Run code with SHOW and names defined, on eight devices; what it showed, lines."""
+    """Run code with SHOW and names defined, on eight devices; return the shown lines."""
     shown = tmp_path / "shown"
     names = "".join(f"{name} = {value!r}\n" for name, value in names.items())
     prelude = f"def SHOW(*values):\n    print(*values, file=open({str(shown)!r}, 'a'))\n{names}"

@@ -1,6 +1,7 @@
 """FlaxStableDiffusionSafetyChecker against PyTorch's, with weights that flag some images."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import flax
@@ -156,7 +157,7 @@ def test_the_pure_checker_in_jit_and_pmap(ours, features):
 
 
 def test_files_of_pytorch_and_the_hub(theirs, ours, features, tmp_path):
-    """PyTorch today says vision_model once, the files on the hub say it twice."""
+    """Current PyTorch has the prefix vision_model once, files on the hub have it twice."""
     state = theirs.state_dict()
     assert "vision_model.post_layernorm.bias" in state
     folder = tmp_path / "theirs"
@@ -235,8 +236,11 @@ def test_new_checkers_flag_nothing(features):
 
 
 def test_refuses_what_does_not_fit(ours, images, tmp_path):
-    with pytest.raises(ValueError, match=r"\(48, 48, 3\).*takes \(32, 32, 3\); resize them with"):
+    with pytest.raises(ValueError, match=r"takes \(batch, 3, 32, 32\); resize the images"):
         ours.filter_images(images, CLIPImageProcessorPil(size=dict(shortest_edge=48), crop_size=48))
+    for shape in ((3, 32, 32), (2, 32, 32, 3), (2, 3, 48, 48)):
+        with pytest.raises(ValueError, match=f"clip_input has shape {re.escape(str(shape))}; this"):
+            ours(np.zeros(shape, np.float32))
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     config["vision_config"]["hidden_act"] = "relu"
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))

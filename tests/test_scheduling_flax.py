@@ -1,4 +1,4 @@
-"""The schedulers against PyTorch diffusers' over whole trajectories, and against closed forms."""
+"""The schedulers against PyTorch diffusers' over full trajectories, and against closed forms."""
 
 import json
 import sys
@@ -121,7 +121,7 @@ def test_whole_trajectories_match_pytorch(name, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULERS if name not in ("pndm", "lms")])
 def test_beginning_in_the_middle_matches_pytorch(name, monkeypatch):
-    """As image-to-image does; multistep methods have nothing to look back on."""
+    """As in image-to-image; multistep methods start without history."""
     for num_steps, first_step in ((5, 4), (12, 5), (30, 7)):
         config = STABLE_DIFFUSION | BASE[name] | {"steps_offset": 1}
         assert_same_trajectory(
@@ -132,7 +132,7 @@ def test_beginning_in_the_middle_matches_pytorch(name, monkeypatch):
 
 
 def test_pndm_begins_anew_in_the_middle(monkeypatch):
-    """PyTorch's loses step there; with noise that never changes it has to be DDIM's path."""
+    """PyTorch is one step off here; with constant noise the path must be DDIM's."""
     config = STABLE_DIFFUSION | {"steps_offset": 1, "skip_prk_steps": True}
     monkeypatch.setitem(globals(), "model", lambda x, t: np.full_like(x, 0.3))
     ddim, path = flax_trajectory(
@@ -144,7 +144,7 @@ def test_pndm_begins_anew_in_the_middle(monkeypatch):
 
 
 def test_lms_begins_anew_in_the_middle(monkeypatch):
-    """PyTorch's takes weights of slopes it lacks; one that never changes has to be Euler's path."""
+    """PyTorch uses weights of missing slopes; with a constant slope the path must be Euler's."""
     config = STABLE_DIFFUSION | {"steps_offset": 1}
     monkeypatch.setitem(globals(), "model", lambda x, t: np.full_like(x, 0.3))
     assert_same_trajectory(

@@ -296,7 +296,7 @@ def test_multistep_schedulers_begin_anew_at_any_timestep(name):
         out = jnp.asarray(np.float32(model(scaled, float(t))))
         x, state = scheduler.step(state, out, t, x, return_dict=False)
         samples.append(x)
-    # LMS looks back at slopes, of which the levels before the first one are not needed.
+    # LMS needs no sigmas before those of its stored slopes.
     assert_same_trajectory((timesteps, np.array(samples)), (timesteps, expected), name)
 
 
@@ -322,7 +322,7 @@ def test_lms_of_lower_order_matches_pytorch(order):
 
 
 def test_pndm_steps_of_both_kinds_match_pytorch():
-    """The published loops call step_prk and step_plms; a whole run by step is the same."""
+    """The published loops call step_prk and step_plms; a full run by step is the same."""
     config = STABLE_DIFFUSION | {"steps_offset": 1}
     scheduler, start = make_scheduler("pndm", config)
     reference = diffusers.PNDMScheduler(**config)

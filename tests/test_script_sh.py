@@ -219,7 +219,9 @@ def test_wrong_short_and_absent_files_are_named_and_the_others_complete(tmp_path
         assert any(
             line.startswith(f"missing: {absent}: ") and "not found" in line for line in lines
         )
-        assert (dest / ".unfinished").is_dir(), "the loader must see that this folder is not whole"
+        assert (dest / ".unfinished").is_dir(), (
+            "the loader must see that the directory is incomplete"
+        )
         for name in (right, once):
             assert (dest / name).read_bytes() == files[name]
         # A file below 1 MiB is one request; a wrong one is requested twice.

@@ -125,12 +125,12 @@ def cut_off(file):
 
 
 def other(**changes):
-    """As if something else had made it."""
+    """Return a function that changes the cache key of a saved executable."""
 
     def spoil(file):
         header, content = file.read_bytes().split(b"\n", 1)
         header = json.loads(header)
-        header["what"] |= changes
+        header["cache_key"] |= changes
         file.write_bytes(json.dumps(header).encode() + b"\n" + content)
 
     return spoil
@@ -151,7 +151,7 @@ def other(**changes):
 def test_what_is_stale_or_damaged_is_compiled_again(
     model, store, tmp_path, monkeypatch, capsys, spoil, reason
 ):
-    """It says why, and the next start loads again."""
+    """The script prints the reason, and the next start loads again."""
     folder = tmp_path / "store"
     flags = [*flags_of(model, tmp_path / "out"), "--executable_dir", str(folder)]
     flags += ["--num_inference_steps", "1", "--prompt", "it", "--num_images", "1"]
@@ -187,14 +187,14 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match="who could replace"):
         ExecutableStore(folder)
-    tmp_path.chmod(0o1777)  # as /tmp is
+    tmp_path.chmod(0o1777)  # like /tmp
     ExecutableStore(folder)
 
 
 def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
     store = ExecutableStore(tmp_path / "store")
     args = (np.ones(3, np.float32),)
-    with no_compilation_cache():  # a program that jax has read from it cannot be kept
+    with no_compilation_cache():  # an executable from that cache cannot be saved
         compiled = jax.jit(lambda x: x + 1).lower(*args).compile()
     store.save("add", {"a": 1}, compiled)
     trees = jax.tree.structure((args, {})), jax.tree.structure(0)
@@ -212,13 +212,13 @@ def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
     file.symlink_to(tmp_path / "elsewhere")
     assert "cannot be read" in load()[1]
     file.unlink()
-    file.write_bytes(b'{"what": 1, "sha256": ""}\n')
+    file.write_bytes(b'{"cache_key": 1, "sha256": ""}\n')
     assert load() == (None, f"{file} is damaged")
 
 
 @pytest.mark.slow
 def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
-    """A program that jax read from its own cache could be loaded again, but not run."""
+    """Executables are compiled without jax's cache, as cached ones could not run after loading."""
     program = """if True:
         import sys
         import jax
@@ -244,7 +244,7 @@ def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
 
 
 def test_what_an_executable_depends_on(tmp_path, monkeypatch):
-    """Each of these makes another one."""
+    """Each of these changes gives another cache key."""
     caller = tmp_path / "caller.py"
     caller.write_text("1")
     seen = []
@@ -338,7 +338,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
     ],
 )
 def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, flags, message):
-    """And before gigabytes are read."""
+    """Mistakes are found before weights are read."""
     np.save(tmp_path / "noise.npy", np.zeros((2, 4, 8, 8), np.float32))
     np.save(tmp_path / "broken.npy", np.full((1, 4, 8, 8), np.nan, np.float32))
     np.savez(tmp_path / "empty.npz", noise=np.zeros(3))
@@ -369,7 +369,7 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
 
 @pytest.fixture
 def no_programs(programs):
-    """jax was told of no folder for compiled programs yet."""
+    """Unsets the directory of jax's compilation cache during a test."""
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     jax.config.update("jax_compilation_cache_dir", programs)
@@ -379,7 +379,7 @@ def test_compilation_cache_dir(no_programs, tmp_path):
     assert not use_compilation_cache("")
     assert use_compilation_cache(str(tmp_path / "new" / "folder"))
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "new" / "folder")
-    assert not use_compilation_cache(str(tmp_path / "other"))  # there is one
+    assert not use_compilation_cache(str(tmp_path / "other"))  # one is set already
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 

@@ -1,4 +1,4 @@
-"""tpu_compile.py: its shapes against a run's own, its sums by hand, its command line."""
+"""tpu_compile.py: shapes against those of a run, figures by hand, the command line."""
 
 import importlib.util
 import json
@@ -70,13 +70,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def libtpu_environment(monkeypatch):
-    """What slice_devices sets, taken back after the test."""
+    """Restores the settings that slice_devices changes."""
     for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
 def flags(model, **more):
-    """Train of the tiny pipeline."""
+    """The flags `train` for the tiny pipeline."""
     paths = {"pretrained_model_name_or_path": str(model)}
     return Train(**{**paths, "tpu": "v5e-4", "resolution": 16, "train_batch_size": 8, **more})
 
@@ -89,13 +89,13 @@ def run(*args):
 
 
 def tensor_shapes(folder):
-    """The shapes of a folder's weights, in PyTorch's naming."""
+    """The shapes of a directory's weights, in PyTorch's naming."""
     with safe_open(next(folder.glob("*.safetensors")), "np") as tensors:
         return [tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()]  # noqa: SIM118
 
 
 def elements(shapes, num_slices=1):
-    """How many numbers one of num_slices holds: its part of what has a divisible axis."""
+    """Number of values in one of num_slices shards; arrays without a divisible axis count fully."""
     cut = [any(size % num_slices == 0 for size in shape) for shape in shapes]
     return sum(int(np.prod(shape)) // (num_slices if c else 1) for shape, c in zip(shapes, cut))
 
@@ -254,7 +254,7 @@ def test_report_by_hand(model):
 
 @pytest.mark.slow
 def test_sdxl_counts_every_step(tmp_path):
-    """The loop's body is in the whole program once, so the other steps' are added."""
+    """The program has the loop's body once; the figures count it for every step."""
     model = make_tiny_xl(tmp_path / "xl")
     few, more = (
         Sdxl(
@@ -281,7 +281,7 @@ def test_sdxl_counts_every_step(tmp_path):
     unet = tpu_compile.compile_for(one_step, find_slice("v5e-4"), jax.devices())
     extra = reports[1]["flops"] - reports[0]["flops"]
     assert extra == pytest.approx(3 * unet["flops"], rel=0.05)
-    # As lowered, where fusions have not come yet, both have the loop's body once.
+    # Lowered programs, before fusion, have the loop's body once.
     extra = reports[1]["hbm_bytes"] - reports[0]["hbm_bytes"]
     assert extra == pytest.approx(3 * unet["hbm_bytes"], rel=0.3)
     memory = reports[1]["memory"]
@@ -293,7 +293,7 @@ def test_sdxl_counts_every_step(tmp_path):
 
 @pytest.mark.slow
 def test_sdxl_counts_every_image(tmp_path, monkeypatch):
-    """Also where they are decoded one after the other, in a loop."""
+    """Also if images are decoded one after the other, in a loop."""
     monkeypatch.setattr(sampling_flax, "DECODED_PIXELS", 1)
     model = make_tiny_xl(tmp_path / "xl")
     config = Sdxl(
@@ -342,7 +342,7 @@ def test_padding_is_that_of_tiles(libtpu_environment):
 
 @needs_libtpu
 def test_nothing_is_kept_in_the_cache(libtpu_environment, programs, tmp_path):
-    """It could not be read back, which jax would warn of."""
+    """jax cannot read such an executable back and would warn."""
     devices = slice_devices(find_slice("v5e-4"))
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
@@ -353,7 +353,7 @@ def test_nothing_is_kept_in_the_cache(libtpu_environment, programs, tmp_path):
 
 
 def test_traffic_by_hand():
-    """A fusion, copies to VMEM, a loop's body as often as it is run; nothing of what is in VMEM."""
+    """Counts a fusion, copies to VMEM and every iteration of a loop, but no access to VMEM."""
     text = """HloModule jit_f, is_scheduled=true
 
 %fused (p: f32[256]) -> f32[256] {
@@ -455,7 +455,7 @@ ENTRY %main (a: f32[256], b: f32[64], i: s32[]) -> f32[32] {
 }
 """
     assert hbm_bytes(text) == (256 + 256 + 256) + (128 + 128)
-    both = text.replace("add(%s, %q)", "add(%s, %p)")  # all of it, too
+    both = text.replace("add(%s, %q)", "add(%s, %p)")  # also the full array
     assert hbm_bytes(both) == (1024 + 256) + (128 + 128)
     slice_again = "bitcast(%p)\n  %t = f32[64]{0:T(256)} dynamic-slice(%v, %i)"
     twice = text.replace("  ROOT %n", f"  %v = f32[256]{{0:T(256)}} {slice_again}\n  ROOT %n", 1)
@@ -484,7 +484,7 @@ ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
 
 @pytest.mark.slow
 def test_flops_count_all_micro_batches(model):
-    """Twice the pairs are twice the work; micro-batches change nothing."""
+    """Twice the pairs need twice the FLOPs; micro-batches change nothing."""
     paths = {"pretrained_model_name_or_path": str(model)}
     unet = Unet(tpu="v5e-4", resolution=16, mixed_precision="no", **paths)
     one, two = (tpu_compile.count_flops(unet, n) for n in (2, 4))
@@ -536,7 +536,7 @@ def test_what_kernels_access_is_added(libtpu_environment):
 @pytest.mark.slow
 @needs_libtpu
 def test_a_step_does_not_copy_the_parameters(libtpu_environment):
-    """It moves less than 9 times their size, and updates its shards in place."""
+    """The optimizer moves less than 9 times the parameters' size, in place."""
     n, tx = 4, optax.adamw(1e-4)
     devices = slice_devices(find_slice("v5e-4"))
     shapes = [jax.ShapeDtypeStruct((2560, 2560), jnp.float32)] * 20  # more than the VMEM holds
@@ -654,7 +654,7 @@ def test_command_line(model, tmp_path):
 @pytest.mark.slow
 @needs_libtpu
 def test_training_step(model, tmp_path):
-    """Sizes of a training step's parts; and micro-batches change neither them nor the FLOPs."""
+    """Sizes of a training step's parts; micro-batches change neither these nor the FLOPs."""
     output = tmp_path / "report.json"
     reports = []
     for num_micro_batches in (1, 2):
@@ -690,7 +690,7 @@ def test_training_step(model, tmp_path):
 
 
 def mistake(monkeypatch, capsys, *args):
-    """The one line that a mistake ends in."""
+    """The error line of a command that fails."""
     with pytest.raises(SystemExit) as stopped:
         tpu_compile.main(["train", *args])
     assert stopped.value.code == 2

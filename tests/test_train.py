@@ -79,7 +79,7 @@ COLUMNS = ("original_image", "edit_prompt", "edited_image")
 
 @pytest.fixture(scope="module", autouse=True)
 def lenient_optimizer():
-    """Optax alone is let off strict promotion."""
+    """Disables strict dtype promotion inside Optax only."""
     make_optimizer = trainer.make_optimizer
 
     def make_lenient_optimizer(*args):
@@ -94,7 +94,7 @@ def lenient_optimizer():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A pipeline folder; its unet/ has 8 input channels, as a widened one."""
+    """A pipeline directory whose unet/ has 8 input channels, like a widened one."""
     return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", **SIZE)
 
 
@@ -106,7 +106,7 @@ def encoded(seed):
 
 
 def write_shard(path, num_rows, seed=0, broken=(), columns=COLUMNS):
-    """A parquet shard in the public dataset's schema; the original of the rows `broken` is none."""
+    """A parquet shard in the public dataset's schema; rows `broken` have no original image."""
     originals = [b"no image" if i in broken else encoded([seed, i, 0]) for i in range(num_rows)]
     edits = [encoded([seed, i, 1]) for i in range(num_rows)]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(num_rows)]
@@ -175,7 +175,7 @@ def test_dropout_follows_the_table(rate):
     text = rng.standard_normal((B, 2, 3), np.float32)
     null_text = rng.standard_normal((1, 2, 3), np.float32)
     latents = rng.standard_normal((B, 4, 1, 2), np.float32)
-    latents[:, 0] = np.inf  # nothing may leak, as it would if dropping were multiplying by 0
+    latents[:, 0] = np.inf  # multiplied by 0 instead of dropped, it would give NaN
     pooled, ids = text[:, 0], np.arange(B)
     new_text, new_latents = trainer.conditioning_dropout(
         keys,
@@ -184,7 +184,7 @@ def test_dropout_follows_the_table(rate):
         latents,
         rate,
     )
-    np.testing.assert_array_equal(new_text["ids"], ids)  # the null text has none
+    np.testing.assert_array_equal(new_text["ids"], ids)  # the null text has no such leaf
     np.testing.assert_array_equal(new_text["pooled"], new_text["states"][:, 0])
     new_text = new_text["states"]
 
@@ -325,7 +325,7 @@ def test_learning_rates_are_diffusers(name, warmup):
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_min_snr(prediction_type):
-    """Hugging Face's weights on each sample's error."""
+    """The weights of each sample's error in Hugging Face's trainer."""
     scheduler = FlaxDDPMScheduler.from_config(
         {"prediction_type": prediction_type, "beta_schedule": "scaled_linear"}
     )
@@ -355,7 +355,7 @@ def test_min_snr(prediction_type):
 
 
 def test_optimizer_is_pytorchs_adamw_with_clipping():
-    """Hugging Face's settings, gradients both above and below the norm to clip at."""
+    """Hugging Face's settings, with gradient norms above and below the clipping threshold."""
     rng = np.random.default_rng(0)
     shapes = {"kernel": (5, 3), "bias": (3,), "scale": (1,)}
     params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -409,7 +409,7 @@ def make_batch(seed):
 
 
 class Parallel:
-    """train_step compiled as train() does it; `run` starts it afresh."""
+    """train_step compiled as in the trainer; `run` starts from the initial state."""
 
     def __init__(self, config, num_devices=NUM_DEVICES, **options):
         self.config = config
@@ -449,7 +449,7 @@ def parallel(model, data, lenient_optimizer):
 
 
 def draws_by_hand(seed, step, side=RUN["resolution"] // 2):
-    """What a step draws for the rows of a global batch, from seed, step and row alone."""
+    """The random numbers of a step for the rows of a global batch, from seed, step and row."""
     rows = []
     for row in range(RUN["train_batch_size"]):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), step), row)
@@ -543,12 +543,12 @@ def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder):
 
 
 def test_four_devices_are_pytorch_on_one(model, parallel):
-    """All from pixels to weights: latents, draws, dropout, loss, the devices' mean, AdamW."""
+    """From pixels to weights: latents, random numbers, dropout, loss, mean over devices, AdamW."""
     num_steps, seed = 4, 3
     batches = [make_batch(i) for i in range(num_steps)]
     draws = [draws_by_hand(seed, step) for step in range(num_steps)]
 
-    # No two samples and no two steps draw alike, and every row of the dropout table occurs.
+    # Samples and steps have different random numbers, and every case of dropout occurs.
     for name in ("posterior", "noise", "u"):
         drawn = {x.tobytes() for d in draws for x in d[name]}
         assert len(drawn) == num_steps * RUN["train_batch_size"]
@@ -634,7 +634,7 @@ def test_shard_axes():
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
-    """Also of a gather in bfloat16, whose sum over devices would lose small gradients."""
+    """Also for a gather in bfloat16, in which a sum over devices would lose small gradients."""
     rng = np.random.default_rng(0)
     params = {"a": rng.standard_normal((8, 4), np.float32), "b": rng.standard_normal(3, np.float32)}
     weights = {k: 2.0 ** rng.integers(-12, 1, (num_devices, *x.shape)) for k, x in params.items()}
@@ -689,7 +689,7 @@ np.testing.assert_array_equal(found[5], x.sum(axis=0)[:, 10:12])
 
 
 def test_one_device_copies_no_parameters(optimized):
-    """What the step keeps besides its arguments is no more than the gradients."""
+    """The step's temporaries are no larger than the gradients."""
     params = {"a": np.ones((512, 1024), np.float32), "b": np.ones((1024, 512), np.float32)}
     axes, devices = shard_axes(params, 1), jax.devices()[:1]
     config = trainer.Config("", "")
@@ -738,7 +738,7 @@ def test_ema_plan():
 
     assert plan() == (964, pytest.approx(1 - 5 / 36))
     assert plan(steps=15000) == (14460, pytest.approx(1 - 5 / 540))
-    # MosaicML's own numbers come out again.
+    # The rule reproduces MosaicML's published decay.
     assert plan(steps=1_400_000, fraction=50 / 1400) == (1_350_000, pytest.approx(0.9999))
     assert plan(start=400) == (400, pytest.approx(1 - 5 / 600))
     assert plan(start=0, decay=0.0) == (0, 0.0)
@@ -817,7 +817,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
             ids = tokenizer(prompts, padding="max_length", return_tensors="np").input_ids
             batches.append({"input_ids": ids.astype(np.int32), **batch})
             num_bad.append(dataset.num_bad)
-    assert num_bad[3] == 2  # both epochs met the broken image
+    assert num_bad[3] == 2  # the broken image occurs in both epochs
     by_hand, losses, norms = [], [], []
     for state, metrics in parallel.run(batches[: config.max_train_steps], config.seed):
         by_hand.append(parallel.whole(state))
@@ -826,7 +826,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
 
     raw, averaged = params_of(out / "unet_raw"), params_of(out, "unet")
     for name, final in by_hand[-1].items():
-        assert raw[name].tobytes() == final.tobytes()  # a seed gives one run, bit for bit
+        assert raw[name].tobytes() == final.tobytes()  # runs with the same seed are bit-identical
         history = [params[name].astype(np.float64) for params in by_hand[start - 1 :]]
         weights = [decay**3, (1 - decay) * decay**2, (1 - decay) * decay, 1 - decay]
         expected = sum(w * params for w, params in zip(weights, history))
@@ -842,7 +842,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     assert [row["lr"] for row in rows] == pytest.approx(lr, abs=1e-8)
     assert [row["ema_decay"] for row in rows] == [None, None, decay, decay, decay]
     assert [row["num_bad"] for row in rows] == num_bad[:5]
-    # The first step is compiled in, so its speed is not one.
+    # The first step includes compiling, so it has no speed.
     assert rows[0]["images_per_second"] is None
     assert all(row["images_per_second"] > 0 for row in rows[1:])
     assert all(0 <= row["data_wait"] < 1 for row in rows[1:])
@@ -859,7 +859,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
 
 
 def count_up(state, frozen, batch, base_rng, *, loss=lambda step: step, **options):
-    """Stands for train_step where the loop around it is tested: every weight grows by 1."""
+    """Replaces train_step in tests of the loop: every weight grows by 1."""
     params = jax.tree.map(lambda p: p + 1, state.params)
     metrics = {"loss": loss(state.step.astype(jnp.float32)), "grad_norm": jnp.float32(0)}
     return state.replace(step=state.step + 1, params=params), metrics
@@ -945,7 +945,7 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
 
 
 def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
-    """A grid is the original beside what the pipeline makes of it with the average of that step.
+    """A grid shows the original and the pipeline's result with the average of that step.
 
     The second image's file holds it turned, and says so.
     """
@@ -1020,7 +1020,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_path):
-    """On two devices, and PyTorch edits with the result; wandb offline; a stand-in of the hub."""
+    """Training on two devices, edits in PyTorch, wandb offline, upload to a local hub server."""
     out = tmp_path / "out"
     # Weights in half precision, as published ones are.
     source = shutil.copytree(model, tmp_path / "half")
@@ -1071,7 +1071,7 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
     assert not any(name.startswith(("checkpoints", "wandb")) for name in uploaded)
     assert "hf_secret" not in done.stdout + done.stderr
 
-    # Master weights are not rounded, nor are those that were only read.
+    # Neither master weights nor frozen weights are rounded.
     pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(out, safety_checker=None)
     trained, before = (
         pipeline.unet.state_dict(),
@@ -1088,7 +1088,7 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
             assert p.dtype == torch.float32
             assert torch.equal(p, kept[name].float()), name
 
-    # PyTorch and we make the same image with what was trained here.
+    # PyTorch and our pipeline make the same image with the trained model.
     rng = np.random.default_rng(0)
     images = rng.random((2, 16, 24, 3), np.float32)
     latents = rng.standard_normal((2, 4, 8, 12), np.float32)
@@ -1104,7 +1104,7 @@ def edit_json(file, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-# flags, {relative path: what is wrong there}, message
+# flags, {relative path: damage}, message
 BAD_FLAGS = [
     ({"train_batch_size": 6}, "--train_batch_size 6 is not divisible by 4 devices; try 4 or 8"),
     ({"train_batch_size": 3}, "--train_batch_size 3 is not divisible by 4 devices; try 4\n"),
@@ -1198,7 +1198,7 @@ BAD_FLAGS = [
 
 
 def run_badly(config, monkeypatch, capsys):
-    """What main() writes to standard error, after checks that hold for all bad input."""
+    """The standard error of main(), checked as for all bad input."""
     files = sorted(Path().rglob("*"))
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
@@ -1238,7 +1238,7 @@ def test_an_unknown_schedule_is_refused_by_name(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def unet_of(tmp_path_factory):
-    """Folders of UNets that do not belong to the model: name -> folder."""
+    """UNet directories that do not fit the model: name -> directory."""
     folder = tmp_path_factory.mktemp("unets")
     make_tiny_pipeline(folder / "narrow", in_channels=4, **SIZE)
     wider = {"cross_attention_dim": 40}

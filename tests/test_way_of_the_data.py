@@ -1,4 +1,4 @@
-"""The data's whole way as the README has it: plan, download on two workers, describe, train."""
+"""The README's commands end to end: plan, download on two workers, describe, train."""
 
 import io
 import json
@@ -20,7 +20,7 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def shard(number, num_rows):
-    """A shard in the public dataset's schema, as bytes; each prompt says which row it is."""
+    """A shard in the public dataset's schema, as bytes; the prompt is the row's number."""
     rng = np.random.default_rng(number)
 
     def images():

@@ -39,7 +39,7 @@ def byte_symbols():
 
 
 def write_tokenizer(folder):
-    """Write a CLIP BPE tokenizer with a few merges to folder; return its vocabulary, a dict."""
+    """Write a CLIP BPE tokenizer with a few merges to `folder`; return its vocabulary, a dict."""
     symbols = byte_symbols()
     words = symbols + [f"{s}</w>" for s in symbols] + ["".join(pair) for pair in MERGES]
     vocab = {word: i for i, word in enumerate([*words, START, END])}

@@ -1,4 +1,4 @@
-"""What the training scripts here share: images, token ids, the loss, and the folder they write."""
+"""Common to the training scripts here: images, token ids, the loss, saving a pipeline."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ RESOLUTION = 16
 
 
 def read_images(folder, number):
-    """The first images of a folder, float32 (number, 3, RESOLUTION, RESOLUTION) in [-1, 1]."""
+    """The first images of a directory, float32 (number, 3, RESOLUTION, RESOLUTION) in [-1, 1]."""
     files = sorted(Path(folder).iterdir())[:number]
     images = [Image.open(f).convert("RGB").resize((RESOLUTION, RESOLUTION)) for f in files]
     return np.stack(images).transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1
@@ -71,7 +71,7 @@ def first(replicated):
 
 
 def save(folder, safety_checker, params, **parts):
-    """Write a pipeline of parts with their trained params and the safety checker of a folder."""
+    """Write a pipeline of parts with their trained params and the safety checker of a directory."""
     checker = FlaxStableDiffusionSafetyChecker.from_pretrained(safety_checker, from_pt=True)
     pipeline = FlaxStableDiffusionPipeline(
         **parts, safety_checker=checker, feature_extractor=CLIPImageProcessor()
