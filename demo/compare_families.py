@@ -20,6 +20,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from demo.photographs import EDITS  # noqa: E402
 
 FAMILIES = {"sd": "demo/base_model", "sdxl": "demo/base_model_xl"}
 TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}
+SHORT = {"sd": "SD", "sdxl": "SDXL"}  # titles of columns
 METRICS = ("l1", "mse", "error_ratio", "l1_to_input", "seconds_per_edit", "flops_per_edit")
 VALIDATION = {  # held-out image: number of its edit
     "chelsea_0": 0,
@@ -46,7 +48,7 @@ VALIDATION = {  # held-out image: number of its edit
 }
 NUM_VALIDATIONS = 8  # of a run
 LOGGING_STEPS = 10
-CELL = 88  # pixels of an image in families_validation.jpg and families.gif
+CELL = 64  # pixels of an image's side
 GAP = 4
 LABEL = 18  # height of a line of text
 
@@ -264,21 +266,21 @@ def draw_rows(columns, rows, titles):
 
     Args:
         columns: titles of the columns.
-        rows: lists of PIL images, one per column.
-        titles: of the rows.
+        rows: lists of PIL images of CELL pixels, one per column.
+        titles: of the rows; their lines are wrapped.
     """
-    left = 130
+    left = 120
     size = (left + len(columns) * (CELL + GAP), LABEL + len(rows) * (CELL + GAP))
     canvas = Image.new("RGB", size, "white")
-    pen, font = ImageDraw.Draw(canvas), ImageFont.load_default(12)
+    pen, font = ImageDraw.Draw(canvas), ImageFont.load_default(11)
     for i, column in enumerate(columns):
         pen.text((left + i * (CELL + GAP), 1), column, fill="black", font=font)
     for j, (images, title) in enumerate(zip(rows, titles)):
         top = LABEL + j * (CELL + GAP)
-        pen.multiline_text((2, top + CELL // 3), title, fill="black", font=font)
+        lines = [line for text in title.splitlines() for line in textwrap.wrap(text, 20)]
+        pen.multiline_text((2, top + 8), "\n".join(lines), fill="black", font=font)
         for i, image in enumerate(images):
-            cell = image.resize((CELL, CELL), Image.Resampling.BICUBIC)
-            canvas.paste(cell, (left + i * (CELL + GAP), top))
+            canvas.paste(image, (left + i * (CELL + GAP), top))
     return canvas
 
 
@@ -296,22 +298,23 @@ def draw_validation(pairs, edits):
         for family, by_step in edits.items():
             rows.append([before, *(by_step[step][i] for step in steps), truth])
             instruction = EDITS[list(VALIDATION.values())[i]].instruction
-            titles.append(f"{TITLES[family]}\n{instruction}"[:60])
+            titles.append(f"{TITLES[family]}:\n{instruction}")
     return draw_rows(columns, rows, titles)
 
 
 def draw_frames(pairs, edits):
     """The animation's frames, one per step: a row per image; columns input, families, truth."""
-    columns = ["input", *(TITLES[family] for family in edits), "truth"]
+    columns = ["input", *(SHORT[family] for family in edits), "truth"]
     for step in next(iter(edits.values())):
         rows = [
             [before, *(by_step[step][i] for by_step in edits.values()), truth]
             for i, (before, truth) in enumerate(pairs)
         ]
-        titles = [f"{EDITS[i].instruction}" for i in VALIDATION.values()]
+        titles = [EDITS[i].instruction for i in VALIDATION.values()]
         frame = draw_rows(columns, rows, titles)
-        ImageDraw.Draw(frame).text((2, 1), f"step {step}", fill="black")
-        yield frame
+        font = ImageFont.load_default(11)
+        ImageDraw.Draw(frame).text((2, 1), f"step {step}", fill="black", font=font)
+        yield frame.quantize(128, dither=Image.Dither.NONE)
 
 
 def save_images(config, curves):

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -207,14 +208,18 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
 def test_null_text_of_pretraining_is_zeros():
     """Rows of dropped text do not depend on the tokens; micro-conditioning stays."""
     family = make_base_model.FAMILIES["sdxl"]
-    encoders = [encoder.init_weights(jax.random.key(0)) for encoder in family.text_encoders]
+    rng = np.random.default_rng(0)
+    shapes = [
+        jax.eval_shape(encoder.init_weights, jax.random.key(0)) for encoder in family.text_encoders
+    ]
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, tuple(shapes))
     batch = {
-        "input_ids": np.random.default_rng(0).integers(600, size=(2, 2, 77), dtype=np.int32),
+        "input_ids": rng.integers(600, size=(2, 2, 77), dtype=np.int32),
         "is_null": np.array([True, False]),
         "time_ids": np.arange(12, dtype=np.float32).reshape(2, 6),
     }
-    params = {"text_encoders": tuple(encoders)}
-    states, added = make_base_model.condition_inputs(params, batch, family)
+    encode = jax.jit(partial(make_base_model.condition_inputs, family=family))
+    states, added = encode({"text_encoders": params}, batch)
     assert states.shape == (2, 77, 64)
     for text in (states, added["text_embeds"]):
         assert not np.any(text[0]) and np.any(text[1])
