@@ -462,11 +462,11 @@ def train_unet(config, family, vae, tokenizers):
     )
     return {
         "unet": params["unet"],
-        **dict(zip(names("text_encoder", family), params["text_encoders"])),
+        **dict(zip(part_names("text_encoder", family), params["text_encoders"])),
     }
 
 
-def names(part, family):
+def part_names(part, family):
     """The folders of a part that every text encoder has: "text_encoder", "text_encoder_2"."""
     return [part, f"{part}_2"][: len(family.text_encoders)]
 
@@ -486,7 +486,7 @@ def main():
     jax.config.update("jax_num_cpu_devices", 2)  # XLA runs small operations on one core per device
     tokenizers = [
         make_tokenizer(work_dir / name, pad_token)
-        for name, pad_token in zip(names("tokenizer", family), family.pad_tokens)
+        for name, pad_token in zip(part_names("tokenizer", family), family.pad_tokens)
     ]
     if family.vae_dir is not None:
         vae = load_vae(family.vae_dir)
@@ -518,10 +518,10 @@ def main():
 
     half = dict(dtype=np.float16)
     index = dict(family.index)
-    for name in names("tokenizer", family):
+    for name in part_names("tokenizer", family):
         shutil.copytree(work_dir / name, output_dir / name, dirs_exist_ok=True)
         index[name] = ["transformers", "CLIPTokenizer"]
-    for name, encoder in zip(names("text_encoder", family), family.text_encoders):
+    for name, encoder in zip(part_names("text_encoder", family), family.text_encoders):
         encoder.save_pretrained(output_dir / name, params[name], **half)
         index[name] = ["transformers", encoder.module.torch_class_name]
     scaled_vae = VAE.clone(scaling_factor=round(float(vae["scaling_factor"]), 5))
