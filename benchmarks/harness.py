@@ -1,10 +1,10 @@
 """Common to the benchmarks: alternating measurements of contenders, results files, command lines.
 
-`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}. Every row has "command"
-and "machine". The rows of contenders also have "device", "case", "work",
-"batch_size", "dtype", "flops" of a pass (of its UNet), "peak_flops_per_second", "seconds"
-{contender: [of a pass, per round]}, "first_seconds" {contender: [until the first result]} and
-"summary".
+`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}; families.json has those
+of demo/compare_families.py. Every row has "command" and "machine". The rows of contenders also have
+"device", "case", "work", "batch_size", "dtype", "flops" of a pass (of its UNet),
+"peak_flops_per_second", "seconds" {contender: [of a pass, per round]}, "first_seconds" {contender:
+[until the first result]} and "summary".
 """
 
 import functools
@@ -78,8 +78,12 @@ def check_output(output):
 
 
 def this_command():
-    """The command of this process."""
-    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    """The command of this process, a module of benchmarks/ or a script of demo/."""
+    program = Path(sys.argv[0])
+    words = ["-m", f"benchmarks.{program.stem}"]
+    if program.resolve().parent.name == "demo":
+        words = [f"demo/{program.name}"]
+    return shlex.join(["python", *words, *sys.argv[1:]])
 
 
 def describe_machine(packages=PACKAGES):

@@ -10,7 +10,7 @@ results files.
 import re
 from collections.abc import Callable
 
-from benchmarks.harness import GIB, ROOT, read_rows
+from benchmarks.harness import GIB, ROOT, read_rows, rows_of
 from benchmarks.tpu import BASELINES
 from training_flags import Config as TrainingConfig
 
@@ -350,6 +350,57 @@ def data_table() -> str:
     )
 
 
+FAMILY_TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}
+
+
+def families() -> dict:
+    """{family: its row over all seeds}; {} until demo/compare_families.py has run."""
+    results = rows("families")
+    return {name: results[case] for name in FAMILY_TITLES if (case := f"{name} summary") in results}
+
+
+def around(figures: dict, digits: int) -> str:
+    """A mean over seeds and the range."""
+    return "{mean:.{digits}f} ({min:.{digits}f} to {max:.{digits}f})".format(
+        **figures, digits=digits
+    )
+
+
+def families_models_table() -> str:
+    """Size, training and speed of both families."""
+    lines = []
+    for name, row in families().items():
+        parameters = row["parameters"]
+        text = sum(count for part, count in parameters.items() if part.startswith("text_encoder"))
+        cells = [f"{parameters['unet']:,}", f"{text:,}", around(row["final_loss"], 3)]
+        flops = row["edits"][0]["flops_per_edit"]["mean"]
+        seconds_per_edit = around(row["edits"][0]["seconds_per_edit"], 3)
+        cells += [f"{row['train_seconds']['mean']:.0f} s", f"{flops / 1e9:.1f}", seconds_per_edit]
+        lines.append([FAMILY_TITLES[name], *cells])
+    return table(
+        "| widened UNet, parameters | text encoders | training loss, last tenth | a run takes "
+        "| GFLOP per edit | s per edit",
+        lines,
+    )
+
+
+def families_table() -> str:
+    """Edits of both families on held-out images, and what needs no model."""
+    lines = []
+    for name, row in families().items():
+        for edit in row["edits"]:
+            scales = [str(edit["guidance_scale"]), str(edit["image_guidance_scale"])]
+            cells = [around(edit["l1"], 3), around(edit["mse"], 4), around(edit["error_ratio"], 2)]
+            lines.append([FAMILY_TITLES[name], *scales, *cells])
+    for case, row in rows_of(rows("families"), "baseline").items():
+        if "error_ratio" in row and case != "truth":
+            cells = [f"{row['l1']:.3f}", f"{row['mse']:.4f}", f"{row['error_ratio']:.2f}"]
+            lines.append([case, "", "", *cells])
+    return table(
+        "| text guidance | image guidance | L1 to the truth | MSE to the truth | edit error", lines
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "pytorch": pytorch_table,
     "operations": operations_table,
@@ -364,6 +415,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ema_cost": ema_cost_table,
     "ema_quality": ema_quality_table,
     "data": data_table,
+    "families": families_table,
+    "families_models": families_models_table,
 }
 
 

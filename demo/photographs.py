@@ -98,19 +98,28 @@ def load_photographs(files):
     return images, list(files.values())
 
 
-def random_crop(rng, image, size, smallest=0.0):
-    """A square of random place and scale, resized: (size, size, 3) float32 in [0, 1].
+def random_box(rng, image, size, smallest=0.0):
+    """A square of random place and scale: (left, top, right, bottom), pixels of the image.
 
     Args:
         rng: numpy Generator.
         image: PIL image.
-        size: pixels of the result's side, at most the image's shorter side.
-        smallest: least side of the square as a share of the shorter side; `size` pixels at least.
+        size: least side of the square, at most the image's shorter side.
+        smallest: the least side also as a share of the shorter side.
     """
     shorter = min(image.size)
     side = int(np.exp(rng.uniform(np.log(max(size, smallest * shorter)), np.log(shorter))))
     left = int(rng.integers(image.width - side + 1))
     top = int(rng.integers(image.height - side + 1))
-    box = (left, top, left + side, top + side)
+    return left, top, left + side, top + side
+
+
+def resize_box(image, box, size):
+    """The square box of a PIL image, resized: (size, size, 3) float32 in [0, 1]."""
     crop = image.resize((size, size), Image.Resampling.LANCZOS, box=box)
     return np.asarray(crop, np.float32) / 255
+
+
+def random_crop(rng, image, size, smallest=0.0):
+    """A random square of an image, resized; arguments of random_box, result of resize_box."""
+    return resize_box(image, random_box(rng, image, size, smallest), size)

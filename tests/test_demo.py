@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,18 +12,31 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
+from safetensors.numpy import load_file
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 
+from demo import compare_families, make_base_model
 from demo.evaluate import load_edits, measure, read_image
-from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
+from demo.photographs import (
+    EDITS,
+    HELD_OUT,
+    TRAINING,
+    load_photographs,
+    random_box,
+    random_crop,
+)
+from images import crop_corner, scaled_size
 from parquet_processing import ParquetImagePairs
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
+from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from training_report import validation_grid
 
 BASE_MODEL = ROOT / "demo" / "base_model"
+XL_BASE_MODEL = ROOT / "demo" / "base_model_xl"
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +144,132 @@ def test_base_model_is_a_stable_diffusion_of_at_most_6_mb():
     assert images.mean() < day.mean() - 0.2  # it knows what the captions say
 
 
+def num_parameters(folder):
+    """Parameters in the safetensors file of a folder."""
+    (file,) = folder.glob("*.safetensors")
+    return sum(tensor.size for tensor in load_file(file).values())
+
+
+def test_xl_base_model_is_an_sdxl_next_to_the_other():
+    """Same VAE, as many parameters within 10%, at most 6 MB, and PyTorch makes our images of it."""
+    size = sum(file.stat().st_size for file in XL_BASE_MODEL.rglob("*") if file.is_file())
+    assert size <= 6e6
+    for file in (BASE_MODEL / "vae").iterdir():
+        assert (XL_BASE_MODEL / "vae" / file.name).read_bytes() == file.read_bytes()
+    counts = {name: num_parameters(XL_BASE_MODEL / name) for name in ("unet", "text_encoder")}
+    counts["text_encoder"] += num_parameters(XL_BASE_MODEL / "text_encoder_2")
+    others = {name: num_parameters(BASE_MODEL / name) for name in counts}
+    assert counts["unet"] == pytest.approx(others["unet"], rel=0.1)
+    assert sum(counts.values()) == pytest.approx(sum(others.values()), rel=0.1)
+
+    torch_pipeline = StableDiffusionXLPipeline.from_pretrained(XL_BASE_MODEL, dtype=torch.float32)
+    torch_pipeline.set_progress_bar_config(disable=True)
+    assert torch_pipeline.config.force_zeros_for_empty_prompt
+    assert torch_pipeline.vae.config.scaling_factor != 0.18215
+    prompts = ["a photo of galaxies at night", "a photo of grass covered in fog"]
+    latents = np.random.default_rng(0).standard_normal((2, 16, 16, 16)).astype(np.float32)
+    settings = dict(num_inference_steps=10, guidance_scale=5.0)
+    sizes = dict(height=64, width=64)
+    expected = torch_pipeline(
+        prompts, latents=torch.tensor(latents), output_type="np", **sizes, **settings
+    ).images
+    night, fog = expected.mean(axis=(1, 2, 3))
+    assert night < fog - 0.2  # it knows what the captions say
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(XL_BASE_MODEL)
+    prompt_ids = pipeline.prepare_inputs(prompts)
+    images = pipeline(prompt_ids, params, jax.random.key(0), latents=latents, **settings).images
+    assert images.shape == (2, 64, 64, 3)
+    assert psnr(images, expected) > 60
+
+
+def test_time_ids_of_pretraining_are_those_of_the_loader():
+    """The crop corner is one that the loader can draw for the stored size, mirrored or not."""
+    rng = np.random.default_rng(0)
+    image = Image.new("RGB", (200, 150))
+    corners = set()
+    for seed in range(100):
+        box = random_box(rng, image, 64)
+        ids, mirrored = (
+            make_base_model.random_time_ids(np.random.default_rng(seed), image.size, box, flip)
+            for flip in (False, True)
+        )
+        height, width, top, left = (int(x) for x in ids[:4])
+        assert min(height, width) == box[2] - box[0]
+        assert height <= image.height and width <= image.width
+        scaled = scaled_size(height, width, 64)
+        assert np.all(crop_corner(*scaled, 64, 0) <= np.array((top, left)))
+        assert np.all((top, left) <= np.array(crop_corner(*scaled, 64, 1 - 1e-9)))
+        assert (*ids[4:], *mirrored[[0, 1, 2, 4, 5]]) == (64, 64, height, width, top, 64, 64)
+        assert mirrored[3] == scaled[1] - 64 - left
+        corners.add((top > 0, left > 0))
+    assert corners == {(False, False), (True, False), (False, True)}
+
+
+def test_null_text_of_pretraining_is_zeros():
+    """Rows of dropped text do not depend on the tokens; micro-conditioning stays."""
+    family = make_base_model.FAMILIES["sdxl"]
+    rng = np.random.default_rng(0)
+    shapes = [
+        jax.eval_shape(encoder.init_weights, jax.random.key(0)) for encoder in family.text_encoders
+    ]
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, tuple(shapes))
+    batch = {
+        "input_ids": rng.integers(600, size=(2, 2, 77), dtype=np.int32),
+        "is_null": np.array([True, False]),
+        "time_ids": np.arange(12, dtype=np.float32).reshape(2, 6),
+    }
+    encode = jax.jit(partial(make_base_model.condition_inputs, family=family))
+    states, added = encode({"text_encoders": params}, batch)
+    assert states.shape == (2, 77, 64)
+    for text in (states, added["text_embeds"]):
+        assert not np.any(text[0]) and np.any(text[1])
+    np.testing.assert_array_equal(added["time_ids"], batch["time_ids"])
+
+
 @pytest.mark.slow
-def test_make_base_model(tmp_path):
+@pytest.mark.parametrize(("family", "model"), [("sd", BASE_MODEL), ("sdxl", XL_BASE_MODEL)])
+def test_make_base_model(tmp_path, family, model):
     command = [sys.executable, "demo/make_base_model.py", "--vae_steps", "2", "--unet_steps", "2"]
     command += ["--num_latents", "256", "--work_dir", tmp_path / "work"]
-    command += ["--output_dir", tmp_path / "model"]
+    command += ["--output_dir", tmp_path / "model", "--family", family]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = {file.relative_to(tmp_path / "model") for file in (tmp_path / "model").rglob("*.*")}
-    assert made == {file.relative_to(BASE_MODEL) for file in BASE_MODEL.rglob("*.*")}
+    assert made == {file.relative_to(model) for file in model.rglob("*.*")}
+    configs = {file for file in made if file.suffix == ".json"}
+    for config in configs - {Path("vae/config.json")}:  # its scaling_factor is measured
+        assert (tmp_path / "model" / config).read_text() == (model / config).read_text(), config
+
+
+def test_summary_of_families():
+    def row(l1, loss):
+        edit = dict.fromkeys(compare_families.METRICS, l1)
+        edit |= {"guidance_scale": 2.0, "image_guidance_scale": 1.2}
+        fixed = dict.fromkeys(("parameters", "max_train_steps", "train_batch_size", "num_pairs"))
+        curve = [[step, loss] for step in range(10, 101, 10)]
+        figures = {"train_seconds": 1.0, "final_loss": compare_families.final_loss(curve)}
+        return {"family": "sd", "learning_rate": 1e-3, **fixed, **figures, "edits": [edit]}
+
+    summary = compare_families.summarize([row(1.0, 0.5), row(3.0, 0.7)])
+    assert summary["num_seeds"] == 2
+    assert summary["final_loss"]["mean"] == pytest.approx(0.6)
+    (edit,) = summary["edits"]
+    assert (edit["guidance_scale"], edit["image_guidance_scale"]) == (2.0, 1.2)
+    assert edit["l1"] == pytest.approx({"mean": 2, "min": 1, "max": 3, "std": 2**0.5})
+
+
+def test_validation_edits_are_read_from_the_grid(tmp_path):
+    """The right half of each row of the trainer's grid."""
+    colors = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
+    pairs = [(Image.new("RGB", (64, 64)), Image.new("RGB", (64, 64), color)) for color in colors]
+    prompts = [EDITS[i].instruction for i in compare_families.VALIDATION.values()]
+    (tmp_path / "validation").mkdir()
+    validation_grid(pairs, prompts).save(tmp_path / "validation" / "step-000125.png")
+    (read,) = compare_families.validation_edits(tmp_path).items()
+    assert read[0] == 125
+    for image, color in zip(read[1], colors, strict=True):
+        assert image.size == (64, 64)
+        assert image.getcolors() == [(64 * 64, color)]
 
 
 @pytest.mark.slow
