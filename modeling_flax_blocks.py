@@ -416,43 +416,6 @@ def make_arrays(params):
     )
 
 
-def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
-    """Sine and cosine of the timestep at dim / 2 frequencies, 1 to 1/10000.
-
-    Args:
-        timesteps: (B,), any real dtype.
-        dim: length of the embedding, even.
-        flip_sin_to_cos: True puts the cosines first, as Stable Diffusion does.
-        freq_shift: 0 (Stable Diffusion) or 1: subtracted from the number of frequencies.
-
-    Returns:
-        (B, dim) float32.
-
-    Source: DDPM (arXiv 2006.11239), appendix B, after arXiv 1706.03762, section 3.5.
-    """
-    half = dim // 2
-    frequencies = np.exp(-np.log(10000.0) * np.arange(half) / (half - freq_shift))
-    angles = timesteps.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
-    parts = (
-        (jnp.cos(angles), jnp.sin(angles))
-        if flip_sin_to_cos
-        else (jnp.sin(angles), jnp.cos(angles))
-    )
-    return jnp.concatenate(parts, axis=-1)
-
-
-class TimestepEmbedding(nn.Module):
-    """Two dense layers with SiLU between."""
-
-    dim: int
-    dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.silu(Dense(self.dim, dtype=self.dtype, name="linear_1")(x))
-        return Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
-
-
 # CLIP
 
 ACTIVATIONS = {

@@ -14,20 +14,20 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 
 from config_flax import ModelOutput
 from modeling_flax_blocks import (
     Conv,
+    Dense,
     Downsample2D,
     GroupNorm,
     ResnetBlock2D,
-    TimestepEmbedding,
     Transformer2D,
     Upsample2D,
     checkpointed,
-    sinusoidal_embedding,
 )
 from modeling_flax_utils import FlaxModelMixin
 
@@ -106,6 +106,43 @@ class MidBlock(nn.Module):
         x = self.resnet(self.out_channels, name="resnets_0")(x, time_emb)
         x = self.transformer(name="attentions_0")(x, context)
         return self.resnet(self.out_channels, name="resnets_1")(x, time_emb)
+
+
+def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
+    """Sine and cosine of the timestep at dim / 2 frequencies, 1 to 1/10000.
+
+    Args:
+        timesteps: (B,), any real dtype.
+        dim: length of the embedding, even.
+        flip_sin_to_cos: True puts the cosines first, as Stable Diffusion does.
+        freq_shift: 0 (Stable Diffusion) or 1: subtracted from the number of frequencies.
+
+    Returns:
+        (B, dim) float32.
+
+    Source: DDPM (arXiv 2006.11239), appendix B, after arXiv 1706.03762, section 3.5.
+    """
+    half = dim // 2
+    frequencies = np.exp(-np.log(10000.0) * np.arange(half) / (half - freq_shift))
+    angles = timesteps.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
+    parts = (
+        (jnp.cos(angles), jnp.sin(angles))
+        if flip_sin_to_cos
+        else (jnp.sin(angles), jnp.cos(angles))
+    )
+    return jnp.concatenate(parts, axis=-1)
+
+
+class TimestepEmbedding(nn.Module):
+    """Two dense layers with SiLU between."""
+
+    dim: int
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.silu(Dense(self.dim, dtype=self.dtype, name="linear_1")(x))
+        return Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
 
 
 class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
