@@ -1,7 +1,7 @@
 """Pretrain demo/base_model or demo/base_model_xl: tiny models that make images from captions.
 
     python demo/make_base_model.py                     # 40 minutes on 2 CPU cores with AVX-512
-    python demo/make_base_model.py --family sdxl       # XLMIN minutes
+    python demo/make_base_model.py --family sdxl       # SDXL, without training a VAE
     python demo/make_base_model.py --vae_steps 20 --unet_steps 20 --num_latents 256 \\
         --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
 
@@ -13,7 +13,9 @@ captions. The model in the repository took 17 minutes for the VAE and 20 for the
 --family sdxl makes a tiny SDXL: two text encoders, pooled text, micro-conditioning; zeros for
 dropped text. It takes the VAE of demo/base_model; images, captions, noise, steps and batch are
 those of the Stable Diffusion model. Its UNet has 745,036 parameters against 735,824; both text
-encoders together have 123,904 against 145,600.
+encoders together have 123,904 against 145,600. The model in the repository took 74 minutes on two
+cores that were shared with other work. On 3840 new draws of training images the mean loss of both
+models is 0.35 (0.354 and 0.356, standard error 0.004).
 
 Why this shape: crops of photographs that the VAE has not seen come back with a mean error of 0.02
 (of 1) with 16 latent channels; with 4 it was 0.04, a third of what "black and white" changes. A
