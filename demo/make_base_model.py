@@ -348,14 +348,22 @@ def stage(work_dir, name, settings, make):
     return serialization.msgpack_restore(path.read_bytes())
 
 
-def make_tokenizer(folder, pad_token):
-    """Write CLIP's vocab.json and merges.txt, learnt on the captions, into folder; open them."""
+def learn_merges():
+    """Learn the byte-pair merges on the captions: lines "LEFT RIGHT", most frequent first.
+
+    The order of equally frequent pairs differs from one call to the next.
+    """
     bpe = Tokenizer(BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = BpeTrainer(vocab_size=10**6, end_of_word_suffix="</w>", show_progress=False)
     bpe.train_from_iterator(CAPTIONS, trainer)
     merges = json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
+    return "\n".join(" ".join(merge) for merge in merges)
 
+
+def make_tokenizer(folder, merges, pad_token):
+    """Write CLIP's vocab.json and merges.txt with the lines of learn_merges; open them."""
+    merges = [line.split() for line in merges.splitlines()]
     # CLIP's order: bytes, bytes that end a word, merges, start and end of text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     symbols = [*alphabet, *(f"{symbol}</w>" for symbol in alphabet)]
@@ -486,8 +494,9 @@ def main():
     output_dir, work_dir = Path(config.output_dir or family.output_dir), Path(config.work_dir)
     started = time.perf_counter()
     jax.config.update("jax_num_cpu_devices", 2)  # XLA runs small operations on one core per device
+    merges = stage(work_dir, "merges", (CAPTIONS, NUM_MERGES), learn_merges)
     tokenizers = [
-        make_tokenizer(work_dir / name, pad_token)
+        make_tokenizer(work_dir / name, merges, pad_token)
         for name, pad_token in zip(part_names("tokenizer", family), family.pad_tokens)
     ]
     if family.vae_dir is not None:
@@ -507,6 +516,7 @@ def main():
         vae = stage(work_dir, "vae", vae_settings, partial(train_vae, config))
     unet_settings = (
         vae_settings,
+        merges,
         sorted(family.unet.config.items()),
         [sorted(encoder.module.config.items()) for encoder in family.text_encoders],
         config.seed,
