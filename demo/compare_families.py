@@ -27,13 +27,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness import describe_machine, read_rows, write_rows  # noqa: E402
 from command_line import run_main, save_whole  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
 
@@ -68,6 +66,8 @@ class Config:
 
 def check_config(config):
     """Raise a ValueError for invalid flags; evaluate_edits.py checks the scales."""
+    from benchmarks.harness import check_output, read_rows  # seconds to import
+
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
         given = " ".join(map(str, config.seeds))
         raise ValueError(f"--seeds {given} must be one or more different numbers")
@@ -76,6 +76,7 @@ def check_config(config):
             f"--max_train_steps {config.max_train_steps} must be at least {NUM_VALIDATIONS}, one "
             "for each validation"
         )
+    check_output(config.output)
     read_rows(config.output)
 
 
@@ -221,6 +222,8 @@ def draw_losses(curves):
     Args:
         curves: {family: [loss_curve of each seed]}.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for color, (family, runs) in zip(("C0", "C1"), curves.items()):
@@ -334,6 +337,8 @@ def save_images(config, curves):
 
 def run(config):
     """Train, measure, write."""
+    from benchmarks.harness import describe_machine, write_rows
+
     check_config(config)
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"  # XLA runs small operations on one core per device
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "numpy"))

@@ -1,7 +1,7 @@
 """Pretrain demo/base_model or demo/base_model_xl: tiny models that make images from captions.
 
     python demo/make_base_model.py                     # 40 minutes on 2 CPU cores with AVX-512
-    python demo/make_base_model.py --family sdxl       # XLMIN minutes
+    python demo/make_base_model.py --family sdxl       # SDXL, without training a VAE
     python demo/make_base_model.py --vae_steps 20 --unet_steps 20 --num_latents 256 \\
         --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
 
@@ -13,7 +13,9 @@ captions. The model in the repository took 17 minutes for the VAE and 20 for the
 --family sdxl makes a tiny SDXL: two text encoders, pooled text, micro-conditioning; zeros for
 dropped text. It takes the VAE of demo/base_model; images, captions, noise, steps and batch are
 those of the Stable Diffusion model. Its UNet has 745,036 parameters against 735,824; both text
-encoders together have 123,904 against 145,600.
+encoders together have 123,904 against 145,600. The model in the repository took 74 minutes on two
+cores that were shared with other work. On 3840 new draws of training images the mean loss of both
+models is 0.35 (0.354 and 0.356, standard error 0.004).
 
 Why this shape: crops of photographs that the VAE has not seen come back with a mean error of 0.02
 (of 1) with 16 latent channels; with 4 it was 0.04, a third of what "black and white" changes. A
@@ -346,14 +348,22 @@ def stage(work_dir, name, settings, make):
     return serialization.msgpack_restore(path.read_bytes())
 
 
-def make_tokenizer(folder, pad_token):
-    """Write CLIP's vocab.json and merges.txt, learnt on the captions, into folder; open them."""
+def learn_merges():
+    """Learn the byte-pair merges on the captions: lines "LEFT RIGHT", most frequent first.
+
+    The order of equally frequent pairs differs from one call to the next.
+    """
     bpe = Tokenizer(BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = BpeTrainer(vocab_size=10**6, end_of_word_suffix="</w>", show_progress=False)
     bpe.train_from_iterator(CAPTIONS, trainer)
     merges = json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
+    return "\n".join(" ".join(merge) for merge in merges)
 
+
+def make_tokenizer(folder, merges, pad_token):
+    """Write CLIP's vocab.json and merges.txt with the lines of learn_merges; open them."""
+    merges = [line.split() for line in merges.splitlines()]
     # CLIP's order: bytes, bytes that end a word, merges, start and end of text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     symbols = [*alphabet, *(f"{symbol}</w>" for symbol in alphabet)]
@@ -484,8 +494,9 @@ def main():
     output_dir, work_dir = Path(config.output_dir or family.output_dir), Path(config.work_dir)
     started = time.perf_counter()
     jax.config.update("jax_num_cpu_devices", 2)  # XLA runs small operations on one core per device
+    merges = stage(work_dir, "merges", (CAPTIONS, NUM_MERGES), learn_merges)
     tokenizers = [
-        make_tokenizer(work_dir / name, pad_token)
+        make_tokenizer(work_dir / name, merges, pad_token)
         for name, pad_token in zip(part_names("tokenizer", family), family.pad_tokens)
     ]
     if family.vae_dir is not None:
@@ -505,6 +516,7 @@ def main():
         vae = stage(work_dir, "vae", vae_settings, partial(train_vae, config))
     unet_settings = (
         vae_settings,
+        merges,
         sorted(family.unet.config.items()),
         [sorted(encoder.module.config.items()) for encoder in family.text_encoders],
         config.seed,
