@@ -1,6 +1,6 @@
 """Compare tiny Stable Diffusion and SDXL models, fine-tuned alike, on the demo's held-out images.
 
-    python demo/compare_families.py          # 25 minutes on 2 CPU cores that do nothing else
+    python demo/compare_families.py          # 21 minutes on 2 CPU cores
     python demo/compare_families.py --max_train_steps 20 --seeds 0 --guidance_scale 2 \\
         --work_dir /tmp/families --output /tmp/families.json --image_dir /tmp/families   # minutes
 
