@@ -14,7 +14,8 @@ Needs 20 GB of memory and 30 GB of disk; a quarter of an hour on two cores.
     python -m benchmarks.full_size commands --family sdxl
 
 does the same with SDXL's shapes: widen the UNet; one training step of a LoRA at 512 pixels, which
-also writes the merged pipeline; edit an image with it. Needs 23 GB of memory and 45 GB of disk.
+also writes the merged pipeline; edit an image with it. Widening takes 20 GB of memory, training
+more than 23 GB, the files 45 GB of disk.
 
     python -m benchmarks.full_size starts
 
