@@ -93,8 +93,8 @@ def gather(shards, axes, dtype, in_stages=False):
 def gather_by_block(shards, axes, dtype, blocks):
     """As gather, but blocks gather their parameters when they run, forward and backward.
 
-    A device then holds the parameters and gradients of a few blocks instead of all of them. Other
-    devices send the blocks' parameters twice. The blocks must be checkpointed, see
+    A device then holds the parameters and gradients of a few blocks instead of all of them; each
+    block's parameters are sent twice. The blocks must be checkpointed, see
     modeling_flax_blocks.checkpointed; otherwise all parameters are kept for the backward pass.
 
     Args:
@@ -150,13 +150,11 @@ def reduce_scatter_mean(grads, axes, in_stages=False):
             )
         return g / num_devices
 
-    return jax.lax.platform_dependent(
-        wait_for_devices(grads),
-        tpu=partial(
-            reduce_tree, stages=reduce_scatter_stages(num_devices) if in_stages else [None]
-        ),
-        default=partial(reduce_tree, stages=[None]),
-    )
+    grads, at_once = wait_for_devices(grads), partial(reduce_tree, stages=[None])
+    if not in_stages:
+        return at_once(grads)
+    staged = partial(reduce_tree, stages=reduce_scatter_stages(num_devices))
+    return jax.lax.platform_dependent(grads, tpu=staged, default=at_once)
 
 
 def reduce_scatter_stages(num_devices):
