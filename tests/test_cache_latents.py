@@ -28,6 +28,7 @@ from test_train import (
 from tiny_models import make_tiny_pipeline
 
 import cache_latents
+import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 import parquet_shards
 import training_latents
@@ -150,24 +151,26 @@ def test_latents_are_known_as_their_images(data, kept):
 
 
 def test_training_is_the_same(model, data, tmp_path, monkeypatch):
-    """With latents that the trainer makes, with latents that it finds, and without."""
+    """With latents that the trainer makes or finds, with their directory as data, and without."""
     losses, folder = [], tmp_path / "latents"
-    for name, cached in (("plain", ""), ("first", str(folder)), ("second", str(folder))):
-        config = config_of(
-            model, data, tmp_path / name, random_crop=False, cache_latents=cached, ema="none"
-        )
+    options = {"random_crop": False, "ema": "none"}
+    cached = config_of(model, data, tmp_path / "cached", cache_latents=str(folder), **options)
+    for config in (
+        config_of(model, data, tmp_path / "plain", **options),
+        cached,
+        config_of(model, folder, tmp_path / "from latents", **options),
+    ):
         run_main(config, monkeypatch)
-        losses.append([line["loss"] for line in read_metrics(tmp_path / name)])
-        if name == "first":
-            files = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
-    assert files.keys() == {"a.parquet", "b.parquet"}
-    assert files == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+        losses.append([line["loss"] for line in read_metrics(Path(config.output_dir))])
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
     assert losses[2] == losses[1]
-    # The directory of latents is valid training data.
-    config = config_of(model, folder, tmp_path / "third", random_crop=False, ema="none")
-    run_main(config, monkeypatch)
-    assert [line["loss"] for line in read_metrics(tmp_path / "third")] == losses[1]
+
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert before.keys() == {"a.parquet", "b.parquet"}
+    found = trainer.open_dataset(cached)
+    assert before == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    for ours, expected in zip(found, trainer.open_dataset(config), strict=True):
+        np.testing.assert_array_equal(ours["edited_latents"], expected["edited_latents"])
 
 
 def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):

@@ -10,10 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from diffusers import StableDiffusionXLInstructPix2PixPipeline
 from PIL import Image
-from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
-from test_pipeline_xl_instruct_pix2pix import edit_with_torch
+from test_pipeline_instruct_pix2pix import random_inputs
 from test_train import (
     RUN,
     Parallel,
@@ -120,27 +118,6 @@ def test_four_devices_are_pytorch_on_one(model):
     parallel = Parallel(config_of(model, "unused", "unused", **options))
     torch_run = train_with_torch(model, batches, draws, torch_text_encoder)
     compare_runs(parallel, list(parallel.run(batches, seed)), *torch_run)
-
-
-# of torch.Tensor.__array__, called by diffusers' Euler scheduler
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-def test_a_trained_model_opens_in_pytorch(model, data, tmp_path, monkeypatch):
-    """By the command line; null text is zeros there too."""
-    out = tmp_path / "out"
-    run_main(config_of(model, data, out, ema="full"), monkeypatch)
-    assert len(read_metrics(out)) == RUN["max_train_steps"]
-    index = json.loads((out / "model_index.json").read_text())
-    assert index["_class_name"] == "StableDiffusionXLInstructPix2PixPipeline"
-    assert index["force_zeros_for_empty_prompt"] is True
-    assert "StableDiffusionXLInstructPix2PixPipeline" in (out / "README.md").read_text()
-    StableDiffusionXLInstructPix2PixPipeline.from_pretrained(out)
-    input_images, latents = random_inputs(1, 40, 24, 8)
-    scales = dict(guidance_scale=5.0, image_guidance_scale=1.5)
-    expected = edit_with_torch(out, PROMPTS[:1], input_images, latents, **scales)
-    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(out)
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
-    images = pipeline(*inputs, params, jax.random.key(0), 8, latents=latents, **scales).images
-    assert psnr(images, expected) > 60
 
 
 def test_cached_latents_have_the_time_ids(model, data, tmp_path):
