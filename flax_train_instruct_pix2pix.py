@@ -375,6 +375,7 @@ def run_training(config: Config, validation_images):
     if dataset.latents and not validation_images:
         del on_devices["vae"]
     p_frozen = replicate(on_devices)
+    del frozen, on_devices
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     start_step = run.find_start()
     batches = run.next_batches(pipeline.prepare_text_inputs)
@@ -382,7 +383,7 @@ def run_training(config: Config, validation_images):
         shapes = state_shapes(params, tx, run.axes, jax.device_count())
         p_train_step = p_train_step.lower(shapes, p_frozen, batches.peek(), p_rng).compile()
     state, averages = run.start_or_resume(params)
-    del params, on_devices
+    del params
 
     # Loop
     for step in run.steps(start_step):

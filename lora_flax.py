@@ -2,8 +2,9 @@
 
     trained, frozen = add_lora(params, 16, None, ("to_q", "to_v"))  # of the UNet's parameters
     params = sharding_flax.combine(frozen, trained)                 # for unet.apply
-    params = fold_lora(params)                                      # the same without LoRA
     save_lora("pytorch_lora_weights.safetensors", trained, 16, None, ("to_q", "to_v"))
+    fold = partial(fold_lora, trained=trained, rank=16, alpha=None)
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, convert=fold)  # merged
 
 A layer whose parameters contain `lora_A`, `lora_B` and `lora_scale` adds lora_scale (x A) B to its
 output, where lora_scale is alpha / rank. B starts as zeros.
@@ -13,7 +14,7 @@ Source: LoRA (arXiv 2106.09685), section 4.1; file layout and initial values: th
 
 import json
 import math
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -76,27 +77,28 @@ def targets_of(module, target_modules):
     return {target for target in target_modules if f".{name}".endswith(f".{target}.bias")}
 
 
-def fold_lora(params):
-    """Add the products of LoRA to the kernels.
+def fold_lora(name, x, trained, rank, alpha):
+    """Replace one parameter of a model by its value after training with LoRA.
 
     Args:
-        params: nested dict of NumPy arrays with LoRA, or without.
+        name: of the parameter, joined by "/".
+        x: its value before, a NumPy array.
+        trained: of add_lora, as NumPy arrays.
+        rank, alpha: as for add_lora.
 
     Returns:
-        Nested dict of the model's own parameters. Kernels with LoRA are float32.
+        float32 array: x + alpha / rank A B, a fully trained parameter, or x.
     """
-    flat = flatten_dict(params, sep="/")
-    folded = {name: x for name, x in flat.items() if "lora_" not in name}
-    for name, scale in flat.items():
-        if not name.endswith("/lora_scale"):
-            continue
-        module = name.removesuffix("/lora_scale")
-        a, b = (np.asarray(flat[f"{module}/lora_{x}/kernel"], np.float32) for x in "AB")
-        b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution
-        folded[f"{module}/kernel"] = np.asarray(flat[f"{module}/kernel"], np.float32) + scale * (
-            a @ b
-        )
-    return unflatten_dict(folded, sep="/")
+    *path, leaf = name.split("/")
+    module = reduce(lambda tree, key: tree.get(key, {}), path, trained)
+    if leaf in module:
+        return np.asarray(module[leaf], np.float32)
+    x = np.asarray(x, np.float32)
+    if leaf != "kernel" or "lora_A" not in module:
+        return x
+    a, b = (np.asarray(module[f"lora_{letter}"]["kernel"], np.float32) for letter in "AB")
+    b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution
+    return x + np.float32((alpha or rank) / rank) * (a @ b)
 
 
 def save_lora(path, trained, rank, alpha, target_modules):

@@ -282,6 +282,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         variant=None,
         from_pt=False,
         config=None,
+        convert=None,
         **config_overrides,
     ):
         """Read config.json and the weights in the same directory.
@@ -296,6 +297,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 it, those without are read, with a warning.
             from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
             config: mapping that replaces config.json, or its directory or hub id.
+            convert: (name joined by "/", array) -> array, called for each parameter as it is read.
             **config_overrides: config entries that win over config.json; and cache_dir,
                 force_download, local_files_only, token of huggingface_hub.hf_hub_download.
 
@@ -343,9 +345,11 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             ) from error
 
         files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
-        flat = {}
-        for file in files:
-            flat.update(_read_weights(file))
+        flat = {
+            key: array if convert is None else convert(key, array)
+            for file in files
+            for key, array in _read_weights(file)
+        }
         source = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
         module._check_params(flat, expected, source)
         return module, unflatten_dict(flat, sep="/")
@@ -360,7 +364,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         variant=None,
         dtype=None,
         flax_msgpack=False,
-        max_shard_size="10GB",
+        max_shard_size="5GB",
     ):
         """Write config.json and the weights; PyTorch's from_pretrained opens the directory.
 
@@ -375,7 +379,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             variant: name part as in from_pretrained, e.g. "fp16".
             dtype: of the file; None: each array's own.
             flax_msgpack: True writes the published Flax msgpack as well (it has no variant).
-            max_shard_size: largest safetensors file, in bytes or as "10GB"; one such file at a time
+            max_shard_size: largest safetensors file, in bytes or as "5GB"; one such file at a time
                 is held in memory on top of params.
 
         Raises:

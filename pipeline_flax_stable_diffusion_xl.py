@@ -36,12 +36,11 @@ from pipeline_flax_utils import (
     FlaxStableDiffusionXLPipelineOutput,
     tokenize,
 )
-from sampling_flax import (
-    rows_per_image,
-)
+from sampling_flax import rows_per_image
 from scheduling_flax import Scheduler
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
+SD_SCALING_FACTOR = 0.18215  # of Stable Diffusion's VAE; SDXL's has 0.13025
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +90,11 @@ class XLParts(FlaxDiffusionPipeline):
         if configs["unet"].get("addition_embed_type") != "text_time":
             raise ValueError(
                 f"{path}/unet/config.json has no addition_embed_type='text_time': it is not SDXL"
+            )
+        if configs["vae"].get("scaling_factor", SD_SCALING_FACTOR) == SD_SCALING_FACTOR:
+            raise ValueError(
+                f"{path}/vae/config.json has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
+                "Diffusion's VAE; copy SDXL's there"
             )
         cls.check_channels(path, configs)
         return index, configs

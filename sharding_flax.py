@@ -117,7 +117,7 @@ def gather_by_block(shards, axes, dtype, blocks):
 
 def cast_kernels(params, dtype):
     """Cast matrices and convolution kernels of a tree to dtype; vectors keep theirs."""
-    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
+    return jax.tree.map(lambda x: x.astype(dtype, copy=False) if x.ndim > 1 else x, params)
 
 
 def combine(frozen, trained):

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from config_flax import has, read_index
 from images import load_image
 from kernels_flax import by_platform
-from lora_flax import add_lora
+from lora_flax import add_lora, fold_lora
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -19,6 +19,7 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     pixels_per_latent,
 )
+from pipeline_flax_stable_diffusion_xl import SD_SCALING_FACTOR
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
@@ -28,7 +29,6 @@ from sharding_flax import cast_kernels, local_rows, replicate
 from training_flags import Config, flag, nearest_multiples
 
 VALIDATION_INFERENCE_STEPS = 20
-SD_SCALING_FACTOR = 0.18215  # of the VAE's latents; SDXL has 0.13025
 TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
 
 
@@ -123,31 +123,33 @@ def load_models(config: Config, dtype: Any):
 
     Returns:
         (models, pipeline, frozen, params): Models; the pipeline to save at the end; train_step's
-        frozen parameters, float32; the UNet's trained parameters, float32.
+        frozen parameters, float32, with LoRA as in cast_frozen; the UNet's trained parameters,
+        float32.
 
     Raises:
         ValueError: files are missing or damaged, or the models do not fit together.
     """
     source, revision = config.pretrained_model_name_or_path, config.revision
-    is_xl = is_sdxl(config)
-    unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(
-        config.unet_model_name_or_path, dtype=dtype
+    is_xl, is_lora = is_sdxl(config), config.lora_rank is not None
+
+    def to_frozen(name, x):
+        return x.astype(dtype if is_lora else np.float32, copy=False)
+
+    def to_unet(name, x):  # with LoRA as in gather, without those that are trained in full
+        is_frozen_kernel = is_lora and x.ndim > 1 and not name.startswith("conv_in/")
+        return x.astype(dtype if is_frozen_kernel else np.float32, copy=False)
+
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(
+        config.unet_model_name_or_path, dtype=dtype, convert=to_unet
     )
     unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, vae_params = load_vae(config, dtype, is_xl)
-    encoders, tokenizers = [], []
-    for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]:
-        encoder, encoder_params = encoder_class.from_pretrained(
-            source,
-            subfolder=f"text_encoder{suffix}",
-            revision=revision,
-            variant=config.variant,
-            dtype=dtype,
-            _do_init=False,
-        )
-        encoders.append((encoder, encoder_params))
-        tokenizers.append(load_tokenizer(source, encoder, revision, f"tokenizer{suffix}"))
-    text_encoder, text_params = zip(*encoders) if is_xl else encoders[0]
+    text_encoder, text_params = load_text_encoder(config, dtype, is_xl, to_frozen)
+    encoders = text_encoder if is_xl else [text_encoder]
+    tokenizers = [
+        load_tokenizer(source, encoder, revision, f"tokenizer{suffix}")
+        for encoder, (suffix, _) in zip(encoders, TEXT_ENCODERS)
+    ]
     scheduler, scheduler_state = FlaxDDPMScheduler.from_pretrained(
         source, subfolder="scheduler", revision=revision
     )
@@ -155,7 +157,6 @@ def load_models(config: Config, dtype: Any):
     models = Models(unet, vae, text_encoder, scheduler)
     check_models(config, models)
 
-    float32 = partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
     if is_xl:
         pipeline = FlaxStableDiffusionXLInstructPix2PixPipeline(
             *text_encoder, vae, *tokenizers, unet, sampler
@@ -165,19 +166,68 @@ def load_models(config: Config, dtype: Any):
             vae, text_encoder, *tokenizers, unet, sampler
         )
     null_ids = pipeline.prepare_text_inputs("")
-    null_text = jax.jit(partial(encode_text, text_encoder))(text_params, null_ids)
+    encode = jax.jit(partial(encode_text, text_encoder))
     if is_xl:  # trained and sampled with zeros, see force_zeros_for_empty_prompt
-        null_text = {name: jnp.zeros_like(null_text[name]) for name in ("states", "pooled")}
+        shapes = jax.eval_shape(encode, text_params, null_ids)
+        null_text = {name: jnp.zeros_like(shapes[name]) for name in ("states", "pooled")}
+    else:
+        null_text = encode(text_params, null_ids)
     frozen = {
-        "vae": float32(vae_params),
-        "text_encoder": float32(text_params),
+        "vae": vae_params,
+        "text_encoder": text_params,
         "null_text": jax.tree.map(np.asarray, null_text),  # (1, T, D) and, for SDXL, (1, P)
         "scheduler": scheduler_state,
     }
-    params = float32(unet_params)
-    if config.lora_rank is not None:
+    if is_lora:
         params, frozen["unet"] = add_lora(params, **lora_options(config), seed=config.seed)
     return models, pipeline, frozen, params
+
+
+def load_text_encoder(config, dtype, is_xl, convert):
+    """Load the text encoder or encoders; returns (modules, params), for SDXL two tuples.
+
+    Args:
+        config, dtype: as for load_models.
+        is_xl: whether the model is SDXL.
+        convert: as for from_pretrained.
+    """
+    encoders = [
+        encoder_class.from_pretrained(
+            config.pretrained_model_name_or_path,
+            subfolder=f"text_encoder{suffix}",
+            revision=config.revision,
+            variant=config.variant,
+            dtype=dtype,
+            convert=convert,
+            _do_init=False,
+        )
+        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]
+    ]
+    return tuple(zip(*encoders)) if is_xl else encoders[0]
+
+
+def merged_params(config: Config, trained):
+    """The float32 parameters of the pipeline after training with LoRA, read from the files again.
+
+    Args:
+        config: as for load_models.
+        trained: the UNet's trained parameters.
+    """
+    is_xl = is_sdxl(config)
+    text_params = load_text_encoder(config, np.float32, is_xl, to_float32)[1]
+    frozen = {"vae": load_vae(config, np.float32, is_xl)[1], "text_encoder": text_params}
+    return {"unet": merged_unet(config, trained), **pipeline_params(frozen)}
+
+
+def merged_unet(config: Config, trained):
+    """The UNet's float32 parameters after training with LoRA; as merged_params."""
+    fold = partial(fold_lora, trained=trained, rank=config.lora_rank, alpha=config.lora_alpha)
+    return FlaxUNet2DConditionModel.from_pretrained(config.unet_model_name_or_path, convert=fold)[1]
+
+
+def to_float32(name, x):
+    """A parameter in float32; a convert of from_pretrained."""
+    return x.astype(np.float32, copy=False)
 
 
 def lora_options(config: Config):
@@ -222,7 +272,7 @@ def is_sdxl(config) -> bool:
 
 
 def load_vae(config, dtype, is_xl):
-    """Load the VAE of a training run or of cache_latents.py; returns (module, params).
+    """Load the VAE of a training run or of cache_latents.py; returns (module, float32 params).
 
     SDXL's own VAE overflows in half precision. It computes in float32, as its config asks for
     (force_upcast).
@@ -231,7 +281,9 @@ def load_vae(config, dtype, is_xl):
     if not source:
         source = config.pretrained_model_name_or_path
         options = dict(subfolder="vae", revision=config.revision, variant=config.variant)
-    vae, params = FlaxAutoencoderKL.from_pretrained(source, dtype=dtype, **options)
+    vae, params = FlaxAutoencoderKL.from_pretrained(
+        source, dtype=dtype, convert=to_float32, **options
+    )
     return vae.clone(dtype=jnp.float32) if is_xl and vae.force_upcast else vae, params
 
 

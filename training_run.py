@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from command_line import save_whole
 from ema_flax import SIGMA_RELS, ema_start, ema_update
-from lora_flax import fold_lora, save_conv_in, save_lora
+from lora_flax import save_conv_in, save_lora
 from processes_flax import (
     StopSignal,
     check_agreement,
@@ -72,7 +72,13 @@ from training_flags import (
     profiled_steps,
     snapshot_steps,
 )
-from training_models import edit_images, lora_options, pipeline_params
+from training_models import (
+    edit_images,
+    lora_options,
+    merged_params,
+    merged_unet,
+    pipeline_params,
+)
 from training_report import (
     MetricsLog,
     check_hub,
@@ -120,7 +126,9 @@ class TrainRun:
         validation_images,
     ):
         self.config, self.max_train_steps = config, max_train_steps
-        self.models, self.pipeline, self.frozen = models, pipeline, frozen
+        self.models, self.pipeline = models, pipeline
+        if config.lora_rank is None:  # to save with the UNet; --merge_lora reads the files again
+            self.frozen_params = pipeline_params(frozen)
         self.tx, self.dataset, self.plan = tx, dataset, plan
         self.output_dir = Path(config.output_dir)
         self.is_main = jax.process_index() == 0
@@ -460,7 +468,9 @@ class TrainRun:
         """Write the model; final_file(config) last, because it marks a finished run."""
         config, output_dir = self.config, self.output_dir
         if "unet_raw" in weights:
-            params = self._whole_unet(weights["unet_raw"])
+            params = weights["unet_raw"]
+            if config.lora_rank is not None:
+                params = merged_unet(config, params)
             self.models.unet.save_pretrained(output_dir / "unet_raw", params=params)
         grid = f"validation/step-{self.max_train_steps:06d}.png"
         write_model_card(
@@ -475,14 +485,12 @@ class TrainRun:
         if config.lora_rank is not None:
             save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
             save_lora(output_dir / LORA_FILE, weights["unet"], **lora_options(config))
-        if config.lora_rank is None or config.merge_lora:
-            params = {"unet": self._whole_unet(weights["unet"]), **pipeline_params(self.frozen)}
+            if config.merge_lora:
+                self.pipeline.save_pretrained(output_dir, merged_params(config, weights["unet"]))
+        else:
+            params = {"unet": weights["unet"], **self.frozen_params}
             self.pipeline.save_pretrained(output_dir, params)
         print(f"saved {config.output_dir}")
-
-    def _whole_unet(self, trained):
-        """The UNet's own parameters, with the trained updates of LoRA added."""
-        return fold_lora(combine(self.frozen.get("unet", {}), trained))
 
 
 class Batches:

@@ -169,6 +169,7 @@ def bench_commands(folder, family, quick):
         resolution = "64" if quick else "512"
         train += ["--lora_rank", "16", "--merge_lora", "--max_train_steps", "1", "--ema", "none"]
         train += ["--checkpointing_steps", "0", "--mixed_precision", "bf16"]
+        train += ["--gradient_checkpointing"]
         figures["train a LoRA"], _ = run_command([*train, "--resolution", resolution])
     else:
         resolution = "64" if quick else "256"
@@ -279,7 +280,9 @@ def make_model(folder, size):
         unet = unet.clone(sample_size=8, **TINY_UNET)
     modules = {
         "unet": unet,
-        "vae": VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1),
+        "vae": VAE.clone(
+            block_out_channels=(32, 32, 32, 32), layers_per_block=1, scaling_factor=0.13025
+        ),
         "text_encoder": text_encoder,
         "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**options),
     }

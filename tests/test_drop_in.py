@@ -161,6 +161,7 @@ def test_textual_inversion(model, images, safety_checker, tmp_path):
     np.testing.assert_array_equal(learned["<thing>"], rows[number])
 
 
+@pytest.mark.slow
 def test_sdxl(tmp_path, programs):
     model = make_tiny_xl(tmp_path / "model")
     images = sdxl.main(model, programs, NUM_STEPS)

@@ -143,7 +143,7 @@ def unet_inputs(module, batch, height, width):
     return inputs, {"added_cond_kwargs": {"text_embeds": torch.randn(batch, 20), "time_ids": sizes}}
 
 
-FAST_UNETS = ("sd2", "instruct-pix2pix", "sdxl base")
+FAST_UNETS = ("instruct-pix2pix", "sdxl base")
 BF16_UNETS = ("sd2",)
 
 

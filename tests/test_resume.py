@@ -384,7 +384,7 @@ def test_sdxl_is_killed_and_moved_to_processes_and_another_device(sdxl, data, sd
     out, same_devices = tmp_path / "out", tmp_path / "same_devices"
     config = config_of(sdxl, data, out, **SDXL)
     start = Start(config)
-    start.wait_until(start.logged(3))
+    start.wait_until(start.logged(7))
     start.process.kill()
     start.process.communicate()
     shutil.copytree(out, same_devices)
@@ -392,7 +392,7 @@ def test_sdxl_is_killed_and_moved_to_processes_and_another_device(sdxl, data, sd
     assert_same(contents(same_devices), contents(sdxl_run))
 
     starts = start_all(sdxl, data, out, 2, 2, **SDXL)
-    starts[0].wait_until(starts[0].logged(7))
+    starts[0].wait_until(starts[0].logged(9))
     starts[1].process.send_signal(signal.SIGTERM)  # to one, which stops all
     ends = [start.end(143) for start in starts]
     assert re.search(r"resuming after step \d+, which ran on 4 device", ends[0][0])
