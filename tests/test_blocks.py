@@ -129,7 +129,7 @@ def test_norms_keep_their_input_alone():
 
 
 @pytest.mark.parametrize("lengths", [(256, 256), (128, 384), (1024, 2048)])
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 512])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, pytest.param(512, marks=pytest.mark.slow)])
 def test_splash_is_attention(lengths, head_dim):
     """The TPU's kernel, interpreted, with its smallest and largest blocks."""
     T, S = lengths
@@ -211,7 +211,9 @@ def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
     assert_close(value_and_gradients(ours, args), torch_value_and_gradients(theirs, args), 1e-5)
 
 
-@pytest.mark.parametrize("size", [(6, 8), (5, 7), (1, 1), (2, 9)])
+@pytest.mark.parametrize(
+    "size", [(5, 7), (1, 1), *(pytest.param(x, marks=pytest.mark.slow) for x in ((6, 8), (2, 9)))]
+)
 def test_winograd(size):
     args = normal(2, *size, 5), normal(3, 3, 5, 7, seed=2)
 

@@ -315,7 +315,12 @@ def vae_pair(config):
     return theirs, FlaxAutoencoderKL(**config), flax_params(theirs)
 
 
-@pytest.mark.parametrize("name", VAES)
+FAST_VAES = ("two layers", "sizes")
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in FAST_VAES else pytest.param(x, marks=pytest.mark.slow) for x in VAES]
+)
 @torch.no_grad()
 def test_vae_equals_pytorch(name):
     config, batch, height, width = VAES[name]

@@ -83,7 +83,10 @@ def psnr(a, b):
         ("ddim", {}, 2, 64, 48, None),
         ("pndm", {"prediction_type": "v_prediction", "seed": 1}, 1, 32, 32, None),
         ("euler", {}, 2, 48, 64, ["upside colors", "red"]),
-        ("dpmsolver++", {"vae_channels": (8, 8, 8, 16), "seed": 2}, 3, 64, 64, None),
+        pytest.param(
+            *("dpmsolver++", {"vae_channels": (8, 8, 8, 16), "seed": 2}, 3, 64, 64, None),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_images_are_those_of_pytorch(

@@ -95,7 +95,12 @@ def test_images_are_those_of_pytorch(
 
 
 @pytest.mark.parametrize(
-    ("negative_prompt", "size"), [(None, (None, None)), ("", (None, None)), ("red", (64, 48))]
+    ("negative_prompt", "size"),
+    [
+        pytest.param(None, (None, None), marks=pytest.mark.slow),
+        ("", (None, None)),
+        ("red", (64, 48)),
+    ],
 )
 def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
     """Text and image; null text and image; null text and zeros. Time ids are equal in all.

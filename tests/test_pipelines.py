@@ -81,9 +81,7 @@ FAST_CASES = (
     ("sd", "euler", "negative"),
     ("sd image", "ddim", "plain"),
     ("xl", "dpmsolver++", "negative"),
-    ("xl", "euler", "off"),
     ("xl image", "euler", "rescaled"),
-    ("xl refiner", "ddim", "plain"),
 )
 
 

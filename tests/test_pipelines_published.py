@@ -78,7 +78,9 @@ def psnr(ours, theirs):
 # --- inpainting ---
 
 
-@pytest.mark.parametrize("scheduler", ["ddim", "pndm", "euler"])
+@pytest.mark.parametrize(
+    "scheduler", ["ddim", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pndm", "euler"))]
+)
 @torch.no_grad()
 def test_inpainting_equals_pytorch(folders, scheduler):
     theirs = StableDiffusionInpaintPipeline.from_pretrained(
