@@ -113,19 +113,30 @@ def profile_table() -> str:
     return table(f"| | {' | '.join(kinds)} | all", lines)
 
 
-def full_size_table() -> str:
+def full_size_table(
+    kind="command",
+    trainings=(
+        ("`flax_train_instruct_pix2pix.py`, killed after step 1", "train, killed"),
+        ("the same command again, from the checkpoint to the model", "train, resumed"),
+    ),
+) -> str:
     """Time and peak memory of the command lines."""
     results = rows("full_size")
     lines = []
     for title, name in (
         ("`create_modified_unet.py`", "widen"),
-        ("`flax_train_instruct_pix2pix.py`, killed after step 1", "train, killed"),
-        ("the same command again, from the checkpoint to the model", "train, resumed"),
+        *trainings,
         ("`edit_cli.py`, 2 steps", "edit"),
     ):
-        row = results[f"command {name}"]
+        row = results[f"{kind} {name}"]
         lines.append([title, f"{row['seconds']:.0f}", f"{row['peak_gib']:.1f} GiB"])
     return table("| seconds | peak memory", lines)
+
+
+def full_size_xl_table() -> str:
+    """The same of SDXL's."""
+    title = "`flax_train_instruct_pix2pix.py --lora_rank 16 --merge_lora`, 1 step"
+    return full_size_table("sdxl_command", [(title, "train a LoRA")])
 
 
 def start_table() -> str:
@@ -184,6 +195,8 @@ def training_settings(flags: dict) -> str:
         settings.append("cached latents")
     if "gradient_checkpointing" in flags:
         settings.append("checkpointing")
+    if "gather_by_block" in flags:
+        settings.append("by block")
     if "lora_rank" in flags:
         settings.append(f"LoRA of rank {flags['lora_rank']}")
     return ", ".join(settings)
@@ -406,6 +419,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "operations": operations_table,
     "profile": profile_table,
     "full_size": full_size_table,
+    "full_size_xl": full_size_xl_table,
     "start": start_table,
     "tpu_recipes": tpu_recipes_table,
     "tpu_sdxl": tpu_sdxl_table,

@@ -67,6 +67,7 @@ JOBS = {
     "train latents": (*TRAIN, *LATENTS),
     "train sdxl": TRAIN_SDXL,
     "train sdxl latents": (*TRAIN_SDXL, *LATENTS),
+    "train sdxl by block": (*TRAIN_SDXL, *LATENTS, "--gather_by_block"),
     "train sdxl lora": (*TRAIN_SDXL, *LATENTS, "--lora_rank", "16"),
     "unet": ("unet", "--batch_size", str(PAIRS_PER_CHIP)),
     "unet sdxl": (

@@ -279,7 +279,7 @@ def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch)
     flags = [*flags_of(model, tmp_path / "out"), "--executable_dir", str(tmp_path / "store")]
     flags += ["--num_inference_steps", "1", "--num_images", "2", "--batch_size", "2"]
     sdxl_single_aot.main([*flags, "--negative_prompt", "", "--dtype", "bfloat16"])
-    assert "; not kept: No space left on device" in capsys.readouterr().err
+    assert "; not saved: No space left on device" in capsys.readouterr().err
     assert len(images(tmp_path / "out")) == 2
     flags = [*flags_of(model, tmp_path / "out"), "--num_inference_steps", "1", "--num_images", "1"]
     sdxl_single.main([*flags, "--compilation_cache_dir", "", "--prompt", "it"])
