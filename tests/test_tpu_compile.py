@@ -683,7 +683,11 @@ def test_training_step(model, tmp_path):
         assert report["memory"]["padding"] > 0
         assert report["memory_total"] == sum(report["memory"].values())
         assert report["step_seconds"] == pytest.approx(
-            max(report["flops"] / 197e12, report["hbm_bytes"] / 0.82e12)
+            max(
+                report["flops"] / 197e12,
+                report["hbm_bytes"] / 0.82e12,
+                report["interconnect_bytes"] / 0.2e12,
+            )
             + report["ema_hbm_bytes"] / 0.82e12
         )
     assert reports[1]["flops"] == pytest.approx(reports[0]["flops"], rel=0.1)
