@@ -1,8 +1,8 @@
 """Compute the VAE's latents of a dataset once, so that training does not encode images.
 
-At 256 pixels, encoding two images takes about as long as the rest of a training step, and the VAE
-is frozen. The trainer's --cache_latents DIR writes such a directory before training if it does not
-exist; later runs with the same flag reuse it. To write it in advance, e.g. on another machine:
+At 256 pixels, encoding two images is half of a training step's FLOPs, and the VAE is frozen. The
+trainer's --cache_latents DIR writes such a directory before training if it does not exist; later
+runs with the same flag reuse it. To write it in advance, e.g. on another machine:
 
     python cache_latents.py --train_data_dir data --output_dir latents \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5

@@ -5,10 +5,9 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import tyro
 
 
 def run_main(
@@ -35,6 +34,8 @@ def run_main(
         out_of_memory: what helps against too little device memory; None raises the error.
         explain: the message for an exception, or None.
     """
+    import tyro  # only scripts need it, not the models that import this file's helpers
+
     config = tyro.cli(config_class, description=description, args=args, use_underscores=True)
     try:
         work(config)
@@ -100,9 +101,25 @@ def save_whole(path: Path, save: Callable[[Path], None]) -> None:
     """Have save(path) write a file or directory that appears under its name when complete."""
     unfinished = path.with_name(f".unfinished-{path.name}")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
-    if unfinished.is_dir():
-        shutil.rmtree(unfinished)
-    save(unfinished)
+    remove(unfinished)
+    try:
+        save(unfinished)
+    except BaseException:
+        remove(unfinished)
+        raise
     if path.is_dir():  # of an earlier start of this run
         shutil.rmtree(path)
     unfinished.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    """Write a text file so that no reader sees a partial file."""
+    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))

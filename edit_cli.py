@@ -71,15 +71,14 @@ class Config:
     model: str  # directory or hub id of an InstructPix2Pix pipeline, SD or SDXL
     input: tuple[Path, ...] = ()  # images
     edit: tuple[str, ...] = ()  # instructions: one per image, or one for all
-    output: Path | None = (
-        None  # image (.png, .jpg); several edits: directory; default: next to input
-    )
+    # image (.png, .jpg); several edits: a directory; default: next to each input
+    output: Path | None = None
     edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
-    num_inference_steps: int = 50
+    num_inference_steps: int = 50  # of the scheduler
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # similarity to the input, >= 0
     negative_prompt: str = ""  # what to avoid
-    seed: int = 0
+    seed: int = 0  # of the noise
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     batch_size: int = 1  # images per device at once
@@ -104,7 +103,7 @@ def edits_of_flags(inputs, instructions, output):
     Args:
         inputs: paths.
         instructions: as many, or one.
-        output: file or existing folder for one edit, directory for several; None: next to each,
+        output: file or existing directory for one edit, directory for several; None: next to each,
             NAME-edited.png.
 
     Returns:
@@ -125,7 +124,7 @@ def edits_of_flags(inputs, instructions, output):
     elif len(inputs) == 1 and not output.is_dir():
         outputs = [output]
     elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
-        raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a folder")
+        raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a directory")
     else:
         outputs = [output / f"{path.stem}.png" for path in inputs]
     return [Edit(i, *row) for i, row in enumerate(zip(inputs, instructions, outputs))]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from command_line import save_whole
+from command_line import save_whole, write_text
 from edit_metrics import CLIP_METRICS, PIXEL_METRICS
 from images import captioned, load_image, save_image, tile_grid
 
@@ -107,7 +107,8 @@ def markdown(results, sentences):
             f"{group[0]['flops_per_edit'] / 1e12:.4g}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"{clip}; its metrics are named sim. (similarity)."]
+    names = "" if settings["clip_model"] == "none" else "; its metrics are named sim."
+    lines += ["", clip + names]
     for name, model in results["models"].items():
         if "parameters" in model:
             parts = ", ".join(f"{part} {n:,}" for part, n in model["parameters"].items())
@@ -226,4 +227,4 @@ def write_report(output_dir, results, pairs, sentences):
     sentences = [*sentences, curve or "no curve: it needs captions and CLIP, or truths"]
     save_image(draw_grid(results, pairs, output_dir / "images"), output_dir / "grid.png")
     text = markdown(results, sentences)
-    save_whole(output_dir / "results.md", partial(Path.write_text, data=text, encoding="utf-8"))
+    write_text(output_dir / "results.md", text)

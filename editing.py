@@ -78,7 +78,10 @@ def load_fitted(path, size):
 def check_scale(name, value):
     """Raise a ValueError unless a guidance scale is a number >= 0; name: of its flag."""
     if not 0 <= value < math.inf:
-        raise ValueError(f"--{name} {value} must be 0 or more; 1 and 1 switch guidance off")
+        raise ValueError(
+            f"--{name} {value} must be 0 or more; --guidance_scale 1 --image_guidance_scale 1 "
+            "switches guidance off"
+        )
 
 
 def check_seed(name, value):

@@ -32,10 +32,10 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from command_line import run_main
-from config_flax import read_json
+from config_flax import read_json, shard_names, writing_pipeline
 from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import shard_names, torch_to_flax
+from modeling_flax_utils import torch_to_flax
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
 LARGEST_ERROR = 0.1  # of the profile; above it there is a warning
@@ -100,7 +100,7 @@ def find_snapshots(train_output_dir, last_step=None):
 
 
 def weight_files(folder):
-    """The safetensors files of a UNet folder: one, or its shards."""
+    """The safetensors files of a UNet directory: one, or its shards."""
     name = f"{FlaxUNet2DConditionModel.weights_name}.safetensors"
     index = folder / f"{name}.index.json"
     if not index.is_file():
@@ -196,8 +196,6 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
         sigma_rel: for the progress bar.
         folder: Path; see writing_pipeline.
     """
-    from pipeline_flax_utils import writing_pipeline  # transformers takes seconds to import
-
     source = Path(config.train_output_dir)
     with writing_pipeline(folder) as new:
         shutil.copy(source / "model_index.json", new)

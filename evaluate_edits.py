@@ -36,7 +36,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from command_line import check_writable, differences, one_line, run_main, save_whole
+from command_line import check_writable, differences, one_line, run_main, write_text
 from config_flax import INDEX_NAME, PARTS, fetch_file
 from edit_metrics import (
     CLIP_METRICS,
@@ -193,7 +193,7 @@ def load_results(config, settings, checksums):
 def save_results(config, results):
     """Write results.json."""
     text = json.dumps(results, indent=1) + "\n"
-    save_whole(config.output_dir / RESULTS, partial(Path.write_text, data=text, encoding="utf-8"))
+    write_text(config.output_dir / RESULTS, text)
 
 
 def grid_rows(num_pairs):
@@ -365,7 +365,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     number = list(results["models"]).index(model)
     for guidance_scale, image_guidance_scale, seed in todo:
         scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
-        run = partial(
+        edit_all = partial(
             edit_batches,
             pipeline,
             params,
@@ -381,7 +381,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
         if branches not in compiled:
             silent = tqdm(disable=True)
             bar.set_description(f"compiling {model}")
-            batches = run([pairs[i] for i in first], [sizes[i] for i in first], bar=silent)
+            batches = edit_all([pairs[i] for i in first], [sizes[i] for i in first], bar=silent)
             compile_seconds = sum(seconds for _, _, seconds in batches)
             compiled.add(branches)
             flops[branches] = float(
@@ -395,7 +395,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
             )
         folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
         metrics, total_seconds = defaultdict(list), 0.0
-        for batch, images, seconds in run(pairs, sizes, bar=bar):
+        for batch, images, seconds in edit_all(pairs, sizes, bar=bar):
             rows = [row_of_index[pair.index] for pair in batch]
             images = pipeline.numpy_to_pil(images)
             total_seconds += seconds
@@ -447,11 +447,13 @@ def left_out(pairs, clip_model):
                 "of the two"
             )
         sentences.append(f'left out, as --clip_model is "": {", ".join(CLIP_METRICS)}')
-    for what, metrics in names.items():
-        missing = known[what].count(False)
+    for requirement, metrics in names.items():
+        missing = known[requirement].count(False)
         if missing:
             which = "all" if missing == len(pairs) else f"{missing} of {len(pairs)}"
-            sentences.append(f"left out for {which} pairs, without {what}: {', '.join(metrics)}")
+            sentences.append(
+                f"left out for {which} pairs, without {requirement}: {', '.join(metrics)}"
+            )
     return sentences
 
 

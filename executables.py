@@ -37,7 +37,6 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from command_line import one_line
 from config_flax import warn_once
-from pipeline_flax_utils import MODULES, TEXT_ENCODERS
 from sampling_flax import as_keys, keys_per_image
 
 SUFFIX = ".executable"
@@ -306,7 +305,7 @@ def run(pipeline, jit, arrays, shared, options):
     )
     options = options | {"height": height, "width": width}
     shared = {name: np.float32(number) for name, number in shared.items()}
-    text_modules = _text_modules(pipeline)
+    text_modules = pipeline.text_modules()
     program = _program_of(pipeline, jit, arrays, options, text_modules)
     if pipeline.compiled and program not in pipeline.compiled:
         nearest = min(pipeline.compiled, key=lambda other: len(program - other))
@@ -378,7 +377,7 @@ def _program_of(pipeline, jit, arrays, options, text_modules):
         for name, x in arrays.items()
         if name != "params" and x is not None
     }
-    weights = {name: tree for name, tree in arrays["params"].items() if name in MODULES}
+    weights = {name: tree for name, tree in arrays["params"].items() if name != "scheduler"}
     dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
     settings = {
         "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
@@ -386,12 +385,6 @@ def _program_of(pipeline, jit, arrays, options, text_modules):
         "text encoders": str([dict(module.config) for module in text_modules]),
     }
     return frozenset({"jit": jit, **options, **types, **settings}.items())
-
-
-def _text_modules(pipeline):
-    """The modules of the text encoders, the only parts of a pipeline whose config may change."""
-    encoders = (getattr(pipeline, name, None) for name in TEXT_ENCODERS.values())
-    return tuple(encoder.module for encoder in encoders if encoder is not None)
 
 
 def _call(pipeline, compiled_in, arrays, shared):

@@ -1,4 +1,4 @@
-"""Fine-tune Stable Diffusion into InstructPix2Pix with one pmap.
+"""Fine-tune Stable Diffusion or SDXL into InstructPix2Pix with one pmap.
 
     python flax_train_instruct_pix2pix.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\

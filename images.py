@@ -6,15 +6,14 @@ Also what goes with images on the command line: prompts, latents, batches for se
 import io
 import math
 import os
-import tempfile
 import textwrap
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 
-from command_line import check_writable, one_line
+from command_line import check_writable, one_line, save_whole
 
 RESAMPLING = {
     "dct": Image.Resampling.LANCZOS,  # after libjpeg has decoded at a reduced scale
@@ -269,11 +268,8 @@ def check_image_file(path):
 
 def save_image(image, path):
     """Write an image in the format of its extension, to a temporary file that is renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as tmp:
-        file = Path(tmp, path.name)
-        image.save(file, IMAGE_FORMATS[path.suffix.lower()], quality=JPEG_QUALITY)
-        os.replace(file, path)
+    image_format = IMAGE_FORMATS[path.suffix.lower()]
+    save_whole(path, partial(image.save, format=image_format, quality=JPEG_QUALITY))
 
 
 def image_files(output, num_images, grid=None):
@@ -311,12 +307,7 @@ def image_files(output, num_images, grid=None):
 
 def image_grid(images):
     """One image of several images of one size, in as many rows as columns if possible."""
-    from diffusers.utils import make_image_grid  # seconds to import
-
-    columns = math.ceil(math.sqrt(len(images)))
-    rows = math.ceil(len(images) / columns)
-    blank = Image.new("RGB", images[0].size, "white")
-    return make_image_grid([*images, *[blank] * (rows * columns - len(images))], rows, columns)
+    return tile_grid(images, math.ceil(math.sqrt(len(images))))
 
 
 def captioned(images, text):

@@ -269,7 +269,10 @@ class ParquetImagePairs:
             source = train_data_dir if is_shared else "the directory with the fewest rows"
             if max_rows is not None:
                 source = f"max_rows={max_rows} of {source}"
-            remedy = f"use at most {num_rows // num_sharing} pairs per process"
+            most = num_rows // num_sharing
+            remedy = (
+                f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
+            )
             if num_rows < num_sharing:
                 remedy = f"use at most {num_rows} processes"
             raise ValueError(

@@ -1,6 +1,6 @@
 """Parquet shards of (image, instruction, edited image), as batches for training.
 
-flax_train_instruct_pix2pix.py reads its data through this file. Run as a script, it describes a
+The data loader, ParquetImagePairs, is in parquet_dataset.py. Run as a script, it describes a
 directory of shards and draws a preview of some pairs:
 
     python parquet_processing.py --train_data_dir data
@@ -69,7 +69,7 @@ class Config:
     edited_image_column: str = ""  # image after the edit; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt
     num_checked: int = 2000  # rows to decode, sampled over all row groups; 0: all rows
-    num_named: int = 20  # most unreadable rows to list
+    num_listed: int = 20  # unreadable rows to list, at most
     preview: str = "preview.png"  # file for an image of some pairs; "": none
     num_preview: int = 8  # pairs in the preview
     resolution: int = 256  # side of the preview's images, pixels
@@ -264,10 +264,10 @@ def describe_and_preview(config: Config) -> None:
         more = f" and {len(counter) - 5} other kinds" if len(counter) > 5 else ""
         print(f"{column}: {common}{more}")
     print(f"unreadable  {len(unreadable)} of {num_rows} rows")
-    for line in unreadable[: config.num_named]:
+    for line in unreadable[: config.num_listed]:
         print(f"            {line}")
-    if len(unreadable) > config.num_named:
-        print(f"            and {len(unreadable) - config.num_named} more")
+    if len(unreadable) > config.num_listed:
+        print(f"            and {len(unreadable) - config.num_listed} more")
     if len(unreadable) > 0.1 * num_rows:
         print("            training stops above --max_bad_fraction, by default 0.1 of the rows")
     if not preview_pairs:

@@ -75,7 +75,10 @@ def guidance_branches(guidance_scale, image_guidance_scale):
         return BRANCHES
     for name, scale in scales.items():
         if not 0 <= scale < math.inf:
-            raise ValueError(f"{name}={scale} must be 0 or more; 1 and 1 switch guidance off")
+            raise ValueError(
+                f"{name}={scale} must be 0 or more; guidance_scale=1 and image_guidance_scale=1 "
+                "switch guidance off"
+            )
     weights = guidance_weights(guidance_scale, image_guidance_scale)
     return tuple(branch for branch, weight in zip(BRANCHES, weights) if weight != 0)
 

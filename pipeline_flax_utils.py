@@ -274,6 +274,11 @@ class FlaxDiffusionPipeline(ConfigMixin):
         parameters = inspect.signature(type(self)).parameters
         return {name: getattr(self, name) for name in parameters if name in PARTS}
 
+    def text_modules(self):
+        """The modules of the text encoders, the only parts whose config may change."""
+        encoders = (getattr(self, name, None) for name in TEXT_ENCODERS.values())
+        return tuple(encoder.module for encoder in encoders if encoder is not None)
+
     def progress_bar(self, iterable):
         """A progress bar over an iterable, with the options of set_progress_bar_config.
 

@@ -62,9 +62,8 @@ CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
 SPLIT_WORDS = frozenset(
     ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 )
-NUMBERED_NAME = re.compile(
-    r"(.+)-\d{5,}-of-(\d{5,})(-[0-9a-f]+)?\.parquet"
-)  # by datasets' push_to_hub
+# The names that datasets' push_to_hub gives.
+NUMBERED_NAME = re.compile(r"(.+)-\d{5,}-of-(\d{5,})(-[0-9a-f]+)?\.parquet")
 
 RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 RETRY_ERRORS = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)

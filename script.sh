@@ -18,7 +18,7 @@
 #   FILES=4             files downloaded in parallel
 #   CONNECTIONS=8       connections per file, at most 16
 #   RETRY_WAIT=5        seconds before a retry, doubled after each round without progress
-#   MAX_WAIT=300        most seconds before a retry
+#   MAX_WAIT=300        longest pause before a retry, seconds
 #   MAX_ROUNDS=8        consecutive rounds without progress before the script gives up
 #   SAVE_EVERY=2        seconds between aria2's saves; a SIGKILL loses what arrived since the last
 #   PROGRESS_EVERY=15   seconds between progress lines (1 on a terminal)

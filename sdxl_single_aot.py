@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import jax_utils
 from tqdm import tqdm
 
 from command_line import one_line, run_main
+from editing import check_scheduler, check_seed, compute_dtype
 from executables import ExecutableStore, no_compilation_cache, surroundings
 from images import (
     check_image_file,
@@ -48,7 +48,7 @@ from images import (
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import replace_leaves
 from sampling_flax import guidance_branches, keys_per_image
-from scheduling_flax import SCHEDULERS, make_scheduler
+from scheduling_flax import make_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -58,19 +58,20 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 class Config:
     """Flags of the script."""
 
+    # directory or hub id of an SDXL model
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
     revision: str | None = None  # branch, tag or commit on the hub
     variant: str | None = None  # of the weights' file names, e.g. fp16
-    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)
+    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
     prompts_file: Path | None = None  # one prompt per line, replaces --prompt
     negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
     num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
-    seed: int = 33
-    num_inference_steps: int = 25
+    seed: int = 33  # of the noise
+    num_inference_steps: int = 25  # of the scheduler
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
     height: int | None = None  # pixels; default: the model's (1024)
-    width: int | None = None
+    width: int | None = None  # pixels; default: the model's (1024)
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
     batch_size: int = 1  # images per device at once
@@ -92,9 +93,8 @@ def open_pipeline(config, dtype):
         scheduler, _ = make_scheduler(config.scheduler, pipeline.scheduler.config)
         pipeline = replace(pipeline, scheduler=scheduler)
     state = pipeline.scheduler.create_state()
-    pipeline.scheduler.set_timesteps(
-        state, config.num_inference_steps
-    )  # raises an error for too many steps
+    # Raises an error for too many steps.
+    pipeline.scheduler.set_timesteps(state, config.num_inference_steps)
     return pipeline
 
 
@@ -240,12 +240,8 @@ def check_config(config):
         raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
     if not 0 <= config.guidance_rescale <= 1:
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
-    if not 0 <= config.seed < 2**32:
-        raise ValueError(f"--seed {config.seed} must be from 0 to {2**32 - 1}")
-    if config.scheduler not in (None, *SCHEDULERS):
-        raise ValueError(
-            f"--scheduler {config.scheduler} is unknown; choose from {', '.join(SCHEDULERS)}"
-        )
+    check_seed("seed", config.seed)
+    check_scheduler(config.scheduler)
     if config.grid:
         check_image_file(config.grid)
 
@@ -259,8 +255,7 @@ def run(config):
     outputs = image_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
-    default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(config.dtype or default_dtype)
+    dtype = compute_dtype(config.dtype)
 
     pipeline = open_pipeline(config, dtype)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)

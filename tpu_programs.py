@@ -150,9 +150,8 @@ def measure(program, args):
         with no_compilation_cache():  # reading from it needs the chip
             compiled = program.lower(*args).compile()
     except jax.errors.JaxRuntimeError as error:
-        size = re.search(
-            r"\b([\d.]+)([KMGT])\b", str(error)
-        )  # the first number is the memory needed
+        # The first number is the memory needed.
+        size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
             raise
         needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))

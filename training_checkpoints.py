@@ -27,6 +27,7 @@ from command_line import differences, one_line
 from processes_flax import from_process_0, wait_for_all
 from sharding_flax import TrainState, combine, replicate, shard, shard_axes
 from training_flags import fixed_flags
+from training_models import tree_checksum
 
 ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
 
@@ -167,15 +168,6 @@ class Checkpoints:
                 else "none is complete yet"
             )
         )
-
-
-def tree_checksum(tree):
-    """A CRC-32 of the names and bytes of all arrays of a tree."""
-    checksum = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        checksum = zlib.crc32(jax.tree_util.keystr(path).encode(), checksum)
-        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), checksum)
-    return checksum
 
 
 def run_identity(config, max_train_steps, dataset, models, params, frozen):

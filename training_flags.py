@@ -299,8 +299,10 @@ def check_output_dir(config: Config) -> None:
     output_dir, given = Path(config.output_dir), flag(config, "output_dir")
     if output_dir.is_file():
         raise ValueError(f"{given} is a file; name a directory")
-    for name in ("pretrained_model_name_or_path", "unet_model_name_or_path"):
-        if Path(getattr(config, name)).resolve().is_relative_to(output_dir.resolve()):
+    sources = ("pretrained_model_name_or_path", "unet_model_name_or_path")
+    for name in (*sources, "pretrained_vae_model_name_or_path"):
+        value = getattr(config, name)
+        if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
             raise ValueError(f"{given} is or contains --{name}; name another directory")
     if (output_dir / final_file(config)).exists() and not config.overwrite_output_dir:
         raise ValueError(

@@ -34,9 +34,8 @@ from parquet_shards import (
     remove_leftovers,
     take_first_rows,
 )
-from training_checkpoints import tree_checksum
 from training_flags import nearest_multiples
-from training_models import encode_images, is_sdxl, load_vae
+from training_models import encode_images, is_sdxl, load_vae, tree_checksum
 
 logger = logging.getLogger(__name__)
 

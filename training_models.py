@@ -1,5 +1,6 @@
 """Models of a training run: load, check, encode text and images."""
 
+import zlib
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -285,6 +286,15 @@ def load_vae(config, dtype, is_xl):
         source, dtype=dtype, convert=to_float32, **options
     )
     return vae.clone(dtype=jnp.float32) if is_xl and vae.force_upcast else vae, params
+
+
+def tree_checksum(tree):
+    """A CRC-32 of the names and bytes of all arrays of a tree."""
+    checksum = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        checksum = zlib.crc32(jax.tree_util.keystr(path).encode(), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), checksum)
+    return checksum
 
 
 def pipeline_params(frozen):

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image, ImageOps
 
-from command_line import one_line, save_whole
+from command_line import one_line, save_whole, write_text
 from images import captioned, load_image, tile_grid
 from training_flags import CONV_IN_FILE
 
@@ -34,11 +34,6 @@ UNPUBLISHED_PATTERNS = (
     ".*",
     "*/.*",
 )
-
-
-def write_text(path, text):
-    """Write a text file so that no reader sees a partial file."""
-    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))
 
 
 class MetricsLog:
@@ -331,9 +326,8 @@ def check_hub(repo_id, folder):
     token = get_token()
     if token is None:
         raise ValueError(f"--push_to_hub: nobody is logged in to the hub; {log_in}")
-    if not (
-        token.isascii() and token.isprintable()
-    ):  # the HTTP library's error would quote the token
+    # The HTTP library's error would quote the token.
+    if not (token.isascii() and token.isprintable()):
         raise ValueError(f"--push_to_hub: the token contains an invalid character; {log_in}")
     repo_id = repo_id or Path(folder).resolve().name
     hub = HfApi()

@@ -258,7 +258,8 @@ class TrainRun:
                     is_profiling = True
                     jax.profiler.start_trace(self.output_dir / "profile")
                 yield step
-                if is_profiling and (step == last_profiled or self._is_last_step(step + 1)):
+                is_end = self.is_stopping or self._is_last_step(step + 1)
+                if is_profiling and (step == last_profiled or is_end):
                     is_profiling = False
                     jax.block_until_ready(list(self.unfetched_metrics))
                     jax.profiler.stop_trace()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.harness import GIB, ROOT, read_rows, rows_of
-from benchmarks.tpu import BASELINES
+from benchmarks.tpu import BASELINES, CASES
 from training_flags import Config as TrainingConfig
 
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
@@ -134,7 +134,7 @@ def full_size_table(
 
 
 def full_size_xl_table() -> str:
-    """The same of SDXL's."""
+    """Time and peak memory of SDXL's command lines."""
     title = "`flax_train_instruct_pix2pix.py --lora_rank 16 --merge_lora`, 1 step"
     return full_size_table("sdxl_command", [(title, "train a LoRA")])
 
@@ -279,13 +279,8 @@ def attention_table() -> str:
     """Cycles of an attention layer."""
     results = rows("tpu")
     lines = []
-    for case, title in (
-        ("Stable Diffusion 1.5, 256 px, forward and backward", None),
-        ("Stable Diffusion 1.5, 512 px, forward and backward", None),
-        ("SDXL, 1024 px, 64x64 positions", None),
-        ("SDXL, 1024 px, 32x32 positions", None),
-    ):
-        cells = [title or case]
+    for case in CASES:
+        cells = [case]
         for variant in ("ours", "all three"):
             row = results[f"attention {case}, {variant}"]
             cells += [f"{sum(row['kernels'].values()) / 1e3:.0f}", f"{row['rest'] / 1e3:.0f}"]

@@ -3,9 +3,9 @@
     python -m benchmarks.tpu programs
 
 compiles with tpu_compile.py the training step of Stable Diffusion 1.5 (256 pixels, 8 pairs per
-chip, bfloat16) with and without --cache_latents, its UNet, SDXL's UNet in one sampling step and
-whole SDXL images (1024 pixels). Rows that benchmarks/results/tpu.json has already are not compiled
-again; --again compiles them. With the demo's model, in a minute:
+chip, bfloat16), its UNet, SDXL's UNet in one sampling step and whole SDXL images (1024 pixels).
+Rows that benchmarks/results/tpu.json has already are not compiled again; --again compiles them.
+With the demo's model, in a minute:
 
     python -m benchmarks.tpu programs --tpus v5e-1 --jobs unet --resolution 64 \\
         --pretrained_model_name_or_path demo/base_model --output /tmp/tpu.json

@@ -222,7 +222,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         (["--input", ".", "--edit", "red", "--output=o.png"], ". cannot be read as an image"),
         ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
         ([*ONE, "blue"], "2 --edit do not fit 1 --input"),
-        ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a folder"),
+        ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a directory"),
         ([*ONE, "--output", "o.gif"], "o.gif ends in .gif; name it .png or .jpg"),
         ([*ONE, "--output", "o"], "o ends in no extension"),
         ([*ONE, "--output", "a.png"], "a.png is an input and would be overwritten"),
