@@ -41,7 +41,7 @@ from executables import use_compilation_cache
 from modeling_flax_blocks import CHECKPOINTED_BLOCKS
 from parquet_dataset import ParquetImagePairs
 from parquet_shards import KNOWN_COLUMNS
-from processes_flax import start_distributed, wait_for_all
+from processes_flax import from_process_0, start_distributed, wait_for_all
 from sharding_flax import (
     combine,
     gather,
@@ -51,16 +51,23 @@ from sharding_flax import (
     replicate,
     state_shapes,
 )
-from training_flags import Config, check_config, check_schedules, ema_flags
+from training_flags import Config, check_config, check_schedules, ema_flags, merges_finished_run
 from training_latents import check_vae, write_latents
 from training_models import (
     cast_frozen,
+    compute_dtype,
     encode_batch,
     is_sdxl,
     load_models,
     load_validation_images,
 )
-from training_run import TrainRun, lock_output_dir, make_update_average, start_average
+from training_run import (
+    TrainRun,
+    lock_output_dir,
+    make_update_average,
+    merge_finished_run,
+    start_average,
+)
 
 # Errors of a process whose peer has died.
 LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
@@ -328,7 +335,10 @@ def train(config: Config):
     check_config(config, jax.device_count())
     validation_images = load_validation_images(config)
     with lock_output_dir(config):
-        run_training(config, validation_images)
+        if from_process_0(np.int32(merges_finished_run(config))):
+            merge_finished_run(config)
+        else:
+            run_training(config, validation_images)
 
 
 def run_training(config: Config, validation_images):
@@ -338,14 +348,14 @@ def run_training(config: Config, validation_images):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
     # Data and models, on the host
-    dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+    dtype = compute_dtype(config)
     dataset = open_dataset(config)  # first, to report errors before gigabytes are loaded
     max_train_steps = config.max_train_steps
     if config.num_train_epochs is not None:
         max_train_steps = config.num_train_epochs * len(dataset)
         check_schedules(config, max_train_steps)
     models, pipeline, frozen, params = load_models(config, dtype)
-    check_vae(dataset, frozen["vae"], config.pretrained_model_name_or_path)
+    check_vae(dataset, frozen["vae"], config)
 
     # Optimizer, EMA, output directory
     tx, schedule = make_optimizer(config, max_train_steps)
@@ -379,7 +389,9 @@ def run_training(config: Config, validation_images):
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     start_step = run.find_start()
     batches = run.next_batches(pipeline.prepare_text_inputs)
-    if jax.process_count() == 1:  # compile before the state takes memory
+    if (
+        jax.process_count() == 1 and start_step < max_train_steps
+    ):  # compile before the state takes memory
         shapes = state_shapes(params, tx, run.axes, jax.device_count())
         p_train_step = p_train_step.lower(shapes, p_frozen, batches.peek(), p_rng).compile()
     state, averages = run.start_or_resume(params)
@@ -435,8 +447,8 @@ def main(args=None):
         args,
         interrupted="run the same command to resume from the last checkpoint",
         out_of_memory="raise --gradient_accumulation_steps, lower --train_batch_size, or use "
-        "--mixed_precision bf16, --gradient_checkpointing and, on several devices, "
-        "--gather_by_block",
+        "--mixed_precision bf16, --gradient_checkpointing, --lora_rank 16 and, on several "
+        "devices, --gather_by_block",
         explain=explain_error,
     )
 

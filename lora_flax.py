@@ -18,10 +18,11 @@ from functools import partial, reduce
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from command_line import save_whole
-from modeling_flax_utils import flax_to_torch
+from modeling_flax_utils import flax_to_torch, torch_to_flax
 
 
 def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), seed=0):
@@ -46,7 +47,7 @@ def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), se
     rng = np.random.default_rng(seed)
     scale = np.float32((alpha or rank) / rank)
     trained, frozen, unused = {}, {}, set(target_modules)
-    for name, x in flatten_dict(params, sep="/").items():
+    for name, x in sorted(flatten_dict(params, sep="/").items()):  # not in the order of files
         module, _, leaf = name.rpartition("/")
         if module.split("/")[0] in fully_trained:
             trained[name] = x
@@ -56,9 +57,9 @@ def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), se
         unused -= targets
         if not targets:
             continue
-        *window, num_in, num_out = x.shape
-        bound = 1 / math.sqrt(math.prod(window) * num_in)  # Kaiming uniform with a = sqrt(5)
-        shape_a, shape_b = (*window, num_in, rank), (*(1 for _ in window), rank, num_out)
+        *kernel_size, num_in, num_out = x.shape
+        bound = 1 / math.sqrt(math.prod(kernel_size) * num_in)  # Kaiming uniform with a = sqrt(5)
+        shape_a, shape_b = (*kernel_size, num_in, rank), (*(1 for _ in kernel_size), rank, num_out)
         trained[f"{module}/lora_A/kernel"] = rng.uniform(-bound, bound, shape_a).astype(np.float32)
         trained[f"{module}/lora_B/kernel"] = np.zeros(shape_b, np.float32)
         frozen[f"{module}/lora_scale"] = scale
@@ -101,13 +102,14 @@ def fold_lora(name, x, trained, rank, alpha):
     return x + np.float32((alpha or rank) / rank) * (a @ b)
 
 
-def save_lora(path, trained, rank, alpha, target_modules):
+def save_lora(path, trained, rank, alpha, target_modules, run):
     """Write a LoRA file that load_lora_weights of PyTorch's pipelines reads.
 
     Args:
         path: file to write, .safetensors.
         trained: nested dict of add_lora; entries other than LoRA's are left out.
         rank, alpha, target_modules: as for add_lora.
+        run: JSON dict for read_lora; describes the run.
     """
     tensors = {}
     for name, x in flatten_dict(trained, sep="/").items():
@@ -120,6 +122,7 @@ def save_lora(path, trained, rank, alpha, target_modules):
         "unet.target_modules": list(target_modules),
     }
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings)}
+    metadata["run"] = json.dumps(run)
     save_whole(path, partial(save_file, tensors, metadata=metadata))
 
 
@@ -128,3 +131,16 @@ def save_conv_in(path, trained):
     tensors = dict(flax_to_torch(f"conv_in/{name}", x) for name, x in trained["conv_in"].items())
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_whole(path, partial(save_file, tensors, metadata={"format": "pt"}))
+
+
+def read_lora(path, conv_in_path):
+    """Read the files of save_lora and save_conv_in.
+
+    Returns:
+        (trained, run): as they were saved.
+    """
+    with safe_open(path, "np") as file:
+        tensors = {name.removeprefix("unet."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        run = json.loads((file.metadata() or {}).get("run", "{}"))
+    flat = dict(torch_to_flax(name, x) for name, x in (tensors | load_file(conv_in_path)).items())
+    return unflatten_dict(flat, sep="/"), run

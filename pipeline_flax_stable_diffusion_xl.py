@@ -40,7 +40,7 @@ from sampling_flax import rows_per_image
 from scheduling_flax import Scheduler
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
-SD_SCALING_FACTOR = 0.18215  # of Stable Diffusion's VAE; SDXL's has 0.13025
+SD_SCALING_FACTOR, SDXL_SCALING_FACTOR = 0.18215, 0.13025  # of the VAEs' latents
 
 
 @dataclass(frozen=True, eq=False)

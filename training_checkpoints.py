@@ -25,9 +25,9 @@ import orbax.checkpoint as ocp
 
 from command_line import differences, one_line
 from processes_flax import from_process_0, wait_for_all
-from sharding_flax import TrainState, combine, replicate, shard, shard_axes
+from sharding_flax import TrainState, replicate, shard, shard_axes
 from training_flags import fixed_flags
-from training_models import tree_checksum
+from training_models import checksums
 
 ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
 
@@ -183,12 +183,7 @@ def run_identity(config, max_train_steps, dataset, models, params, frozen):
         "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
         "columns of train_data_dir": data["columns"],
         "shards of train_data_dir": data["data"],
-        "weights of unet_model_name_or_path": tree_checksum(
-            combine(frozen.get("unet", {}), params)
-        ),
-        "weights of pretrained_model_name_or_path": tree_checksum(
-            [frozen["vae"], frozen["text_encoder"]]
-        ),
+        **checksums(frozen, params),
     }
 
 

@@ -8,6 +8,7 @@ from command_line import check_writable
 from config_flax import LORA_FILE
 
 CONV_IN_FILE = "conv_in.safetensors"  # with LoRA: the first convolution, trained as a whole
+FINAL_FILES = (LORA_FILE, "model_index.json")  # written last, by runs with and without LoRA
 POSITIVE = (
     *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),
     *("logging_steps", "validation_steps", "checkpoints_total_limit", "ema_snapshot_steps"),
@@ -250,6 +251,12 @@ def final_file(config: Config) -> str:
     return LORA_FILE if is_lora_only else "model_index.json"
 
 
+def merges_finished_run(config: Config) -> bool:
+    """Whether only --merge_lora is left to do: output_dir has a LoRA and no pipeline."""
+    has_lora, has_pipeline = (Path(config.output_dir, x).exists() for x in FINAL_FILES)
+    return config.merge_lora and has_lora and not (has_pipeline or config.overwrite_output_dir)
+
+
 def check_schedules(config: Config, max_train_steps: int) -> None:
     """Raise a ValueError for a warm-up, EMA or profile that does not fit into max_train_steps."""
     from ema_flax import ema_plan  # imports jax
@@ -304,7 +311,8 @@ def check_output_dir(config: Config) -> None:
         value = getattr(config, name)
         if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
             raise ValueError(f"{given} is or contains --{name}; name another directory")
-    if (output_dir / final_file(config)).exists() and not config.overwrite_output_dir:
+    has_model = any((output_dir / name).exists() for name in FINAL_FILES)
+    if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
         raise ValueError(
             f"{given} contains a model; name another directory, or replace the model with "
             "--overwrite_output_dir"

@@ -35,7 +35,7 @@ from parquet_shards import (
     take_first_rows,
 )
 from training_flags import nearest_multiples
-from training_models import encode_images, is_sdxl, load_vae, tree_checksum
+from training_models import compute_dtype, encode_images, is_sdxl, load_vae, tree_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +182,7 @@ def write_latents(config, output_dir, batch_size=None):
         raise ValueError(
             f"--train_data_dir {config.train_data_dir} already has latents; train on it directly"
         )
-    dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
-    vae, params = load_vae(config, dtype, is_sdxl(config))
-    params = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
+    vae, params = load_vae(config, compute_dtype(config), is_sdxl(config))
     factor = 2 ** (len(vae.block_out_channels) - 1)
     if config.resolution % factor:
         raise ValueError(
@@ -194,7 +192,7 @@ def write_latents(config, output_dir, batch_size=None):
     side = config.resolution // factor
     made_with = {
         "vae": vae_checksum(params),
-        "mixed_precision": config.mixed_precision,
+        "mixed_precision": "bf16" if vae.dtype == jnp.bfloat16 else "no",  # of the VAE
         "resolution": config.resolution,
         "image_interpolation_mode": config.image_interpolation_mode,
         "shape": [side, side, vae.latent_channels],
@@ -260,16 +258,17 @@ def write_latents(config, output_dir, batch_size=None):
                 )
 
 
-def check_vae(dataset, vae_params, source):
+def check_vae(dataset, vae_params, config):
     """Raise a ValueError if a dataset's cached latents are of another VAE.
 
     Args:
         dataset: ParquetImagePairs, of latents or images.
         vae_params: float32 NumPy arrays.
-        source: name of the VAE's model for the error message.
+        config: Config, names the VAE in the error message.
     """
     if dataset.latents and dataset.latents["vae"] != vae_checksum(vae_params):
+        source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
         raise ValueError(
             f"{dataset.train_data_dir} has latents of another VAE than that of {source}; name "
-            "another directory to make new ones"
+            "another --cache_latents directory to make new ones"
         )

@@ -1,7 +1,9 @@
 """Models of a training run: load, check, encode text and images."""
 
+import json
 import zlib
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image, ImageOps
 
+from command_line import differences
 from config_flax import has, read_index
 from images import load_image
 from kernels_flax import by_platform
-from lora_flax import add_lora, fold_lora
+from lora_flax import add_lora, fold_lora, read_lora
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -20,16 +23,24 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     pixels_per_latent,
 )
-from pipeline_flax_stable_diffusion_xl import SD_SCALING_FACTOR
+from pipeline_flax_stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FACTOR
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from pipeline_flax_utils import load_tokenizer
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
-from sharding_flax import cast_kernels, local_rows, replicate
-from training_flags import Config, flag, nearest_multiples
+from sharding_flax import cast_kernels, combine, local_rows, replicate
+from training_flags import (
+    CONV_IN_FILE,
+    LORA_FILE,
+    Config,
+    fixed_flags,
+    flag,
+    nearest_multiples,
+)
 
 VALIDATION_INFERENCE_STEPS = 20
+WEIGHTS = ("weights of unet_model_name_or_path", "weights of pretrained_model_name_or_path")
 TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
 
 
@@ -124,8 +135,8 @@ def load_models(config: Config, dtype: Any):
 
     Returns:
         (models, pipeline, frozen, params): Models; the pipeline to save at the end; train_step's
-        frozen parameters, float32, with LoRA as in cast_frozen; the UNet's trained parameters,
-        float32.
+        frozen parameters, float32, with LoRA except for the VAE as in cast_frozen; the UNet's
+        trained parameters, float32.
 
     Raises:
         ValueError: files are missing or damaged, or the models do not fit together.
@@ -207,21 +218,45 @@ def load_text_encoder(config, dtype, is_xl, convert):
     return tuple(zip(*encoders)) if is_xl else encoders[0]
 
 
-def merged_params(config: Config, trained):
-    """The float32 parameters of the pipeline after training with LoRA, read from the files again.
+def merge_lora(config: Config, dtype):
+    """Write the pipeline of a finished run with LoRA, read from its files, to output_dir.
+
+    Args:
+        config: as for load_models, with the output_dir of the run.
+        dtype: compute dtype of the run.
+
+    Raises:
+        ValueError: the flags or the models are not those of the run.
+    """
+    file, is_xl = Path(config.output_dir, LORA_FILE), is_sdxl(config)
+    trained, saved = read_lora(file, file.with_name(CONV_IN_FILE))
+    _, pipeline, frozen, params = load_models(config, dtype)
+    current = lora_identity(fixed_flags(config, "may_change") | checksums(frozen, params))
+    del frozen, params  # free memory
+    if different := differences(saved, current):
+        raise ValueError(
+            f"{file} belongs to another run: {'; '.join(different)}. Change that back, or start "
+            "again with --overwrite_output_dir"
+        )
+    _, text_params = load_text_encoder(config, np.float32, is_xl, to_float32)
+    _, vae_params = load_vae(config, np.float32, is_xl)
+    others = pipeline_params({"vae": vae_params, "text_encoder": text_params})
+    pipeline.save_pretrained(config.output_dir, {"unet": merged_unet(config, trained), **others})
+
+
+def lora_identity(identity):
+    """The entries of a run_identity that --merge_lora must find again, as JSON returns them."""
+    names = ["lora_rank", "lora_alpha", "lora_target_modules", "mixed_precision", "seed"]
+    return json.loads(json.dumps({name: identity[name] for name in (*names, *WEIGHTS)}))
+
+
+def merged_unet(config: Config, trained):
+    """The UNet's float32 parameters after training with LoRA, read from its files again.
 
     Args:
         config: as for load_models.
         trained: the UNet's trained parameters.
     """
-    is_xl = is_sdxl(config)
-    text_params = load_text_encoder(config, np.float32, is_xl, to_float32)[1]
-    frozen = {"vae": load_vae(config, np.float32, is_xl)[1], "text_encoder": text_params}
-    return {"unet": merged_unet(config, trained), **pipeline_params(frozen)}
-
-
-def merged_unet(config: Config, trained):
-    """The UNet's float32 parameters after training with LoRA; as merged_params."""
     fold = partial(fold_lora, trained=trained, rank=config.lora_rank, alpha=config.lora_alpha)
     return FlaxUNet2DConditionModel.from_pretrained(config.unet_model_name_or_path, convert=fold)[1]
 
@@ -251,6 +286,11 @@ def cast_frozen(frozen, models):
     if "unet" in frozen:  # with LoRA; as in gather
         cast["unet"] = cast_kernels(frozen["unet"], dtype)
     return frozen | cast
+
+
+def compute_dtype(config: Config):
+    """The dtype of --mixed_precision."""
+    return jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
 
 
 def is_sdxl(config) -> bool:
@@ -297,6 +337,13 @@ def tree_checksum(tree):
     return checksum
 
 
+def checksums(frozen, params):
+    """The checksums of a run's models, as entries of run_identity; arguments: of load_models."""
+    unet = combine(frozen.get("unet", {}), params)
+    trees = unet, [frozen["vae"], frozen["text_encoder"]]
+    return dict(zip(WEIGHTS, map(tree_checksum, trees)))
+
+
 def pipeline_params(frozen):
     """The pipeline's parameters other than the UNet's, of train_step's frozen ones."""
     encoders = frozen["text_encoder"]
@@ -335,10 +382,11 @@ def check_models(config: Config, models: Models):
             f"{unet.cross_attention_dim}, but the text of {source} has {hidden_size} features; "
             "take both from the same model"
         )
-    if is_xl and vae.scaling_factor == SD_SCALING_FACTOR:
+    if vae.scaling_factor == (SD_SCALING_FACTOR if is_xl else SDXL_SCALING_FACTOR):
+        kinds = ("Stable Diffusion", "SDXL") if is_xl else ("SDXL", "Stable Diffusion")
         raise ValueError(
             f"the VAE in {config.pretrained_vae_model_name_or_path or source} has scaling_factor "
-            f"{vae.scaling_factor}, so it is Stable Diffusion's; SDXL needs its own"
+            f"{vae.scaling_factor}, so it is {kinds[0]}'s; {kinds[1]} needs its own"
         )
     if is_xl:
         pooled = encoders[1].module.projection_dim

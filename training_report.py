@@ -5,11 +5,13 @@ huggingface_hub and wandb handle their own tokens.
 
 import json
 import re
+import resource
 import shlex
 from functools import partial
 from pathlib import Path
 
 import httpx2
+import jax
 import numpy as np
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -91,6 +93,23 @@ def lines_until_step(path, last_step):
         if isinstance(row, dict) and row.get("step", last_step + 1) <= last_step:
             valid_lines.append(f"{line}\n")
     return valid_lines
+
+
+def peak_memory():
+    """Peak memory of the first device in bytes; on a CPU, of the process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def check_finite(numbers, first_step):
+    """Raise a FloatingPointError that names the first step with a non-finite number."""
+    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
+    if bad:
+        raise FloatingPointError(
+            f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
+            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start again with "
+            "a lower --learning_rate, or without --mixed_precision bf16"
+        )
 
 
 def start_wandb(folder, config, project, resume):

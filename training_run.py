@@ -17,7 +17,6 @@ writes files.
 import contextlib
 import itertools
 import json
-import resource
 import shlex
 import shutil
 import signal
@@ -65,6 +64,7 @@ from training_checkpoints import (
 )
 from training_flags import (
     CONV_IN_FILE,
+    FINAL_FILES,
     LORA_FILE,
     Config,
     final_file,
@@ -73,16 +73,20 @@ from training_flags import (
     snapshot_steps,
 )
 from training_models import (
+    compute_dtype,
     edit_images,
+    lora_identity,
     lora_options,
-    merged_params,
+    merge_lora,
     merged_unet,
     pipeline_params,
 )
 from training_report import (
     MetricsLog,
+    check_finite,
     check_hub,
     drop_step_images,
+    peak_memory,
     push_to_hub,
     validation_grid,
     write_model_card,
@@ -99,7 +103,7 @@ class TrainRun:
         config: Config that check_config has accepted.
         max_train_steps: length of the run.
         models, pipeline, frozen: see load_models.
-        params: the UNet's initial parameters, float32 NumPy arrays.
+        params: the UNet's initial trained parameters, float32 NumPy arrays.
         tx: element-wise optax optimizer, such as Adam.
         dtype: compute dtype of validation.
         dataset: ParquetImagePairs.
@@ -483,11 +487,14 @@ class TrainRun:
             metrics=self.last_row,
             image=grid if self.validation_images else None,
         )
+        for name in FINAL_FILES:  # with --overwrite_output_dir, of another kind of run
+            (output_dir / name).unlink(missing_ok=True)
         if config.lora_rank is not None:
             save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
-            save_lora(output_dir / LORA_FILE, weights["unet"], **lora_options(config))
+            options = lora_options(config) | {"run": lora_identity(self.identity)}
+            save_lora(output_dir / LORA_FILE, weights["unet"], **options)
             if config.merge_lora:
-                self.pipeline.save_pretrained(output_dir, merged_params(config, weights["unet"]))
+                merge_lora(config, self.models.unet.dtype)
         else:
             params = {"unet": weights["unet"], **self.frozen_params}
             self.pipeline.save_pretrained(output_dir, params)
@@ -563,6 +570,20 @@ def lock_output_dir(config: Config):
         yield
 
 
+def merge_finished_run(config: Config):
+    """Write the merged pipeline of a finished run with LoRA; all processes call it together."""
+    output_dir = Path(config.output_dir)
+
+    def merge():
+        hub = check_hub(config.hub_model_id, output_dir) if config.push_to_hub else None
+        merge_lora(config, compute_dtype(config))
+        print(f"saved {output_dir}")
+        if hub:
+            print(f"uploaded {push_to_hub(output_dir, hub)}")
+
+    on_process_0(merge)
+
+
 def modified_at(path):
     """Modification time of a file in ns; None if it does not exist."""
     return path.stat().st_mtime_ns if path.exists() else None
@@ -576,20 +597,3 @@ def start_average(params):
 def make_update_average(devices=None):
     """Make the pmapped update of a sharded average: (average, params, decay) -> average."""
     return jax.pmap(in_place(ema_update), axis_name="batch", donate_argnums=0, devices=devices)
-
-
-def peak_memory():
-    """Peak memory of the first device in bytes; on a CPU, of the process."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-
-def check_finite(numbers, first_step):
-    """Raise a FloatingPointError that names the first step with a non-finite number."""
-    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
-    if bad:
-        raise FloatingPointError(
-            f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
-            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start again with "
-            "a lower --learning_rate, or without --mixed_precision bf16"
-        )
