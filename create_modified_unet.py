@@ -118,19 +118,18 @@ def create_modified_unet(config: Config):
             f"--output_dir {config.output_dir} is a part of the pipeline in {pipeline}, whose UNet "
             "would be overwritten; name another directory"
         )
+    path = config.pretrained_model_name_or_path
+    index = fetch_file(path, INDEX_NAME, None, config.revision)
+    if index is not None and not has(read_json(index), "text_encoder"):
+        raise ValueError(
+            f"{path} is SDXL's refiner, which lacks the first text encoder; give the base model"
+        )
     narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
-        config.pretrained_model_name_or_path,
+        path,
         subfolder=config.subfolder or None,
         revision=config.revision,
         variant=config.variant,
     )
-    path = config.pretrained_model_name_or_path
-    if narrow.addition_embed_type is not None:  # SDXL
-        index = fetch_file(path, INDEX_NAME, None, config.revision)
-        if index is not None and not has(read_json(index), "text_encoder"):
-            raise ValueError(
-                f"{path} is SDXL's refiner, which lacks the first text encoder; give the base model"
-            )
     print(f"loaded {config.pretrained_model_name_or_path}: {narrow.in_channels} input channels")
     in_channels = config.in_channels
     if in_channels is None:

@@ -194,7 +194,8 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
             if original and instruction:
                 name = f"{group.path} row {group.first_row + number}"
                 texts = (row.get(caption) or None for caption in captions)
-                pairs.append(HeldOutPair(row_index, name, instruction, original, truth, *texts))
+                pair = (row_index, name, instruction, original, truth or None, *texts)
+                pairs.append(HeldOutPair(*pair))
             row_index += 1
     if not pairs:
         raise ValueError(f"--data_dir {directory} has no row with an image and an instruction")

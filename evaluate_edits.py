@@ -175,9 +175,11 @@ def load_results(config, settings, checksums):
         try:
             saved = json.loads(file.read_text(encoding="utf-8"))
             results = {name: saved[name] for name in results}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            saved_sums = {name: model["checksum"] for name, model in results["models"].items()}
+            for row in results["rows"]:
+                row["model"], row["guidance_scale"], row["image_guidance_scale"], row["seed"]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is damaged ({one_line(error, 100)}); {remedy}") from error
-        saved_sums = {name: model["checksum"] for name, model in results["models"].items()}
         changes = differences(
             results["settings"] | {f"--model {name}": x for name, x in saved_sums.items()},
             settings

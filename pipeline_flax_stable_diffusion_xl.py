@@ -31,6 +31,7 @@ from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion import ImageToImage, TextToImage
 from pipeline_flax_utils import (
+    PIPELINE_FILES,
     TEXT_ENCODERS,
     FlaxDiffusionPipeline,
     FlaxStableDiffusionXLPipelineOutput,
@@ -72,9 +73,10 @@ class XLParts(FlaxDiffusionPipeline):
         def parts(index):
             class_name = str(index.get("_class_name"))
             if "XL" not in class_name:
+                file = PIPELINE_FILES.get(class_name, "pipeline_flax_stable_diffusion")
                 raise ValueError(
-                    f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
-                    "FlaxStableDiffusionPipeline (pipeline_flax_stable_diffusion.py)"
+                    f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use the "
+                    f"classes of {file}.py"
                 )
             absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
             if absent and not issubclass(cls, ImageToImage):

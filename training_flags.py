@@ -66,7 +66,7 @@ class Config:
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = may_change(False)  # less memory, slower
     # with gradient_checkpointing: gather a block's parameters when it runs, for models that do not
-    # fit into a device's memory as a whole; sends half as much again between devices
+    # fit into a device's memory as a whole; devices send the parameters twice
     gather_by_block: bool = may_change(False)
     seed: int = 42  # of data order, augmentation, noise and dropout
     # LoRA: train low-rank updates and the UNet's first convolution; the rest is frozen

@@ -59,10 +59,13 @@ class MetricsLog:
         if report_to == "wandb":
             self.wandb_run = start_wandb(folder, config, project, resume=first_step > 0)
         self.path = folder / "metrics.jsonl"
-        write_text(self.path, "".join(lines_until_step(self.path, first_step)))
+        lines = lines_until_step(self.path, first_step)
+        self.last_row = json.loads(lines[-1]) if lines else None
+        write_text(self.path, "".join(lines))
 
     def write(self, row):
         """Append a row, a dict of numbers or None that contains "step"."""
+        self.last_row = row
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if self.wandb_run is not None:
@@ -241,7 +244,7 @@ python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
     if is_lora:
         with_jax = (
             "The training command below with `--merge_lora` writes a complete pipeline, for "
-            "`edit_cli.py`, from its last checkpoint.\n"
+            "`edit_cli.py`.\n"
         )
     last_metrics = f"### Last metrics\n\n{markdown_table(metrics)}\n" if metrics else ""
     text = f"""
@@ -294,27 +297,37 @@ pipeline = {pipeline_class}.from_pretrained(
 def open_with_lora(name, pipeline_class, config):
     """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
     base_model = json.dumps(config["pretrained_model_name_or_path"])
-    conv_in = json.dumps(f"{name}/{CONV_IN_FILE}")
+    place = "".join(
+        f"{name}={json.dumps(config[name])}, "
+        for name in ("revision", "variant")
+        if config.get(name)
+    )
+    vae_class = vae_code = vae_argument = ""
+    if vae := config.get("pretrained_vae_model_name_or_path"):
+        vae_class, vae_argument = ", AutoencoderKL", "vae=vae, "
+        vae_code = f"vae = AutoencoderKL.from_pretrained({json.dumps(vae)}, dtype=torch.float16)\n"
+    conv_in, hub_import = json.dumps(f"{name}/{CONV_IN_FILE}"), ""
     if config["push_to_hub"]:
+        hub_import = "from huggingface_hub import hf_hub_download\n"
         conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
     return f"""\
 import torch
-from diffusers import {pipeline_class}, UNet2DConditionModel
+from diffusers import {pipeline_class}, UNet2DConditionModel{vae_class}
 from diffusers.utils import load_image
-from huggingface_hub import hf_hub_download
-from safetensors.torch import load_file
+{hub_import}from safetensors.torch import load_file
 
+# The UNet that the one of --unet_model_name_or_path was made from.
 unet = UNet2DConditionModel.from_pretrained(
     {base_model},
     subfolder="unet",
     in_channels=8,
     ignore_mismatched_sizes=True,
     low_cpu_mem_usage=False,
-    dtype=torch.float16,
+    {place}dtype=torch.float16,
 )
 unet.load_state_dict(load_file({conv_in}), strict=False)
-pipeline = {pipeline_class}.from_pretrained(
-    {base_model}, unet=unet, dtype=torch.float16
+{vae_code}pipeline = {pipeline_class}.from_pretrained(
+    {base_model}, unet=unet, {vae_argument}{place}dtype=torch.float16
 )
 pipeline.load_lora_weights({json.dumps(name)})"""
 

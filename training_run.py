@@ -153,7 +153,6 @@ class TrainRun:
         self.unlogged_metrics = []  # [loss, grad_norm] of each step since the last logged row
         self.num_bad_before = 0  # undecodable pairs before the run was resumed
         self.num_timed_images, self.clock_start = 0, None
-        self.last_row = None
         self.is_stopping = False
 
     def find_start(self):
@@ -304,7 +303,7 @@ class TrainRun:
         plan, timed = self.plan, self.num_timed_images > 0
         is_averaging = plan.first_step is not None and step > plan.first_step
         num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
-        self.last_row = {
+        row = {
             "step": step,
             "loss": float(np.mean(self.unlogged_metrics, axis=0)[0]),
             "lr": float(schedule(step - 1)),
@@ -318,10 +317,10 @@ class TrainRun:
         self.unlogged_metrics.clear()
         self._restart_clock()
         if self.is_main:
-            self.metrics_log.write(self.last_row)
-            rate = self.last_row["images_per_second"]
+            self.metrics_log.write(row)
+            rate = row["images_per_second"]
             self.progress.set_postfix_str(
-                f"loss={self.last_row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
+                f"loss={row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
             )
 
     def _restart_clock(self):
@@ -484,7 +483,7 @@ class TrainRun:
             command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
             config=asdict(config),
             pipeline_class=self.pipeline.torch_class_name,
-            metrics=self.last_row,
+            metrics=self.metrics_log.last_row,
             image=grid if self.validation_images else None,
         )
         for name in FINAL_FILES:  # with --overwrite_output_dir, of another kind of run

@@ -2,8 +2,10 @@
 
 import dataclasses
 import re
+import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -23,15 +25,17 @@ from test_train import (
     write_shard,
 )
 from tiny_models import make_tiny_pipeline, make_tiny_xl
+from transformers import CLIPTextModel
 
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
-from lora_flax import add_lora, fold_lora
+from lora_flax import add_lora, fold_lora, save_conv_in, save_lora
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch, torch_to_flax
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from sharding_flax import combine
 from training_flags import CONV_IN_FILE, LORA_FILE
+from training_models import checksums, load_models, lora_identity, lora_options
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -199,6 +203,70 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
     inputs = pipeline.prepare_inputs(PROMPTS[:1], images)
     found = pipeline(*inputs, params, jax.random.key(0), 8, latents=latents, **SCALES).images
     assert psnr(found, expected) > 60
+
+
+@pytest.mark.parametrize("family", ["sd", "xl"])
+def test_merging_in_bfloat16_keeps_what_is_not_trained(
+    models, tmp_path, monkeypatch, capsys, family
+):
+    """Frozen kernels are bfloat16 in training; the merged pipeline has the files' values."""
+    model = tmp_path / "model"
+    shutil.copytree(models[family], model)
+    CLIPTextModel.from_pretrained(model / "text_encoder").half().save_pretrained(
+        model / "text_encoder"
+    )
+    out = tmp_path / "out"
+    config = config_of(model, "unused", out, mixed_precision="bf16", merge_lora=True, **LORA)
+    _, _, frozen, params = load_models(config, jnp.bfloat16)
+    for name, x in flatten_dict(frozen["unet"], sep="/").items():
+        assert x.dtype == (jnp.bfloat16 if x.ndim > 1 else np.float32), name
+    assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(frozen["text_encoder"])} == {np.dtype(jnp.bfloat16)}
+
+    rng = np.random.default_rng(1)
+    trained = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), params)
+    identity = dataclasses.asdict(config) | checksums(frozen, params)
+    options = lora_options(config) | {"run": lora_identity(identity)}
+    out.mkdir()
+    save_conv_in(out / CONV_IN_FILE, trained)
+    save_lora(out / LORA_FILE, trained, **options)
+    run_main(config, monkeypatch)
+
+    before, after = (FlaxDiffusionPipeline.from_pretrained(x)[1] for x in (model, out))
+    base = flatten_dict(before.pop("unet"), sep="/")
+    merged = flatten_dict(after.pop("unet"), sep="/")
+    flat = flatten_dict(trained, sep="/")
+    for name, x in base.items():
+        module, _, leaf = name.rpartition("/")
+        if name in flat:
+            x = flat[name]
+        elif leaf == "kernel" and f"{module}/lora_A/kernel" in flat:
+            a, b = (flat[f"{module}/lora_{letter}/kernel"] for letter in "AB")
+            np.testing.assert_allclose(merged[name], x + ALPHA / RANK * (a @ b), rtol=1e-5)
+            continue
+        np.testing.assert_array_equal(merged[name], x, err_msg=name)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+    (out / "model_index.json").unlink()
+    for change, message in (
+        ({"lora_rank": 2}, "lora_rank was 4 and is 2"),
+        ({"seed": 4}, "seed was 3 and is 4"),
+        ({"pretrained_model_name_or_path": models[family]}, "weights of pretrained_model"),
+    ):
+        other = dataclasses.replace(config, **change)
+        with pytest.raises(SystemExit) as stop:
+            run_main(other, monkeypatch)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_initial_values_do_not_depend_on_files(models, tmp_path):
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(models["sd"] / "unet")
+    unet.save_pretrained(tmp_path, params, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _, sharded = FlaxUNet2DConditionModel.from_pretrained(tmp_path)
+    expected, found = (add_lora(x, RANK, ALPHA, ATTENTION)[0] for x in (params, sharded))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.slow

@@ -111,11 +111,15 @@ def contents(out):
     state = checkpoints.read_state(checkpoints.latest())
     checkpoints.close()
     arrays = {name: (x.dtype, x.shape, x.tobytes()) for name, x in state.items()}
+    index = json.loads((out / "model_index.json").read_text())
+    parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    assert {"unet", "vae", "text_encoder", "scheduler", "tokenizer"} <= set(parts)
     files = {
         str(file.relative_to(out)): file.read_bytes()
-        for part in ("unet", "vae", "text_encoder", "scheduler", "tokenizer", "model_index.json")
-        for file in sorted(Path(out).glob(f"{part}/*"))
+        for part in parts
+        for file in sorted(Path(out, part).iterdir())
     }
+    files["model_index.json"] = index
     timings = ("images_per_second", "data_wait", "memory_gb")
     rows = [{k: v for k, v in row.items() if k not in timings} for row in read_metrics(out)]
     return arrays, files, rows

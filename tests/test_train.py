@@ -51,6 +51,7 @@ from sharding_flax import (
     start_state,
     to_host,
 )
+from training_flags import LORA_FILE
 from training_models import Models, encode_text, load_models
 
 SCRIPT = Path(trainer.__file__)
@@ -1192,6 +1193,16 @@ BAD_FLAGS = [
         "--output_dir nowhere is or contains --pretrained_model",
     ),
     ({"output_dir": "finished"}, "--output_dir finished contains a model; name another"),
+    ({"output_dir": "finished", "lora_rank": 4}, "--output_dir finished contains a model"),
+    ({"output_dir": "lora"}, "--output_dir lora contains a model; name another"),
+    (
+        {"output_dir": "file", "pretrained_vae_model_name_or_path": "file/vae"},
+        "--output_dir file is a file",
+    ),
+    (
+        {"output_dir": "out", "pretrained_vae_model_name_or_path": "out/vae"},
+        "--output_dir out is or contains --pretrained_vae_model_name_or_path",
+    ),
     ({"output_dir": "."}, "--output_dir . is or contains --pretrained_model_name_or_path"),
     ({"learning_rate": float("inf")}, "--learning_rate inf must be above 0 and finite"),
 ]
@@ -1221,6 +1232,8 @@ def test_bad_flags_are_refused_before_anything_is_read(
     Path("cut.png").write_bytes(encoded(0)[:-100])
     Path("finished").mkdir()
     Path("finished/model_index.json").touch()
+    Path("lora").mkdir()
+    Path("lora", LORA_FILE).touch()
     Path("own").mkdir()
     Path("own/README.md").touch()
     config = config_of("nowhere", "nowhere", "out", **flags)
