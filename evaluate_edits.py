@@ -94,15 +94,15 @@ class Config:
     guidance_scale: tuple[float, ...] = (7.5,)  # weight of the instruction, >= 0
     image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
     seeds: tuple[int, ...] = (0,)  # of the noise
-    num_inference_steps: int = 50
+    num_inference_steps: int = 50  # of the scheduler
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     # metrics
     clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id; "": no CLIP
-    # output
-    output_dir: Path = Path("evaluation")
+    # files
+    output_dir: Path = Path("evaluation")  # of results.json, the table, the curve and images
     overwrite_output_dir: bool = False  # replace earlier results in output_dir
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 

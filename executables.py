@@ -62,7 +62,9 @@ class ExecutableStore:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
         except OSError as error:
-            raise ValueError(f"{self.folder} cannot be used for executables: {error}") from error
+            raise ValueError(
+                f"{self.folder} cannot be used for executables: {error}; name another directory"
+            ) from error
         if not is_private(status):
             raise ValueError(
                 f"{self.folder} belongs to another user or may be written to by others, who can "
@@ -155,7 +157,9 @@ def use_compilation_cache(folder):
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--compilation_cache_dir {folder} cannot be made: {error}") from error
+        raise ValueError(
+            f'--compilation_cache_dir {folder} cannot be made: {error}; name another, or "" for none'
+        ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(
             f'--compilation_cache_dir {folder} cannot be written to; name another, or "" for none'

@@ -149,7 +149,9 @@ def load_image(path):
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; check the path") from None
     except UnidentifiedImageError:
-        raise ValueError(f"{path} is not an image that Pillow can read") from None
+        raise ValueError(
+            f"{path} is not an image that Pillow can read; convert it to PNG or JPEG"
+        ) from None
     except Exception as error:  # Pillow's decoders raise errors of many types
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
 

@@ -110,12 +110,14 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
         )
     except Exception as error:  # the tokenizers library raises plain Exception
         reason = one_line(error)
-        raise ValueError(f"the {subfolder} of {path} cannot be read: {reason}") from error
+        raise ValueError(
+            f"the {subfolder} of {path} cannot be read: {reason}; copy or download it again"
+        ) from error
     # Without its files transformers silently makes a tokenizer of two tokens.
     if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
         raise ValueError(
             f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
-            f"{text_encoder.module.vocab_size}; is {path}/{subfolder} complete and of this model?"
+            f"{text_encoder.module.vocab_size}; copy or download {path}/{subfolder} again, from the same model"
         )
     return tokenizer
 

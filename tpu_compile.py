@@ -17,8 +17,9 @@ A UNet, and SDXL images as sdxl_single.py makes them, two on each chip:
     python tpu_compile.py sdxl --tpu v5e-4 --num_images 2
 
 --find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
-"jax[tpu]"`). Stable Diffusion 1.5's training step takes about 10 minutes on two cores and 12 GB of
-memory (27 GB at 32 pairs per chip). Prints a table and writes JSON into the current directory.
+"jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
+18 GB of memory (27 GB at 32 pairs per chip). Prints a table and writes JSON into the current
+directory.
 
 The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
 and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over
@@ -584,7 +585,7 @@ def run(config):
     check_flags(config, len(devices))
     output = report_file(config)
     place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
-    print(f"compiling {program_name(config)} for {place}; at full size 5 to 20 minutes", flush=True)
+    print(f"compiling {program_name(config)} for {place}; at full size 5 to 75 minutes", flush=True)
     report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
     print_report(report)
     save_whole(output, partial(write_json, content=report))

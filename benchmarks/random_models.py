@@ -98,7 +98,7 @@ def make_pipeline(folder, quick, in_channels=4):
 
 
 def make_xl_pipeline(folder, quick):
-    """Write a pipeline's folder with random weights, of SDXL's shapes or tiny.
+    """Write a pipeline's directory with random weights, of SDXL's shapes or tiny.
 
     Call it in a new process, which frees the memory.
     """

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.harness import GIB, ROOT, read_rows, rows_of
-from benchmarks.tpu import BASELINES, CASES
+from benchmarks.tpu import CASES
 from training_flags import Config as TrainingConfig
 
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
@@ -269,9 +269,6 @@ def tpu_unet_table() -> str:
             f"{row['flops'] / 1e12:.2f} T",
         ]
     ]
-    for name, (temporaries, accessed, flops) in BASELINES["unet"].items():
-        cells = [f"{temporaries / 1e9:.2f} GB", f"{accessed / 1e9:.1f} GB", "", f"{flops / 1e12} T"]
-        lines.append([name, *cells])
     return table("| temporaries | bytes accessed | of them to and from HBM | FLOPs", lines)
 
 

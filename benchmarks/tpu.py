@@ -18,8 +18,7 @@ waiting for data), and what the compiler expects of all other operations.
 
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
-(tpu_programs.py). The rows of other classes were measured with the same compiler: those that
-diffusers 0.39 had, and MaxDiffusion's. Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
+(tpu_programs.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
 5 to 75 minutes per program on two cores, ten minutes for attention.
 """
 
@@ -77,14 +76,6 @@ JOBS = {
     "sdxl 1": ("sdxl", "--num_images", "1"),
     "sdxl 2": ("sdxl", "--num_images", "2"),
     "sdxl 4": ("sdxl", "--num_images", "4"),
-}
-# Other classes on one v5e chip: (temporaries, bytes accessed, FLOPs).
-BASELINES = {
-    "unet": {
-        "diffusers 0.39": (1.45e9, 54.8e9, 4.06e12),
-        "MaxDiffusion": (2.38e9, 68.4e9, 4.08e12),
-    },
-    "unet sdxl": {"diffusers 0.39": (1.03e9, 98.4e9, 14.05e12)},
 }
 JobName = Literal[tuple(JOBS)]
 
@@ -205,12 +196,6 @@ def format_programs(results):
             f"| {row['hbm_bytes'] / 1e9:.3g} | {sent} | {row['flops'] / 1e12:.3g} "
             f"| {row['step_seconds'] * 1e3:.3g} |"
         )
-    for job, classes in BASELINES.items():
-        for name, (temporaries, num_bytes, flops) in classes.items():
-            lines.append(
-                f"| v5e {job}, {name} | | {temporaries / GIB:.3g} | {num_bytes / 1e9:.3g} | | "
-                f"| {flops / 1e12:.3g} | |"
-            )
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@
         --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
 
 Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the images; text
-encoder and UNet together on (caption, latent) pairs. The result is a diffusers pipeline folder in
+encoder and UNet together on (caption, latent) pairs. The result is a pipeline directory in
 half precision. Finished stages are kept in --work_dir and not run again with the same flags and
 captions. The model in the repository took 17 minutes for the VAE and 20 for the rest.
 
@@ -333,7 +333,7 @@ def train_vae(config):
 
 
 def stage(work_dir, name, settings, make):
-    """The result of make(), from the work folder if a run before has left it there.
+    """The result of make(), from the work directory if a run before has left it there.
 
     The file's name holds a hash of the settings, so that none is taken for another.
     """
@@ -488,7 +488,7 @@ def load_vae(folder):
 
 
 def main():
-    """Train what work_dir does not hold yet, write the pipeline folder."""
+    """Train what work_dir does not hold yet, write the pipeline directory."""
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
     family = FAMILIES[config.family]
     output_dir, work_dir = Path(config.output_dir or family.output_dir), Path(config.work_dir)
