@@ -158,7 +158,7 @@ def use_compilation_cache(folder):
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f'--compilation_cache_dir {folder} cannot be made: {error}; name another, or "" for none'
+            f"--compilation_cache_dir {folder} cannot be made: {error}; name another directory"
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(

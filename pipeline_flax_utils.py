@@ -117,7 +117,8 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
     if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
         raise ValueError(
             f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
-            f"{text_encoder.module.vocab_size}; copy or download {path}/{subfolder} again, from the same model"
+            f"{text_encoder.module.vocab_size}; copy or download {path}/{subfolder} again, from "
+            "the same model"
         )
     return tokenizer
 

@@ -135,9 +135,12 @@ def test_topologies_have_as_many_devices(name, libtpu_environment):
 # Shapes
 
 
+@pytest.mark.parametrize("family", ["sd", "xl"])
 @pytest.mark.parametrize("lora_rank", [None, 4])
-def test_arguments_are_those_of_a_real_run(model, lora_rank):
+def test_arguments_are_those_of_a_real_run(model, tmp_path, lora_rank, family):
     """Every shape and dtype that train_step would get from train(), on the same devices."""
+    if family == "xl":
+        model = make_tiny_xl(tmp_path / "xl", edits=True)
     config = flags(
         model,
         unet_model_name_or_path=str(model / "unet"),
@@ -157,6 +160,8 @@ def test_arguments_are_those_of_a_real_run(model, lora_rank):
         "edited_pixel_values": images,
         "input_ids": pipeline.prepare_text_inputs(["make it red"] * 8),
     }
+    if family == "xl":
+        batch["time_ids"] = np.zeros((8, 6), np.float32)
     state = start_state(params, tx, shard_axes(params, NUM_DEVICES))
     base_rng = np.asarray(jax.random.PRNGKey(0))
     real = (state, replicate(frozen), shard_batch(batch), replicate(base_rng))
