@@ -124,7 +124,7 @@ def test_dreambooth(model, images, safety_checker, tmp_path):
     made = [np.asarray(Image.open(f)) for f in sorted((tmp_path / "class_images").iterdir())]
     assert len(made) == jax.local_device_count() == len(np.unique(made, axis=0))
     changed = check(tmp_path / "out", model)
-    assert len(changed["unet"]) > 50 and len(changed["text_encoder"]) > 20
+    assert len(changed["unet"]) > 50 and len(changed["text_encoder"]) >= 20
     assert not changed["vae"]
     earlier = check(tmp_path / "out" / "1", tmp_path / "out")  # the first step's, and the last's
     assert earlier["unet"] and earlier["text_encoder"] and not earlier["vae"]
