@@ -389,9 +389,8 @@ def run_training(config: Config, validation_images):
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     start_step = run.find_start()
     batches = run.next_batches(pipeline.prepare_text_inputs)
-    if (
-        jax.process_count() == 1 and start_step < max_train_steps
-    ):  # compile before the state takes memory
+    # One process compiles before the state takes memory.
+    if jax.process_count() == 1 and start_step < max_train_steps:
         shapes = state_shapes(params, tx, run.axes, jax.device_count())
         p_train_step = p_train_step.lower(shapes, p_frozen, batches.peek(), p_rng).compile()
     state, averages = run.start_or_resume(params)

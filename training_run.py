@@ -486,8 +486,9 @@ class TrainRun:
             metrics=self.metrics_log.last_row,
             image=grid if self.validation_images else None,
         )
-        for name in FINAL_FILES:  # with --overwrite_output_dir, of another kind of run
-            (output_dir / name).unlink(missing_ok=True)
+        # With --overwrite_output_dir, the model of a run without or with LoRA.
+        replaced = next(name for name in FINAL_FILES if name != final_file(config))
+        (output_dir / replaced).unlink(missing_ok=True)
         if config.lora_rank is not None:
             save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
             options = lora_options(config) | {"run": lora_identity(self.identity)}

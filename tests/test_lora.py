@@ -169,7 +169,9 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
     """Its image is that of the pipeline that the same command writes with --merge_lora."""
     out, model = tmp_path / "out", models[family]
     config = config_of(model, data, out, checkpointing_steps=3, ema="full", **LORA)
-    run_main(config, monkeypatch)
+    out.mkdir()
+    (out / "model_index.json").write_text("{}")  # of a model that is overwritten
+    run_main(dataclasses.replace(config, overwrite_output_dir=True), monkeypatch)
     losses = [row["loss"] for row in read_metrics(out)]
     assert len(losses) == RUN["max_train_steps"]
     assert not (out / "model_index.json").exists() and not (out / "unet").exists()
