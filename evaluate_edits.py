@@ -178,6 +178,8 @@ def load_results(config, settings, checksums):
             saved_sums = {name: model["checksum"] for name, model in results["models"].items()}
             for row in results["rows"]:
                 row["model"], row["guidance_scale"], row["image_guidance_scale"], row["seed"]
+            for row in results["rows"] + results["baselines"]:
+                float(row["l1"] or 0), float(row["l1_to_input"] or 0)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is damaged ({one_line(error, 100)}); {remedy}") from error
         changes = differences(

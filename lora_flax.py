@@ -14,15 +14,15 @@ Source: LoRA (arXiv 2106.09685), section 4.1; file layout and initial values: th
 
 import json
 import math
-from functools import partial, reduce
+from functools import reduce
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from command_line import save_whole
-from modeling_flax_utils import flax_to_torch, torch_to_flax
+from modeling_flax_utils import flax_to_torch, read_weights
 
 
 def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), seed=0):
@@ -121,16 +121,25 @@ def save_lora(path, trained, rank, alpha, target_modules, run):
         "unet.lora_alpha": alpha or rank,
         "unet.target_modules": list(target_modules),
     }
-    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings)}
-    metadata["run"] = json.dumps(run)
-    save_whole(path, partial(save_file, tensors, metadata=metadata))
+    save_tensors(path, tensors, lora_adapter_metadata=json.dumps(settings), run=json.dumps(run))
 
 
 def save_conv_in(path, trained):
     """Write the UNet's first convolution with PyTorch's names, for load_state_dict."""
     tensors = dict(flax_to_torch(f"conv_in/{name}", x) for name, x in trained["conv_in"].items())
-    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    save_whole(path, partial(save_file, tensors, metadata={"format": "pt"}))
+    save_tensors(path, {name: np.ascontiguousarray(x) for name, x in tensors.items()})
+
+
+def save_tensors(path, tensors, **metadata):
+    """Write a safetensors file with the permissions of a new file."""
+
+    def save(file):
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(tensors, file, metadata={"format": "pt", **metadata})  # leaves 0600
+        file.chmod(mode)
+
+    save_whole(path, save)
 
 
 def read_lora(path, conv_in_path):
@@ -138,9 +147,14 @@ def read_lora(path, conv_in_path):
 
     Returns:
         (trained, run): as they were saved.
+
+    Raises:
+        ValueError: a file is missing or damaged, or has no record of the run.
     """
+    flat = dict(read_weights(path)) | dict(read_weights(conv_in_path))
     with safe_open(path, "np") as file:
-        tensors = {name.removeprefix("unet."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        run = json.loads((file.metadata() or {}).get("run", "{}"))
-    flat = dict(torch_to_flax(name, x) for name, x in (tensors | load_file(conv_in_path)).items())
-    return unflatten_dict(flat, sep="/"), run
+        run = (file.metadata() or {}).get("run")
+    if run is None:
+        raise ValueError(f"{path} has no record of the run that made it; it cannot be merged")
+    trained = {name.removeprefix("unet/"): x for name, x in flat.items()}
+    return unflatten_dict(trained, sep="/"), json.loads(run)

@@ -348,7 +348,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         flat = {
             key: array if convert is None else convert(key, array)
             for file in files
-            for key, array in _read_weights(file)
+            for key, array in read_weights(file)
         }
         source = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
         module._check_params(flat, expected, source)
@@ -522,7 +522,7 @@ def _weight_files(fetch, stem, suffix, dot_variant):
     return list(shards.values())
 
 
-def _read_weights(file):
+def read_weights(file):
     """Yield (Flax path, array) of one file; the arrays do not refer to the file."""
     read = {".msgpack": _read_msgpack, ".bin": _read_bin}.get(file.suffix, _read_safetensors)
     try:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from PIL import Image, ImageOps
 
 from command_line import differences
@@ -230,24 +231,39 @@ def merge_lora(config: Config, dtype):
     """
     file, is_xl = Path(config.output_dir, LORA_FILE), is_sdxl(config)
     trained, saved = read_lora(file, file.with_name(CONV_IN_FILE))
-    _, pipeline, frozen, params = load_models(config, dtype)
-    current = lora_identity(fixed_flags(config, "may_change") | checksums(frozen, params))
-    del frozen, params  # free memory
-    if different := differences(saved, current):
+    flags = lora_identity(config, {})
+    if different := differences(saved, flags):
         raise ValueError(
             f"{file} belongs to another run: {'; '.join(different)}. Change that back, or start "
             "again with --overwrite_output_dir"
         )
+    _, pipeline, frozen, params = load_models(config, dtype)
+    for name, checksum in checksums(frozen, params).items():
+        if saved.get(name) != checksum:
+            raise ValueError(
+                f"{file} belongs to another run: the {name} are not those it was trained from"
+            )
+    shapes, expected = (
+        {name: x.shape for name, x in flatten_dict(tree, sep="/").items()}
+        for tree in (trained, params)
+    )
+    if different := sorted(dict(shapes.items() ^ expected.items())):
+        raise ValueError(
+            f"{file} or {CONV_IN_FILE} next to it is damaged: missing, unexpected or of the wrong "
+            f"shape: {', '.join(different)}"
+        )
+    del frozen, params  # free memory
     _, text_params = load_text_encoder(config, np.float32, is_xl, to_float32)
     _, vae_params = load_vae(config, np.float32, is_xl)
     others = pipeline_params({"vae": vae_params, "text_encoder": text_params})
     pipeline.save_pretrained(config.output_dir, {"unet": merged_unet(config, trained), **others})
 
 
-def lora_identity(identity):
-    """The entries of a run_identity that --merge_lora must find again, as JSON returns them."""
-    names = ["lora_rank", "lora_alpha", "lora_target_modules", "mixed_precision", "seed"]
-    return json.loads(json.dumps({name: identity[name] for name in (*names, *WEIGHTS)}))
+def lora_identity(config: Config, checksums):
+    """The flags and checksums of a run that --merge_lora must find again, as JSON returns them."""
+    flags = fixed_flags(config, "may_change")
+    flags["lora_alpha"] = config.lora_alpha or config.lora_rank
+    return json.loads(json.dumps(flags | checksums))
 
 
 def merged_unet(config: Config, trained):

@@ -204,6 +204,7 @@ def write_model_card(
     command,
     config,
     pipeline_class="StableDiffusionInstructPix2PixPipeline",
+    in_channels=8,
     metrics=None,
     image=None,
 ):
@@ -215,6 +216,7 @@ def write_model_card(
         command: shell command that trained the model.
         config: dict of all flags.
         pipeline_class: the PyTorch class that opens folder.
+        in_channels: of the UNet.
         metrics: last row of metrics.jsonl, or None.
         image: path of a validation grid relative to folder, or None.
 
@@ -229,7 +231,10 @@ def write_model_card(
         inference=True,
     )
     is_lora = config.get("lora_rank") is not None and not config["merge_lora"]
-    open_pipeline = (open_with_lora if is_lora else open_directory)(name, pipeline_class, config)
+    if is_lora:
+        open_pipeline = open_with_lora(name, pipeline_class, in_channels, config)
+    else:
+        open_pipeline = open_directory(name, pipeline_class)
     R = config["resolution"]  # SDXL's class otherwise resizes images to 1024 pixels
     size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
     shown = f"![before and after, with the instruction]({image})\n" if image else ""
@@ -282,7 +287,7 @@ edited.save("out.png")
     write_text(Path(folder, "README.md"), f"---\n{data.to_yaml()}\n---\n{text}")
 
 
-def open_directory(name, pipeline_class, config):
+def open_directory(name, pipeline_class):
     """Python code that opens a pipeline directory or hub id with PyTorch."""
     return f"""\
 import torch
@@ -294,7 +299,7 @@ pipeline = {pipeline_class}.from_pretrained(
 )"""
 
 
-def open_with_lora(name, pipeline_class, config):
+def open_with_lora(name, pipeline_class, in_channels, config):
     """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
     base_model = json.dumps(config["pretrained_model_name_or_path"])
     place = "".join(
@@ -320,7 +325,7 @@ from diffusers.utils import load_image
 unet = UNet2DConditionModel.from_pretrained(
     {base_model},
     subfolder="unet",
-    in_channels=8,
+    in_channels={in_channels},
     ignore_mismatched_sizes=True,
     low_cpu_mem_usage=False,
     {place}dtype=torch.float16,

@@ -73,6 +73,7 @@ from training_flags import (
     snapshot_steps,
 )
 from training_models import (
+    WEIGHTS,
     compute_dtype,
     edit_images,
     lora_identity,
@@ -203,8 +204,7 @@ class TrainRun:
 
     def _open_files(self):
         """Open the run's files; metrics.jsonl first, because it marks the directory of a run."""
-        config, output_dir = self.config, self.output_dir
-        flags = asdict(config)
+        config, output_dir, flags = self.config, self.output_dir, asdict(self.config)
         self.metrics_log = MetricsLog(
             output_dir, flags, config.report_to, config.tracker_project_name, self.start_step
         )
@@ -483,6 +483,7 @@ class TrainRun:
             command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
             config=asdict(config),
             pipeline_class=self.pipeline.torch_class_name,
+            in_channels=self.models.unet.in_channels,
             metrics=self.metrics_log.last_row,
             image=grid if self.validation_images else None,
         )
@@ -491,8 +492,8 @@ class TrainRun:
         (output_dir / replaced).unlink(missing_ok=True)
         if config.lora_rank is not None:
             save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
-            options = lora_options(config) | {"run": lora_identity(self.identity)}
-            save_lora(output_dir / LORA_FILE, weights["unet"], **options)
+            run = lora_identity(config, {name: self.identity[name] for name in WEIGHTS})
+            save_lora(output_dir / LORA_FILE, weights["unet"], **lora_options(config), run=run)
             if config.merge_lora:
                 merge_lora(config, self.models.unet.dtype)
         else:
@@ -575,17 +576,17 @@ def merge_finished_run(config: Config):
     output_dir = Path(config.output_dir)
 
     def merge():
-        hub = check_hub(config.hub_model_id, output_dir) if config.push_to_hub else None
+        repo_id = config.push_to_hub and check_hub(config.hub_model_id, output_dir)
         merge_lora(config, compute_dtype(config))
-        print(f"saved {output_dir}")
-        if hub:
-            print(f"uploaded {push_to_hub(output_dir, hub)}")
+        print(f"merged {output_dir / LORA_FILE} without training; saved {output_dir}")
+        if repo_id:
+            print(f"uploaded {push_to_hub(output_dir, repo_id)}")
 
     on_process_0(merge)
 
 
 def modified_at(path):
-    """Modification time of a file in ns; None if it does not exist."""
+    """Modification time of a file in ns, or None."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 

@@ -13,7 +13,8 @@ from diffusers import UNet2DConditionModel
 from flax.traverse_util import flatten_dict, unflatten_dict
 from peft import LoraConfig
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
 from test_train import (
     RUN,
@@ -227,11 +228,10 @@ def test_merging_in_bfloat16_keeps_what_is_not_trained(
 
     rng = np.random.default_rng(1)
     trained = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), params)
-    identity = dataclasses.asdict(config) | checksums(frozen, params)
-    options = lora_options(config) | {"run": lora_identity(identity)}
+    run = lora_identity(config, checksums(frozen, params))
     out.mkdir()
     save_conv_in(out / CONV_IN_FILE, trained)
-    save_lora(out / LORA_FILE, trained, **options)
+    save_lora(out / LORA_FILE, trained, **lora_options(config), run=run)
     run_main(config, monkeypatch)
 
     before, after = (FlaxDiffusionPipeline.from_pretrained(x)[1] for x in (model, out))
@@ -253,13 +253,37 @@ def test_merging_in_bfloat16_keeps_what_is_not_trained(
     for change, message in (
         ({"lora_rank": 2}, "lora_rank was 4 and is 2"),
         ({"seed": 4}, "seed was 3 and is 4"),
-        ({"pretrained_model_name_or_path": models[family]}, "weights of pretrained_model"),
+        ({"learning_rate": 0.5}, "learning_rate was 0.03 and is 0.5"),
+        (
+            {"pretrained_model_name_or_path": models[family]},
+            "the weights of pretrained_model_name_or_path are not those it was trained from",
+        ),
     ):
-        other = dataclasses.replace(config, **change)
-        with pytest.raises(SystemExit) as stop:
-            run_main(other, monkeypatch)
-        assert stop.value.code == 2
-        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert message in merge_refused(dataclasses.replace(config, **change), monkeypatch, capsys)
+
+    content = (out / LORA_FILE).read_bytes()
+    tensors = load_file(out / LORA_FILE)
+    tensors.popitem()
+    with safe_open(out / LORA_FILE, "pt") as file:
+        metadata = file.metadata()
+    for damage, message in (
+        (lambda: save_file(tensors, out / LORA_FILE, metadata), "is damaged: missing, unexpected"),
+        (lambda: save_file(tensors, out / LORA_FILE), "has no record of the run that made it"),
+        (lambda: (out / LORA_FILE).write_bytes(content[:9000]), "cannot be read as weights"),
+        (lambda: (out / LORA_FILE).write_bytes(b""), "cannot be read as weights"),
+    ):
+        damage()
+        assert message in merge_refused(config, monkeypatch, capsys)
+    (out / LORA_FILE).unlink()
+    assert "contains a model" in merge_refused(config, monkeypatch, capsys)
+
+
+def merge_refused(config, monkeypatch, capsys):
+    """The last line of the refusal of a merge."""
+    with pytest.raises(SystemExit) as stop:
+        run_main(config, monkeypatch)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def test_initial_values_do_not_depend_on_files(models, tmp_path):
