@@ -18,7 +18,7 @@ A UNet, and SDXL images as sdxl_single.py makes them, two on each chip:
 
 --find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
 "jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
-18 GB of memory (27 GB at 32 pairs per chip). Prints a table and writes JSON in this directory.
+18 GB of memory (27 GB at 32 pairs per chip). Writes JSON into the current directory.
 
 The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
 and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over
