@@ -120,7 +120,8 @@ def create_modified_unet(config: Config):
         )
     path = config.pretrained_model_name_or_path
     index = fetch_file(path, INDEX_NAME, None, config.revision)
-    if index is not None and not has(read_json(index), "text_encoder"):
+    index = {} if index is None else read_json(index)
+    if has(index, "text_encoder_2") and not has(index, "text_encoder"):
         raise ValueError(
             f"{path} is SDXL's refiner, which lacks the first text encoder; give the base model"
         )

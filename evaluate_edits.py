@@ -176,6 +176,7 @@ def load_results(config, settings, checksums):
             saved = json.loads(file.read_text(encoding="utf-8"))
             results = {name: saved[name] for name in results}
             saved_sums = {name: model["checksum"] for name, model in results["models"].items()}
+            # An error here means that the rows lack a name or a number.
             for row in results["rows"]:
                 row["model"], row["guidance_scale"], row["image_guidance_scale"], row["seed"]
             for row in results["rows"] + results["baselines"]:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from command_line import check_writable
-from config_flax import LORA_FILE
+from config_flax import INDEX_NAME, LORA_FILE
 
 CONV_IN_FILE = "conv_in.safetensors"  # with LoRA: the first convolution, trained as a whole
-FINAL_FILES = (LORA_FILE, "model_index.json")  # written last, by runs with and without LoRA
+FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
 POSITIVE = (
     *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),
     *("logging_steps", "validation_steps", "checkpoints_total_limit", "ema_snapshot_steps"),
@@ -248,7 +248,7 @@ def check_lora(config: Config) -> None:
 def final_file(config: Config) -> str:
     """The name of the file that a run writes last, which marks it as finished."""
     is_lora_only = config.lora_rank is not None and not config.merge_lora
-    return LORA_FILE if is_lora_only else "model_index.json"
+    return LORA_FILE if is_lora_only else INDEX_NAME
 
 
 def merges_finished_run(config: Config) -> bool:

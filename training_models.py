@@ -252,10 +252,10 @@ def merge_lora(config: Config, dtype):
             f"{file} or {CONV_IN_FILE} next to it is damaged: missing, unexpected or of the wrong "
             f"shape: {', '.join(different)}"
         )
+    others = {"vae": frozen["vae"]}  # in float32 already
     del frozen, params  # free memory
-    _, text_params = load_text_encoder(config, np.float32, is_xl, to_float32)
-    _, vae_params = load_vae(config, np.float32, is_xl)
-    others = pipeline_params({"vae": vae_params, "text_encoder": text_params})
+    _, others["text_encoder"] = load_text_encoder(config, np.float32, is_xl, to_float32)
+    others = pipeline_params(others)
     pipeline.save_pretrained(config.output_dir, {"unet": merged_unet(config, trained), **others})
 
 
