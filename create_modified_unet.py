@@ -10,7 +10,7 @@ On a CPU within seconds, with the demo's model:
 
 The new channels' weights are zero and the bias is kept, so the widened UNet computes exactly what
 the original does for any values of the new channels; the script checks that before it saves. Needs
-about 8 GB of memory for Stable Diffusion 1.5, 24 GB for SDXL, and no accelerator.
+about 8 GB of memory for Stable Diffusion 1.5, 23 GB for SDXL, and no accelerator.
 
 Paper: InstructPix2Pix (arXiv 2211.09800), section 3.2.
 """

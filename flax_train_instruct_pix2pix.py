@@ -41,6 +41,7 @@ from executables import use_compilation_cache
 from modeling_flax_blocks import CHECKPOINTED_BLOCKS
 from parquet_dataset import ParquetImagePairs
 from parquet_shards import KNOWN_COLUMNS
+from pipeline_flax_utils import replace_leaves
 from processes_flax import from_process_0, start_distributed, wait_for_all
 from sharding_flax import (
     combine,
@@ -381,11 +382,11 @@ def run_training(config: Config, validation_images):
     p_update_average = make_update_average()
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
-    on_devices = cast_frozen(frozen, models)
+    p_frozen = cast_frozen(frozen, models)
     if dataset.latents and not validation_images:
-        del on_devices["vae"]
-    p_frozen = replicate(on_devices)
-    del frozen, on_devices
+        del p_frozen["vae"]
+    del frozen
+    replace_leaves(replicate, p_frozen)  # one by one, so that the host's copies can be freed
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     start_step = run.find_start()
     batches = run.next_batches(pipeline.prepare_text_inputs)
