@@ -18,7 +18,9 @@ A UNet, and SDXL images as sdxl_single.py makes them, two on each chip:
 
 --find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
 "jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
-18 GB of memory (27 GB at 32 pairs per chip). Writes JSON into the current directory.
+18 GB of memory (27 GB at 32 pairs per chip). --optimization_level O1 says several times faster
+whether a program fits; it prefetches nothing, so its traffic of the memory is too high. Writes JSON
+into the current directory.
 
 The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
 and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over
@@ -58,9 +60,11 @@ from tpu_programs import (
     measure,
     num_bytes,
     param_shapes,
+    print_report,
     replicated,
     roofline_seconds,
     slice_devices,
+    verdict,
 )
 from training_flags import check_config, ema_flags
 from training_models import Models, check_resolution, encode_text, is_sdxl, lora_options
@@ -71,12 +75,20 @@ DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(trainer.Config):
-    """The training step."""
+class Target:
+    """Flags of all programs."""
 
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
+    find_batch: bool = False  # find the largest batch that fits, starting from the one given
+    # of XLA; O1 compiles faster and prefetches nothing; None: the default
+    optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(trainer.Config, Target):
+    """The training step."""
+
     family: Literal["sd15", "sdxl"] = "sd15"  # without --pretrained_model_name_or_path
-    find_batch: bool = False  # find the largest batch that fits, starting from train_batch_size
     # JSON; "" is tpu_compile_TPU_train.json in the current directory, unless it has other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
@@ -84,31 +96,27 @@ class Train(trainer.Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unet:
+class Unet(Target):
     """A UNet: forward and backward pass, or the forward pass of one sampling step."""
 
-    tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
     family: Literal["sd15", "sdxl"] = "sd15"  # without --pretrained_model_name_or_path
     gradient: bool = True  # the gradient of float32 parameters; --no_gradient: forward pass only
     batch_size: int = 8  # samples per chip; two per image with guidance
     in_channels: int | None = None  # None: 8 with the gradient, else the config's
     resolution: int = 256  # pixels of a side of the images
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
-    find_batch: bool = False  # find the largest batch_size that fits
     output: str = ""  # JSON; "" is tpu_compile_TPU_unet.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
     revision: str | None = None  # branch, tag or commit of a hub id
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sdxl:
+class Sdxl(Target):
     """SDXL images from text with guidance, in bfloat16."""
 
-    tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
     num_images: int = 1  # at once on each chip
     num_inference_steps: int = 20
     image_size: int = 1024  # pixels of a side
-    find_batch: bool = False  # find the largest num_images that fits
     output: str = ""  # JSON; "" is tpu_compile_TPU_sdxl_NUM_IMAGES.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory or hub id; "" is SDXL base 1.0
     revision: str | None = None  # branch, tag or commit of a hub id
@@ -465,35 +473,6 @@ def describe(config, tpu, job, step, update, flops):
     }
 
 
-def verdict(report):
-    """Whether the program fits, in a line."""
-    total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
-    answer = "fits" if report["fits"] else "does not fit"
-    return f"{answer}: {report['batch_per_chip']} per chip need {total:.2f} of {usable:.2f} GiB"
-
-
-def print_report(report):
-    """The report as a table."""
-    print(f"{report['program']} on {report['tpu']}, {report['chips']} chip(s), each:")
-    for name, size in report.get("memory", {}).items():
-        print(f"  {name:<14}{size / GIB:8.3f} GiB")
-    print(verdict(report))
-    if "smallest_not_fitting" in report:
-        print(f"{report['smallest_not_fitting']} per chip do not fit")
-    if "flops" in report:
-        ema = report["ema_hbm_bytes"] / 1e9
-        print(
-            f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
-            f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
-            f"{report['interconnect_bytes'] / 1e9:.3g} GB to other chips"
-        )
-        print(
-            f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most "
-            f"{report['images_per_second_per_chip']:.1f} images/s per chip, "
-            f"{report['images_per_second']:.0f} on the slice"
-        )
-
-
 def check_flags(config, num_devices):
     """Raise a ValueError for flags that do not go together, before anything is compiled."""
     if isinstance(config, Train):
@@ -579,6 +558,8 @@ def report_file(config):
 def run(config):
     """Compile, print and write the report."""
     jax.config.update("jax_platforms", "cpu")  # leave this machine's accelerators free
+    if config.optimization_level:
+        jax.config.update("jax_optimization_level", config.optimization_level)
     tpu = find_slice(config.tpu)
     devices = slice_devices(tpu)
     check_flags(config, len(devices))

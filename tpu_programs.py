@@ -203,6 +203,35 @@ def largest_fitting(fits, start):
     return good, bad
 
 
+def verdict(report):
+    """Whether the program fits, in a line."""
+    total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
+    answer = "fits" if report["fits"] else "does not fit"
+    return f"{answer}: {report['batch_per_chip']} per chip need {total:.2f} of {usable:.2f} GiB"
+
+
+def print_report(report):
+    """The report as a table."""
+    print(f"{report['program']} on {report['tpu']}, {report['chips']} chip(s), each:")
+    for name, size in report.get("memory", {}).items():
+        print(f"  {name:<14}{size / GIB:8.3f} GiB")
+    print(verdict(report))
+    if "smallest_not_fitting" in report:
+        print(f"{report['smallest_not_fitting']} per chip do not fit")
+    if "flops" in report:
+        ema = report["ema_hbm_bytes"] / 1e9
+        print(
+            f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
+            f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
+            f"{report['interconnect_bytes'] / 1e9:.3g} GB to other chips"
+        )
+        print(
+            f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most "
+            f"{report['images_per_second_per_chip']:.1f} images/s per chip, "
+            f"{report['images_per_second']:.0f} on the slice"
+        )
+
+
 # The text of a compiled program
 
 # bf16[8,1024]{1,0:T(8,128)S(1)}; the name has the number of bits, except pred, which is a byte.

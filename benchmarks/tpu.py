@@ -125,6 +125,8 @@ class Programs:
     again: bool = False  # also compile rows that the output has
     resolution: int | None = None  # pixels, of training and UNets; None: as described
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
+    # of XLA, see tpu_compile.py; None: the default
+    optimization_level: Literal["O1"] | None = None
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -145,6 +147,8 @@ def case_name(tpu, job, config):
         changes.append(f"{config.resolution} px")
     if config.pretrained_model_name_or_path:
         changes.append(config.pretrained_model_name_or_path)
+    if config.optimization_level:
+        changes.append(config.optimization_level)
     return " ".join(["program", tpu, job, *changes])
 
 
@@ -157,6 +161,8 @@ def arguments_of(tpu, job, config):
         arguments += ["--train_batch_size", str(batch_size)]
     if config.resolution is not None and program != "sdxl":
         arguments += ["--resolution", str(config.resolution)]
+    if config.optimization_level:
+        arguments += ["--optimization_level", config.optimization_level]
     if model := config.pretrained_model_name_or_path:
         arguments += ["--pretrained_model_name_or_path", str(Path(model).absolute())]
     return arguments
