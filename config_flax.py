@@ -384,6 +384,7 @@ RANGES = {
     "beta_end": (0, 2),  # above 1 only the timesteps before beta reaches 1 are usable
     "sigma_min": (SMALLEST_SIGMA, math.inf),
     "sigma_max": (SMALLEST_SIGMA, math.inf),
+    "original_inference_steps": (1, math.inf),
 }
 
 

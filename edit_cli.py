@@ -75,12 +75,18 @@ class Config:
     output: Path | None = None
     edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
     num_inference_steps: int = 50  # of the scheduler
+    # to visit instead, of a model that is distilled to them: 999 749 499 249
+    timesteps: tuple[int, ...] = ()
+    eta: float | None = None  # noise of a step, 0 to 1, of ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # similarity to the input, >= 0
     negative_prompt: str = ""  # what to avoid
     seed: int = 0  # of the noise
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # where a run's timesteps are; default: of the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     grid: Path | None = None  # image of the first 64 edits, before and after
@@ -214,6 +220,8 @@ def run_edits(pipeline, params, edits, sizes, config):
             guidance_scale=config.guidance_scale,
             image_guidance_scale=config.image_guidance_scale,
             negative_prompt=config.negative_prompt,
+            timesteps=config.timesteps,
+            eta=config.eta,
         )
         for batch, images, _ in batches:
             for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
@@ -245,11 +253,17 @@ def run(config):
     ]
 
     pipeline_type, factor, scheduler = check_model(
-        config.model, config.resolution, config.num_inference_steps, config.scheduler
+        config.model,
+        config.resolution,
+        config.num_inference_steps,
+        config.scheduler,
+        config.timesteps,
+        config.eta,
+        config.timestep_spacing,
     )
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
-    pipeline, params = load_model(config.model, pipeline_type, scheduler, dtype)
+    pipeline, params = load_model(config.model, pipeline_type, scheduler, dtype, config.lora)
     run_edits(pipeline, params, edits, sizes, config)
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)

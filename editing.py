@@ -19,10 +19,12 @@ import numpy as np
 from flax import jax_utils
 from PIL import Image, ImageOps
 
+from executables import step_options
 from images import load_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import InstructPix2Pix, pixels_per_latent
 from pipeline_flax_utils import MODULES, pipeline_class, replace_leaves
-from scheduling_flax import SCHEDULERS, make_scheduler, scheduler_from_pretrained
+from sampling_flax import check_eta
+from scheduling_flax import SCHEDULERS, scheduler_from_pretrained
 
 
 def read_jsonl(flag, file):
@@ -96,7 +98,30 @@ def check_scheduler(name):
         raise ValueError(f"--scheduler {name} is unknown; choose from {', '.join(SCHEDULERS)}")
 
 
-def check_model(model, resolution, num_inference_steps, scheduler=None):
+def choose_scheduler(scheduler, name=None, timestep_spacing=None):
+    """Build (scheduler, state) of the --scheduler and --timestep_spacing flags.
+
+    Args:
+        scheduler: the model's own.
+        name: of SCHEDULERS; None: the class of scheduler.
+        timestep_spacing: None: as in the config.
+    """
+    changes = {"timestep_spacing": timestep_spacing} if timestep_spacing else {}
+    if name or changes:
+        cls = SCHEDULERS[name] if name else type(scheduler)
+        scheduler = cls.from_config(scheduler.config, **changes)
+    return scheduler, scheduler.create_state()
+
+
+def check_model(
+    model,
+    resolution,
+    num_inference_steps,
+    scheduler=None,
+    timesteps=None,
+    eta=None,
+    timestep_spacing=None,
+):
     """Check a model and the flags that depend on it, without reading its weights.
 
     Args:
@@ -104,6 +129,8 @@ def check_model(model, resolution, num_inference_steps, scheduler=None):
         resolution: of the longer side, pixels.
         num_inference_steps: of the scheduler.
         scheduler: a name of SCHEDULERS; None: the model's own.
+        timesteps, eta: of the pipeline's call.
+        timestep_spacing: see choose_scheduler.
 
     Returns:
         (pipeline class, pixels per latent along a side, scheduler).
@@ -120,10 +147,12 @@ def check_model(model, resolution, num_inference_steps, scheduler=None):
         )
     _, configs = pipeline_type.check(model)
     factor = pixels_per_latent(configs, resolution)
-    found, state = scheduler_from_pretrained(model)
-    if scheduler:
-        found, state = make_scheduler(scheduler, found.config)
-    found.set_timesteps(state, num_inference_steps)  # raises an error for invalid numbers
+    found, _ = scheduler_from_pretrained(model)
+    found, state = choose_scheduler(found, scheduler, timestep_spacing)
+    # Raises an error for invalid numbers.
+    steps = step_options(num_inference_steps, timesteps, eta)
+    found.set_timesteps(state, steps["num_inference_steps"], timesteps=steps["timesteps"])
+    check_eta(found, eta)
     return pipeline_type, factor, found
 
 
@@ -132,17 +161,20 @@ def compute_dtype(name):
     return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
-def load_model(model, pipeline_type, scheduler, dtype):
+def load_model(model, pipeline_type, scheduler, dtype, lora=()):
     """Read a model.
 
     Args:
         model, pipeline_type, scheduler: see check_model.
         dtype: of computation and parameters.
+        lora: files to fold into the weights, see lora_flax.Loras.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    pipeline, params = pipeline_type.from_pretrained(model, dtype=dtype, scheduler=scheduler)
+    pipeline, params = pipeline_type.from_pretrained(
+        model, dtype=dtype, scheduler=scheduler, lora=lora
+    )
     for name in MODULES.keys() & params.keys():
         replace_leaves(lambda array: np.asarray(array, dtype), params[name])
     return pipeline, params
@@ -168,6 +200,8 @@ def edit_batches(
     guidance_scale,
     image_guidance_scale,
     negative_prompt="",
+    timesteps=None,
+    eta=None,
 ):
     """Edit images over several devices, those of one size together.
 
@@ -182,8 +216,8 @@ def edit_batches(
         load: (edit, size) -> the PIL image to edit, of that size.
         bar: tqdm progress bar in units of edits.
         batch_size: images per device at once, at most.
-        seed, num_inference_steps, guidance_scale, image_guidance_scale, negative_prompt: of
-            all edits.
+        seed, num_inference_steps, guidance_scale, image_guidance_scale, negative_prompt, timesteps,
+            eta: of all edits.
 
     Yields:
         (list of edits, their results, NumPy float32 (n, H, W, 3) in [0, 1], seconds of the
@@ -230,6 +264,8 @@ def edit_batches(
                 image_guidance_scale,
                 neg_prompt_ids=neg_ids,
                 jit=True,
+                timesteps=timesteps,
+                eta=eta,
             ).images  # (devices, B, H, W, 3)
             images = np.asarray(images)
             seconds = time.perf_counter() - started

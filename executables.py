@@ -257,6 +257,13 @@ def _cpu_features():
 logger = logging.getLogger(__name__)
 
 
+def step_options(num_inference_steps, timesteps, eta):
+    """The options of _generate that choose the steps; timesteps win over num_inference_steps."""
+    timesteps = tuple(map(int, timesteps or ())) or None
+    num_inference_steps = len(timesteps) if timesteps else num_inference_steps
+    return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)
+
+
 def run(pipeline, jit, arrays, shared, options):
     """Call pipeline._generate, compiled, on one device or on all devices.
 

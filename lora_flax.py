@@ -1,4 +1,7 @@
-"""LoRA: train low-rank updates of a model's kernels instead of the kernels.
+"""LoRA: low-rank updates of a model's kernels. Train them, or fold files of them into a model.
+
+    loras = Loras(["lcm-lora.safetensors", "style.safetensors:0.8"])
+    params = pipeline.load_params("MODEL", loras=loras)
 
     trained, frozen = add_lora(params, 16, None, ("to_q", "to_v"))  # of the UNet's parameters
     params = sharding_flax.combine(frozen, trained)                 # for unet.apply
@@ -10,11 +13,15 @@ A layer whose parameters contain `lora_A`, `lora_B` and `lora_scale` adds lora_s
 output, where lora_scale is alpha / rank. B starts as zeros.
 
 Source: LoRA (arXiv 2106.09685), section 4.1; file layout and initial values: the PEFT library.
+Names of other layouts: diffusers before PEFT, and kohya-ss/sd-scripts.
 """
 
 import json
 import math
+import re
 from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -22,7 +29,265 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from command_line import save_whole
+from config_flax import LORA_FILE, fetch_file
 from modeling_flax_utils import flax_to_torch, read_weights
+
+# The two factors of a layer, in the names of all layouts, after torch_to_flax.
+FACTOR = re.compile(
+    r"(.+?)(?:/lora_(A|B|down|up)(?:/default)?|[/_]lora/(down|up)|/lora_linear_layer/(down|up))"
+    r"/kernel"
+)
+DOWN_NAMES = ("A", "down")
+# Part of the pipeline by prefix, "/" replaced by "_"; a file without prefixes is of a UNet.
+PREFIXES = {
+    "base_model_model_": "unet",
+    "lora_unet_": "unet",
+    "unet_": "unet",
+    "lora_te1_": "text_encoder",
+    "lora_te2_": "text_encoder_2",
+    "lora_te_": "text_encoder",
+    "text_encoder_2_": "text_encoder_2",
+    "text_encoder_": "text_encoder",
+}
+REFUSED = {
+    "hada_w": "LoHa",
+    "lokr_": "LoKr",
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector": "DoRA",
+    "lora_mid": "a LoRA of three factors (lora_mid)",
+}
+# Names of the UNet's layers in the original repositories (sgm): block, then layer.
+SGM_BLOCK = re.compile(r"(input_blocks|middle_block|output_blocks)_(\d+)(?:_(\d+))?_(.+)")
+SGM_LAYERS = {
+    "in_layers_2": "conv1",
+    "out_layers_3": "conv2",
+    "emb_layers_1": "time_emb_proj",
+    "skip_connection": "conv_shortcut",
+}
+SGM_OTHERS = {
+    "input_blocks_0_0": "conv_in",
+    "time_embed_0": "time_embedding_linear_1",
+    "time_embed_2": "time_embedding_linear_2",
+    "label_emb_0_0": "add_embedding_linear_1",
+    "label_emb_0_2": "add_embedding_linear_2",
+    "out_2": "conv_out",
+}
+LAYERS_PER_BLOCK = 3  # of the up blocks; resnet and sampler of the down blocks
+
+
+class Update(NamedTuple):
+    """The update of one layer: scale * down @ up."""
+
+    down: np.ndarray  # float32 (..., in, rank)
+    up: np.ndarray  # float32 (rank, out)
+    scale: float
+    source: str  # the file
+
+
+class Loras:
+    """LoRA files, folded into a model's parameters while they are read.
+
+    Args:
+        specs: FILE or FILE:WEIGHT, each a safetensors or .bin file, a directory with
+            pytorch_lora_weights.safetensors, or a hub id (owner/name or owner/name/FILE). WEIGHT
+            multiplies the update, default 1.
+
+    Raises:
+        ValueError: a file is missing, damaged or not a LoRA.
+    """
+
+    def __init__(self, specs):
+        self.updates, self.folded = {}, set()
+        for spec in specs:
+            source, weight = split_weight(spec)
+            for key, update in read_updates(find_lora(source), weight).items():
+                self.updates.setdefault(key, []).append(update)
+
+    def fold(self, part, name, x):
+        """A parameter with the updates added, in the dtype of x; the sum is float32.
+
+        Args:
+            part: "unet", "text_encoder" or "text_encoder_2".
+            name: of the parameter, joined by "/".
+            x: NumPy array.
+
+        Raises:
+            ValueError: an update has other sizes.
+        """
+        layer, _, leaf = name.rpartition("/")
+        key = part, layer.replace("/", "_")
+        if leaf != "kernel" or key not in self.updates:
+            return x
+        self.folded.add(key)
+        total = np.asarray(x, np.float32)
+        for update in self.updates[key]:
+            delta = np.float32(update.scale) * (update.down @ update.up)
+            # A 1x1 convolution in one may be a linear layer in the other.
+            sizes = [[side for side in y.shape[:-2] if side != 1] for y in (delta, x)]
+            if sizes[0] != sizes[1] or delta.shape[-2:] != x.shape[-2:]:
+                raise ValueError(
+                    f"--lora {update.source} is for another model: its update of {part} {layer} "
+                    f"is {delta.shape[-2]} -> {delta.shape[-1]} wide, the model's layer "
+                    f"{x.shape[-2]} -> {x.shape[-1]}"
+                )
+            total = total + delta.reshape(x.shape)
+        return total.astype(x.dtype)
+
+    def require_folded(self):
+        """Raise a ValueError if an update belongs to no layer of the model."""
+        unused = sorted(self.updates.keys() - self.folded)
+        if unused:
+            sources = {update.source for key in unused for update in self.updates[key]}
+            some = ", ".join(" ".join(key) for key in unused[:3])
+            raise ValueError(
+                f"--lora {' '.join(sorted(sources))}: {len(unused)} of {len(self.updates)} layers "
+                f"do not exist in the model ({some}{', ...' if len(unused) > 3 else ''}); take a "
+                "LoRA of this model's family"
+            )
+
+
+def split_weight(spec):
+    """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0)."""
+    source, colon, weight = str(spec).rpartition(":")
+    if not colon or "/" in weight or "\\" in weight:
+        return str(spec), 1.0
+    try:
+        weight = float(weight)
+    except ValueError:
+        weight = math.nan
+    if not source or not math.isfinite(weight):
+        raise ValueError(f"--lora {spec}: write FILE or FILE:WEIGHT, such as style.safetensors:0.8")
+    return source, weight
+
+
+def find_lora(source):
+    """Path of a LoRA file, directory or hub id; downloaded if necessary."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    repository, name = str(path), LORA_FILE
+    if not path.is_dir():
+        owner, _, rest = str(source).partition("/")
+        repository, _, file = rest.partition("/")
+        if not (owner and repository) or owner.startswith((".", "~")):
+            raise ValueError(f"--lora {source} does not exist; check the path")
+        repository, name = f"{owner}/{repository}", file or LORA_FILE
+    file = fetch_file(repository, name, None, None)
+    if file is None:
+        raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")
+    return file
+
+
+def read_updates(file, weight):
+    """Read a LoRA file.
+
+    Args:
+        file: Path.
+        weight: multiplies all updates.
+
+    Returns:
+        {(part of the pipeline, its layer, joined by "_"): Update}.
+
+    Raises:
+        ValueError: an entry is not understood, or is of another method than LoRA.
+    """
+    downs, ups, alphas = {}, {}, {}
+    for name, x in read_weights(file):
+        for mark, method in REFUSED.items():
+            if mark in name:
+                raise ValueError(
+                    f"--lora {file} is {method} ({name}), which is not supported; merge it into "
+                    "its model with the program that made it"
+                )
+        x = np.asarray(x, np.float32)
+        if found := FACTOR.fullmatch(name):
+            layer, *words = found.groups()
+            is_down = next(word for word in words if word) in DOWN_NAMES
+            (downs if is_down else ups)[layer_of(layer)] = x
+        elif name.endswith("/alpha") and x.size == 1:
+            alphas[layer_of(name.removesuffix("/alpha"))] = float(x.reshape(()))
+        else:
+            raise ValueError(f"--lora {file}: its entry {name} is not of a LoRA")
+    if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
+        lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
+        problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
+        raise ValueError(f"--lora {file}: {problem}; download the file again")
+    settings = read_settings(file)
+    updates = {}
+    for key, down in downs.items():
+        up, rank = ups[key], down.shape[-1]
+        if up.shape[-2] != rank or up.size != rank * up.shape[-1]:
+            raise ValueError(
+                f"--lora {file}: the factors of {' '.join(key)} have shapes {down.shape} and "
+                f"{up.shape}, which do not fit each other"
+            )
+        scale = alpha_of(key, settings, alphas, rank) / rank
+        updates[key] = Update(down, up.reshape(rank, -1), weight * scale, str(file))
+    return updates
+
+
+def read_settings(file):
+    """PEFT's settings in a safetensors header, {"unet.r": 16, "unet.lora_alpha": 16, ...}."""
+    if file.suffix != ".safetensors":
+        return {}
+    with safe_open(file, "np") as tensors:
+        settings = json.loads((tensors.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    for name, refused in (("use_dora", "DoRA"), ("use_rslora", "a rank-stabilized LoRA")):
+        if any(value and key.endswith(name) for key, value in settings.items()):
+            raise ValueError(f"--lora {file} is {refused}, which is not supported")
+    return settings
+
+
+def alpha_of(key, settings, alphas, rank):
+    """alpha of a layer: of its own entry, of PEFT's settings, or the rank."""
+    if key in alphas:
+        return alphas[key]
+    part, layer = key
+    patterns = settings.get(f"{part}.alpha_pattern") or {}
+    for name, alpha in patterns.items():
+        if f"_{layer}".endswith(f"_{name.replace('.', '_')}"):
+            return alpha
+    return settings.get(f"{part}.lora_alpha", rank)
+
+
+def layer_of(name):
+    """(part of the pipeline, layer joined by "_") of a name in any layout."""
+    name = name.replace("/processor/", "/").replace("/", "_")
+    if name.endswith("to_out"):
+        name += "_0"
+    part = "unet"
+    for prefix, of_prefix in PREFIXES.items():
+        if name.startswith(prefix):
+            part, name = of_prefix, name.removeprefix(prefix)
+            break
+    if part == "unet":
+        return part, from_sgm(name)
+    return part, name if name.startswith("text_") else f"text_model_{name}"
+
+
+def from_sgm(name):
+    """A layer of the UNet in diffusers' names, joined by "_"; other names are unchanged."""
+    for theirs, ours in SGM_OTHERS.items():
+        if name == theirs:
+            return ours
+    found = SGM_BLOCK.fullmatch(name)
+    if not found:
+        return name
+    kind, number, inner, rest = found[1], int(found[2]), found[3], found[4]
+    rest = SGM_LAYERS.get(rest, rest)
+    if kind == "middle_block":
+        middle = {0: "resnets_0", 1: "attentions_0", 2: "resnets_1"}
+        return f"mid_block_{middle.get(number, number)}_{rest}"
+    layer_list = "attentions" if inner == "1" else "resnets"
+    if kind == "input_blocks":
+        block, layer = divmod(number - 1, LAYERS_PER_BLOCK)
+        if rest == "op":
+            return f"down_blocks_{block}_downsamplers_0_conv"
+        return f"down_blocks_{block}_{layer_list}_{layer}_{rest}"
+    block, layer = divmod(number, LAYERS_PER_BLOCK)
+    if rest == "conv":
+        return f"up_blocks_{block}_upsamplers_0_conv"
+    return f"up_blocks_{block}_{layer_list}_{layer}_{rest}"
 
 
 def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), seed=0):

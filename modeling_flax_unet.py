@@ -133,14 +133,33 @@ def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
     return jnp.concatenate(parts, axis=-1)
 
 
+def guidance_embedding(guidance_scale, dim):
+    """The timestep_cond of a UNet that is distilled with guidance.
+
+    Args:
+        guidance_scale: (B,), as without distillation: 1 is no guidance.
+        dim: the UNet's time_cond_proj_dim.
+
+    Returns:
+        (B, dim) float32.
+
+    Source: Latent Consistency Models (arXiv 2310.04378), section 4.2; scale and order of the
+    frequencies as in the published models.
+    """
+    return sinusoidal_embedding(1000 * (guidance_scale - 1), dim, False, freq_shift=1)
+
+
 class TimestepEmbedding(nn.Module):
-    """Two dense layers with SiLU between."""
+    """Two dense layers with SiLU between; a condition is projected and added first."""
 
     dim: int
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, condition=None):
+        if condition is not None:
+            project = Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name="cond_proj")
+            x = x + project(condition)
         x = nn.silu(Dense(self.dim, dtype=self.dtype, name="linear_1")(x))
         return Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
 
@@ -186,6 +205,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
     addition_time_embed_dim: int | None = None  # length of each time id's embedding
     addition_embed_type_num_heads: int = 64  # no effect on "text_time"
     projection_class_embeddings_input_dim: int | None = None  # of text_embeds and time ids together
+    time_cond_proj_dim: int | None = None  # of distilled UNets: length of timestep_cond
     norm_num_groups: int = 32
     norm_eps: float = 1e-5
     upcast_attention: bool | None = False  # logits and softmax are float32 either way
@@ -215,7 +235,6 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         "resnet_skip_time_act": False,
         "resnet_time_scale_shift": "default",
         "reverse_transformer_layers_per_block": None,
-        "time_cond_proj_dim": None,
         "time_embedding_act_fn": None,
         "time_embedding_dim": None,
         "time_embedding_type": "positional",
@@ -243,7 +262,10 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             per_id = self.addition_time_embed_dim  # how many ids there are, makes no difference
             text_dim = self.projection_class_embeddings_input_dim - per_id
             added = {"text_embeds": jnp.zeros((1, text_dim)), "time_ids": jnp.zeros((1, 1))}
-        return self.init(rng, sample, jnp.zeros((1,), jnp.int32), context, added)["params"]
+        options = {"added_cond_kwargs": added}
+        if self.time_cond_proj_dim is not None:
+            options["timestep_cond"] = jnp.zeros((1, self.time_cond_proj_dim))
+        return self.init(rng, sample, jnp.zeros((1,), jnp.int32), context, **options)["params"]
 
     def _per_block(self, name):
         """The config entry `name` as one value per down block."""
@@ -288,6 +310,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         mid_block_additional_residual=None,
         return_dict=True,
         train=False,
+        timestep_cond=None,
     ):
         """Predict the noise (or v) in sample.
 
@@ -302,6 +325,8 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             mid_block_additional_residual: (B, C, h, w), added before the up blocks, or None.
             return_dict: False returns a plain tuple.
             train: part of the published signature; without dropout it has no effect.
+            timestep_cond: embedding of the guidance scale, (B, time_cond_proj_dim), for UNets that
+                are distilled to need one; see guidance_embedding.
 
         Returns:
             FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
@@ -331,6 +356,8 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
                 "'time_ids': ...}"
             )
 
+        if timestep_cond is not None and self.time_cond_proj_dim is None:
+            raise ValueError("timestep_cond is given; this UNet has time_cond_proj_dim=None")
         if self.mid_block_type not in (None, "UNetMidBlock2DCrossAttn"):
             raise ValueError(
                 f"mid_block_type={self.mid_block_type!r} is not supported; null and "
@@ -378,7 +405,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             timesteps, channels[0], self.flip_sin_to_cos, self.freq_shift
         )
         time_emb = TimestepEmbedding(4 * channels[0], self.dtype, name="time_embedding")(
-            time_emb.astype(self.dtype)
+            time_emb.astype(self.dtype), timestep_cond
         )  # (B, 4 * channels[0])
         if added_cond_kwargs is not None:
             time_emb = time_emb + self._embed_added(4 * channels[0], **added_cond_kwargs)

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from config_flax import read_parts
-from executables import run
+from executables import run, step_options
 from images import prepare_images, prepare_masks
+from modeling_flax_unet import guidance_embedding
 from pipeline_flax_utils import (
     FlaxDiffusionPipeline,
     FlaxStableDiffusionPipelineOutput,
@@ -124,6 +125,8 @@ class TextToImage(FlaxDiffusionPipeline):
         jit=False,
         output_type="np",
         guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
     ):
         """Make a batch of images; compiles at the first call of each size, see the class.
 
@@ -149,6 +152,9 @@ class TextToImage(FlaxDiffusionPipeline):
             jit: True runs on several devices, False on one; compiled either way.
             output_type: "np", "pil" or "latent".
             guidance_rescale: in [0, 1]; reduces the contrast that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249).
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
@@ -170,7 +176,8 @@ class TextToImage(FlaxDiffusionPipeline):
                 latents=latents,
                 neg_prompt_ids=neg_prompt_ids,
             ),
-            options=dict(num_inference_steps=num_inference_steps, height=height, width=width),
+            options=step_options(num_inference_steps, timesteps, eta)
+            | dict(height=height, width=width),
         )
 
     def _run(
@@ -180,7 +187,7 @@ class TextToImage(FlaxDiffusionPipeline):
         if output_type not in (None, "np", "pil", "latent"):
             raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
         options = options | {
-            "branches": guidance_branches(guidance_scale),
+            "branches": self.guidance_branches(guidance_scale),
             "return_latents": output_type == "latent",
         }
         shared = {"guidance_rescale": guidance_rescale}
@@ -205,6 +212,8 @@ class TextToImage(FlaxDiffusionPipeline):
         return_latents=False,
         guidance_rescale=0.0,
         branches=None,
+        timesteps=None,
+        eta=None,
     ):
         """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
@@ -215,16 +224,21 @@ class TextToImage(FlaxDiffusionPipeline):
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
             float32 (B, 4, H / 8, W / 8).
         """
-        branches = guidance_branches(guidance_scale) if branches is None else branches
+        branches = self.guidance_branches(guidance_scale) if branches is None else branches
         shape = self.latent_shape(len(prompt_ids), height, width)
         keys = keys_per_image(prng_seed, len(prompt_ids))
-        state = self._schedule(num_inference_steps, shape)
+        state = self._schedule(num_inference_steps, shape, timesteps=timesteps)
         x_t = starting_noise(latents, keys, shape) * state.init_noise_sigma
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
         x_0 = self._denoise(
-            params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
+            params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale, eta
         )
         return x_0 if return_latents else self._decode(params, x_0)
+
+    def guidance_branches(self, guidance_scale):
+        """The branches to compute; a UNet that is distilled with guidance needs only one."""
+        branches = guidance_branches(guidance_scale)
+        return ("text",) if self.unet.config.time_cond_proj_dim is not None else branches
 
     def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         """The UNet's arguments after the timestep, for all branches: a list."""
@@ -246,18 +260,23 @@ class TextToImage(FlaxDiffusionPipeline):
         branches,
         guidance_scale,
         guidance_rescale,
+        eta,
         extra_channels=(),
     ):
         """x_0 of x_t, guided; extra_channels, each (B, C, h, w), join the UNet's input."""
+        timestep_cond = None
+        if (dim := self.unet.config.time_cond_proj_dim) is not None:
+            scale = jnp.asarray(guidance_scale, jnp.float32).reshape(-1)
+            timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (len(x_t),)), dim)
 
         def predict(x_t_scaled, t):
             model_input = jnp.concatenate([x_t_scaled, *extra_channels], axis=1)
             model_input = jnp.concatenate([model_input] * len(branches))
-            eps_pred = self.unet.apply({"params": params["unet"]}, model_input, t, *conditions)
-            eps_pred = eps_pred.sample.astype(jnp.float32)
+            unet = partial(self.unet.apply, {"params": params["unet"]}, timestep_cond=timestep_cond)
+            eps_pred = unet(model_input, t, *conditions).sample.astype(jnp.float32)
             return guide(eps_pred, branches, guidance_scale, guidance_rescale)
 
-        return denoise(self.scheduler, state, x_t, keys, predict)
+        return denoise(self.scheduler, state, x_t, keys, predict, eta)
 
     def _decode(self, params, latents):
         return decode(self._vae, params["vae"], latents)
@@ -344,6 +363,8 @@ class ImageToImage(TextToImage):
         jit=False,
         output_type="np",
         guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
     ):
         """Make a batch of images from others; arguments as in FlaxStableDiffusionPipeline, and:
 
@@ -355,7 +376,8 @@ class ImageToImage(TextToImage):
                 size of latents stays.
             noise: standard normal noise that is added at first, like latents.
         """
-        start = self.get_timestep_start(num_inference_steps, strength)
+        steps = step_options(num_inference_steps, timesteps, eta)
+        start = self.get_timestep_start(steps["num_inference_steps"], strength)
         return self._run(
             jit,
             output_type,
@@ -370,12 +392,7 @@ class ImageToImage(TextToImage):
                 noise=noise,
                 neg_prompt_ids=neg_prompt_ids,
             ),
-            options=dict(
-                start_timestep=start,
-                num_inference_steps=num_inference_steps,
-                height=height,
-                width=width,
-            ),
+            options=steps | dict(start_timestep=start, height=height, width=width),
         )
 
     def _generate(
@@ -394,6 +411,8 @@ class ImageToImage(TextToImage):
         return_latents=False,
         guidance_rescale=0.0,
         branches=None,
+        timesteps=None,
+        eta=None,
     ):
         """Image to image as one pure function of arrays, for one device; jit or pmap it.
 
@@ -402,7 +421,7 @@ class ImageToImage(TextToImage):
         Returns:
             As FlaxStableDiffusionPipeline._generate.
         """
-        branches = guidance_branches(guidance_scale) if branches is None else branches
+        branches = self.guidance_branches(guidance_scale) if branches is None else branches
         if image.ndim != 4 or len(image) != len(prompt_ids):
             raise ValueError(
                 f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
@@ -410,7 +429,7 @@ class ImageToImage(TextToImage):
             )
         keys = keys_of_sequel(keys_per_image(prng_seed, len(prompt_ids)))
         latents = self._encode(params, image, keys, height, width)
-        state = self._schedule(num_inference_steps, latents.shape, start_timestep)
+        state = self._schedule(num_inference_steps, latents.shape, start_timestep, timesteps)
         if noise is None:
             noise = normal(keys, 0, latents.shape[1:])
         elif noise.shape != latents.shape:
@@ -418,7 +437,7 @@ class ImageToImage(TextToImage):
         x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, latents.shape)
         x_0 = self._denoise(
-            params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale
+            params, state, x_t, keys, conditions, branches, guidance_scale, guidance_rescale, eta
         )
         return x_0 if return_latents else self._decode(params, x_0)
 
@@ -482,6 +501,8 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         jit=False,
         output_type="np",
         guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
     ):
         """Repaint a batch of images; arguments as in TextToImage, and:
 
@@ -505,7 +526,8 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
                 latents=latents,
                 neg_prompt_ids=neg_prompt_ids,
             ),
-            options=dict(num_inference_steps=num_inference_steps, height=height, width=width),
+            options=step_options(num_inference_steps, timesteps, eta)
+            | dict(height=height, width=width),
         )
 
     def _generate(
@@ -524,6 +546,8 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         return_latents=False,
         guidance_rescale=0.0,
         branches=None,
+        timesteps=None,
+        eta=None,
     ):
         """Inpainting as one pure function of arrays, for one device; jit or pmap it.
 
@@ -532,7 +556,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         Returns:
             As TextToImage._generate.
         """
-        branches = guidance_branches(guidance_scale) if branches is None else branches
+        branches = self.guidance_branches(guidance_scale) if branches is None else branches
         B = len(prompt_ids)
         shape = masked_image.shape
         if len(shape) != 4 or shape[0] != B or mask.shape != (B, 1, *shape[2:]):
@@ -549,7 +573,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         mask = jax.image.resize(mask, (B, 1, *size), "nearest")
         mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
 
-        state = self._schedule(num_inference_steps, masked_latents.shape)
+        state = self._schedule(num_inference_steps, masked_latents.shape, timesteps=timesteps)
         x_t = starting_noise(latents, keys, masked_latents.shape) * state.init_noise_sigma
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, x_t.shape)
         x_0 = self._denoise(
@@ -561,6 +585,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
             branches,
             guidance_scale,
             guidance_rescale,
+            eta,
             extra_channels=[mask, masked_latents],
         )
         return x_0 if return_latents else self._decode(params, x_0)

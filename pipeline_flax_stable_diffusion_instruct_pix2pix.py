@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from config_flax import read_parts
-from executables import run
+from executables import run, step_options
 from images import prepare_images
 from pipeline_flax_utils import (
     MODULES,
@@ -168,6 +168,8 @@ class InstructPix2Pix:
         return_dict=True,
         jit=False,
         guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
     ):
         """Edit a batch of images; compiles at the first call of each size, see the class.
 
@@ -193,6 +195,9 @@ class InstructPix2Pix:
             return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
             guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
@@ -218,12 +223,8 @@ class InstructPix2Pix:
                 neg_prompt_ids=neg_prompt_ids,
             ),
             shared=scales | {"guidance_rescale": float(guidance_rescale)},
-            options=dict(
-                num_inference_steps=num_inference_steps,
-                height=height,
-                width=width,
-                branches=guidance_branches(**scales),
-            ),
+            options=step_options(num_inference_steps, timesteps, eta)
+            | dict(height=height, width=width, branches=guidance_branches(**scales)),
         )
         return self._output(images, params, jit, "np", return_dict)
 
@@ -242,6 +243,8 @@ class InstructPix2Pix:
         neg_prompt_ids=None,
         branches=None,
         guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
     ):
         """The edit as one pure function of arrays, for one device; jit or pmap it.
 
@@ -278,7 +281,7 @@ class InstructPix2Pix:
 
         # Noise, one key per image
         keys = keys_per_image(prng_seed, B)
-        state = self._schedule(num_inference_steps, image_latents.shape)
+        state = self._schedule(num_inference_steps, image_latents.shape, timesteps=timesteps)
         x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
 
         # Denoise
@@ -296,7 +299,8 @@ class InstructPix2Pix:
                 return guided
             return rescale_guidance(guided, eps_pred[branches.index("text")], guidance_rescale)
 
-        return decode(vae, params["vae"], denoise(self.scheduler, state, x_t, keys, predict))
+        x_0 = denoise(self.scheduler, state, x_t, keys, predict, eta)
+        return decode(vae, params["vae"], x_0)
 
 
 @dataclass(frozen=True, eq=False)

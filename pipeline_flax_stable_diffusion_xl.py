@@ -238,6 +238,8 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
         output_type="np",
         jit=False,
         guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
     ):
         """Make a batch of images; arguments as in FlaxStableDiffusionPipeline, but:
 
@@ -258,6 +260,8 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
             jit,
             output_type,
             guidance_rescale,
+            timesteps,
+            eta,
         )
 
 

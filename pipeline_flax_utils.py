@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import logging
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from config_flax import (
     write_json,
     writing_pipeline,
 )
+from lora_flax import Loras
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -162,6 +164,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         from_pt=False,
         split_head_dim=False,
         use_memory_efficient_attention=False,
+        lora=(),
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -174,6 +177,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
             scheduler: scheduler object that replaces the directory's.
             from_pt: True looks for PyTorch's weight files only.
             split_head_dim, use_memory_efficient_attention: of the published signature; no effect.
+            lora: LoRA files to fold into the weights, FILE or FILE:WEIGHT; see lora_flax.Loras.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
@@ -202,7 +206,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
             )
         dtype = jnp.float32 if dtype is None else dtype
         pipeline = cls.open(path, revision, dtype, scheduler, parts, **hub_options)
-        params = pipeline.load_params(path, revision, variant, from_pt, parts, **hub_options)
+        params = pipeline.load_params(path, revision, variant, from_pt, parts, lora, **hub_options)
         return pipeline, params
 
     @classmethod
@@ -251,9 +255,11 @@ class FlaxDiffusionPipeline(ConfigMixin):
         variant=None,
         from_pt=False,
         given=(),
+        lora=(),
         **hub_options,
     ):
         """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
+        loras = Loras(lora)
         params = {"scheduler": self.scheduler.create_state()}
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
@@ -266,9 +272,11 @@ class FlaxDiffusionPipeline(ConfigMixin):
                     revision=revision,
                     variant=variant,
                     from_pt=from_pt,
+                    convert=partial(loras.fold, name),
                     **hub_options,
                     **options,
                 )
+        loras.require_folded()
         return params
 
     @property
@@ -454,12 +462,14 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     # ----------------------------------------------------------------- inputs
 
-    def _schedule(self, num_inference_steps, shape, first_step=0):
-        """The scheduler's state for the steps, in float32."""
+    def _schedule(self, num_inference_steps, shape, first_step=0, timesteps=None):
+        """The scheduler's state for the steps, in float32; arguments as in set_timesteps."""
         with jax.ensure_compile_time_eval():
             constants = jax.tree.map(np.asarray, self.scheduler.create_state())
         state = jax.tree.map(jnp.asarray, constants)
-        return self.scheduler.set_timesteps(state, num_inference_steps, shape, first_step)
+        return self.scheduler.set_timesteps(
+            state, num_inference_steps, shape, first_step, timesteps
+        )
 
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts, for negative prompts and the like.

@@ -14,6 +14,7 @@ They run inside a compiled program and do not depend on the pipelines:
 The noise of an image depends only on its key, not on the batch or the devices.
 """
 
+import inspect
 import math
 from numbers import Real
 
@@ -156,7 +157,19 @@ def starting_noise(latents, keys, shape):
     return latents.astype(jnp.float32)
 
 
-def denoise(scheduler, state, x_t, keys, predict):
+def check_eta(scheduler, eta):
+    """Raise a ValueError for an eta that a scheduler does not take; None is its default."""
+    if eta is None:
+        return
+    if "eta" not in inspect.signature(scheduler.step).parameters:
+        raise ValueError(
+            f"eta={eta} is not an option of {type(scheduler).__name__}; use DDIM or TCD"
+        )
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta={eta} must be from 0 to 1")
+
+
+def denoise(scheduler, state, x_t, keys, predict, eta=None):
     """The denoising loop, compiled as one loop over the timesteps.
 
     Args:
@@ -165,17 +178,23 @@ def denoise(scheduler, state, x_t, keys, predict):
         x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.
         predict: (model_input, t) -> guided prediction, float32.
+        eta: share of noise in a step of DDIM (0 to 1; default 0) and TCD (0 to 1; default 0.3).
 
     Returns:
         x_0, like x_t.
+
+    Raises:
+        ValueError: the scheduler has no eta, or it is out of range.
     """
+    check_eta(scheduler, eta)
+    options = {} if eta is None else {"eta": eta}
 
     def body(i, carry):
         x_t, state = carry
         t = state.timesteps[i]
         guided = predict(scheduler.scale_model_input(state, x_t, t), t)
         noise = normal(keys, i + 1, x_t.shape[1:])
-        return scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False)
+        return scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False, **options)
 
     return jax.lax.fori_loop(0, len(state.timesteps), body, (x_t, state))[0]
 

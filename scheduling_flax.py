@@ -1,4 +1,4 @@
-"""DDPM, DDIM, PNDM, Euler, Euler-ancestral, LMS and DPM-Solver++ as pure functions of a state.
+"""DDPM, DDIM, PNDM, Euler, LMS, DPM-Solver++, LCM and TCD as pure functions of a state.
 
 The names and call signatures are those of the removed Flax schedulers, the numbers are PyTorch
 diffusers'. A scheduler object holds options only and hashes, so it may be a static argument; every
@@ -17,8 +17,8 @@ array lives in its state:
 
     latents, state = jax.lax.fori_loop(0, len(state.timesteps), body, (latents, state))
 
-DDPM, DDIM and PNDM are here, those that step in sigma in scheduling_flax_sigma.py, shared parts
-in scheduling_flax_utils.py.
+DDPM, DDIM and PNDM are here, those that step in sigma in scheduling_flax_sigma.py, those of
+distilled models in scheduling_flax_alpha.py, shared parts in scheduling_flax_utils.py.
 """
 
 from itertools import pairwise
@@ -29,6 +29,17 @@ import numpy as np
 from flax import struct
 
 from config_flax import CHOICES, DEFAULTS
+from scheduling_flax_alpha import (
+    AlphaScheduler,
+    DDIMSchedulerState,
+    FlaxLCMScheduler,
+    FlaxLCMSchedulerOutput,
+    FlaxTCDScheduler,
+    FlaxTCDSchedulerOutput,
+    alpha_bar_at,
+    as_index,
+    next_timestep,
+)
 from scheduling_flax_sigma import (
     DPMSolverMultistepSchedulerState,
     EulerDiscreteSchedulerState,
@@ -44,7 +55,6 @@ from scheduling_flax_sigma import (
 )
 from scheduling_flax_utils import (
     CONFIG_NAME,
-    AlphaScheduler,
     CommonSchedulerState,
     FlaxKarrasDiffusionSchedulers,
     FlaxSchedulerMixin,
@@ -52,8 +62,6 @@ from scheduling_flax_utils import (
     Scheduler,
     SchedulerState,
     add_noise_common,
-    alpha_bar_at,
-    as_index,
     betas_for_alpha_bar,
     broadcast_to_shape_from_left,
     get_sqrt_alpha_prod,
@@ -79,12 +87,16 @@ __all__ = [
     "FlaxEulerDiscreteScheduler",
     "FlaxEulerDiscreteSchedulerOutput",
     "FlaxKarrasDiffusionSchedulers",
+    "FlaxLCMScheduler",
+    "FlaxLCMSchedulerOutput",
     "FlaxLMSDiscreteScheduler",
     "FlaxLMSSchedulerOutput",
     "FlaxPNDMScheduler",
     "FlaxPNDMSchedulerOutput",
     "FlaxSchedulerMixin",
     "FlaxSchedulerOutput",
+    "FlaxTCDScheduler",
+    "FlaxTCDSchedulerOutput",
     "LMSDiscreteSchedulerState",
     "PNDMSchedulerState",
     "Scheduler",
@@ -124,18 +136,6 @@ class DDPMSchedulerState(SchedulerState):
     timesteps: jax.Array  # in the order they are visited, int32
     num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
     step_index: jax.Array = np.int32(0)  # steps taken so far
-
-
-@struct.dataclass
-class DDIMSchedulerState(SchedulerState):
-    """State of FlaxDDIMScheduler; fields as in DDPMSchedulerState."""
-
-    common: CommonSchedulerState
-    final_alpha_cumprod: jax.Array  # alpha_bar at the end of a run, after the last timestep
-    init_noise_sigma: jax.Array
-    timesteps: jax.Array
-    num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
-    step_index: jax.Array = np.int32(0)
 
 
 @struct.dataclass
@@ -200,10 +200,11 @@ class FlaxDDPMScheduler(AlphaScheduler):
         "thresholding": (False,),
     }
     state_class = DDPMSchedulerState
+    takes_timesteps = True
 
     def previous_timestep(self, state, timestep):
         """The next timestep of the run, -1 at its end; without set_timesteps, timestep - 1."""
-        return jnp.max(jnp.where(state.timesteps < timestep, state.timesteps, -1))
+        return next_timestep(state, timestep)
 
     def _get_variance(self, state, t, predicted_variance=None, variance_type=None):
         """Variance of the noise that a step adds, or what the variance type has in its place.
@@ -391,7 +392,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
     count = "counter"
     pndm_order = 4
 
-    def _plan(self, num_inference_steps, first_step):
+    def _plan(self, num_inference_steps, first_step, timesteps):
         grid = self._grid(num_inference_steps, first_step)
         if self.config.skip_prk_steps:
             prk, plms = np.array([], int), np.concatenate([grid[:2], grid[1:]])
@@ -523,6 +524,8 @@ SCHEDULERS = {
     "euler_ancestral": FlaxEulerAncestralDiscreteScheduler,
     "lms": FlaxLMSDiscreteScheduler,
     "dpmsolver++": FlaxDPMSolverMultistepScheduler,
+    "lcm": FlaxLCMScheduler,
+    "tcd": FlaxTCDScheduler,
 }
 
 

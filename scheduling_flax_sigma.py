@@ -23,6 +23,7 @@ from scheduling_flax_utils import (
 
 # Replaces the last alpha_bar of a zero-SNR schedule, 0, where sigma would be infinite.
 SMALLEST_ALPHA_BAR = 2.0**-24
+KARRAS_CHOOSES = "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
 LMS_ORDER = 4  # outputs that LMS remembers
 
 
@@ -204,6 +205,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         "use_exponential_sigmas": (False,),
     }
     state_class = EulerDiscreteSchedulerState
+    takes_timesteps = True
 
     @property
     def init_noise_sigma(self):
@@ -229,8 +231,12 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
             step_index=to_device(0),
         )
 
-    def _plan(self, num_inference_steps, first_step):
-        timesteps = timestep_grid(self.config, num_inference_steps).astype(np.float32)
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        if timesteps is None:
+            timesteps = timestep_grid(self.config, num_inference_steps)
+        elif self._option("use_karras_sigmas"):
+            raise ValueError(KARRAS_CHOOSES)
+        timesteps = timesteps.astype(np.float32)
         sigmas = np.interp(timesteps, np.arange(len(self)), self._training_sigmas())
         if self._option("use_karras_sigmas"):
             sigmas, timesteps = self._karras(sigmas[0], sigmas[-1], num_inference_steps)
@@ -300,6 +306,7 @@ class FlaxEulerAncestralDiscreteScheduler(FlaxEulerDiscreteScheduler):
 
     defaults = DEFAULTS | {"timestep_spacing": "linspace", "rescale_betas_zero_snr": False}
     choices = CHOICES | {"prediction_type": ("epsilon", "v_prediction")}
+    takes_timesteps = False
 
     def _move(self, x_0, eps, sigma, next_sigma, draw_noise):
         fresh = jnp.sqrt((sigma - next_sigma) * (sigma + next_sigma)) / sigma * next_sigma
@@ -320,9 +327,10 @@ class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
         "use_exponential_sigmas": (False,),
     }
     state_class = LMSDiscreteSchedulerState
+    takes_timesteps = False
 
-    def _plan(self, num_inference_steps, first_step):
-        plan = super()._plan(num_inference_steps, first_step)
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        plan = super()._plan(num_inference_steps, first_step, timesteps)
         coefficients = np.zeros((len(plan["timesteps"]), LMS_ORDER, LMS_ORDER))
         for i in range(len(coefficients)):
             for order in range(1, min(LMS_ORDER, i + 1) + 1):
@@ -435,6 +443,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "use_flow_sigmas": (False,),
         "use_lu_lambdas": (False,),
     }
+    takes_timesteps = True
 
     def create_state(self, common=None):
         """The state before set_timesteps: enough for add_noise and get_velocity in training.
@@ -455,16 +464,19 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             step_index=to_device(0),
         )
 
-    def _plan(self, num_inference_steps, first_step):
+    def _plan(self, num_inference_steps, first_step, timesteps):
         training_sigmas = self._training_sigmas()
         if self.config.use_karras_sigmas:
+            if timesteps is not None:
+                raise ValueError(KARRAS_CHOOSES)
             highest, lowest = training_sigmas[-1], training_sigmas[0]
             sigmas, timesteps = self._karras(highest, lowest, num_inference_steps)
             if self.config.beta_schedule != "squaredcos_cap_v2":  # as in diffusers
                 timesteps = np.round(timesteps)
             timesteps = timesteps.astype(int)
         else:
-            timesteps = self._timesteps(num_inference_steps, training_sigmas)
+            if timesteps is None:
+                timesteps = self._timesteps(num_inference_steps, training_sigmas)
             sigmas = training_sigmas[np.minimum(timesteps, len(self) - 1)]
         sigmas = self._with_final_sigma(sigmas)
         if (np.diff(sigmas[:-1]) >= 0).any():

@@ -247,6 +247,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     ignore_for_config = ("dtype",)
     has_compatibles = True
     has_state = True
+    takes_timesteps = False  # whether set_timesteps takes timesteps, as in PyTorch diffusers
     order = 1
     _compatibles = tuple(FlaxKarrasDiffusionSchedulers.__members__)
 
@@ -417,7 +418,7 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     # ----------------------------------------------------------------- states
 
-    def set_timesteps(self, state, num_inference_steps, shape=(), first_step=0):
+    def set_timesteps(self, state, num_inference_steps, shape=(), first_step=0, timesteps=None):
         """Choose the timesteps of a sampling run.
 
         Args:
@@ -426,13 +427,16 @@ class FlaxSchedulerMixin(ConfigMixin):
             shape: shape of the samples; PNDM, LMS and DPM-Solver need it for their memory.
             first_step: Python int, how many steps at the noisy end are left out, for a run that
                 begins with a noised image; multistep methods start there without history.
+            timesteps: the timesteps to visit, num_inference_steps integers, decreasing; None: the
+                scheduler's own choice. Only of classes with takes_timesteps.
 
         Returns:
             The state at its first step. state.timesteps has an entry per step that is left (PNDM:
             one more, or nine).
 
         Raises:
-            ValueError: num_inference_steps is out of range or leads to timesteps that are.
+            ValueError: num_inference_steps is out of range or leads to timesteps that are, or
+                timesteps do not fit.
         """
         is_integer = isinstance(num_inference_steps, int | np.integer)
         if not is_integer or not 1 <= num_inference_steps <= len(self):
@@ -445,7 +449,9 @@ class FlaxSchedulerMixin(ConfigMixin):
                 f"first_step={first_step} must be a whole number from 0 to "
                 f"{num_inference_steps - 1}, the last step"
             )
-        plan = self._plan(int(num_inference_steps), first_step)
+        if timesteps is not None:
+            timesteps = self._checked_timesteps(timesteps, num_inference_steps)
+        plan = self._plan(int(num_inference_steps), first_step, timesteps)
         first, final = plan["timesteps"].max(), plan["timesteps"].min()
         if first >= len(self) or final < 0:
             raise ValueError(
@@ -459,8 +465,30 @@ class FlaxSchedulerMixin(ConfigMixin):
             **self._memory(tuple(shape)),
         )
 
-    def _plan(self, num_inference_steps, first_step):
-        """The state's fields that a run sets, NumPy arrays: timesteps, step counter, sigmas, ..."""
+    def _checked_timesteps(self, timesteps, num_inference_steps):
+        """Given timesteps as an array, int (num_inference_steps,)."""
+        name = type(self).__name__
+        if not self.takes_timesteps:
+            raise ValueError(
+                f"timesteps={timesteps} cannot be chosen with {name}; use DDPM, Euler, "
+                "DPM-Solver++, LCM or TCD, or leave them out"
+            )
+        values = np.asarray(timesteps)
+        if values.shape != (num_inference_steps,) or values.dtype.kind != "i":
+            raise ValueError(
+                f"timesteps={timesteps} must be num_inference_steps={num_inference_steps} integers"
+            )
+        if (np.diff(values) >= 0).any() or values[0] >= len(self) or values[-1] < 0:
+            raise ValueError(
+                f"timesteps={timesteps} must decrease and be from {len(self) - 1} to 0"
+            )
+        return values
+
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        """The state's fields that a run sets, NumPy arrays: timesteps, step counter, sigmas, ...
+
+        timesteps: those given, or None.
+        """
         raise NotImplementedError
 
     def _memory(self, shape):
@@ -527,67 +555,3 @@ class FlaxSchedulerMixin(ConfigMixin):
 
 
 Scheduler = FlaxSchedulerMixin
-
-
-class AlphaScheduler(FlaxSchedulerMixin):
-    """Base of DDPM, DDIM and PNDM: steps between values of alpha_bar, looked up by timestep."""
-
-    state_class = None
-    count = "step_index"  # the state's field that counts steps
-
-    def create_state(self, common=None):
-        """The state before set_timesteps: enough for add_noise and get_velocity in training.
-
-        Args:
-            common: CommonSchedulerState.create(self), to share it between schedulers.
-        """
-        common = CommonSchedulerState.create(self) if common is None else common
-        fields = {self.count: to_device(0)}
-        if "set_alpha_to_one" in self.defaults:
-            clean = self.config.set_alpha_to_one
-            fields["final_alpha_cumprod"] = to_device(1.0) if clean else common.alphas_cumprod[0]
-        return self.state_class(
-            common=common,
-            init_noise_sigma=to_device(1.0),
-            timesteps=to_device(np.arange(len(self))[::-1]),
-            **fields,
-        )
-
-    def _plan(self, num_inference_steps, first_step):
-        return {"timesteps": self._grid(num_inference_steps, first_step), self.count: 0}
-
-    def _grid(self, num_inference_steps, first_step):
-        """Integer timesteps, decreasing, from the step first_step on."""
-        timesteps = np.round(timestep_grid(self.config, num_inference_steps)).astype(int)
-        timesteps = timesteps[first_step:]
-        is_undefined = self.config.prediction_type == "epsilon" and timesteps[0] == len(self) - 1
-        if is_undefined and self._option("rescale_betas_zero_snr"):
-            raise ValueError(
-                "prediction_type='epsilon' does not determine the clean sample at the last "
-                "training timestep, which rescale_betas_zero_snr=True leaves without signal; "
-                "use v_prediction or timestep_spacing='leading'"
-            )
-        return timesteps
-
-    def _predict(self, alpha_bar, x_t, model_output):
-        """(x0, eps), x0 within clip_sample_range if the options say so."""
-        x_0, eps = predict_x0_and_eps(
-            self.config.prediction_type,
-            jnp.sqrt(alpha_bar),
-            jnp.sqrt(1 - alpha_bar),
-            x_t,
-            model_output,
-        )
-        if self.config.clip_sample:
-            x_0 = jnp.clip(x_0, -self.config.clip_sample_range, self.config.clip_sample_range)
-        return x_0, eps
-
-
-def as_index(timestep):
-    """A timestep of any integer type as int32."""
-    return jnp.asarray(timestep).astype(jnp.int32)
-
-
-def alpha_bar_at(state, timestep, final=1.0):
-    """alpha_bar at a timestep; `final` below the first."""
-    return jnp.where(timestep < 0, final, state.common.alphas_cumprod[timestep])

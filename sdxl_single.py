@@ -30,8 +30,8 @@ from flax import jax_utils
 from tqdm import tqdm
 
 from command_line import run_main
-from editing import check_scheduler, check_seed, compute_dtype
-from executables import use_compilation_cache
+from editing import check_scheduler, check_seed, choose_scheduler, compute_dtype
+from executables import step_options, use_compilation_cache
 from images import (
     check_image_file,
     image_files,
@@ -43,8 +43,7 @@ from images import (
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import replace_leaves
-from sampling_flax import keys_per_image
-from scheduling_flax import make_scheduler
+from sampling_flax import check_eta, keys_per_image
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -64,11 +63,17 @@ class Config:
     num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
     seed: int = 33  # of the noise
     num_inference_steps: int = 25  # of the scheduler
+    # to visit instead, of a model that is distilled to them: 999 749 499 249
+    timesteps: tuple[int, ...] = ()
+    eta: float | None = None  # noise of a step, 0 to 1, of ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
     height: int | None = None  # pixels; default: the model's (1024)
     width: int | None = None  # pixels; default: the model's (1024)
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # where a run's timesteps are; default: of the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
@@ -80,24 +85,34 @@ class Config:
 # 1. Load
 
 
+def steps_of(config):
+    """The arguments of the pipeline that choose the steps."""
+    return step_options(config.num_inference_steps, config.timesteps, config.eta)
+
+
 def open_pipeline(config, dtype):
     """The pipeline with the chosen scheduler, without weights."""
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path, revision=config.revision, dtype=dtype
     )
-    if config.scheduler:
-        scheduler, _ = make_scheduler(config.scheduler, pipeline.scheduler.config)
-        pipeline = replace(pipeline, scheduler=scheduler)
-    state = pipeline.scheduler.create_state()
-    # Raises an error for too many steps.
-    pipeline.scheduler.set_timesteps(state, config.num_inference_steps)
+    scheduler, state = choose_scheduler(
+        pipeline.scheduler, config.scheduler, config.timestep_spacing
+    )
+    pipeline = replace(pipeline, scheduler=scheduler)
+    # Raises an error for too many steps, or timesteps that do not fit.
+    steps = steps_of(config)
+    scheduler.set_timesteps(state, steps["num_inference_steps"], timesteps=steps["timesteps"])
+    check_eta(scheduler, config.eta)
     return pipeline
 
 
 def load(pipeline, config):
     """The parameters, as they are stored."""
     return pipeline.load_params(
-        config.pretrained_model_name_or_path, revision=config.revision, variant=config.variant
+        config.pretrained_model_name_or_path,
+        revision=config.revision,
+        variant=config.variant,
+        lora=config.lora,
     )
 
 
@@ -155,7 +170,7 @@ def generate(pipeline, p_params, batch, config):
         batch["prompt_ids"],
         p_params,
         batch["prng_seed"],
-        num_inference_steps=config.num_inference_steps,
+        **steps_of(config),
         guidance_scale=config.guidance_scale,
         guidance_rescale=config.guidance_rescale,
         height=config.height,

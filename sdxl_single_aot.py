@@ -34,8 +34,8 @@ from flax import jax_utils
 from tqdm import tqdm
 
 from command_line import one_line, run_main
-from editing import check_scheduler, check_seed, compute_dtype
-from executables import ExecutableStore, no_compilation_cache, surroundings
+from editing import check_scheduler, check_seed, choose_scheduler, compute_dtype
+from executables import ExecutableStore, no_compilation_cache, step_options, surroundings
 from images import (
     check_image_file,
     image_files,
@@ -47,8 +47,7 @@ from images import (
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from pipeline_flax_utils import replace_leaves
-from sampling_flax import guidance_branches, keys_per_image
-from scheduling_flax import make_scheduler
+from sampling_flax import check_eta, keys_per_image
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -68,11 +67,17 @@ class Config:
     num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
     seed: int = 33  # of the noise
     num_inference_steps: int = 25  # of the scheduler
+    # to visit instead, of a model that is distilled to them: 999 749 499 249
+    timesteps: tuple[int, ...] = ()
+    eta: float | None = None  # noise of a step, 0 to 1, of ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
     height: int | None = None  # pixels; default: the model's (1024)
     width: int | None = None  # pixels; default: the model's (1024)
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # where a run's timesteps are; default: of the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
@@ -84,24 +89,34 @@ class Config:
 # 1. Load
 
 
+def steps_of(config):
+    """The arguments of the pipeline that choose the steps."""
+    return step_options(config.num_inference_steps, config.timesteps, config.eta)
+
+
 def open_pipeline(config, dtype):
     """The pipeline with the chosen scheduler, without weights."""
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path, revision=config.revision, dtype=dtype
     )
-    if config.scheduler:
-        scheduler, _ = make_scheduler(config.scheduler, pipeline.scheduler.config)
-        pipeline = replace(pipeline, scheduler=scheduler)
-    state = pipeline.scheduler.create_state()
-    # Raises an error for too many steps.
-    pipeline.scheduler.set_timesteps(state, config.num_inference_steps)
+    scheduler, state = choose_scheduler(
+        pipeline.scheduler, config.scheduler, config.timestep_spacing
+    )
+    pipeline = replace(pipeline, scheduler=scheduler)
+    # Raises an error for too many steps, or timesteps that do not fit.
+    steps = steps_of(config)
+    scheduler.set_timesteps(state, steps["num_inference_steps"], timesteps=steps["timesteps"])
+    check_eta(scheduler, config.eta)
     return pipeline
 
 
 def load(pipeline, config):
     """The parameters, as they are stored."""
     return pipeline.load_params(
-        config.pretrained_model_name_or_path, revision=config.revision, variant=config.variant
+        config.pretrained_model_name_or_path,
+        revision=config.revision,
+        variant=config.variant,
+        lora=config.lora,
     )
 
 
@@ -186,15 +201,16 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
     started = time.perf_counter()
     dynamic = arguments(p_params, batch, config)
     prompt_ids, p_params, keys, scale, latents, neg_prompt_ids, rescale = dynamic
-    branches = guidance_branches(config.guidance_scale)
+    steps = steps_of(config)
+    branches = pipeline.guidance_branches(config.guidance_scale)
     p_generate = jax.pmap(
-        pipeline._generate, static_broadcasted_argnums=(3, 4, 5, 9, 11), devices=devices
+        pipeline._generate, static_broadcasted_argnums=(3, 4, 5, 9, 11, 12, 13), devices=devices
     )
     args = (
         prompt_ids,
         p_params,
         keys,
-        config.num_inference_steps,
+        steps["num_inference_steps"],
         config.height,
         config.width,
         scale,
@@ -203,13 +219,15 @@ def aot_compile(pipeline, store, devices, p_params, batch, config):
         False,  # return_latents
         rescale,
         branches,
+        steps["timesteps"],
+        steps["eta"],
     )
     if store is None:
         compiled = p_generate.lower(*args).compile()
         return compiled, f"compiled in {time.perf_counter() - started:.2f} s"
     cache_key = {
         "pipeline": hashlib.sha256(pipeline.description().encode()).hexdigest()[:16],
-        "steps": config.num_inference_steps,
+        "steps": steps,
         "size": [config.height, config.width],
         "branches": branches,
         "arguments": str(jax.tree.map(jax.typeof, dynamic)),

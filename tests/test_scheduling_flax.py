@@ -43,6 +43,8 @@ BASE = {
     "euler_ancestral": {},
     "lms": {},
     "dpmsolver++": {},
+    "lcm": {},
+    "tcd": {},
 }
 
 
@@ -56,13 +58,14 @@ def model(x, t, xp=np):
     return xp.tanh(0.7 * x + 0.3 * phase) + 0.2 * xp.cos(2 * x)
 
 
-def torch_trajectory(name, config, num_steps, monkeypatch, eta=0.0, first_step=0):
+def torch_trajectory(name, config, num_steps, monkeypatch, eta=0.0, first_step=0, timesteps=None):
     """(timesteps, samples after each step) of PyTorch's scheduler, its noise taken from NOISE."""
     scheduler = torch_class(name).from_config(config)
     noise = iter(torch.from_numpy(NOISE))
     module = sys.modules[type(scheduler).__module__]
     monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: next(noise), raising=False)
-    scheduler.set_timesteps(num_steps)
+    chosen = {"num_inference_steps": num_steps} if timesteps is None else {"timesteps": timesteps}
+    scheduler.set_timesteps(**chosen)
     x = torch.from_numpy(START) * (1 if first_step else scheduler.init_noise_sigma)
     timesteps = scheduler.timesteps[first_step:]
     if first_step and hasattr(scheduler, "set_begin_index"):
@@ -77,10 +80,10 @@ def torch_trajectory(name, config, num_steps, monkeypatch, eta=0.0, first_step=0
     return timesteps.numpy(), np.array(samples)
 
 
-def flax_trajectory(name, config, num_steps, eta=0.0, first_step=0):
+def flax_trajectory(name, config, num_steps, eta=0.0, first_step=0, timesteps=None):
     """The same of ours."""
     scheduler, state = make_scheduler(name, config)
-    state = scheduler.set_timesteps(state, num_steps, SHAPE, first_step)
+    state = scheduler.set_timesteps(state, num_steps, SHAPE, first_step, timesteps)
     timesteps = np.asarray(state.timesteps)
     x = jnp.asarray(START * (1 if first_step else np.asarray(state.init_noise_sigma)))
     samples = []
@@ -196,6 +199,10 @@ OPTIONS = [
     ("lms", {"prediction_type": "sample"}),
     ("lms", {"beta_schedule": "linear", "beta_end": 0.02}),
     ("lms", {"beta_schedule": "squaredcos_cap_v2", "timestep_spacing": "trailing"}),
+    ("lcm", {"original_inference_steps": 30, "timestep_scaling": 3.0}),
+    ("lcm", {"prediction_type": "sample", "clip_sample": True}),
+    ("tcd", {"prediction_type": "sample"}),
+    ("tcd", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
     ("dpmsolver++", {"solver_order": 1}),
     ("dpmsolver++", {"solver_order": 3}),
     ("dpmsolver++", {"solver_order": 3, "lower_order_final": False, "euler_at_final": True}),
@@ -222,14 +229,15 @@ def test_options_match_pytorch(name, options, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("name", ["ddim", "tcd"])
 @pytest.mark.parametrize("eta", [0.3, 1.0])
-def test_ddim_with_noise_matches_pytorch(eta, monkeypatch):
+def test_noise_of_eta_matches_pytorch(eta, name, monkeypatch):
     for prediction_type in PREDICTIONS:
         config = STABLE_DIFFUSION | {"prediction_type": prediction_type, "steps_offset": 1}
         for num_steps in (2, 20):
             assert_same_trajectory(
-                flax_trajectory("ddim", config, num_steps, eta),
-                torch_trajectory("ddim", config, num_steps, monkeypatch, eta),
+                flax_trajectory(name, config, num_steps, eta),
+                torch_trajectory(name, config, num_steps, monkeypatch, eta),
                 f"{prediction_type} {num_steps}",
             )
 
@@ -263,6 +271,49 @@ def test_euler_from_huge_sigmas_matches_float64(name, options):
             expected = reference.timesteps.numpy(), np.array(samples)
             actual = flax_trajectory(name, config, num_steps)
             assert_same_trajectory(actual, expected, f"{spacing} {num_steps}")
+
+
+@pytest.mark.parametrize("name", ["ddpm", "euler", "dpmsolver++", "lcm", "tcd"])
+def test_chosen_timesteps_match_pytorch(name, monkeypatch):
+    config = STABLE_DIFFUSION | BASE[name]
+    for timesteps in ([999, 749, 499, 249], [999], [950, 400, 380, 7, 0]):
+        assert_same_trajectory(
+            flax_trajectory(name, config, len(timesteps), timesteps=timesteps),
+            torch_trajectory(name, config, None, monkeypatch, timesteps=timesteps),
+            str(timesteps),
+        )
+
+
+def test_chosen_timesteps_that_do_not_fit():
+    for name, timesteps, reason in (
+        ("ddim", [999, 499], "cannot be chosen with FlaxDDIMScheduler; use DDPM, Euler"),
+        ("lms", [999, 499], "cannot be chosen with FlaxLMSDiscreteScheduler"),
+        ("lcm", [999], "must be num_inference_steps=2 integers"),
+        ("lcm", [999.0, 1.0], "must be num_inference_steps=2 integers"),
+        ("euler", [499, 999], "must decrease and be from 999 to 0"),
+        ("ddpm", [1000, 1], "must decrease and be from 999 to 0"),
+        ("tcd", [9, -1], "must decrease and be from 999 to 0"),
+    ):
+        scheduler, state = make_scheduler(name, STABLE_DIFFUSION)
+        with pytest.raises(ValueError, match=reason):
+            scheduler.set_timesteps(state, 2, SHAPE, timesteps=timesteps)
+    for name in ("euler", "dpmsolver++"):
+        scheduler, state = make_scheduler(name, STABLE_DIFFUSION | {"use_karras_sigmas": True})
+        with pytest.raises(ValueError, match="with use_karras_sigmas=True; leave one out"):
+            scheduler.set_timesteps(state, 2, SHAPE, timesteps=[999, 499])
+
+
+def test_lcm_visits_timesteps_of_its_distillation():
+    """The grids of Latent Consistency Models for 4 and 8 steps."""
+    scheduler, state = make_scheduler("lcm", STABLE_DIFFUSION)
+    four, eight = (scheduler.set_timesteps(state, n).timesteps.tolist() for n in (4, 8))
+    assert four == [999, 759, 499, 259]
+    assert eight == [999, 879, 759, 639, 499, 379, 259, 139]
+    with pytest.raises(ValueError, match="must be at most original_inference_steps=50"):
+        scheduler.set_timesteps(state, 51)
+    scheduler, state = make_scheduler("tcd", {"num_train_timesteps": 40})
+    with pytest.raises(ValueError, match="=50 must be at most num_train_timesteps=40"):
+        scheduler.set_timesteps(state, 4)
 
 
 def test_noise_schedules_match_pytorch():
