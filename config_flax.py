@@ -132,8 +132,21 @@ class ConfigMixin:
     def _read_config(cls, path, subfolder=None, revision=None, **hub_options):
         file = fetch_file(path, cls.config_name, subfolder, revision, **hub_options)
         if file is None:
-            raise ValueError(f"no {cls.config_name} in {place_in_words(path, subfolder, revision)}")
+            where = place_in_words(path, subfolder, revision)
+            raise ValueError(f"no {cls.config_name} in {where}; check the path, or copy it again")
         return read_json(file)
+
+    @classmethod
+    def check_class(cls, config, source):
+        """Raise a ValueError if a config is of another class; source: its file, for the error."""
+        class_names = config.get("_class_name") or config.get("architectures") or []
+        class_names = class_names if isinstance(class_names, list) else [class_names]
+        accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
+        if class_names and not accepted.intersection(map(str, class_names)):
+            raise ValueError(
+                f"{source} is the config of {class_names[0]}, not of {cls.torch_class_name}, "
+                f"which {cls.__name__} needs; open another directory or another class"
+            )
 
     @classmethod
     def load_config(

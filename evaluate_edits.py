@@ -48,7 +48,6 @@ from edit_metrics import (
     num_parameters,
     pairs_of_jsonl,
     pairs_of_shards,
-    peak_memory,
     pixel_metrics,
     vae_round_trip,
 )
@@ -64,7 +63,7 @@ from editing import (
     load_model,
     replicate_params,
 )
-from executables import use_compilation_cache
+from executables import peak_memory, use_compilation_cache
 from images import prepare_images, save_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
 from pipeline_flax_utils import MODULES

@@ -56,11 +56,13 @@ from training_flags import Config, check_config, check_schedules, ema_flags, mer
 from training_latents import check_vae, write_latents
 from training_models import (
     cast_frozen,
+    check_models,
     compute_dtype,
     encode_batch,
     is_sdxl,
     load_models,
     load_validation_images,
+    open_modules,
 )
 from training_run import (
     TrainRun,
@@ -307,6 +309,9 @@ def open_dataset(config: Config):
     """Open --train_data_dir, or --cache_latents after writing its missing shards."""
     num_processes = jax.process_count()
     if config.cache_latents:
+        check_models(
+            config, open_modules(config, compute_dtype(config))
+        )  # before hours of encoding
         write_latents(config, config.cache_latents)
         wait_for_all("latents are cached")
     columns = {} if config.cache_latents else {n: getattr(config, n) for n in KNOWN_COLUMNS}

@@ -327,14 +327,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             )
         if config is None:
             config = read_json(config_file)
-        class_names = config.get("_class_name") or config.get("architectures") or []
-        class_names = class_names if isinstance(class_names, list) else [class_names]
-        accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
-        if class_names and not accepted.intersection(map(str, class_names)):
-            raise ValueError(
-                f"{config_file} is the config of {class_names[0]}, not of {cls.torch_class_name}, "
-                f"which {cls.__name__} needs; open another directory or another class"
-            )
+        cls.check_class(config, config_file)
         try:
             module = cls.from_config(config, **config_overrides, dtype=dtype)
             expected = module._param_shapes()  # finds faults of the config before a long download

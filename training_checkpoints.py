@@ -21,7 +21,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from command_line import differences, one_line
 from processes_flax import from_process_0, wait_for_all
@@ -46,6 +45,9 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self.first_step = first_step
         self.folder.mkdir(parents=True, exist_ok=True)
+        import orbax.checkpoint as ocp  # seconds to import
+
+        self.ocp = ocp
         # No copies: the arrays may take a large part of the host's memory.
         arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
         registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
@@ -94,8 +96,8 @@ class Checkpoints:
                 raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
             self.manager.save(
                 step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run)
+                args=self.ocp.args.Composite(
+                    state=self.ocp.args.PyTreeSave(state), run=self.ocp.args.JsonSave(run)
                 ),
             )
         except Exception as error:
@@ -107,7 +109,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is missing or damaged.
         """
-        return self._read(step, run=ocp.args.JsonRestore())["run"]
+        return self._read(step, run=self.ocp.args.JsonRestore())["run"]
 
     def read_state(self, step, names=None):
         """Read the arrays.
@@ -121,17 +123,17 @@ class Checkpoints:
         """
         options = {}
         if names is not None:
-            as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+            as_numpy = self.ocp.RestoreArgs(restore_type=np.ndarray)
             options = dict(
                 item=dict.fromkeys(names, 0),
                 restore_args=dict.fromkeys(names, as_numpy),
                 partial_restore=True,
             )
-        return self._read(step, state=ocp.args.PyTreeRestore(**options))["state"]
+        return self._read(step, state=self.ocp.args.PyTreeRestore(**options))["state"]
 
     def _read(self, step, **items):
         try:
-            return self.manager.restore(step, args=ocp.args.Composite(**items))
+            return self.manager.restore(step, args=self.ocp.args.Composite(**items))
         except Exception as error:
             raise ValueError(
                 f"checkpoint {self.folder / str(step)} cannot be read "

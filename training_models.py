@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from PIL import Image, ImageOps
 
 from command_line import differences
-from config_flax import has, read_index
+from config_flax import ConfigMixin, has, read_index
 from images import load_image
 from kernels_flax import by_platform
 from lora_flax import add_lora, fold_lora, read_lora
@@ -148,10 +148,11 @@ def load_models(config: Config, dtype: Any):
     def to_frozen(name, x):
         return x.astype(dtype if is_lora else np.float32, copy=False)
 
-    def to_unet(name, x):  # with LoRA as in gather, without those that are trained in full
+    def to_unet(name, x):  # LoRA's frozen kernels in the compute dtype, all else in float32
         is_frozen_kernel = is_lora and x.ndim > 1 and not name.startswith("conv_in/")
         return x.astype(dtype if is_frozen_kernel else np.float32, copy=False)
 
+    check_models(config, open_modules(config, dtype))  # before gigabytes are read
     unet, params = FlaxUNet2DConditionModel.from_pretrained(
         config.unet_model_name_or_path, dtype=dtype, convert=to_unet
     )
@@ -168,7 +169,6 @@ def load_models(config: Config, dtype: Any):
     )
     sampler, _ = scheduler_from_pretrained(source, revision=revision)
     models = Models(unet, vae, text_encoder, scheduler)
-    check_models(config, models)
 
     if is_xl:
         pipeline = FlaxStableDiffusionXLInstructPix2PixPipeline(
@@ -194,6 +194,31 @@ def load_models(config: Config, dtype: Any):
     if is_lora:
         params, frozen["unet"] = add_lora(params, **lora_options(config), seed=config.seed)
     return models, pipeline, frozen, params
+
+
+def open_modules(config: Config, dtype):
+    """Build the modules of a run from their config files, without weights: Models.
+
+    Args and Raises as for load_models.
+    """
+    source, of_source = config.pretrained_model_name_or_path, {"revision": config.revision}
+
+    def open_module(cls, path, **place):
+        content = ConfigMixin.load_config(path, **place)
+        getattr(cls, "module_class", cls).check_class(content, f"{path}/config.json")
+        return cls.from_config(content, dtype=dtype)
+
+    unet = open_module(FlaxUNet2DConditionModel, config.unet_model_name_or_path)
+    if vae_source := config.pretrained_vae_model_name_or_path:
+        vae = open_module(FlaxAutoencoderKL, vae_source)
+    else:
+        vae = open_module(FlaxAutoencoderKL, source, subfolder="vae", **of_source)
+    encoders = tuple(
+        open_module(encoder_class, source, subfolder=f"text_encoder{suffix}", **of_source)
+        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_sdxl(config) else 1]
+    )
+    scheduler, _ = FlaxDDPMScheduler.from_pretrained(source, subfolder="scheduler", **of_source)
+    return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
 
 
 def load_text_encoder(config, dtype, is_xl, convert):
@@ -226,6 +251,9 @@ def merge_lora(config: Config, dtype):
         config: as for load_models, with the output_dir of the run.
         dtype: compute dtype of the run.
 
+    Returns:
+        The pipeline, without its parameters.
+
     Raises:
         ValueError: the flags or the models are not those of the run.
     """
@@ -257,6 +285,7 @@ def merge_lora(config: Config, dtype):
     _, others["text_encoder"] = load_text_encoder(config, np.float32, is_xl, to_float32)
     others = pipeline_params(others)
     pipeline.save_pretrained(config.output_dir, {"unet": merged_unet(config, trained), **others})
+    return pipeline
 
 
 def lora_identity(config: Config, checksums):
@@ -299,7 +328,7 @@ def cast_frozen(frozen, models):
         "text_encoder": lambda x: np.asarray(x, dtype),
     }
     cast = {name: jax.tree.map(casts[name], frozen[name]) for name in casts}
-    if "unet" in frozen:  # with LoRA; as in gather
+    if "unet" in frozen:  # with LoRA
         cast["unet"] = cast_kernels(frozen["unet"], dtype)
     return frozen | cast
 

@@ -5,13 +5,13 @@ huggingface_hub and wandb handle their own tokens.
 
 import json
 import re
-import resource
 import shlex
+import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import httpx2
-import jax
 import numpy as np
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -96,12 +96,6 @@ def lines_until_step(path, last_step):
         if isinstance(row, dict) and row.get("step", last_step + 1) <= last_step:
             valid_lines.append(f"{line}\n")
     return valid_lines
-
-
-def peak_memory():
-    """Peak memory of the first device in bytes; on a CPU, of the process."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def check_finite(numbers, first_step):
@@ -194,6 +188,28 @@ def write_progress(folder):
     save_whole(
         path,
         partial(first.save, save_all=True, append_images=others, duration=milliseconds, loop=0),
+    )
+
+
+def write_card(config, pipeline, metrics, repo_id=None):
+    """Write the model card of a finished run with its last validation images, OUTPUT_DIR/README.md.
+
+    Args:
+        config: Config of the run.
+        pipeline: that the run trained.
+        metrics: last row of metrics.jsonl, or None.
+        repo_id: hub id, if the model is published.
+    """
+    images = sorted(Path(config.output_dir, "validation").glob("step-*.png"))
+    write_model_card(
+        config.output_dir,
+        name=repo_id or config.output_dir,
+        command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        config=asdict(config),
+        pipeline_class=pipeline.torch_class_name,
+        in_channels=pipeline.unet.in_channels,
+        metrics=metrics,
+        image=f"validation/{images[-1].name}" if images else None,
     )
 
 
@@ -321,7 +337,7 @@ from diffusers import {pipeline_class}, UNet2DConditionModel{vae_class}
 from diffusers.utils import load_image
 {hub_import}from safetensors.torch import load_file
 
-# The UNet that the one of --unet_model_name_or_path was made from.
+# The 4-channel UNet that create_modified_unet.py widened.
 unet = UNet2DConditionModel.from_pretrained(
     {base_model},
     subfolder="unet",

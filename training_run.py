@@ -17,7 +17,7 @@ writes files.
 import contextlib
 import itertools
 import json
-import shlex
+import math
 import shutil
 import signal
 import sys
@@ -32,8 +32,9 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
-from command_line import save_whole
+from command_line import save_whole, write_text
 from ema_flax import SIGMA_RELS, ema_start, ema_update
+from executables import peak_memory
 from lora_flax import save_conv_in, save_lora
 from processes_flax import (
     StopSignal,
@@ -87,10 +88,10 @@ from training_report import (
     check_finite,
     check_hub,
     drop_step_images,
-    peak_memory,
+    lines_until_step,
     push_to_hub,
     validation_grid,
-    write_model_card,
+    write_card,
     write_progress,
 )
 
@@ -208,7 +209,7 @@ class TrainRun:
         self.metrics_log = MetricsLog(
             output_dir, flags, config.report_to, config.tracker_project_name, self.start_step
         )
-        (output_dir / "config.json").write_text(json.dumps(flags, indent=2) + "\n")
+        write_flags(config)
         self.checkpoints = Checkpoints(
             output_dir / "checkpoints", config.checkpoints_total_limit, self.start_step
         )
@@ -310,7 +311,7 @@ class TrainRun:
             "grad_norm": self.unlogged_metrics[-1][1],
             "images_per_second": self.num_timed_images / seconds if timed else None,
             "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
-            "memory_gb": peak_memory() / 1e9,
+            "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
             "num_bad": self._total_bad(),
         }
@@ -476,18 +477,9 @@ class TrainRun:
             if config.lora_rank is not None:
                 params = merged_unet(config, params)
             self.models.unet.save_pretrained(output_dir / "unet_raw", params=params)
-        grid = f"validation/step-{self.max_train_steps:06d}.png"
-        write_model_card(
-            output_dir,
-            name=self.repo_id if config.push_to_hub else str(output_dir),
-            command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-            config=asdict(config),
-            pipeline_class=self.pipeline.torch_class_name,
-            in_channels=self.models.unet.in_channels,
-            metrics=self.metrics_log.last_row,
-            image=grid if self.validation_images else None,
-        )
-        # With --overwrite_output_dir, the model of a run without or with LoRA.
+        repo_id = self.repo_id if config.push_to_hub else None
+        write_card(config, self.pipeline, self.metrics_log.last_row, repo_id)
+        # --overwrite_output_dir may replace a full model by a LoRA, or a LoRA by a full model.
         replaced = next(name for name in FINAL_FILES if name != final_file(config))
         (output_dir / replaced).unlink(missing_ok=True)
         if config.lora_rank is not None:
@@ -576,13 +568,21 @@ def merge_finished_run(config: Config):
     output_dir = Path(config.output_dir)
 
     def merge():
-        repo_id = config.push_to_hub and check_hub(config.hub_model_id, output_dir)
-        merge_lora(config, compute_dtype(config))
+        repo_id = check_hub(config.hub_model_id, output_dir) if config.push_to_hub else None
+        pipeline = merge_lora(config, compute_dtype(config))
+        rows = lines_until_step(output_dir / "metrics.jsonl", math.inf)
+        write_card(config, pipeline, json.loads(rows[-1]) if rows else None, repo_id)
+        write_flags(config)
         print(f"merged {output_dir / LORA_FILE} without training; saved {output_dir}")
         if repo_id:
             print(f"uploaded {push_to_hub(output_dir, repo_id)}")
 
     on_process_0(merge)
+
+
+def write_flags(config: Config):
+    """Write OUTPUT_DIR/config.json, the flags of the run."""
+    write_text(Path(config.output_dir, "config.json"), json.dumps(asdict(config), indent=2) + "\n")
 
 
 def modified_at(path):

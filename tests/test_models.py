@@ -171,6 +171,30 @@ def test_unet_equals_pytorch(name, request):
     assert error(result, expected) < BF16_TOLERANCE
 
 
+def test_micro_conditioning_is_float32_in_bfloat16():
+    """In bfloat16 the sizes 1023 and 1024 would be one number."""
+    config = dict(
+        block_out_channels=(32,),
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        layers_per_block=1,
+        mid_block_type=None,
+        cross_attention_dim=8,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=4 + 6 * 8,
+    )
+    unet = FlaxUNet2DConditionModel(**config, dtype=jnp.bfloat16)
+    params = unet.init_weights(jax.random.key(0))
+    added = {"text_embeds": jnp.zeros((2, 4)), "time_ids": jnp.array([[1023.0] * 6, [1024.0] * 6])}
+    inputs = jnp.zeros((2, 4, 8, 8)), jnp.array([9, 9]), jnp.zeros((2, 1, 8))
+    apply = partial(unet.apply, capture_intermediates=True, mutable="intermediates")
+    _, captured = jax.jit(apply)({"params": params}, *inputs, added)
+    (embedded,) = captured["intermediates"]["add_embedding"]["__call__"]
+    assert embedded.dtype == jnp.bfloat16
+    assert jnp.abs(embedded[0] - embedded[1]).max() > 0.01 * jnp.abs(embedded).max()
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 @torch.no_grad()
 def test_float8_parameters_are_cast_where_they_are_used(name):

@@ -16,7 +16,9 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import edit_cli
 from modeling_flax_unet import FlaxUNet2DConditionOutput
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
+    guidance_branches,
 )
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
@@ -140,6 +142,39 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
     mode = np.transpose(posterior.latent_dist.mode(), (0, 3, 1, 2))  # unscaled
     expected = np.concatenate([mode, mode, np.zeros_like(mode)])
     np.testing.assert_allclose(image_latents, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scales", "negative_prompt"),
+    [
+        ((1.0, 1.0), "dark"),
+        ((0.0, 1.5), None),
+        pytest.param((0.0, 1.0), None, marks=pytest.mark.slow),
+        pytest.param((2.0, 2.0), "dark", marks=pytest.mark.slow),
+    ],
+)
+def test_branches_without_weight_change_nothing(loaded, scales, negative_prompt):
+    """Text alone; image and null; image alone; text and null: as with all three branches."""
+    pipeline, params = loaded
+    images, latents = random_inputs(1, 32, 32, 8)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:1], images)
+    neg_prompt_ids = negative_prompt and pipeline.prepare_text_inputs(negative_prompt)
+    generate = jax.jit(
+        partial(
+            pipeline._generate,
+            num_inference_steps=2,
+            guidance_scale=scales[0],
+            image_guidance_scale=scales[1],
+        ),
+        static_argnames="branches",
+    )
+    arguments = dict(latents=latents, neg_prompt_ids=neg_prompt_ids)
+    found, expected = (
+        generate(prompt_ids, image, params, jax.random.key(0), branches=branches, **arguments)
+        for branches in (guidance_branches(*scales), BRANCHES)
+    )
+    assert len(guidance_branches(*scales)) < 3
+    assert psnr(found, expected) > 80
 
 
 def test_generate_under_pmap_ahead_of_time(loaded):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -204,6 +205,35 @@ def no_second_encoder(tmp_path):
     return {"pretrained_model_name_or_path": str(folder)}
 
 
+def no_second_directory(tmp_path):
+    folder = make_tiny_xl(tmp_path / "half")
+    shutil.rmtree(folder / "text_encoder_2")
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def xl_vae(tmp_path):
+    sd = make_tiny_pipeline(tmp_path / "sd")
+    return {
+        "pretrained_model_name_or_path": str(sd),
+        "unet_model_name_or_path": str(sd / "unet"),
+        "pretrained_vae_model_name_or_path": str(make_tiny_xl(tmp_path / "xl") / "vae"),
+    }
+
+
+def cached(change):
+    """The same with --cache_latents; nothing is encoded before the models are checked."""
+
+    def with_latents(tmp_path):
+        latents = {"cache_latents": str(tmp_path / "latents"), "random_crop": False}
+        return change(tmp_path) | latents | {"random_flip": False}
+
+    return with_latents
+
+
+def odd_resolution(tmp_path):
+    return {"resolution": 12}
+
+
 def sd_pipeline(tmp_path):
     return {"pretrained_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd"))}
 
@@ -216,12 +246,16 @@ def sd_pipeline(tmp_path):
         (sd_vae, "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own"),
         (refiner, "is SDXL's refiner, which lacks the first text encoder; give the base model"),
         (no_second_encoder, "is SDXL without text_encoder_2; copy or download it again"),
+        (no_second_directory, "no config.json in "),
+        (xl_vae, "has scaling_factor 0.13025, so it is SDXL's; Stable Diffusion needs its own"),
+        (cached(sd_vae), "so it is Stable Diffusion's; SDXL needs its own"),
+        (cached(odd_resolution), "--resolution 12 is not a multiple of 8; try 8 or 16"),
         (
             lambda path: {"resolution": 4},
             "--resolution 4 is too small: this model's VAE and UNet reduce sides to 1/8, which "
             "takes 8 pixels or more; its UNet was made for 64",
         ),
-        (lambda path: {"resolution": 12}, "--resolution 12 is not a multiple of 8; try 8 or 16"),
+        (odd_resolution, "--resolution 12 is not a multiple of 8; try 8 or 16"),
     ],
 )
 def test_models_that_do_not_fit_are_one_line(
@@ -235,6 +269,7 @@ def test_models_that_do_not_fit_are_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not Path(config.output_dir, "config.json").exists()
+    assert not (tmp_path / "latents").exists()
 
 
 def test_the_vae_computes_in_float32(model):
