@@ -151,7 +151,9 @@ def edits_of_jsonl(file):
             )
         edits.append(Edit(len(edits), Path(values[0]), values[1], Path(values[2])))
     if not edits:
-        raise ValueError(f"--edits_jsonl {file} has no edits")
+        raise ValueError(
+            f'--edits_jsonl {file} has no edits; write a line {{"input": ..., "edit": ...}} each'
+        )
     return edits
 
 

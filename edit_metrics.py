@@ -139,7 +139,7 @@ def pairs_of_jsonl(file, max_pairs=None):
             )
         )
     if not pairs:
-        raise ValueError(f"--pairs_jsonl {file} has no pairs")
+        raise ValueError(f"--pairs_jsonl {file} has no pairs; write one JSON object per line")
     return pairs
 
 
@@ -198,7 +198,10 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
                 pairs.append(HeldOutPair(*pair))
             row_index += 1
     if not pairs:
-        raise ValueError(f"--data_dir {directory} has no row with an image and an instruction")
+        raise ValueError(
+            f"--data_dir {directory} has no row with an image and an instruction; name a directory "
+            "of shards that parquet_processing.py describes"
+        )
     return pairs
 
 

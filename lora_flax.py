@@ -420,6 +420,9 @@ def read_lora(path, conv_in_path):
     with safe_open(path, "np") as file:
         run = (file.metadata() or {}).get("run")
     if run is None:
-        raise ValueError(f"{path} has no record of the run that made it; it cannot be merged")
+        raise ValueError(
+            f"{path} has no record of the run that made it; train again, or fold it into a model "
+            "with --lora of edit_cli.py"
+        )
     trained = {name.removeprefix("unet/"): x for name, x in flat.items()}
     return unflatten_dict(trained, sep="/"), json.loads(run)

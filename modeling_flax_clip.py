@@ -136,7 +136,7 @@ class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
     weights_name = "model"
     torch_class_name = "CLIPTextModel"
     fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
-    # What PyTorch initialises with, what a call returns, and a key without effect in PyTorch.
+    # Initial values, outputs of a call, and dropout, which PyTorch's class reads and does not use.
     ignored_config = ("dropout", "initializer_factor", "initializer_range", *CALL_SETTINGS)
 
     def init_weights(self, rng):

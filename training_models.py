@@ -269,7 +269,8 @@ def merge_lora(config: Config, dtype):
     for name, checksum in checksums(frozen, params).items():
         if saved.get(name) != checksum:
             raise ValueError(
-                f"{file} belongs to another run: the {name} are not those it was trained from"
+                f"{file} belongs to another run: the {name} are not those it was trained from; "
+                "give the models named in its config.json"
             )
     shapes, expected = (
         {name: x.shape for name, x in flatten_dict(tree, sep="/").items()}
@@ -278,7 +279,7 @@ def merge_lora(config: Config, dtype):
     if different := sorted(dict(shapes.items() ^ expected.items())):
         raise ValueError(
             f"{file} or {CONV_IN_FILE} next to it is damaged: missing, unexpected or of the wrong "
-            f"shape: {', '.join(different)}"
+            f"shape: {', '.join(different)}; copy both files again"
         )
     others = {"vae": frozen["vae"]}  # in float32 already
     del frozen, params  # free memory

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from benchmarks.harness import GIB, ROOT, read_rows, rows_of
 from benchmarks.tpu import CASES
+from tpu_programs import find_slice, roofline_seconds
 from training_flags import Config as TrainingConfig
 
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
@@ -199,6 +200,8 @@ def training_settings(flags: dict) -> str:
         settings.append("by block")
     if "lora_rank" in flags:
         settings.append(f"LoRA of rank {flags['lora_rank']}")
+    if "optimization_level" in flags:
+        settings.append(flags["optimization_level"])
     return ", ".join(settings)
 
 
@@ -209,6 +212,12 @@ def tpu_train_table() -> str:
     for row in sorted(programs, key=lambda x: (-x["batch_per_chip"], x["chips"])):
         state = sum(row["memory"][name] for name in ("parameters", "optimizer", "ema"))
         sent = f"{row['interconnect_bytes'] / 1e9:.2f}" if "interconnect_bytes" in row else ""
+        moved = f"{row['hbm_bytes'] / 1e9 + row['ema_hbm_bytes'] / 1e9:.1f}"
+        seconds = row["step_seconds"]
+        if "optimization_level" in row["flags"]:  # the default level moves less
+            moved = f"less than {moved}"
+            chip = find_slice(row["tpu"]).chip
+            seconds = roofline_seconds(chip, row["flops"], 0, row["interconnect_bytes"])
         lines.append(
             [
                 row["tpu"],
@@ -219,9 +228,9 @@ def tpu_train_table() -> str:
                 f"{state / GIB:.1f}",
                 f"{row['memory']['temporaries'] / GIB:.1f}",
                 f"{row['flops'] / 1e12:.1f}",
-                f"{row['hbm_bytes'] / 1e9 + row['ema_hbm_bytes'] / 1e9:.1f}",
+                moved,
                 sent,
-                f"{row['step_seconds'] * 1e3:.0f}",
+                f"{seconds * 1e3:.0f}",
             ]
         )
     return table(

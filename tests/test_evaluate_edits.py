@@ -374,7 +374,7 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
 
 
 def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
-    """Images of two sizes; what is left out is said."""
+    """Images of two sizes; the report names the metrics that it lacks."""
     monkeypatch.chdir(folder)
     photo(48, 24).save(tmp_path / "wide.png")
     bare = ("truth", "input_caption", "output_caption")

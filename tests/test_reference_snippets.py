@@ -132,13 +132,13 @@ def tokenize_prompt(prompt, neg_prompt):
 
 p_params = replicate(params)
 
-def replicate_all(prompt_ids, neg_prompt_ids, seed):  # left out there, but for what it does
+def replicate_all(prompt_ids, neg_prompt_ids, seed):  # the document only describes it
     rng = jax.random.split(jax.random.PRNGKey(seed), NUM_DEVICES)
     return replicate(prompt_ids), replicate(neg_prompt_ids), rng
 """
 
 JIT = """
-def generate(  # left out there, but for what it does
+def generate(  # the document only describes it
     prompt,
     negative_prompt,
     seed=default_seed,

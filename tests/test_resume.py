@@ -1,4 +1,4 @@
-"""Stopping and going on: kills, SIGTERM, many processes, checkpoints of other runs, full disks."""
+"""Stop and resume: kills, SIGTERM, many processes, checkpoints of other runs, full disks."""
 
 import errno
 import fcntl
@@ -95,7 +95,7 @@ class Start:
         self.process.communicate()
 
     def end(self, code=0, timeout=400):
-        """Wait for the end; what it wrote."""
+        """Wait for the end of the process; returns its output."""
         output, errors = self.process.communicate(timeout=timeout)
         assert self.process.returncode == code, errors[-2000:]
         return output, errors
@@ -292,8 +292,8 @@ def test_processes_do_what_one_does(model, data, one_process, edits, tmp_path, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_dies_and_the_others_end(model, data, one_process, tmp_path, monkeypatch, victim):
-    """Then another number of processes goes on."""
+def test_other_processes_end_when_one_dies(model, data, one_process, tmp_path, monkeypatch, victim):
+    """Another number of processes resumes."""
     sooner = f"{os.environ['XLA_FLAGS']} --xla_cpu_collective_timeout_seconds=40"
     monkeypatch.setenv("XLA_FLAGS", sooner)
     out = tmp_path / "out"
@@ -336,7 +336,7 @@ def test_a_process_that_compiles_for_long_is_waited_for(model, data, one_process
 
 
 @pytest.mark.slow
-def test_processes_are_stopped_go_on_and_do_what_one_does(model, data, one_process, tmp_path):
+def test_stopped_processes_resume_and_equal_one_process(model, data, one_process, tmp_path):
     out = tmp_path / "out"
     # Of so few rows the broken one may come to one process in every epoch.
     starts = start_all(model, data, out, 2, 2, checkpointing_steps=0, max_bad_fraction=0.5)
@@ -587,7 +587,7 @@ def test_any_checkpoint_can_be_the_start(model, data, stopped, tmp_path, capsys)
     assert contents(out)[0] == expected[0] and contents(out)[2] == expected[2]
 
 
-def test_a_disk_that_is_too_full_is_told_first(model, data, tmp_path, monkeypatch):
+def test_full_disk_is_reported_before_saving(model, data, tmp_path, monkeypatch):
     """Before a checkpoint is begun."""
     free = iter([10**9, 20_000])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=next(free)))
