@@ -301,8 +301,16 @@ def test_initial_values_do_not_depend_on_files(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch):
-    """With validation images, average, and gradient accumulation and checkpointing."""
+@pytest.mark.parametrize("family", ["sd", "xl"])
+def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch, family):
+    """With validation images, average, gradient accumulation and checkpointing.
+
+    SDXL also with cached latents and blocks that gather their own parameters.
+    """
+    options = LORA
+    if family == "xl":
+        cached = dict(cache_latents=str(tmp_path / "latents"), random_crop=False)
+        options = LORA | cached | dict(gather_by_block=True)
     image = tmp_path / "in.png"
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     Image.fromarray(pixels).save(image)
@@ -310,7 +318,7 @@ def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch):
     for name, resume_from in (("whole", "none"), ("resumed", "whole/checkpoints/3")):
         out = tmp_path / name
         config = config_of(
-            models["sd"],
+            models[family],
             data,
             out,
             checkpointing_steps=3,
@@ -322,7 +330,7 @@ def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch):
             gradient_checkpointing=True,
             ema="full",
             save_raw_unet=True,
-            **LORA,
+            **options,
         )
         run_main(config, monkeypatch)
         files[name] = load_file(out / LORA_FILE) | load_file(out / CONV_IN_FILE)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline
+from PIL import Image
 from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
@@ -233,7 +234,7 @@ def test_pytorchs_own_directory_opens(folder, loaded, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params["unet"], loaded[1]["unet"])
 
 
-def test_other_models_are_refused_by_name(folder, tmp_path):
+def test_other_models_are_refused_by_name(folder, tmp_path, capsys):
     base = make_tiny_xl(tmp_path / "base")
     pix2pix = make_tiny_pipeline(tmp_path / "pix2pix")
     refiner = make_tiny_xl(tmp_path / "refiner", refiner=True)
@@ -260,6 +261,21 @@ def test_other_models_are_refused_by_name(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             cls.from_pretrained(path)
+
+    Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+    edit = ["--input", str(tmp_path / "in.png"), "--edit", "make it red"]
+    for path, message in (
+        (cosxl, "is a CosXL model (EDMEulerScheduler), which is not supported"),
+        (refiner, "is a StableDiffusionXLImg2ImgPipeline, not an InstructPix2Pix model"),
+        (other_vae, "has scaling_factor 0.18215: it is Stable Diffusion's VAE"),
+        (half, "lacks text_encoder_2/config.json; copy or download it again"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            edit_cli.main(["--model", str(path), *edit])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
 
 
 def test_edit_cli_opens_either_family(folder, tmp_path):

@@ -31,8 +31,10 @@ from test_train import (
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
 import training_models
+from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
@@ -165,7 +167,11 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
         validation_prompt=("make it red",),
         validation_steps=3,
         gradient_checkpointing=True,
+        gradient_accumulation_steps=2,
         gather_by_block=True,
+        ema="power",
+        ema_every=1,
+        ema_snapshot_steps=3,
     )
     run_main(config, monkeypatch)
     assert len(list((tmp_path / "out" / "validation").glob("step-*"))) == 2
@@ -183,6 +189,16 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     with Image.open(tmp_path / "out" / "validation" / "progress.gif") as animation:
         assert animation.n_frames == 2
+
+    flags = f"--train_output_dir {tmp_path}/out --output_dir {tmp_path}/longer --sigma_rel 0.12"
+    ema_posthoc.main(flags.split())
+    averages = [
+        FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(tmp_path / name)[1]["unet"][
+            "conv_in"
+        ]["kernel"]
+        for name in ("out", "longer")
+    ]
+    assert 0 < np.abs(averages[0] - averages[1]).max() < 0.1
 
 
 def sd_unet(tmp_path):
@@ -276,3 +292,17 @@ def test_the_vae_computes_in_float32(model):
     config = config_of(model, "unused", "unused", mixed_precision="bf16")
     models, *_ = training_models.load_models(config, jnp.bfloat16)
     assert models.vae.dtype == jnp.float32 and models.unet.dtype == jnp.bfloat16
+
+
+def test_another_vae_replaces_the_models_own(model, tmp_path):
+    """One that computes in half precision, as its config says."""
+    vae = tmp_path / "vae"
+    shutil.copytree(make_tiny_xl(tmp_path / "other", seed=1) / "vae", vae)
+    content = json.loads((vae / "config.json").read_text()) | {"force_upcast": False}
+    (vae / "config.json").write_text(json.dumps(content))
+    options = dict(mixed_precision="bf16", pretrained_vae_model_name_or_path=str(vae))
+    config = config_of(model, "unused", "unused", **options)
+    models, pipeline, frozen, _ = training_models.load_models(config, jnp.bfloat16)
+    assert models.vae.dtype == jnp.bfloat16 and pipeline.vae is models.vae
+    _, expected = FlaxAutoencoderKL.from_pretrained(vae)
+    jax.tree.map(np.testing.assert_array_equal, frozen["vae"], expected)
