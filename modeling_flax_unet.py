@@ -57,14 +57,19 @@ class DownBlock(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x, time_emb, context):
-        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections."""
+    def __call__(self, x, time_emb, context, only_first_layer=False):
+        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections.
+
+        only_first_layer: True ends after the first layer, (B, H, W, out_channels).
+        """
         skips = []
-        for i in range(self.num_layers):
+        for i in range(1 if only_first_layer else self.num_layers):
             x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
             if self.transformer is not None:
                 x = self.transformer(name=f"attentions_{i}")(x, context)
             skips.append(x)
+        if only_first_layer:
+            return x, skips
         if self.downsample:
             x = Downsample2D(self.out_channels, dtype=self.dtype, name="downsamplers_0")(x)
             skips.append(x)
@@ -82,16 +87,21 @@ class UpBlock(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x, skips, time_emb, context, size):
-        """x (B, H, W, C), skips taken from the end; size: height and width to upsample to."""
-        for i in range(self.num_layers):
-            x = jnp.concatenate((x, skips[-1 - i]), axis=-1)
+    def __call__(self, x, skips, time_emb, context, size, first_layer=0):
+        """(the result, the input of the last layer without its skip connection).
+
+        x (B, H, W, C), skips taken from the end; size: height and width to upsample to;
+        first_layer: to begin with, x is its input.
+        """
+        for i in range(first_layer, self.num_layers):
+            last_input = x
+            x = jnp.concatenate((x, skips[first_layer - 1 - i]), axis=-1)
             x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
             if self.transformer is not None:
                 x = self.transformer(name=f"attentions_{i}")(x, context)
         if self.upsample:
             x = Upsample2D(self.out_channels, dtype=self.dtype, name="upsamplers_0")(x, size)
-        return x
+        return x, last_input
 
 
 class MidBlock(nn.Module):
@@ -278,92 +288,17 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             )
         return values
 
-    def _embed_added(self, dim, text_embeds, time_ids):
-        """SDXL's embedding of the pooled text and of sizes and crop, (B, dim).
-
-        Source: SDXL (arXiv 2307.01952), section 2.2.
-        """
-        ids = sinusoidal_embedding(
-            time_ids.reshape(-1),
-            self.addition_time_embed_dim,
-            self.flip_sin_to_cos,
-            self.freq_shift,
-        ).reshape(len(time_ids), -1)
-        added = jnp.concatenate((text_embeds.astype(self.dtype), ids.astype(self.dtype)), axis=-1)
-        if added.shape[-1] != self.projection_class_embeddings_input_dim:
-            raise ValueError(
-                f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
-                f"{added.shape[-1]} numbers, this UNet takes projection_class_embeddings_input_dim="
-                f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
-                "refiner 5"
-            )
-        return TimestepEmbedding(dim, self.dtype, name="add_embedding")(added)
-
-    @nn.compact
-    def __call__(
-        self,
-        sample,
-        timesteps,
-        encoder_hidden_states,
-        added_cond_kwargs=None,
-        down_block_additional_residuals=None,
-        mid_block_additional_residual=None,
-        return_dict=True,
-        train=False,
-        timestep_cond=None,
-    ):
-        """Predict the noise (or v) in sample.
-
-        Args:
-            sample: (B, in_channels, H, W), any H and W.
-            timesteps: (B,), or a scalar for all.
-            encoder_hidden_states: text states, (B, T, cross_attention_dim).
-            added_cond_kwargs: for SDXL {"text_embeds": (B, D), the pooled text, "time_ids": (B, 6),
-                heights and widths of the original, the crop's corner and the result; the refiner
-                takes five, the last an aesthetic score}; else None.
-            down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
-            mid_block_additional_residual: (B, C, h, w), added before the up blocks, or None.
-            return_dict: False returns a plain tuple.
-            train: part of the published signature; without dropout it has no effect.
-            timestep_cond: embedding of the guidance scale, (B, time_cond_proj_dim), for UNets that
-                are distilled to need one; see guidance_embedding.
-
-        Returns:
-            FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
-
-        Raises:
-            ValueError: an input's shape does not match the configuration.
-        """
+    def setup(self):
+        """Check the configuration and make the blocks."""
         for name in ("num_attention_heads", "dropout"):
             value, supported = getattr(self, name), self.fixed_config[name]
             if value != supported:
                 raise ValueError(f"{name}={value!r} is not supported, only {supported!r} is")
-        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
-            raise ValueError(
-                f"sample has shape {tuple(sample.shape)}, this UNet takes "
-                f"(batch, {self.in_channels}, height, width)"
-            )
-        if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
-            raise ValueError(
-                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet "
-                f"takes cross_attention_dim={self.cross_attention_dim}; take both from one model"
-            )
-        if (added_cond_kwargs is None) != (self.addition_embed_type is None):
-            raise ValueError(
-                "added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None"
-                if self.addition_embed_type is None
-                else "this is an SDXL UNet, which needs added_cond_kwargs={'text_embeds': ..., "
-                "'time_ids': ...}"
-            )
-
-        if timestep_cond is not None and self.time_cond_proj_dim is None:
-            raise ValueError("timestep_cond is given; this UNet has time_cond_proj_dim=None")
         if self.mid_block_type not in (None, "UNetMidBlock2DCrossAttn"):
             raise ValueError(
                 f"mid_block_type={self.mid_block_type!r} is not supported; null and "
                 "'UNetMidBlock2DCrossAttn' are"
             )
-
         channels = self.block_out_channels
         num_blocks = len(channels)
         num_heads = self._per_block("attention_head_dim")
@@ -399,66 +334,188 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
                 return transformer(i, only_cross_attention[i])
             return None
 
-        # 1. time
-        timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
-        time_emb = sinusoidal_embedding(
-            timesteps, channels[0], self.flip_sin_to_cos, self.freq_shift
-        )
-        time_emb = TimestepEmbedding(4 * channels[0], self.dtype, name="time_embedding")(
-            time_emb.astype(self.dtype), timestep_cond
-        )  # (B, 4 * channels[0])
-        if added_cond_kwargs is not None:
-            time_emb = time_emb + self._embed_added(4 * channels[0], **added_cond_kwargs)
-        context = encoder_hidden_states.astype(self.dtype)
-
-        # 2. down
-        x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))  # (B, H, W, in_channels)
-        x = Conv(channels[0], dtype=self.dtype, name="conv_in")(x)
-        skips = [x]
-        for i, block_type in enumerate(self._per_block("down_block_types")):
-            x, passed = DownBlock(
+        self.time_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
+        if self.addition_embed_type is not None:
+            self.add_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
+        self.conv_in = Conv(channels[0], dtype=self.dtype)
+        self.down_blocks = [
+            DownBlock(
                 channels[i],
                 num_layers[i],
                 resnet,
                 block_transformer(block_type, i),
                 downsample=i < num_blocks - 1,
                 dtype=self.dtype,
-                name=f"down_blocks_{i}",
-            )(x, time_emb, context)
+            )
+            for i, block_type in enumerate(self._per_block("down_block_types"))
+        ]
+        if self.mid_block_type is not None:
+            self.mid_block = MidBlock(channels[-1], resnet, transformer(num_blocks - 1))
+        self.up_blocks = [
+            UpBlock(
+                channels[-1 - i],  # of the down block on the same level
+                num_layers[-1 - i] + 1,
+                resnet,
+                block_transformer(block_type, num_blocks - 1 - i),
+                upsample=i < num_blocks - 1,
+                dtype=self.dtype,
+            )
+            for i, block_type in enumerate(self._per_block("up_block_types"))
+        ]
+        self.conv_norm_out = GroupNorm(self.norm_num_groups, self.norm_eps, self.dtype, True)
+        self.conv_out = Conv(self.out_channels, dtype=self.dtype)
+
+    def __call__(
+        self,
+        sample,
+        timesteps,
+        encoder_hidden_states,
+        added_cond_kwargs=None,
+        down_block_additional_residuals=None,
+        mid_block_additional_residual=None,
+        return_dict=True,
+        train=False,
+        timestep_cond=None,
+    ):
+        """Predict the noise (or v) in sample.
+
+        Args:
+            sample: (B, in_channels, H, W), any H and W.
+            timesteps: (B,), or a scalar for all.
+            encoder_hidden_states: text states, (B, T, cross_attention_dim).
+            added_cond_kwargs: for SDXL {"text_embeds": (B, D), the pooled text, "time_ids": (B, 6),
+                heights and widths of the original, the crop's corner and the result; the refiner
+                takes five, the last an aesthetic score}; else None.
+            down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
+            mid_block_additional_residual: (B, C, h, w), added before the up blocks, or None.
+            return_dict: False returns a plain tuple.
+            train: part of the published signature; without dropout it has no effect.
+            timestep_cond: embedding of the guidance scale, (B, time_cond_proj_dim), for UNets that
+                are distilled to need one; see guidance_embedding.
+
+        Returns:
+            FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
+
+        Raises:
+            ValueError: an input's shape does not match the configuration.
+        """
+        x, time_emb, context = self.embed(
+            sample, timesteps, encoder_hidden_states, added_cond_kwargs, timestep_cond
+        )
+        residuals = down_block_additional_residuals, mid_block_additional_residual
+        x, _ = self.blocks(x, time_emb, context, *residuals)
+        x = self.predict(x)
+        return FlaxUNet2DConditionOutput(x) if return_dict else (x,)
+
+    # The parts of a call. Features are channels-last, (B, H, W, C).
+
+    def embed(
+        self,
+        sample,
+        timesteps,
+        encoder_hidden_states,
+        added_cond_kwargs=None,
+        timestep_cond=None,
+    ):
+        """The features after conv_in, the time embedding (B, D) and the text states in `dtype`.
+
+        Arguments and errors as in __call__.
+        """
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+            raise ValueError(
+                f"sample has shape {tuple(sample.shape)}, this UNet takes "
+                f"(batch, {self.in_channels}, height, width)"
+            )
+        if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
+            raise ValueError(
+                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet "
+                f"takes cross_attention_dim={self.cross_attention_dim}; take both from one model"
+            )
+        if (added_cond_kwargs is None) != (self.addition_embed_type is None):
+            raise ValueError(
+                "added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None"
+                if self.addition_embed_type is None
+                else "this is an SDXL UNet, which needs added_cond_kwargs={'text_embeds': ..., "
+                "'time_ids': ...}"
+            )
+        if timestep_cond is not None and self.time_cond_proj_dim is None:
+            raise ValueError("timestep_cond is given; this UNet has time_cond_proj_dim=None")
+
+        timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
+        time_emb = sinusoidal_embedding(
+            timesteps, self.block_out_channels[0], self.flip_sin_to_cos, self.freq_shift
+        )
+        time_emb = self.time_embedding(time_emb.astype(self.dtype), timestep_cond)
+        if added_cond_kwargs is not None:
+            time_emb = time_emb + self._embed_added(**added_cond_kwargs)
+        x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))
+        return self.conv_in(x), time_emb, encoder_hidden_states.astype(self.dtype)
+
+    def _embed_added(self, text_embeds, time_ids):
+        """SDXL's embedding of the pooled text and of sizes and crop, (B, 4 * channels[0]).
+
+        Source: SDXL (arXiv 2307.01952), section 2.2.
+        """
+        ids = sinusoidal_embedding(
+            time_ids.reshape(-1),
+            self.addition_time_embed_dim,
+            self.flip_sin_to_cos,
+            self.freq_shift,
+        ).reshape(len(time_ids), -1)
+        added = jnp.concatenate((text_embeds.astype(self.dtype), ids.astype(self.dtype)), axis=-1)
+        if added.shape[-1] != self.projection_class_embeddings_input_dim:
+            raise ValueError(
+                f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
+                f"{added.shape[-1]} numbers, this UNet takes projection_class_embeddings_input_dim="
+                f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
+                "refiner 5"
+            )
+        return self.add_embedding(added)
+
+    def blocks(self, x, time_emb, context, down_residuals=None, mid_residual=None):
+        """All blocks.
+
+        Args:
+            x, time_emb, context: as from embed.
+            down_residuals, mid_residual: __call__'s additional residuals.
+
+        Returns:
+            (features for `predict`; the input of the last layer, for `last_layer`).
+        """
+        skips = [x]
+        for block in self.down_blocks:
+            x, passed = block(x, time_emb, context)
             skips += passed
-        if down_block_additional_residuals is not None:
+        if down_residuals is not None:
             skips = [
                 skip + jnp.transpose(residual.astype(self.dtype), (0, 2, 3, 1))
-                for skip, residual in zip(skips, down_block_additional_residuals, strict=True)
+                for skip, residual in zip(skips, down_residuals, strict=True)
             ]
-
-        # 3. middle
         if self.mid_block_type is not None:
-            x = MidBlock(channels[-1], resnet, transformer(num_blocks - 1), name="mid_block")(
-                x, time_emb, context
-            )
-        if mid_block_additional_residual is not None:
-            residual = mid_block_additional_residual.astype(self.dtype)
-            x = x + jnp.transpose(residual, (0, 2, 3, 1))
+            x = self.mid_block(x, time_emb, context)
+        if mid_residual is not None:
+            x = x + jnp.transpose(mid_residual.astype(self.dtype), (0, 2, 3, 1))
+        for block in self.up_blocks:
+            taken, skips = skips[-block.num_layers :], skips[: -block.num_layers]
+            size = skips[-1].shape[1:3] if skips else None
+            x, last_input = block(x, taken, time_emb, context, size)
+        return x, last_input
 
-        # 4. up
-        for i, block_type in enumerate(self._per_block("up_block_types")):
-            j = num_blocks - 1 - i  # the down block on the same level
-            taken, skips = skips[-num_layers[j] - 1 :], skips[: -num_layers[j] - 1]
-            x = UpBlock(
-                channels[j],
-                num_layers[j] + 1,
-                resnet,
-                block_transformer(block_type, j),
-                upsample=j > 0,
-                dtype=self.dtype,
-                name=f"up_blocks_{i}",
-            )(x, taken, time_emb, context, size=skips[-1].shape[1:3] if skips else None)
+    def first_layer(self, x, time_emb, context):
+        """The first layer of the first block alone; arguments as in blocks."""
+        return self.down_blocks[0](x, time_emb, context, only_first_layer=True)[0]
 
-        # 5. out
-        norm = GroupNorm(
-            self.norm_num_groups, self.norm_eps, self.dtype, True, name="conv_norm_out"
-        )
-        x = Conv(self.out_channels, dtype=self.dtype, name="conv_out")(norm(x))
-        x = jnp.transpose(x, (0, 3, 1, 2))  # (B, out_channels, H, W)
-        return FlaxUNet2DConditionOutput(x) if return_dict else (x,)
+    def last_layer(self, last_input, x, time_emb, context):
+        """The last layer of the last block alone: features for `predict`.
+
+        Args:
+            last_input: its input, as from `blocks`, also of another timestep.
+            x, time_emb, context: as in blocks.
+        """
+        block = self.up_blocks[-1]
+        first = block.num_layers - 1
+        return block(last_input, [x], time_emb, context, None, first_layer=first)[0]
+
+    def predict(self, x):
+        """Features (B, H, W, C) -> prediction (B, out_channels, H, W)."""
+        return jnp.transpose(self.conv_out(self.conv_norm_out(x)), (0, 3, 1, 2))
