@@ -35,6 +35,7 @@ from sampling_flax import (
     keys_per_image,
     rescale_guidance,
     resize,
+    rows_of,
     rows_per_image,
     starting_noise,
 )
@@ -281,25 +282,31 @@ class InstructPix2Pix:
 
         # Noise, one key per image
         keys = keys_per_image(prng_seed, B)
-        state = self._schedule(num_inference_steps, image_latents.shape, timesteps=timesteps)
+        state, scales = self._schedule(
+            num_inference_steps, image_latents.shape, timesteps=timesteps
+        )
         x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
 
         # Denoise
-        scales = (jnp.asarray(s, jnp.float32) for s in (guidance_scale, image_guidance_scale))
-        weights = dict(zip(BRANCHES, guidance_weights(*scales)))
+        def inputs(active, x_t_scaled, t):
+            fixed = rows_of([image_latents_in, *conditions], branches, active)
+            model_input = jnp.concatenate([x_t_scaled] * len(active))
+            return jnp.concatenate([model_input, fixed[0]], axis=1), t, *fixed[1:]
 
-        def predict(scaled, t):
-            model_input = jnp.concatenate(
-                [jnp.concatenate([scaled] * len(branches)), image_latents_in], axis=1
-            )  # (branches * B, 8, h, w)
-            output = self.unet.apply({"params": params["unet"]}, model_input, t, *conditions)
-            eps_pred = jnp.split(output.sample.astype(jnp.float32), len(branches))
-            guided = sum(weights[branch] * eps for branch, eps in zip(branches, eps_pred))
-            if "text" not in branches:
+        def guide(active, eps_pred):
+            weights = (guidance_scale, image_guidance_scale)
+            if active != branches:  # guidance by the image has ended, or all guidance
+                weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
+            weights = guidance_weights(*(jnp.asarray(s, jnp.float32) for s in weights))
+            weights = dict(zip(BRANCHES, weights))
+            eps_pred = dict(zip(active, jnp.split(eps_pred, len(active))))
+            guided = sum(weights[branch] * eps for branch, eps in eps_pred.items())
+            if "text" not in active:
                 return guided
-            return rescale_guidance(guided, eps_pred[branches.index("text")], guidance_rescale)
+            return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        x_0 = denoise(self.scheduler, state, x_t, keys, predict, eta)
+        segments = self._segments(params, branches, scales, inputs, guide)
+        x_0 = denoise(self.scheduler, state, x_t, keys, segments, eta)
         return decode(vae, params["vae"], x_0)
 
 

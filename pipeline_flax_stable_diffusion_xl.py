@@ -19,26 +19,26 @@ Source: SDXL (arXiv 2307.01952).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from transformers import CLIPTokenizer
 
 from config_flax import has, read_parts
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
-from pipeline_flax_stable_diffusion import ImageToImage, TextToImage
+from pipeline_flax_text_to_image import ImageToImage, TextToImage
 from pipeline_flax_utils import (
     PIPELINE_FILES,
     TEXT_ENCODERS,
     FlaxDiffusionPipeline,
     FlaxStableDiffusionXLPipelineOutput,
-    tokenize,
 )
 from sampling_flax import rows_per_image
 from scheduling_flax import Scheduler
+from tokenization_clip import tokenize
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
 SD_SCALING_FACTOR, SDXL_SCALING_FACTOR = 0.18215, 0.13025  # of the VAEs' latents
@@ -55,8 +55,8 @@ class XLParts(FlaxDiffusionPipeline):
     text_encoder: FlaxCLIPTextModel | None  # None: a refiner
     text_encoder_2: FlaxCLIPTextModelWithProjection
     vae: FlaxAutoencoderKL
-    tokenizer: CLIPTokenizer | None  # None: a refiner
-    tokenizer_2: CLIPTokenizer
+    tokenizer: Any  # a transformers CLIPTokenizer; None: a refiner
+    tokenizer_2: Any
     unet: FlaxUNet2DConditionModel
     scheduler: Scheduler
     dtype: DTypeLike = jnp.float32

@@ -19,9 +19,9 @@ from flax import struct
 from jax.typing import DTypeLike
 from PIL import Image
 from tqdm import tqdm
-from transformers import CLIPTokenizer
 
-from command_line import one_line
+from acceleration_flax import Acceleration, parse, plan_steps
+from caching_flax import make_segments, noise_scales
 from config_flax import (
     INDEX_NAME,
     PART_FILES,
@@ -42,6 +42,7 @@ from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjectio
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from scheduling_flax import Scheduler, scheduler_from_pretrained
+from tokenization_clip import load_tokenizer, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -93,38 +94,6 @@ class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
     nsfw_content_detected: list | bool
 
 
-def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
-    """Open a CLIP tokenizer of a pipeline directory.
-
-    Args:
-        path: directory or hub id.
-        text_encoder: the module that gets its tokens.
-        revision: branch, tag or commit on the hub.
-        subfolder: "tokenizer" or "tokenizer_2".
-        hub_options: see fetch_file.
-
-    Raises:
-        ValueError: it is missing, damaged, or belongs to another text encoder.
-    """
-    try:
-        tokenizer = CLIPTokenizer.from_pretrained(
-            path, subfolder=subfolder, revision=revision, **hub_options
-        )
-    except Exception as error:  # the tokenizers library raises plain Exception
-        reason = one_line(error)
-        raise ValueError(
-            f"the {subfolder} of {path} cannot be read: {reason}; copy or download it again"
-        ) from error
-    # Without its files transformers silently makes a tokenizer of two tokens.
-    if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
-        raise ValueError(
-            f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
-            f"{text_encoder.module.vocab_size}; copy or download {path}/{subfolder} again, from "
-            "the same model"
-        )
-    return tokenizer
-
-
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
 class FlaxDiffusionPipeline(ConfigMixin):
     """A pipeline. Subclasses have its parts as fields; absent parts are None.
@@ -132,6 +101,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
     They define `torch_class_name`, the PyTorch class that opens the same directory, and `check`.
     """
 
+    accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
     # The programs that `run` has compiled, to log when it compiles again.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
@@ -165,6 +135,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         split_head_dim=False,
         use_memory_efficient_attention=False,
         lora=(),
+        accelerate=(),
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -178,6 +149,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
             from_pt: True looks for PyTorch's weight files only.
             split_head_dim, use_memory_efficient_attention: of the published signature; no effect.
             lora: LoRA files to fold into the weights, FILE or FILE:WEIGHT; see lora_flax.Loras.
+            accelerate: NAME or NAME:PARAMETER=VALUE,... or several; see acceleration_flax.parse.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
@@ -205,7 +177,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
                 "safety_checker= and feature_extractor=, or safety_checker=None"
             )
         dtype = jnp.float32 if dtype is None else dtype
-        pipeline = cls.open(path, revision, dtype, scheduler, parts, **hub_options)
+        pipeline = cls.open(path, revision, dtype, scheduler, parts, accelerate, **hub_options)
         params = pipeline.load_params(path, revision, variant, from_pt, parts, lora, **hub_options)
         return pipeline, params
 
@@ -217,18 +189,20 @@ class FlaxDiffusionPipeline(ConfigMixin):
         dtype=jnp.float32,
         scheduler=None,
         given=None,
+        accelerate=(),
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
-            pretrained_model_name_or_path, revision, dtype, scheduler: as for from_pretrained.
+            pretrained_model_name_or_path, revision, dtype, scheduler, accelerate: as for
+                from_pretrained.
             given: {part: object} that replace the directory's.
 
         Raises:
             ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
         """
-        path = pretrained_model_name_or_path
+        path, accelerate = pretrained_model_name_or_path, parse(accelerate)
         names = {f.name for f in fields(cls)} & PARTS
         if unknown := sorted((given or {}).keys() - names):
             raise ValueError(
@@ -246,7 +220,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
             parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
-        return cls(**parts, **absent, **cls._settings(index), dtype=dtype)
+        settings = cls._settings(index) | {"dtype": dtype, "accelerate": accelerate}
+        return cls(**parts, **absent, **settings)
 
     def load_params(
         self,
@@ -395,7 +370,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
             elif name in TEXT_ENCODERS:
                 ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
                 lines.append(f"{name} {ids}")
-            elif name in ("dtype", *self._settings({})):
+            elif name in ("dtype", "accelerate", *self._settings({})):
                 lines.append(f"{name} {part}")
         return "\n".join(lines)
 
@@ -463,12 +438,30 @@ class FlaxDiffusionPipeline(ConfigMixin):
     # ----------------------------------------------------------------- inputs
 
     def _schedule(self, num_inference_steps, shape, first_step=0, timesteps=None):
-        """The scheduler's state for the steps, in float32; arguments as in set_timesteps."""
+        """The scheduler's state for the steps, float32, and the steps' noise_scales.
+
+        Arguments as in set_timesteps.
+        """
         with jax.ensure_compile_time_eval():
-            constants = jax.tree.map(np.asarray, self.scheduler.create_state())
-        state = jax.tree.map(jnp.asarray, constants)
-        return self.scheduler.set_timesteps(
-            state, num_inference_steps, shape, first_step, timesteps
+            state = self.scheduler.set_timesteps(
+                self.scheduler.create_state(), num_inference_steps, shape, first_step, timesteps
+            )
+            constants = jax.tree.map(np.asarray, state)
+        return jax.tree.map(jnp.asarray, constants), noise_scales(constants)
+
+    def _segments(self, params, branches, scales, inputs, guide):
+        """The denoising loop's segments; arguments as for make_segments."""
+        steps = plan_steps(self.accelerate, branches, scales)
+        prediction_type = self.scheduler.config.prediction_type
+        return make_segments(
+            self.accelerate,
+            steps,
+            self.unet,
+            params["unet"],
+            inputs,
+            guide,
+            prediction_type,
+            scales,
         )
 
     def prepare_text_inputs(self, prompt):
@@ -529,14 +522,14 @@ def pipeline_class(path, revision=None, **hub_options):
 class StableDiffusionParts(FlaxDiffusionPipeline):
     """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
 
-    Fields: modules, which compute in the dtype that from_pretrained gave them, tokenizer and
-    scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and feature_extractor, its
-    CLIPImageProcessor, or None; dtype.
+    Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
+    transformers CLIPTokenizer; scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and
+    feature_extractor, its CLIPImageProcessor, or None; dtype.
     """
 
     vae: FlaxAutoencoderKL
     text_encoder: FlaxCLIPTextModel
-    tokenizer: CLIPTokenizer
+    tokenizer: Any
     unet: FlaxUNet2DConditionModel
     scheduler: Scheduler
     safety_checker: Any = None
@@ -566,24 +559,6 @@ def replace_leaves(function, params):
             replace_leaves(function, value)
         else:
             params[name] = jax.block_until_ready(jax.tree.map(function, value))
-
-
-def tokenize(tokenizer, prompt, length):
-    """Token ids, int32 (B, length), of a str or list of str; logs what it cuts off."""
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if not prompts:
-        raise ValueError("prompt is an empty list; give at least one text, which may be empty")
-    rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int32)
-    for row, ids in zip(rows, tokenizer(prompts, verbose=False).input_ids):
-        if len(ids) > length:
-            cut = tokenizer.decode(ids[length - 1 : -1])
-            warn_once(
-                f"prompt is {len(ids)} tokens long, the text encoder takes {length}; "
-                f"cut off: {cut!r}"
-            )
-            ids = [*ids[: length - 1], ids[-1]]  # with the end-of-text token
-        row[: len(ids)] = ids
-    return rows
 
 
 def pair_up(first, second, first_name="prompts", second_name="images"):

@@ -16,7 +16,9 @@ The noise of an image depends only on its key, not on the batch or the devices.
 
 import inspect
 import math
+from collections.abc import Callable
 from numbers import Real
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,27 @@ def rescale_guidance(guided, text, guidance_rescale):
     return guided * jnp.where(phi > 0, 1 - phi + phi * std_text / std_guided, 1)
 
 
+def rows_of(tree, branches, active):
+    """The rows of some branches of arrays that have those of all, one branch after the other.
+
+    Args:
+        tree: of arrays (branches * B, ...).
+        branches: of the arrays.
+        active: some of them.
+
+    Returns:
+        The tree of arrays (active * B, ...).
+    """
+    if active == branches:
+        return tree
+
+    def rows(x):
+        parts = jnp.split(x, len(branches))
+        return jnp.concatenate([parts[branches.index(branch)] for branch in active])
+
+    return jax.tree.map(rows, tree)
+
+
 def as_keys(prng_seed):
     """Typed PRNG keys; uint32 keys (..., 2) are converted."""
     if np.ndim(prng_seed) == 0 and not isinstance(prng_seed, jax.Array):
@@ -169,15 +192,33 @@ def check_eta(scheduler, eta):
         raise ValueError(f"eta={eta} must be from 0 to 1")
 
 
+class Segment(NamedTuple):
+    """Consecutive steps of the denoising loop, compiled as one loop.
+
+    Fields:
+        num_steps: how many.
+        predict: functions (model_input, t, i, cache) -> (guided prediction, float32, cache); i is
+            the number of the step in the run.
+        kinds: the index in `predict` of each step's function, (num_steps,) NumPy integers.
+        enter: (the cache of the segment before, None at first; x_t) -> the cache to start with, a
+            tree of arrays.
+    """
+
+    num_steps: int
+    predict: tuple
+    kinds: np.ndarray
+    enter: Callable
+
+
 def denoise(scheduler, state, x_t, keys, predict, eta=None):
-    """The denoising loop, compiled as one loop over the timesteps.
+    """The denoising loop.
 
     Args:
         scheduler: a scheduler of scheduling_flax.py.
         state: its state, of set_timesteps.
         x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.
-        predict: (model_input, t) -> guided prediction, float32.
+        predict: (model_input, t) -> guided prediction, float32; or a list of Segment.
         eta: share of noise in a step of DDIM (0 to 1; default 0) and TCD (0 to 1; default 0.3).
 
     Returns:
@@ -188,15 +229,39 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None):
     """
     check_eta(scheduler, eta)
     options = {} if eta is None else {"eta": eta}
+    segments = predict
+    if callable(predict):
+        num_steps = len(state.timesteps)
 
-    def body(i, carry):
-        x_t, state = carry
-        t = state.timesteps[i]
-        guided = predict(scheduler.scale_model_input(state, x_t, t), t)
-        noise = normal(keys, i + 1, x_t.shape[1:])
-        return scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False, **options)
+        def same_in_each_step(model_input, t, i, cache):
+            return predict(model_input, t), cache
 
-    return jax.lax.fori_loop(0, len(state.timesteps), body, (x_t, state))[0]
+        kinds = np.zeros(num_steps, int)
+        segments = [Segment(num_steps, (same_in_each_step,), kinds, lambda cache, x_t: ())]
+
+    first, cache = 0, None
+    for segment in segments:
+        kinds = jnp.asarray(segment.kinds, jnp.int32)
+
+        def body(i, carry, segment=segment, kinds=kinds, first=first):
+            x_t, state, cache = carry
+            t = state.timesteps[i]
+            arguments = scheduler.scale_model_input(state, x_t, t), t, i, cache
+            if len(segment.predict) == 1:
+                guided, cache = segment.predict[0](*arguments)
+            else:
+                guided, cache = jax.lax.switch(kinds[i - first], segment.predict, *arguments)
+            noise = normal(keys, i + 1, x_t.shape[1:])
+            x_t, state = scheduler.step(
+                state, guided, t, x_t, noise=noise, return_dict=False, **options
+            )
+            return x_t, state, cache
+
+        last = first + segment.num_steps
+        carry = x_t, state, segment.enter(cache, x_t)
+        x_t, state, cache = jax.lax.fori_loop(first, last, body, carry)
+        first = last
+    return x_t
 
 
 def encode(vae, params, image, keys):

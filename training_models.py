@@ -28,9 +28,9 @@ from pipeline_flax_stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FA
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
-from pipeline_flax_utils import load_tokenizer
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 from sharding_flax import cast_kernels, combine, local_rows, replicate
+from tokenization_clip import load_tokenizer
 from training_flags import (
     CONV_IN_FILE,
     LORA_FILE,

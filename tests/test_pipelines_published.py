@@ -19,12 +19,12 @@ from transformers import CLIPImageProcessor
 import config_flax
 import pipeline_flax_utils
 from config_flax import warn_once
+from images import prepare_masks
 from modeling_flax_clip import FlaxStableDiffusionSafetyChecker
 from pipeline_flax_stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionInpaintPipeline,
     FlaxStableDiffusionPipeline,
-    prepare_masks,
 )
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,

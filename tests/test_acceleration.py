@@ -1,0 +1,427 @@
+"""Caches, fewer branches and token merging, against the techniques' own PyTorch packages."""
+
+import dataclasses
+import warnings
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from test_pipeline_instruct_pix2pix import psnr
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+from acceleration_flax import (
+    Acceleration,
+    DeepCache,
+    Guidance,
+    Spectrum,
+    TGate,
+    parse,
+    plan_steps,
+)
+from pipeline_flax_stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
+from pipeline_flax_utils import FlaxDiffusionPipeline
+from sampling_flax import denoise, keys_per_image, normal
+from scheduling_flax import make_scheduler
+from token_merging_flax import match, window_offsets
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import tgate
+    import tgate.tgate_utils
+    import tomesd
+    from DeepCache import DeepCacheSDHelper
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+PROMPT, STEPS, SHAPE = "make it red", 12, (4, 16, 16)
+SCALES = (np.full(20, 0.6), np.full(20, 0.8))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: directory} of random models with two levels, and attention at the first."""
+    folder = tmp_path_factory.mktemp("models")
+    levels = {"unet_channels": (16, 32)}
+    return {
+        "sd": make_tiny_pipeline(folder / "sd", in_channels=4, **levels),
+        "edits": make_tiny_pipeline(folder / "edits", **levels),
+        "xl": make_tiny_xl(folder / "xl"),
+        "xl edits": make_tiny_xl(folder / "xl_edits", edits=True),
+    }
+
+
+def open_ours(folder, accelerate=(), scheduler=None, **options):
+    """(pipeline, params) with a scheduler."""
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder, accelerate=accelerate)
+    if scheduler:
+        config = dict(pipeline.scheduler.config) | options
+        pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
+    return pipeline, params
+
+
+def open_theirs(folder, scheduler):
+    """PyTorch's pipeline with our scheduler's config."""
+    cls = diffusers.DiffusionPipeline
+    theirs = cls.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    name = type(scheduler).__name__.removeprefix("Flax")
+    theirs.scheduler = getattr(diffusers, name).from_config(dict(scheduler.config))
+    return theirs
+
+
+def images_of(pipeline, params, key=3, steps=STEPS, size=64, **options):
+    prompt_ids = pipeline.prepare_inputs(PROMPT)
+    options = dict(num_inference_steps=steps, height=size, width=size) | options
+    return pipeline(prompt_ids, params, jax.random.key(key), **options).images
+
+
+def images_of_theirs(theirs, key=3, steps=STEPS, size=64, call=None, factor=4, **options):
+    shape = (4, size // factor, size // factor)
+    noise = normal(keys_per_image(jax.random.key(key), 1), 0, shape)
+    latents = torch.from_numpy(np.array(noise))
+    options = dict(num_inference_steps=steps, height=size, width=size) | options
+    call = call or theirs
+    return call(PROMPT, latents=latents, output_type="np", **options).images
+
+
+def spoil_nothing(found, plain, expected):
+    """The accelerated image is the expected one, and not the plain one."""
+    assert psnr(found, expected) > 50
+    assert psnr(found, plain) < psnr(found, expected) - 6
+
+
+@pytest.mark.parametrize(
+    ("model", "scheduler"), [("sd", "ddim"), ("sd", "euler"), ("xl", "euler"), ("sd", "pndm")]
+)
+def test_deepcache_is_its_pytorch_package(models, model, scheduler):
+    pipeline, params = open_ours(models[model], "deepcache:interval=3", scheduler)
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    factor = pipeline.vae_scale_factor
+    helper = DeepCacheSDHelper(pipe=theirs)
+    helper.set_params(cache_interval=3, cache_branch_id=0)
+    helper.enable()
+    if scheduler == "pndm":  # their helper finds a repeated timestep's first place only
+        steps = iter(range(100))
+        forward = helper.function_dict["unet_forward"]
+
+        def count_steps(*args, **kwargs):
+            helper.cur_timestep = next(steps)
+            return forward(*args, **kwargs)
+
+        theirs.unet.forward = count_steps
+    expected = images_of_theirs(theirs, factor=factor, guidance_scale=7.5)
+    spoil_nothing(found, plain, expected)
+
+
+@pytest.mark.parametrize("model", ["sd", "xl"])
+def test_tgate_is_its_pytorch_package(models, model):
+    pipeline, params = open_ours(models[model], "tgate:gate=7,interval=3", "ddim")
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    loader = tgate.TgateSDLoader if model == "sd" else tgate.TgateSDXLLoader
+    theirs = loader(theirs, gate_step=7, sp_interval=3, fi_interval=1, warm_up=2)
+    expected = images_of_theirs(
+        theirs,
+        factor=pipeline.vae_scale_factor,
+        call=theirs.tgate,
+        gate_step=7,
+        sp_interval=3,
+        warm_up=2,
+        guidance_scale=7.5,
+    )
+    spoil_nothing(found, plain, expected)
+
+
+@pytest.mark.parametrize("model", ["sd", "xl"])
+def test_token_merging_is_its_pytorch_package(models, model):
+    downsample = 1 if model == "sd" else 2
+    spec = f"tome:ratio=0.5,random=false,max_downsample={downsample}"
+    pipeline, params = open_ours(models[model], spec, "ddim")
+    found = images_of(pipeline, params, steps=3)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params, steps=3)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    tomesd.apply_patch(theirs, ratio=0.5, use_rand=False, max_downsample=downsample)
+    factor = pipeline.vae_scale_factor
+    expected = images_of_theirs(theirs, steps=3, factor=factor, guidance_scale=7.5)
+    spoil_nothing(found, plain, expected)
+
+
+def test_merging_equal_positions_loses_nothing():
+    """Odd sizes and a random choice: copies of a position come back as they were."""
+    size, rng = (5, 7), np.random.default_rng(0)
+    offsets = window_offsets(size, "layer", random=True)
+    assert offsets.shape == (2, 3) and len(np.unique(offsets)) > 1
+    x = np.repeat(rng.normal(size=(2, 1, 8)), 35, 1).astype(np.float32)
+    merge, unmerge = match(jnp.asarray(x), size, 0.75, offsets)
+    merged = merge(jnp.asarray(x))
+    assert merged.shape == (2, 35 - 26, 8)
+    np.testing.assert_allclose(unmerge(merged), x, atol=1e-6)
+
+
+def test_spectrum_is_the_papers_equations(models):
+    """The forecast written anew around PyTorch's UNet."""
+    pipeline, params = open_ours(models["sd"], "spectrum", "ddim")
+    found = images_of(pipeline, params, steps=20)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params, steps=20)
+    theirs = open_theirs(models["sd"], pipeline.scheduler)
+    kinds = "FFFF.F.F..F..F...FFF"
+    alpha_bars, past, calls = theirs.scheduler.alphas_cumprod, [], iter(range(20))
+    step = theirs.scheduler.step
+
+    def forecast_or_step(eps, t, sample, **options):
+        i, alpha_bar = next(calls), alpha_bars[t]
+        if kinds[i] == "F":
+            x_0 = (sample - (1 - alpha_bar) ** 0.5 * eps) / alpha_bar**0.5
+            past.append((i, x_0))
+        else:
+            latest = past[-6:]
+            taus = torch.tensor([2 * j / 50 - 1 for j, _ in latest], dtype=torch.float64)
+            now = torch.tensor([2 * i / 50 - 1], dtype=torch.float64)
+            design = torch.stack([torch.cos(m * torch.arccos(taus)) for m in range(4)], 1)
+            here = torch.stack([torch.cos(m * torch.arccos(now)) for m in range(4)], 1)
+            inverse = torch.linalg.inv(design.T @ design + torch.eye(4, dtype=torch.float64))
+            weights = (design @ inverse @ here.T).flatten()
+            fit = sum(w * h for w, (_, h) in zip(weights, latest))
+            (_, before), (_, last) = latest[-2:]
+            x_0 = (0.6 * (last + 0.5 * (last - before)) + 0.4 * fit).float()
+            eps = (sample - alpha_bar**0.5 * x_0) / (1 - alpha_bar) ** 0.5
+        return step(eps, t, sample, **options)
+
+    theirs.scheduler.step = forecast_or_step
+    expected = images_of_theirs(theirs, steps=20, guidance_scale=7.5)
+    spoil_nothing(found, plain, expected)
+
+
+@pytest.mark.parametrize("scheduler", ["euler", "dpmsolver++", "pndm"])
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction_type):
+    """Of a model that always predicts the same x_0: noise levels and prediction types fit."""
+    spec = "spectrum:ridge=1e-6,warmup=2"
+    pipeline, _ = open_ours(
+        models["sd"], spec, scheduler, prediction_type=prediction_type, clip_sample=False
+    )
+    state, scales = pipeline._schedule(20, (1, *SHAPE))
+    clean = jnp.full((1, *SHAPE), 0.7)
+
+    class Constant:
+        """A UNet whose prediction is that of the clean latents."""
+
+        def apply(self, variables, *args, method):
+            if method == "embed":
+                return args
+            if method == "blocks":
+                x, t = args
+                i = jnp.argmin(jnp.abs(state.timesteps - t))
+                alpha, sigma = (jnp.asarray(s)[i] for s in scales)
+                eps = (x - alpha * clean) / sigma
+                v = alpha * eps - sigma * clean
+                return (v if prediction_type == "v_prediction" else eps), None
+            return args[0]
+
+    results = []
+    for acceleration in (pipeline.accelerate, Acceleration()):
+        fake = dataclasses.replace(pipeline, unet=Constant(), accelerate=acceleration)
+        segments = fake._segments(
+            {"unet": {}}, ("text",), scales, lambda active, x, t: (x, t), lambda active, eps: eps
+        )
+        keys = keys_per_image(jax.random.key(0), 1)
+        x_t = normal(keys, 0, SHAPE) * state.init_noise_sigma
+        results.append(denoise(pipeline.scheduler, state, x_t, keys, segments))
+    np.testing.assert_allclose(*results, atol=1e-3)
+    assert jnp.abs(results[0] - clean).mean() < 0.05
+
+
+def test_first_block_cache_is_written_anew(models):
+    """The decision and the residuals around PyTorch's UNet by hooks."""
+    pipeline, params = open_ours(models["sd"], "fbcache:threshold=0.3", "ddim")
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models["sd"], pipeline.scheduler)
+    unet, kept, seen = theirs.unet, {}, {}
+    unet.conv_in.register_forward_hook(lambda m, a, out: seen.update(start=out))
+    first = unet.down_blocks[0].attentions[0]
+    first.register_forward_hook(lambda m, a, out: seen.update(first=out[0]))
+    reused = []
+
+    def replace_features(module, args):
+        added = seen["first"] - seen["start"]
+        if kept:
+            change = (added - kept["added"]).abs().mean() / kept["added"].abs().mean()
+            reused.append(bool(change <= 0.3))
+            if reused[-1]:
+                return (seen["first"] + kept["rest"],)
+        kept.update(added=added, rest=args[0] - seen["first"])
+        return args
+
+    unet.conv_norm_out.register_forward_pre_hook(replace_features)
+    expected = images_of_theirs(theirs, guidance_scale=7.5)
+    assert 2 < sum(reused) < STEPS - 1
+    spoil_nothing(found, plain, expected)
+
+
+SPECS = ("deepcache", "spectrum", "tgate:gate=7", "fbcache:threshold=0.3", "tome:max_downsample=8")
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "guidance:start=0.2,stop=0.6"])
+def test_an_image_does_not_depend_on_its_batch_or_devices(models, spec):
+    pipeline, params = open_ours(models["sd"], spec, "ddim")
+    texts = ["make it red", "it", "red", "make"]
+    prompt_ids = np.concatenate([pipeline.prepare_inputs(text) for text in texts])
+    keys = keys_per_image(jax.random.key(1), 4)
+    options = dict(num_inference_steps=STEPS, height=32, width=32)
+    together = pipeline(prompt_ids, params, keys, **options).images
+    again = pipeline(prompt_ids, params, keys, **options).images
+    np.testing.assert_array_equal(together, again)
+    alone = pipeline(prompt_ids[:1], params, keys[:1], **options).images
+    np.testing.assert_allclose(alone, together[:1], atol=2e-4)
+    replicated = jax.tree.map(lambda x: jnp.stack([x] * 2), params)
+    split = (prompt_ids.reshape(2, 2, -1), replicated, keys.reshape(2, 2))
+    on_two = pipeline(*split, **options, jit=True).images
+    np.testing.assert_allclose(on_two.reshape(together.shape), together, atol=2e-4)
+
+
+def scales_per_step(theirs, scales):
+    """A callback that sets PyTorch's guidance scales for the step after each one."""
+
+    def callback(pipe, i, t, kwargs):
+        for name, values in scales.items():
+            setattr(pipe, f"_{name}", values[min(i + 1, len(values) - 1)])
+        return {}
+
+    return {"callback_on_step_end": callback, **{name: x[0] for name, x in scales.items()}}
+
+
+OFF = 1 + 1e-9  # of guidance: above 1, so that PyTorch computes all branches
+
+
+@pytest.mark.parametrize(("model", "scheduler"), [("sd", "ddim"), ("xl", "euler")])
+def test_guidance_in_an_interval(models, model, scheduler):
+    pipeline, params = open_ours(models[model], "guidance:start=0.25,stop=0.75", scheduler)
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    callback = scales_per_step(theirs, {"guidance_scale": [OFF] * 3 + [7.5] * 6 + [OFF] * 3})
+    expected = images_of_theirs(theirs, factor=pipeline.vae_scale_factor, **callback)
+    spoil_nothing(found, plain, expected)
+
+
+@pytest.mark.parametrize("model", ["edits", "xl edits"])
+def test_edits_go_from_three_branches_to_two_to_one(models, model):
+    """The guidance of the image ends at step 4, that of the text at step 8."""
+    spec = "guidance:image_stop=0.3,stop=0.6"
+    pipeline, params = open_ours(models[model], spec, "euler")
+    plan = plan_steps(pipeline.accelerate, ("text", "image", "null"), np.ones((2, STEPS)))
+    assert [len(step.branches) for step in plan] == [3] * 4 + [2] * 4 + [1] * 4
+    image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
+    key, options = jax.random.key(3), dict(num_inference_steps=STEPS)
+    inputs = *pipeline.prepare_inputs(PROMPT, image), params, key
+    found = pipeline(*inputs, **options).images
+    plain = dataclasses.replace(pipeline, accelerate=Acceleration())(*inputs, **options).images
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    calls = iter(range(STEPS))
+
+    def drop_branches(module, args, kwargs, output):
+        """Guidance ends where the branches that it compares predict the same."""
+        i, (text, image, null) = next(calls), output[0].chunk(3)
+        image, null = (image, null) if i < 4 else (image, image) if i < 8 else (text, text)
+        return (torch.cat([text, image, null]),)
+
+    theirs.unet.register_forward_hook(drop_branches, with_kwargs=True)
+    image = torch.from_numpy(image.transpose(2, 0, 1)[None])
+    if model == "xl edits":
+        options |= dict(height=64, width=64)
+    shape = (4, *(64 // pipeline.vae_scale_factor,) * 2)
+    noise = normal(keys_per_image(key, 1), 0, shape)
+    options |= dict(latents=torch.from_numpy(np.array(noise)), output_type="np")
+    options |= dict(guidance_scale=7.5, image_guidance_scale=1.5)
+    expected = theirs(PROMPT, image=image, **options).images
+    spoil_nothing(found, plain, expected)
+
+
+def test_caches_of_edits_and_of_image_to_image(models):
+    """DeepCache is exact where nothing changes: with interval 2 the even steps are whole."""
+    for name in ("edits", "xl edits"):
+        pipeline, params = open_ours(models[name], "deepcache:interval=2", "ddim")
+        image = np.random.default_rng(0).uniform(size=(32, 32, 3)).astype(np.float32)
+        inputs = *pipeline.prepare_inputs(PROMPT, image), params, jax.random.key(3)
+        plain = dataclasses.replace(pipeline, accelerate=Acceleration())
+        images = [p(*inputs, num_inference_steps=STEPS).images for p in (pipeline, plain)]
+        assert 15 < psnr(*images) < 80
+    parts = open_ours(models["sd"])[0].components
+    pipeline = FlaxStableDiffusionImg2ImgPipeline(**parts, accelerate=parse("deepcache:warmup=2"))
+    params = open_ours(models["sd"])[1]
+    inputs = *pipeline.prepare_inputs(PROMPT, image), params, jax.random.key(3)
+    # Ten of twenty steps are left; the third of them is the first shallow one.
+    pipeline(*inputs, strength=0.5, num_inference_steps=20)
+    _, scales = pipeline._schedule(20, (1, *SHAPE), 10)
+    steps = plan_steps(pipeline.accelerate, ("text",), scales)
+    assert "".join(step.kind[0] for step in steps) == "ffsfssfssf"
+    with pytest.raises(ValueError, match="deepcache needs more than 8 steps, not 7"):
+        pipeline(*inputs, strength=0.35, num_inference_steps=20)
+
+
+def test_plans():
+    """Whole steps of DeepCache and Spectrum, and the kinds of T-GATE."""
+    initials = lambda technique, n: "".join(x[0] for x in technique.kinds(n, [0]))  # noqa: E731
+    letters = {"full": "F", "forecast": "."}
+    assert "".join(letters[x] for x in Spectrum().kinds(20, [0])) == "FFFF.F.F..F..F...FFF"
+    assert [Spectrum().kinds(n, [0]).count("full") for n in (20, 30, 50)] == [11, 14, 19]
+    assert initials(DeepCache(interval=3), 9) == "fssfssfss"
+    assert initials(DeepCache(interval=3, warmup=4), 9) == "ffffssfss"
+    dense = [i for i, kind in enumerate(DeepCache(5, center=15).kinds(50, [0])) if kind == "full"]
+    gaps = np.diff(dense)
+    assert len(dense) == 10 and gaps.argmin() in (3, 4, 5) and gaps[-1] > gaps.min()
+    # A change of the branches needs a whole step.
+    sigmas = np.stack([np.ones(12), np.ones(12)])
+    plan = plan_steps(parse("deepcache guidance:stop=0.4"), ("text", "null"), sigmas)
+    assert "".join(step.kind[0] for step in plan) == "fssfsfssfssf"
+    assert TGate(gate=6, interval=3).kinds(8, [0]) == [
+        *("full", "full", "store", "store", "reuse", "gate", "gated", "gated")
+    ]
+    interval = Guidance(sigma_min=0.5, sigma_max=2.0)
+    sigmas = np.stack([np.ones(4), [3.0, 2.0, 1.0, 0.5]])
+    plan = plan_steps(Acceleration(interval), ("text", "null"), sigmas)
+    assert [len(step.branches) for step in plan] == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("turbo", "'turbo' is unknown; known: guidance, deepcache, "),
+        ("deepcache:speed=2", "has no parameter 'speed=2'; write deepcache:PARAMETER=VALUE with"),
+        ("deepcache:interval=many", "interval=many is not of type int"),
+        ("deepcache:interval=1", "interval=1 must be 2 or more"),
+        ("deepcache spectrum", "deepcache and spectrum are two caches; take one of them"),
+        ("deepcache deepcache", "deepcache is given twice"),
+        ("tgate guidance:stop=0.5", "tgate guidance do not go together"),
+        ("tome:ratio=0.9", "ratio=0.9 must be above 0, at most 0.75"),
+        ("guidance:stop=0", "stop=0.0 must be above start"),
+        ("int8:mode=fp4", "mode=fp4 must be dynamic or weight"),
+        ("tome:random=maybe", "random=maybe is not of type true or false"),
+    ],
+)
+def test_bad_specs(spec, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_specs_are_canonical():
+    text = "guidance:stop=0.5 deepcache:interval=2 int8"
+    assert str(parse("int8 deepcache:interval=2,warmup=1 guidance:stop=0.5")) == text
+    assert parse(text) == parse(text.split()) == parse(parse(text))
+    assert str(parse(())) == "" and parse(None) == Acceleration()
+
+
+def test_tgate_is_refused_for_edits(models):
+    pipeline, params = open_ours(models["edits"], "tgate")
+    image = np.zeros((32, 32, 3), np.float32)
+    inputs = *pipeline.prepare_inputs(PROMPT, image), params, jax.random.key(3)
+    with pytest.raises(ValueError, match="tgate is for text to image"):
+        pipeline(*inputs, num_inference_steps=STEPS)
