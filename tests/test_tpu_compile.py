@@ -27,13 +27,13 @@ import tpu_compile
 from sharding_flax import (
     gather,
     global_norm,
-    in_place,
     reduce_scatter_mean,
     replicate,
     shard_axes,
     shard_batch,
     start_state,
     state_shapes,
+    update_shards,
 )
 from tpu_compile import Sdxl, Train, Unet
 from tpu_programs import (
@@ -554,14 +554,10 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
                 y = y + jnp.tanh(y @ w)
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
-        def update(params, opt_state, grads):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
         grads = jax.grad(loss)(state.params)
         scale = jnp.minimum(1, 1 / global_norm(grads, axes))
         grads = jax.tree.map(lambda g: g * scale, grads)
-        params, opt_state = in_place(update)(state.params, state.opt_state, grads)
+        params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
         return state.replace(params=params, opt_state=opt_state)
 
     state = state_shapes(shapes, tx, axes, n)
