@@ -208,6 +208,19 @@ def test_a_narrow_unet_is_taken_as_widened(tmp_path):
     assert params["conv_in"]["kernel"].shape == (3, 3, 8, 16)
 
 
+def test_models_must_fit_together_and_output_dir_does_not_matter(tmp_path):
+    """The UNet of a training command may be a part of its --output_dir; nothing is written."""
+    narrow = make_tiny_pipeline(tmp_path / "narrow", in_channels=4)
+    config = flags(narrow, unet_model_name_or_path=str(narrow / "unet"), output_dir=str(narrow))
+    tpu_compile.check_flags(config, num_devices=4)
+    with pytest.raises(ValueError, match=r"narrow/unet has 4 input channels.*create_modified_unet"):
+        tpu_compile.training_models(config)
+    xl = make_tiny_xl(tmp_path / "xl")
+    config = flags("", unet_model_name_or_path=str(xl / "unet"))
+    with pytest.raises(ValueError, match=r"^sd15 is Stable Diffusion 1 or 2, but the UNet in "):
+        tpu_compile.training_models(config)
+
+
 # Arithmetic
 
 
