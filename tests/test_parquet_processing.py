@@ -26,9 +26,10 @@ from PIL import Image, ImageOps
 import parquet_dataset
 import parquet_processing
 import parquet_shards
-from images import crop_square, decode_image, encoded_size
+from images import LINE_HEIGHT, crop_square, decode_image, encoded_size
 from parquet_dataset import epoch_order
 from parquet_processing import ParquetImagePairs
+from parquet_shards import Pair
 
 SCRIPT = Path(parquet_processing.__file__)
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -190,6 +191,16 @@ def test_every_kind_of_image():
         data = encode(source, "JPEG", **options)
         expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
         np.testing.assert_array_equal(decode_image(data), np.asarray(expected))
+
+
+def test_a_preview_shows_two_lines_of_a_long_prompt():
+    data = encode(Image.new("RGB", (64, 64), "red"), "PNG")
+    short, long = (
+        parquet_processing.draw_preview([Pair(data, data, prompt)], 64)
+        for prompt in ("make it", "make it red and then blue " * 20)
+    )
+    assert (short.width, short.height) == (4 + 128 + 4, 4 + 64 + LINE_HEIGHT + 4)
+    assert (long.width, long.height) == (short.width, short.height + LINE_HEIGHT)
 
 
 def test_images_without_a_known_range_are_refused():
