@@ -58,7 +58,7 @@ def run_main(
             code, message = 1, traceback.format_exc()
         else:
             raise
-    print(message, file=sys.stderr)
+    sys.stderr.write(f"{message}\n")  # at once, as print lets another thread write before the \n
     # XLA's compiler threads outlive the interpreter and die of a segmentation fault after Ctrl-C;
     # a process of several would wait for the other processes at an orderly exit.
     if args is None and (code == 130 or is_distributed()):
