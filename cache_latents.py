@@ -38,7 +38,7 @@ class Config:
     train_data_dir: str = "data"  # directory of *.parquet shards
     output_dir: str = "latents"  # directory for the shards of latents
     revision: str | None = None  # branch, tag or commit of a hub id
-    variant: str | None = None  # e.g. fp16, of the VAE's weights
+    variant: str | None = None  # variant of the VAE's files, e.g. fp16
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt

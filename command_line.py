@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import traceback
+import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -57,9 +58,9 @@ def run_main(
             code, message = 1, traceback.format_exc()
         else:
             raise
-    print(message, file=sys.stderr)
+    sys.stderr.write(f"{message}\n")  # at once, as print lets another thread write before the \n
     # XLA's compiler threads outlive the interpreter and die of a segmentation fault after Ctrl-C;
-    # a process of several would wait for the others at an orderly exit.
+    # a process of several would wait for the other processes at an orderly exit.
     if args is None and (code == 130 or is_distributed()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -97,19 +98,26 @@ def check_writable(given: str, directory: Path) -> None:
         )
 
 
-def save_whole(path: Path, save: Callable[[Path], None]) -> None:
-    """Have save(path) write a file or directory that appears under its name when complete."""
-    unfinished = path.with_name(f".unfinished-{path.name}")
+def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -> None:
+    """Have save(path) write a file or directory that appears under its name when complete.
+
+    Args:
+        path: file or directory; its parents are made.
+        save: writes to the path that it is given.
+        shared: several processes may write the path at the same time.
+    """
+    unique = f"{uuid.uuid4().hex}-" if shared else ""  # else a later save removes what a kill left
+    unfinished = path.with_name(f".unfinished-{unique}{path.name}")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     remove(unfinished)
     try:
         save(unfinished)
+        if path.is_dir():  # of an earlier start of this run
+            shutil.rmtree(path)
+        unfinished.replace(path)
     except BaseException:
         remove(unfinished)
         raise
-    if path.is_dir():  # of an earlier start of this run
-        shutil.rmtree(path)
-    unfinished.replace(path)
 
 
 def remove(path: Path) -> None:
@@ -120,6 +128,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_text(path, text):
-    """Write a text file so that no reader sees a partial file."""
-    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))
+def write_text(path: Path, text: str, shared: bool = False) -> None:
+    """Write a text file so that no reader sees a partial file; shared: see save_whole."""
+    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"), shared)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import run_main
+from command_line import check_writable, run_main
 from config_flax import INDEX_NAME, fetch_file, has, read_json
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
@@ -34,10 +34,10 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory or hub id with the UNet
     output_dir: str  # directory for the widened UNet
-    in_channels: int | None = None  # default: twice the latents' channels, 8 for Stable Diffusion
-    subfolder: str = "unet"  # of the UNet; "": the directory itself
+    in_channels: int | None = None  # to make; default: twice the latents', 8 for Stable Diffusion
+    subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
-    variant: str | None = None  # e.g. fp16
+    variant: str | None = None  # variant of the UNet's files, e.g. fp16
 
 
 def widen(params, in_channels):
@@ -118,6 +118,7 @@ def create_modified_unet(config: Config):
             f"--output_dir {config.output_dir} is a part of the pipeline in {pipeline}, whose UNet "
             "would be overwritten; name another directory"
         )
+    check_writable(f"--output_dir {config.output_dir}", Path(config.output_dir))
     path = config.pretrained_model_name_or_path
     index = fetch_file(path, INDEX_NAME, None, config.revision)
     index = {} if index is None else read_json(index)

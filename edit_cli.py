@@ -74,17 +74,17 @@ class Config:
     # image (.png, .jpg); several edits: a directory; default: next to each input
     output: Path | None = None
     edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
-    num_inference_steps: int = 50  # of the scheduler
-    # to visit instead, of a model that is distilled to them: 999 749 499 249
+    num_inference_steps: int = 50  # denoising steps
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249
     timesteps: tuple[int, ...] = ()
-    eta: float | None = None  # noise of a step, 0 to 1, of ddim (default 0) and tcd (default 0.3)
+    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # similarity to the input, >= 0
     negative_prompt: str = ""  # what to avoid
-    seed: int = 0  # of the noise
+    seed: int = 0  # seed of the noise
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # where a run's timesteps are; default: of the scheduler's config
+    # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     batch_size: int = 1  # images per device at once

@@ -31,7 +31,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from command_line import run_main
+from command_line import check_writable, run_main
 from config_flax import read_json, shard_names, writing_pipeline
 from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
@@ -45,9 +45,9 @@ LARGEST_ERROR = 0.1  # of the profile; above it there is a warning
 class Config:
     train_output_dir: str  # output directory of a finished run with --ema power
     sigma_rel: tuple[float, ...]  # lengths of the averages, each above 0 and below 0.28
-    output_dir: str  # for the model; several lengths: a subdirectory for each
+    output_dir: str  # directory for the model; several lengths: a subdirectory for each
     step: int | None = None  # last step of the average, one with snapshots; None: the last
-    dtype: Literal["float32", "float16"] = "float32"  # of the UNet's file
+    dtype: Literal["float32", "float16"] = "float32"  # dtype of the UNet's file
     overwrite_output_dir: bool = False  # replace an existing model; other files are not changed
 
 
@@ -238,6 +238,7 @@ def output_folders(config):
                 f"{folder} is not empty; name another --output_dir, or replace its model with "
                 "--overwrite_output_dir"
             )
+        check_writable(f"--output_dir {config.output_dir}", folder)
     return folders
 
 

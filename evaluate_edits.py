@@ -92,8 +92,8 @@ class Config:
     # edits; all combinations of the three lists
     guidance_scale: tuple[float, ...] = (7.5,)  # weight of the instruction, >= 0
     image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
-    seeds: tuple[int, ...] = (0,)  # of the noise
-    num_inference_steps: int = 50  # of the scheduler
+    seeds: tuple[int, ...] = (0,)  # seeds of the noise
+    num_inference_steps: int = 50  # denoising steps
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
     batch_size: int = 1  # images per device at once

@@ -48,9 +48,9 @@ from sharding_flax import (
     gather,
     gather_by_block,
     global_norm,
-    in_place,
     replicate,
     state_shapes,
+    update_shards,
 )
 from training_flags import Config, check_config, check_schedules, ema_flags, merges_finished_run
 from training_latents import check_vae, write_latents
@@ -252,13 +252,8 @@ def train_step(
 
     grad_norm = global_norm(grads, axes)
     scale = jnp.minimum(1, max_grad_norm / grad_norm)
-
-    def update(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
     grads = jax.tree.map(lambda g: g * scale, grads)
-    params, opt_state = in_place(update)(state.params, state.opt_state, grads)
+    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 

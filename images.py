@@ -248,7 +248,10 @@ def crop_square(
         ValueError: one side is more than MAX_ASPECT times the other.
     """
     if max(pixels.shape[:2]) > MAX_ASPECT * min(pixels.shape[:2]):
-        raise ValueError(f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow to cut from")
+        raise ValueError(
+            f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow: one side may be at most "
+            f"{MAX_ASPECT} times the other; crop the image"
+        )
     height, width = scaled_size(*pixels.shape[:2], resolution)
     if pixels.shape[:2] != (height, width):
         image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
@@ -312,10 +315,17 @@ def image_grid(images):
     return tile_grid(images, math.ceil(math.sqrt(len(images))))
 
 
-def captioned(images, text):
-    """PIL images side by side, with a text below that is wrapped to their width."""
+def captioned(images, text, max_lines=None):
+    """PIL images side by side, with a text below that is wrapped to their width.
+
+    Args:
+        images: list of PIL images.
+        text: the caption.
+        max_lines: of the caption, which then ends with an ellipsis if it is longer; None: all.
+    """
     width, height = sum(image.width for image in images), max(image.height for image in images)
-    text = textwrap.fill(text, max(1, width // CHARACTER_WIDTH))
+    num_characters = max(1, width // CHARACTER_WIDTH)
+    text = textwrap.fill(text, num_characters, max_lines=max_lines, placeholder="…")
     tile = Image.new("RGB", (width, height + LINE_HEIGHT * (1 + text.count("\n"))), "white")
     left = 0
     for image in images:
@@ -388,7 +398,9 @@ def read_latents(file, shape):
         )
     latents = latents[: shape[0]].astype(np.float32)
     if not np.isfinite(latents).all():
-        raise ValueError(f"--latents {file} has numbers that are not finite")
+        raise ValueError(
+            f"--latents {file} has numbers that are not finite; make it again without them"
+        )
     return latents
 
 

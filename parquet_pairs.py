@@ -40,13 +40,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from command_line import check_writable, one_line
-from images import (
-    FORMATS,
-    MAX_ASPECT,
-    decode_image,
-    encoded_size,
-    num_usable_cores,
-)
+from images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
+from parquet_shards import UNFINISHED
 
 ACCEPTED_NAMES = {  # column of the shards -> accepted names in a list
     "original_image": ("original_image", "input_image", "original", "input"),
@@ -68,7 +63,6 @@ SCHEMA = pa.schema(
 )
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
-UNFINISHED = ".unfinished"  # subdirectory; marks an incomplete directory of shards
 MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 ROW_GROUP_ROWS = 100
 ROW_GROUP_BYTES = 32 << 20

@@ -26,19 +26,27 @@ Needs only a CPU. Decoding a pair of 512x512 JPEGs at 256x256 takes about 3 ms o
 import dataclasses
 import io
 import math
-import textwrap
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from tqdm import tqdm
 
 from command_line import run_main
-from images import FORMATS, check_image_file, crop_square, decode_image, save_image
+from images import (
+    FORMATS,
+    captioned,
+    check_image_file,
+    crop_square,
+    decode_image,
+    save_image,
+    tile_grid,
+)
 from parquet_dataset import ParquetImagePairs
 from parquet_pairs import write_pairs
 from parquet_shards import (
@@ -85,6 +93,7 @@ def describe(groups: list[RowGroup]) -> str:
         sum(row_group.column(c).total_compressed_size for c in range(row_group.num_columns))
         for row_group in (group.metadata.row_group(group.index) for group in groups)
     ]
+    format_bytes = partial(tqdm.format_sizeof, suffix="B")
     return "\n".join(
         [
             f"shards      {len(shards)}, {format_bytes(sum(p.stat().st_size for p in shards))}",
@@ -159,30 +168,13 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
 
 def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     """Draw pairs as (original, edited) with the prompt below, in a grid."""
-    font = ImageFont.load_default(size=max(10, resolution // 16))
-    line_height = math.ceil(font.size * 1.3)
-    max_characters = max(12, int(2 * resolution / (0.52 * font.size)))
-    gap = max(4, resolution // 32)
+    tiles = []
+    for pair in pairs:
+        decoded = (decode_image(data, 2 * resolution) for data in pair[:2])
+        squares = (crop_square(pixels, resolution, "lanczos") for pixels in decoded)
+        tiles.append(captioned(list(map(Image.fromarray, squares)), pair.prompt, max_lines=2))
     num_columns = max(1, round(math.sqrt(len(pairs) / 2)))
-    width, height = 2 * resolution + gap, resolution + 2 * line_height + gap
-    size = (num_columns * width + gap, math.ceil(len(pairs) / num_columns) * height + gap)
-    canvas = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(canvas)
-    for i, pair in enumerate(pairs):
-        x, y = gap + i % num_columns * width, gap + i // num_columns * height
-        for data in pair[:2]:
-            square = crop_square(decode_image(data, 2 * resolution), resolution, "lanczos")
-            canvas.paste(Image.fromarray(square), (x, y))
-            x += resolution
-        lines = textwrap.wrap(pair.prompt, max_characters, max_lines=2, placeholder=" ...")
-        for n, line in enumerate(lines):
-            draw.text((x - 2 * resolution, y + resolution + n * line_height), line, "black", font)
-    return canvas
-
-
-def format_bytes(size: float) -> str:
-    """Format a number of bytes in kB or MB."""
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+    return tile_grid(tiles, num_columns, margin=max(4, resolution // 32))
 
 
 def check(config: Config) -> None:

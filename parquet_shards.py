@@ -27,7 +27,6 @@ import pyarrow.parquet as pq
 
 from command_line import differences, one_line
 from images import crop_corner, crop_square, decode_image, encoded_size, scaled_size
-from parquet_pairs import UNFINISHED
 
 # Column names of public datasets, by the flag that selects another column.
 KNOWN_COLUMNS = {
@@ -40,6 +39,7 @@ BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
+UNFINISHED = ".unfinished"  # subdirectory; marks an incomplete directory of shards
 UNFINISHED_PREFIX = ".unfinished-"  # of temporary directories for shards
 STALE_SECONDS = 24 * 3600  # age at which an unfinished directory is removed
 READ_ROWS = 32  # rows of a column that are read at a time

@@ -31,14 +31,12 @@ minutes if the server asks to wait (HTTP 429), for up to one minute if it does n
 
 import heapq
 import json
-import os
 import re
 import shlex
 import socket
 import sys
 import textwrap
 import time
-import uuid
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -55,7 +53,7 @@ from huggingface_hub import constants, get_token, hf_hub_url
 from huggingface_hub.utils import get_session, parse_ratelimit_headers, validate_repo_id
 from tqdm import tqdm
 
-from command_line import run_main
+from command_line import run_main, write_text
 from processes_flax import which_worker
 
 CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
@@ -498,27 +496,17 @@ def aria2_input(files, worker):
     return "\n".join(lines) + "\n"
 
 
-def write_file(path, text):
-    """Write to a temporary file and rename it, so that no reader sees a partial file."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # hosts may share path
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_plan(output_dir, files, worker, num_workers):
     """Write the input files of all workers, this worker's index if known, and the manifest."""
-    output_dir.mkdir(parents=True, exist_ok=True)
+    write = partial(write_text, shared=True)  # hosts may share output_dir
     for k in range(num_workers):
-        write_file(output_dir / f"download-{k}.txt", aria2_input(files, k))
+        write(output_dir / f"download-{k}.txt", aria2_input(files, k))
     index_file = output_dir / f"worker-{socket.gethostname()}"
     if worker is None:
         index_file.unlink(missing_ok=True)  # script.sh would use the index of an earlier plan
     else:
-        write_file(index_file, f"{worker}\n")
-    write_file(output_dir / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
+        write(index_file, f"{worker}\n")
+    write(output_dir / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
     for path in sorted(output_dir.glob("download-*.txt")):
         k = path.stem.removeprefix("download-")
         if k.isdecimal() and int(k) >= num_workers:
@@ -535,8 +523,12 @@ def check(config):
     for name in ("num_workers", "max_shards"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    if config.worker is not None and not 0 <= config.worker < (config.num_workers or 0):
-        raise ValueError(f"--worker {config.worker} must be from 0 to --num_workers - 1")
+    if config.worker is not None and config.num_workers is None:
+        raise ValueError(
+            f"--worker {config.worker} needs the number of workers; also give --num_workers"
+        )
+    if config.worker is not None and not 0 <= config.worker < config.num_workers:
+        raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
     if config.output_dir.exists() and not config.output_dir.is_dir():
         raise ValueError(f"--output_dir {config.output_dir} is a file; name a directory")
 

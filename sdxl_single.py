@@ -56,22 +56,22 @@ class Config:
     # directory or hub id of an SDXL model
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
     revision: str | None = None  # branch, tag or commit on the hub
-    variant: str | None = None  # of the weights' file names, e.g. fp16
+    variant: str | None = None  # variant of the weights' files, e.g. fp16
     prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
     prompts_file: Path | None = None  # one prompt per line, replaces --prompt
     negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
     num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
-    seed: int = 33  # of the noise
-    num_inference_steps: int = 25  # of the scheduler
-    # to visit instead, of a model that is distilled to them: 999 749 499 249
+    seed: int = 33  # seed of the noise
+    num_inference_steps: int = 25  # denoising steps
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249
     timesteps: tuple[int, ...] = ()
-    eta: float | None = None  # noise of a step, 0 to 1, of ddim (default 0) and tcd (default 0.3)
+    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
     height: int | None = None  # pixels; default: the model's (1024)
     width: int | None = None  # pixels; default: the model's (1024)
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # where a run's timesteps are; default: of the scheduler's config
+    # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)

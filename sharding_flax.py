@@ -11,6 +11,7 @@ the compute dtype; the gradient of the gather is a reduce-scatter in float32:
         return loss(gather(shards, axes, dtype), batch)
     loss, grads = jax.value_and_grad(loss_fn)(state.params)       # shards of the mean, float32
     grads = clip(grads, global_norm(grads, axes))
+    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
 
 On one device each of these operations returns its argument. gather_by_block replaces gather for
 models that do not fit into a device's memory as a whole.
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
@@ -201,6 +203,24 @@ def global_norm(shards, axes):
     total = sum(square for square, axis in pairs if axis == REPLICATED)
     split = [square for square, axis in pairs if axis != REPLICATED]
     return jnp.sqrt(total + jax.lax.psum(sum(split), "batch") if split else total)
+
+
+def update_shards(tx, grads, opt_state, params):
+    """Apply the optimizer to this device's shards, in place if they are donated.
+
+    Args:
+        tx: element-wise optax optimizer, such as Adam.
+        grads, opt_state, params: this device's shards.
+
+    Returns:
+        (params, opt_state) after the update.
+    """
+
+    def update(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return in_place(update)(params, opt_state, grads)
 
 
 def in_place(update):

@@ -4,9 +4,10 @@ The training step of flax_train_instruct_pix2pix.py for 16 TPU v5e chips with 16
 
     python tpu_compile.py train --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16
 
-`train` takes all flags of the trainer. Only the config.json files of the models are read; without
---pretrained_model_name_or_path the model is Stable Diffusion 1.5. With the demo's model, in about a
-minute:
+`train` takes all flags of the trainer, so that a training command can be pasted. Flags that change
+neither the step nor the EMA, such as those of data, logging, validation and upload, have no effect.
+Only the config.json files of the models are read; without --pretrained_model_name_or_path the model
+is Stable Diffusion 1.5. With the demo's model, in about a minute:
 
     python tpu_compile.py train --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
@@ -66,8 +67,8 @@ from tpu_programs import (
     slice_devices,
     verdict,
 )
-from training_flags import check_config, ema_flags
-from training_models import Models, check_resolution, encode_text, is_sdxl, lora_options
+from training_flags import check_batch, check_combinations, check_numbers, ema_flags
+from training_models import Models, check_models, encode_text, is_sdxl, lora_options
 from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -80,7 +81,7 @@ class Target:
 
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
     find_batch: bool = False  # find the largest batch that fits, starting from the one given
-    # of XLA; O1 compiles faster and prefetches nothing; None: the default
+    # XLA's optimization level; O1 compiles faster but prefetches nothing; None: XLA's default
     optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
 
 
@@ -88,8 +89,8 @@ class Target:
 class Train(trainer.Config, Target):
     """The training step."""
 
-    family: Literal["sd15", "sdxl"] = "sd15"  # without --pretrained_model_name_or_path
-    # JSON; "" is tpu_compile_TPU_train.json in the current directory, unless it has other flags
+    family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
+    # report; "" is tpu_compile_TPU_train.json in the current directory, unless it has other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
@@ -99,13 +100,13 @@ class Train(trainer.Config, Target):
 class Unet(Target):
     """A UNet: forward and backward pass, or the forward pass of one sampling step."""
 
-    family: Literal["sd15", "sdxl"] = "sd15"  # without --pretrained_model_name_or_path
-    gradient: bool = True  # the gradient of float32 parameters; --no_gradient: forward pass only
+    family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
+    gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
     batch_size: int = 8  # samples per chip; two per image with guidance
-    in_channels: int | None = None  # None: 8 with the gradient, else the config's
-    resolution: int = 256  # pixels of a side of the images
+    in_channels: int | None = None  # input channels; None: 8 with the gradient, else the config's
+    resolution: int = 256  # side of the images, pixels
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
-    output: str = ""  # JSON; "" is tpu_compile_TPU_unet.json in the current directory
+    output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
     revision: str | None = None  # branch, tag or commit of a hub id
 
@@ -114,10 +115,10 @@ class Unet(Target):
 class Sdxl(Target):
     """SDXL images from text with guidance, in bfloat16."""
 
-    num_images: int = 1  # at once on each chip
-    num_inference_steps: int = 20
-    image_size: int = 1024  # pixels of a side
-    output: str = ""  # JSON; "" is tpu_compile_TPU_sdxl_NUM_IMAGES.json in the current directory
+    num_images: int = 1  # images at once on each chip
+    num_inference_steps: int = 20  # denoising steps
+    image_size: int = 1024  # side of the images, pixels
+    output: str = ""  # report; "" is tpu_compile_TPU_sdxl_NUM_IMAGES.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory or hub id; "" is SDXL base 1.0
     revision: str | None = None  # branch, tag or commit of a hub id
 
@@ -153,7 +154,7 @@ def training_models(config):
         (Models, train_step's `frozen`, trained parameters), the last two of ShapeDtypeStructs.
 
     Raises:
-        ValueError: a config file is missing, or is of another kind of model.
+        ValueError: a config file is missing, or models do not fit together or to the resolution.
     """
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if source := config.pretrained_model_name_or_path:
@@ -179,7 +180,6 @@ def training_models(config):
         unet_config, dtype=dtype, gradient_checkpointing=config.gradient_checkpointing
     )
 
-    check_resolution(config, unet, vae)
     text_params = param_shapes(text_encoder, dtype)
     ids = jax.ShapeDtypeStruct((1, text_encoder.module.max_position_embeddings), jnp.int32)
     time_ids = None
@@ -189,6 +189,8 @@ def training_models(config):
         text_params = (text_params, param_shapes(second, dtype))
         ids = jax.ShapeDtypeStruct((1, 2, ids.shape[-1]), jnp.int32)
         time_ids = jax.ShapeDtypeStruct((1, 6), jnp.float32)
+    models = Models(unet, vae, text_encoder, scheduler)
+    check_models(replace(config, pretrained_model_name_or_path=source or config.family), models)
     null_text = jax.eval_shape(partial(encode_text, text_encoder), text_params, ids, time_ids)
     null_text.pop("time_ids", None)  # they are not dropped
     frozen = {
@@ -197,7 +199,6 @@ def training_models(config):
         "null_text": null_text,
         "scheduler": jax.eval_shape(scheduler.create_state),
     }
-    models = Models(unet, vae, text_encoder, scheduler)
     params = param_shapes(unet, jnp.float32)
     if config.lora_rank is not None:
         params, base = jax.eval_shape(lambda *x: x, *add_lora(params, **lora_options(config)))
@@ -476,7 +477,9 @@ def describe(config, tpu, job, step, update, flops):
 def check_flags(config, num_devices):
     """Raise a ValueError for flags that do not go together, before anything is compiled."""
     if isinstance(config, Train):
-        check_config(replace(config, overwrite_output_dir=True), num_devices)  # writes no model
+        check_numbers(config)
+        check_batch(config, num_devices)
+        check_combinations(config)  # no check of --output_dir, as nothing is written there
         return
     for name in ("batch_size", "resolution", "num_images", "num_inference_steps", "image_size"):
         if (value := getattr(config, name, 1)) < 1:

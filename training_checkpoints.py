@@ -23,9 +23,10 @@ import jax
 import numpy as np
 
 from command_line import differences, one_line
+from config_flax import INDEX_NAME, LORA_FILE, PARTS
 from processes_flax import from_process_0, wait_for_all
 from sharding_flax import TrainState, replicate, shard, shard_axes
-from training_flags import fixed_flags
+from training_flags import CONV_IN_FILE, final_file, fixed_flags
 from training_models import checksums
 
 ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
@@ -285,3 +286,25 @@ def release_memory():
     """Return freed memory to the system, of which glibc otherwise retains gigabytes."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)
+
+
+def remove_replaced_model(config, pipeline):
+    """Remove the files of a model under --overwrite_output_dir that the new model lacks.
+
+    Args:
+        config: Config of the run.
+        pipeline: that the run trains.
+    """
+    output_dir, is_lora_only = Path(config.output_dir), final_file(config) == LORA_FILE
+    parts = {} if is_lora_only else pipeline.components
+    index = output_dir / INDEX_NAME
+    if index.exists():  # without it, directories of these names are not parts of a model
+        for name in PARTS:
+            if parts.get(name) is None:
+                part = output_dir / name
+                if part.is_symlink():
+                    part.unlink()
+                else:
+                    shutil.rmtree(part, ignore_errors=True)  # a mount point stays, empty
+    for file in [index] if is_lora_only else [output_dir / LORA_FILE, output_dir / CONV_IN_FILE]:
+        file.unlink(missing_ok=True)

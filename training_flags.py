@@ -33,7 +33,7 @@ class Config:
     unet_model_name_or_path: str = per_process()  # output of create_modified_unet.py
     pretrained_vae_model_name_or_path: str = per_process("")  # another VAE; "": the model's own
     revision: str | None = may_change(None)  # branch, tag or commit of a hub id
-    variant: str | None = may_change(None)  # e.g. fp16, of the pretrained model's files
+    variant: str | None = may_change(None)  # variant of its files, e.g. fp16
     # data
     train_data_dir: str = per_process("data")  # directory of *.parquet shards, all or this host's
     original_image_column: str = ""  # image to edit; "": original_image or input_image
@@ -43,7 +43,7 @@ class Config:
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
-    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # resizing; dct: fastest
     shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
     max_bad_fraction: float = may_change(0.1)  # stop if a larger fraction is undecodable
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
@@ -53,16 +53,17 @@ class Config:
     gradient_accumulation_steps: int = may_change(1)  # micro-batches per step
     max_train_steps: int = 15000  # optimizer steps
     num_train_epochs: int | None = may_change(None)  # replaces max_train_steps; None: off
-    learning_rate: float = 5e-5  # peak value
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
-    lr_warmup_steps: int = 0  # linear warm-up from 0
+    learning_rate: float = 5e-5  # peak of the schedule
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # decay after warm-up
+    lr_warmup_steps: int = 0  # steps of linear warm-up from 0
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
     adam_weight_decay: float = 1e-2  # decoupled, as in AdamW; 0: off
     adam_epsilon: float = 1e-8  # added to the root of the second moment
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
     snr_gamma: float | None = None  # min-SNR loss weighting, 5 in the paper; None: off
-    conditioning_dropout_prob: float = 0.05  # for text, image and both, each; at most 1/3; 0: off
+    # probability of dropping text, image or both, for each of the three; at most 1/3; 0: off
+    conditioning_dropout_prob: float = 0.05
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = may_change(False)  # less memory, slower
     # with gradient_checkpointing: gather a block's parameters when it runs, for models that do not
@@ -72,7 +73,8 @@ class Config:
     # LoRA: train low-rank updates and the UNet's first convolution; the rest is frozen
     lora_rank: int | None = None  # rank of the updates; None: train the whole UNet
     lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
-    lora_target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # PyTorch's names
+    # layers that get updates, by the ends of their names in PyTorch
+    lora_target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     merge_lora: bool = may_change(False)  # also write a pipeline with the updates added
     # exponential moving average (EMA) of the weights
     ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
@@ -87,13 +89,13 @@ class Config:
     overwrite_output_dir: bool = may_change(False)  # replace an existing model
     save_raw_unet: bool = may_change(False)  # also save the UNet without EMA, in unet_raw/
     logging_steps: int = may_change(50)  # steps between lines of metrics.jsonl
-    report_to: Literal["none", "wandb"] = may_change("none")  # besides metrics.jsonl
+    report_to: Literal["none", "wandb"] = may_change("none")  # service besides metrics.jsonl
     tracker_project_name: str = may_change("instruct-pix2pix")  # wandb project
     checkpointing_steps: int = may_change(500)  # steps between checkpoints; 0: only when stopped
     checkpoints_total_limit: int | None = may_change(2)  # newest checkpoints to keep; None: all
     resume_from_checkpoint: str = may_change("latest")  # latest, none, or DIR/checkpoints/STEP
     validation_image: tuple[str, ...] = may_change(())  # images to edit during training
-    validation_prompt: tuple[str, ...] = may_change(())  # one instruction each, or one for all
+    validation_prompt: tuple[str, ...] = may_change(())  # an instruction for each, or one for all
     validation_steps: int = may_change(500)  # steps between validations, saved in validation/
     profile_steps: str = may_change("")  # FIRST:LAST, steps to trace into profile/; "": none
     push_to_hub: bool = may_change(False)  # upload the model; needs HF_TOKEN or `hf auth login`
@@ -101,7 +103,7 @@ class Config:
     compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
     # several hosts without TPU slice, Slurm or Open MPI: give all three flags
     coordinator_address: str | None = per_process(None)  # HOST:PORT of process 0
-    num_processes: int | None = may_change(None)  # over all hosts
+    num_processes: int | None = may_change(None)  # number of processes on all hosts
     process_id: int | None = per_process(None)  # index of this process, from 0
 
 
@@ -310,7 +312,7 @@ def check_output_dir(config: Config) -> None:
     for name in (*sources, "pretrained_vae_model_name_or_path"):
         value = getattr(config, name)
         if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
-            raise ValueError(f"{given} is or contains --{name}; name another directory")
+            raise ValueError(f"{given} is or contains {flag(config, name)}; name another directory")
     has_model = any((output_dir / name).exists() for name in FINAL_FILES)
     if not any(output_dir.glob("checkpoints/*")):  # otherwise a crash while the files were written
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()

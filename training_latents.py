@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from command_line import check_writable
 from images import num_usable_cores
 from parquet_dataset import MIN_ROWS_FOR_BAD_FRACTION
 from parquet_shards import (
@@ -172,6 +173,8 @@ def write_latents(config, output_dir, batch_size=None):
         raise ValueError(
             f"{output_dir} is --train_data_dir; name another directory for the latents"
         )
+    flag = "cache_latents" if hasattr(config, "cache_latents") else "output_dir"
+    check_writable(f"--{flag} {output_dir}", output_dir)
     groups = list_row_groups(
         config.train_data_dir,
         config.original_image_column,
@@ -214,12 +217,7 @@ def write_latents(config, output_dir, batch_size=None):
             check_existing_shard(latent_path, metadata)
         else:
             missing.append((latent_path, shard_groups, metadata))
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot make the directory {output_dir} ({error}); name another"
-        ) from error
+    output_dir.mkdir(parents=True, exist_ok=True)
     remove_leftovers(output_dir)
     if not missing:
         return

@@ -200,7 +200,7 @@ def write_card(config, pipeline, metrics, repo_id=None):
         metrics: last row of metrics.jsonl, or None.
         repo_id: hub id, if the model is published.
     """
-    images = sorted(Path(config.output_dir, "validation").glob("step-*.png"))
+    images = list(step_images(Path(config.output_dir, "validation")).values())
     write_model_card(
         config.output_dir,
         name=repo_id or config.output_dir,

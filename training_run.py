@@ -61,11 +61,11 @@ from training_checkpoints import (
     flatten_by_name,
     read_state,
     release_memory,
+    remove_replaced_model,
     run_identity,
 )
 from training_flags import (
     CONV_IN_FILE,
-    FINAL_FILES,
     LORA_FILE,
     Config,
     final_file,
@@ -479,9 +479,7 @@ class TrainRun:
             self.models.unet.save_pretrained(output_dir / "unet_raw", params=params)
         repo_id = self.repo_id if config.push_to_hub else None
         write_card(config, self.pipeline, self.metrics_log.last_row, repo_id)
-        # --overwrite_output_dir may replace a full model by a LoRA, or a LoRA by a full model.
-        replaced = next(name for name in FINAL_FILES if name != final_file(config))
-        (output_dir / replaced).unlink(missing_ok=True)
+        remove_replaced_model(config, self.pipeline)
         if config.lora_rank is not None:
             save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
             run = lora_identity(config, {name: self.identity[name] for name in WEIGHTS})

@@ -161,7 +161,7 @@ def run(config):
     """Measure, write, print."""
     check_config(config)
     if not config.kernels:
-        raise ValueError(f"kernels must name at least one of {', '.join(KERNELS)}")
+        raise ValueError(f"--kernels is empty; name at least one of {', '.join(KERNELS)}")
     device, machine = find_device(), describe_machine(PACKAGES)
     rows = (
         bench(name, with_gradient, config, device)

@@ -2,7 +2,10 @@
 
     python -m benchmarks.tables
 
-A page of docs/ marks the place of a table with the lines `<!-- results: NAME -->` and
+All results files are written by benchmarks, apart from demo.json: it has the figures of the demo's
+summary.json and of the tables that evaluate_edits.py prints.
+
+README or a page of docs/ marks the place of a table with the lines `<!-- results: NAME -->` and
 `<!-- end of results -->`; NAME is a key of TABLES. tests/test_docs.py compares the pages with the
 results files.
 """
@@ -74,7 +77,99 @@ def pytorch_table() -> str:
         else:
             cells += ["", ""]
         lines.append(cells)
-    return table("| rounds | ours | of the peak | PyTorch | ours is times as fast", lines)
+    return table("| rounds | ours | of the peak | PyTorch | speed-up", lines)
+
+
+def results_table() -> str:
+    """README's results, each with its command."""
+    demo = rows("demo")["fine-tuned, guidance 2 and 1.2"]
+    edit = rows("images")["cpu sd15_256 edit, 20 steps 1"]
+    unet = rows("unet")["cpu sd15_256 gradient 2"]
+    loader = rows("data")["ratio ours/datasets"]
+    ratios = [x["median"] for threads in loader["summary"].values() for x in threads.values()]
+    sdxl = rows("tpu")["program v5e-4 sdxl 1"]
+    compiling, loading = middle_start("AOT, first start"), middle_start("AOT, executable kept")
+    ema = rows("ema")["quality constant"]["summary"]
+    with_ema, without = (ema[x]["edit_error_ratio"]["median"] for x in ("late 20%", "none"))
+
+    def speed_up(row):
+        return f"{row['summary']['torch eager']['ours_times_as_fast']:.2f} times as fast"
+
+    right = round(demo["instruction_accuracy"] * demo["num_edits"])
+    lines = [
+        [
+            "demo: edit error, copying the input is 1",
+            f"{demo['edit_error_ratio']:.2f}",
+            "make demo",
+        ],
+        [
+            "demo: results nearest to the true edit of their instruction",
+            f"{right} of {demo['num_edits']}",
+            "make demo",
+        ],
+        ["edit, 20 steps, two CPU cores, to PyTorch", speed_up(edit), edit["command"]],
+        [
+            "UNet and gradient, two CPU cores, to PyTorch",
+            speed_up(unet),
+            "python -m benchmarks.unet time --cases sd15_256 --rounds 4",
+        ],
+        [
+            "data loader, to Hugging Face `datasets`",
+            f"{min(ratios):.1f} to {max(ratios):.1f} times as fast",
+            "python -m benchmarks.data --output data.json",
+        ],
+        [
+            "SDXL image on a v5e chip, 20 steps, lower bound",
+            f"{sdxl['step_seconds']:.2f} s",
+            "python tpu_compile.py sdxl --tpu v5e-4",
+        ],
+        [
+            "SDXL executable, loading instead of compiling",
+            f"{loading['compile_seconds']:.2f} s instead of {compiling['compile_seconds']:.2f} s",
+            "python -m benchmarks.full_size starts --rounds 3",
+        ],
+        [
+            "EMA over the last fifth of a run: edit error",
+            f"{with_ema:.2f}; {without:.2f} without",
+            "python -m benchmarks.ema --parts quality",
+        ],
+    ]
+    lines = [[title, result, f"`{command}`"] for title, result, command in lines]
+    return table("| result | command", lines)
+
+
+def demo_table() -> str:
+    """Edit error and accuracy of the demo's model."""
+    lines = []
+    for title, row in rows("demo").items():
+        if "instruction_accuracy" in row:
+            figures = [row["edit_error_ratio"], row["instruction_accuracy"]]
+            lines.append([title, *(f"{x:.2f}" for x in figures)])
+    return table("| edit_error_ratio | instruction_accuracy", lines)
+
+
+def demo_evaluation_table() -> str:
+    """The demo's edits as evaluate_edits.py measures them."""
+    lines = []
+    for title, row in rows("demo").items():
+        cells = [f"{row['edit_error_ratio']:.3f}", f"{row['l1']:.4f}", f"{row['mse']:.4f}"]
+        flops = "" if row["tflop_per_edit"] is None else f"{row['tflop_per_edit']:.4f}"
+        lines.append([title, *cells, f"{row['l1_to_input']:.3f}", flops])
+    return table("| error ratio | L1 | MSE | L1 to input | TFLOP per edit", lines)
+
+
+def first_steps_table() -> str:
+    """From the start of a process to the end of the first step, edit or image."""
+    lines = []
+    for title, name, case in (
+        ("optimizer step, two pairs", "train", "cpu sd15_256 optimizer step 2"),
+        ("edit, 20 steps", "images", "cpu sd15_256 edit, 20 steps 1"),
+        ("SDXL image, 4 steps", "images", "cpu sdxl_256 images, 4 steps 1"),
+    ):
+        summary = rows(name)[case]["summary"]
+        found = [summary[x]["first_seconds"] for x in ("torch eager", "ours")]
+        lines.append([title, *(f"{x:.0f} s" for x in found)])
+    return table("to the end of the first | PyTorch | ours", lines)
 
 
 def operations_table() -> str:
@@ -140,13 +235,18 @@ def full_size_xl_table() -> str:
     return full_size_table("sdxl_command", [(title, "train a LoRA")])
 
 
+def middle_start(kind: str) -> dict:
+    """The start with the median time of those of a kind."""
+    starts = rows("full_size")[f"start sd15 {kind}"]["starts"]
+    return sorted(starts, key=lambda start: start["seconds"])[len(starts) // 2]
+
+
 def start_table() -> str:
     """From the command to the first SDXL image."""
     lines = []
-    for case, row in rows("full_size").items():
+    for case in rows("full_size"):
         if case.startswith("start sd15 "):
-            starts = sorted(row["starts"], key=lambda start: start["seconds"])
-            middle = starts[len(starts) // 2]
+            middle = middle_start(case.removeprefix("start sd15 "))
             compiling = middle["compile_seconds"]
             lines.append(
                 [
@@ -416,7 +516,11 @@ def families_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "results": results_table,
+    "demo": demo_table,
+    "demo_evaluation": demo_evaluation_table,
     "pytorch": pytorch_table,
+    "first_steps": first_steps_table,
     "operations": operations_table,
     "profile": profile_table,
     "full_size": full_size_table,
@@ -442,7 +546,7 @@ def fill(page: str) -> str:
 
 def main() -> None:
     """Write all pages."""
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text()
         if (filled := fill(text)) != text:
             path.write_text(filled)

@@ -125,7 +125,7 @@ class Programs:
     again: bool = False  # also compile rows that the output has
     resolution: int | None = None  # pixels, of training and UNets; None: as described
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
-    # of XLA, see tpu_compile.py; None: the default
+    # XLA's optimization level, see tpu_compile.py; None: XLA's default
     optimization_level: Literal["O1"] | None = None
     output: str = "benchmarks/results/tpu.json"
 

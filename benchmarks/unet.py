@@ -216,9 +216,9 @@ def run_time(config):
     """Measure, write, print."""
     check_config(config, "batch_size")
     if not (config.cases and config.passes):
-        raise ValueError("cases and passes must name at least one each")
+        raise ValueError("--cases or --passes is empty; name at least one of each")
     if config.torch_compile and not can_compile():
-        raise ValueError("torch_compile=True needs a C++ compiler; install g++")
+        raise ValueError("--torch_compile True needs a C++ compiler; install g++")
     device, machine = find_device(), describe_machine(PACKAGES)
 
     def rows():

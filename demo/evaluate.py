@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import run_main
 from demo.photographs import EDITS
 
 CELL = 128  # pixels of an image in the grid
@@ -124,9 +124,8 @@ def draw(crops):
     return grid
 
 
-def main():
+def run(config):
     """Measure, draw, print."""
-    config = tyro.cli(Config, description=__doc__, use_underscores=True)
     output_dir = Path(config.output_dir)
     crops = load_edits(output_dir)
     draw(crops).save(output_dir / "edits.png")
@@ -144,6 +143,11 @@ def main():
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
     print(f"look at {output_dir / 'edits.png'}")
+
+
+def main(args=None):
+    """Command line."""
+    run_main(Config, __doc__, run, args, interrupted="run the same command again")
 
 
 if __name__ == "__main__":

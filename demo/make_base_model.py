@@ -40,7 +40,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from flax import serialization
 from optax.contrib import MuonDimensionNumbers, muon
 from tokenizers import Tokenizer, pre_tokenizers
@@ -52,6 +51,7 @@ from transformers import CLIPTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from command_line import run_main  # noqa: E402
 from demo.photographs import (  # noqa: E402
     EDITS,
     TRAINING,
@@ -487,9 +487,8 @@ def load_vae(folder):
     return {"params": params, "scaling_factor": vae.scaling_factor}
 
 
-def main():
+def run(config):
     """Train what work_dir does not hold yet, write the pipeline directory."""
-    config = tyro.cli(Config, description=__doc__, use_underscores=True)
     family = FAMILIES[config.family]
     output_dir, work_dir = Path(config.output_dir or family.output_dir), Path(config.work_dir)
     started = time.perf_counter()
@@ -547,6 +546,11 @@ def main():
     }
     (output_dir / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     print(f"saved {output_dir} after {(time.perf_counter() - started) / 3600:.2f} hours")
+
+
+def main(args=None):
+    """Command line."""
+    run_main(Config, __doc__, run, args, interrupted="finished stages in --work_dir are kept")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tyro
 from PIL import Image
 from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import run_main
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
 from parquet_pairs import SCHEMA
 
@@ -97,15 +97,19 @@ def write_held_out(folder, results, rng, crops_per_photograph):
     return len(lines)
 
 
-def main():
+def run(config):
     """Write both."""
-    config = tyro.cli(Config, description=__doc__, use_underscores=True)
     output_dir = Path(config.output_dir)
     rng = np.random.default_rng(config.seed)
     write_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)
     held_out = output_dir / "held_out"
     num_edits = write_held_out(held_out, output_dir / "edits", rng, config.crops_per_photograph)
     print(f"wrote {config.num_pairs} pairs and {num_edits} held-out edits below {output_dir}")
+
+
+def main(args=None):
+    """Command line."""
+    run_main(Config, __doc__, run, args, interrupted="run the same command again")
 
 
 if __name__ == "__main__":

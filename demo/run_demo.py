@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from command_line import run_main  # noqa: E402
+
 FOLDERS = {  # base model and output
     "sd": ("demo/base_model", "demo/output"),
     "sdxl": ("demo/base_model_xl", "demo/output_xl"),
@@ -47,9 +49,8 @@ class Config:
     family: Literal["sd", "sdxl"] = "sd"  # Stable Diffusion or SDXL
 
 
-def main():
+def run(config):
     """Run the steps in order; the first that fails ends the demo."""
-    config = tyro.cli(Config, description=__doc__, use_underscores=True)
     started = time.time()
     base_model, output = FOLDERS[config.family]
     # A cache of another VAE's latents would be refused.
@@ -62,6 +63,11 @@ def main():
         done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT)
         if done.returncode:
             sys.exit(done.returncode)
+
+
+def main(args=None):
+    """Command line."""
+    run_main(Config, __doc__, run, args, interrupted="run the same command again")
 
 
 if __name__ == "__main__":

@@ -178,7 +178,10 @@ def test_widen_leaves_its_argument_alone(narrow):
         ({"output_dir": "narrow"}, "--output_dir narrow is the model that is read"),
         ({"output_dir": "narrow/unet"}, "--output_dir narrow/unet is the model that is read"),
         ({"output_dir": "trained/unet"}, "is a part of the pipeline in "),
-        ({"output_dir": "file/out"}, "file/out"),
+        (
+            {"source": "nowhere/model", "output_dir": "file/out"},  # checked before it reads
+            "--output_dir file/out cannot be written: ",
+        ),
     ],
 )
 def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, message):

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 
-from demo import compare_families, make_base_model
+from demo import compare_families, evaluate, make_base_model, make_dataset, run_demo
 from demo.evaluate import load_edits, measure, read_image
 from demo.photographs import (
     EDITS,
@@ -115,6 +115,25 @@ def test_measures(output_dir):
     assert {k: summary[k] for k in wrong} == wrong
     with Image.open(output_dir / "edits.png") as grid:
         assert grid.width > 2000
+
+
+def test_mistakes_and_ctrl_c_are_one_line(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(["--output_dir", str(tmp_path)])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "edits.jsonl" in error
+
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    for script in (run_demo, make_dataset, evaluate, make_base_model):
+        monkeypatch.setattr(script, "run", interrupt)
+        with pytest.raises(SystemExit) as stop:
+            script.main([])
+        assert stop.value.code == 130
+        error = capsys.readouterr().err
+        assert error.startswith("interrupted; ") and error.count("\n") == 1
 
 
 def test_base_model_is_a_stable_diffusion_of_at_most_6_mb():

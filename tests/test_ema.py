@@ -420,7 +420,11 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         (nothing, {"output_dir": "."}, "--output_dir . is in or around"),
         (nothing, {"output_dir": "file"}, "file is a file; name a directory as --output_dir"),
         (nothing, {"output_dir": "full"}, "full is not empty; name another --output_dir"),
-        (nothing, {"output_dir": "file/out"}, "file"),
+        (
+            nothing,
+            {"output_dir": "file/out", "step": "3"},  # checked before it reads
+            "--output_dir file/out cannot be written: ",
+        ),
         (
             nothing,
             {"output_dir": "full", "sigma_rel": "0.07 0.08"},

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch, torch_to_flax
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from sharding_flax import combine
+from training_checkpoints import remove_replaced_model
 from training_flags import CONV_IN_FILE, LORA_FILE
 from training_models import checksums, load_models, lora_identity, lora_options
 
@@ -172,11 +174,17 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
     out, model = tmp_path / "out", models[family]
     config = config_of(model, data, out, checkpointing_steps=3, ema="full", **LORA)
     out.mkdir()
-    (out / "model_index.json").write_text("{}")  # of a model that is overwritten
+    # Of a model that is overwritten, and a directory of the user.
+    for name in ("unet", "tokenizer_2", "notes"):
+        (out / name).mkdir()
+        (out / name / "config.json").write_text("{}")
+    (out / "model_index.json").write_text("{}")
     run_main(dataclasses.replace(config, overwrite_output_dir=True), monkeypatch)
     losses = [row["loss"] for row in read_metrics(out)]
     assert len(losses) == RUN["max_train_steps"]
-    assert not (out / "model_index.json").exists() and not (out / "unet").exists()
+    for name in ("model_index.json", "unet", "tokenizer_2"):
+        assert not (out / name).exists()
+    assert (out / "notes" / "config.json").exists()
     tensors = load_file(out / LORA_FILE)
     assert any(x.abs().max() > 0 for name, x in tensors.items() if "lora_B" in name)
     conv_in = load_file(out / CONV_IN_FILE)["conv_in.weight"]
@@ -210,6 +218,35 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
     inputs = pipeline.prepare_inputs(PROMPTS[:1], images)
     found = pipeline(*inputs, params, jax.random.key(0), 8, latents=latents, **SCALES).images
     assert psnr(found, expected) > 60
+
+
+def test_a_replaced_model_leaves_no_files(tmp_path):
+    """Only the parts of a model, and those of a directory with a model_index.json."""
+    pipeline = SimpleNamespace(components={"unet": object(), "safety_checker": None})
+    lora = trainer.Config("", "", output_dir=str(tmp_path), lora_rank=4)
+    full = dataclasses.replace(lora, lora_rank=None)
+    merged = dataclasses.replace(lora, merge_lora=True)
+    parts = {"unet", "vae", "text_encoder_2", "safety_checker"}
+    loras = {LORA_FILE, CONV_IN_FILE}
+    users = {"notes", "unet_raw", "checkpoints"}
+
+    def left(config, *, index):
+        for name in parts | users:
+            (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / "vae" / "config.json").touch()
+        for name in (*loras, *["model_index.json"] * index):
+            (tmp_path / name).touch()
+        remove_replaced_model(config, pipeline)
+        return {path.name for path in tmp_path.iterdir()} - users
+
+    assert left(lora, index=False) == parts | loras
+    assert left(lora, index=True) == loras
+    assert left(full, index=True) == left(merged, index=True) == {"unet", "model_index.json"}
+    assert all((tmp_path / name).is_dir() for name in users)
+    (tmp_path / "notes" / "config.json").touch()
+    (tmp_path / "vae").symlink_to(tmp_path / "notes")  # on another disk
+    remove_replaced_model(lora, pipeline)
+    assert not (tmp_path / "vae").exists() and (tmp_path / "notes" / "config.json").exists()
 
 
 @pytest.mark.parametrize("family", ["sd", "xl"])

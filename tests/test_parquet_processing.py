@@ -26,9 +26,10 @@ from PIL import Image, ImageOps
 import parquet_dataset
 import parquet_processing
 import parquet_shards
-from images import crop_square, decode_image, encoded_size
+from images import LINE_HEIGHT, crop_square, decode_image, encoded_size
 from parquet_dataset import epoch_order
 from parquet_processing import ParquetImagePairs
+from parquet_shards import Pair
 
 SCRIPT = Path(parquet_processing.__file__)
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -192,6 +193,16 @@ def test_every_kind_of_image():
         np.testing.assert_array_equal(decode_image(data), np.asarray(expected))
 
 
+def test_a_preview_shows_two_lines_of_a_long_prompt():
+    data = encode(Image.new("RGB", (64, 64), "red"), "PNG")
+    short, long = (
+        parquet_processing.draw_preview([Pair(data, data, prompt)], 64)
+        for prompt in ("make it", "make it red and then blue " * 20)
+    )
+    assert (short.width, short.height) == (4 + 128 + 4, 4 + 64 + LINE_HEIGHT + 4)
+    assert (long.width, long.height) == (short.width, short.height + LINE_HEIGHT)
+
+
 def test_images_without_a_known_range_are_refused():
     for mode, value in (("I", 200), ("F", 0.5)):
         data = encode(Image.new(mode, (8, 8), value), "TIFF")
@@ -200,7 +211,9 @@ def test_images_without_a_known_range_are_refused():
     grey = np.arange(64, dtype=np.int32).reshape(8, 8)
     decoded = decode_image(encode(Image.fromarray(grey * 257), "TIFF"))  # of mode I
     np.testing.assert_array_equal(decoded, np.stack([grey] * 3, axis=-1))
-    with pytest.raises(ValueError, match="1x400 pixels are too narrow"):
+    with pytest.raises(
+        ValueError, match=r"1x400 pixels are too narrow: .* at most 20 times the other; crop"
+    ):
         crop_square(np.zeros((400, 1, 3), np.uint8), 8)
 
 

@@ -781,7 +781,7 @@ def test_files_appear_complete(shards, monkeypatch):
     def fail(source, target):
         raise OSError("no space")
 
-    monkeypatch.setattr(script.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(SystemExit):
         plan("--dataset=a/b", "--num_workers=2", "--max_shards=1")
     assert {path.name: path.read_bytes() for path in Path("plan").iterdir()} == before
@@ -793,12 +793,12 @@ def test_flags(hub, tmp_path, capsys):
     assert "--urls excludes" in error_of(capsys, "--urls=x", "--revision=v1")
     assert "--num_workers 0" in error_of(capsys, "--dataset=a/b", "--num_workers=0")
     assert "--max_shards -1" in error_of(capsys, "--dataset=a/b", "--max_shards=-1")
-    for flags in (
-        ["--worker=0"],
-        ["--worker=3", "--num_workers=3"],
-        ["--worker=-1", "--num_workers=2"],
+    for flags, message in (
+        (["--worker=0"], "--worker 0 needs the number of workers; also give --num_workers"),
+        (["--worker=3", "--num_workers=3"], "--worker 3 must be from 0 to 2"),
+        (["--worker=-1", "--num_workers=2"], "--worker -1 must be from 0 to 1"),
     ):
-        assert "--worker" in error_of(capsys, "--dataset=a/b", *flags)
+        assert message in error_of(capsys, "--dataset=a/b", *flags)
     (tmp_path / "work/plan").write_text("")
     assert "is a file" in error_of(capsys, "--dataset=a/b")
     assert hub.requests == []

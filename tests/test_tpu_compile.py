@@ -27,13 +27,13 @@ import tpu_compile
 from sharding_flax import (
     gather,
     global_norm,
-    in_place,
     reduce_scatter_mean,
     replicate,
     shard_axes,
     shard_batch,
     start_state,
     state_shapes,
+    update_shards,
 )
 from tpu_compile import Sdxl, Train, Unet
 from tpu_programs import (
@@ -206,6 +206,19 @@ def test_a_narrow_unet_is_taken_as_widened(tmp_path):
     models, _, params = tpu_compile.training_models(flags(model))
     assert models.unet.in_channels == 8
     assert params["conv_in"]["kernel"].shape == (3, 3, 8, 16)
+
+
+def test_models_must_fit_together_and_output_dir_does_not_matter(tmp_path):
+    """The UNet of a training command may be a part of its --output_dir; nothing is written."""
+    narrow = make_tiny_pipeline(tmp_path / "narrow", in_channels=4)
+    config = flags(narrow, unet_model_name_or_path=str(narrow / "unet"), output_dir=str(narrow))
+    tpu_compile.check_flags(config, num_devices=4)
+    with pytest.raises(ValueError, match=r"narrow/unet has 4 input channels.*create_modified_unet"):
+        tpu_compile.training_models(config)
+    xl = make_tiny_xl(tmp_path / "xl")
+    config = flags("", unet_model_name_or_path=str(xl / "unet"))
+    with pytest.raises(ValueError, match=r"^sd15 is Stable Diffusion 1 or 2, but the UNet in "):
+        tpu_compile.training_models(config)
 
 
 # Arithmetic
@@ -554,14 +567,10 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
                 y = y + jnp.tanh(y @ w)
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
-        def update(params, opt_state, grads):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
         grads = jax.grad(loss)(state.params)
         scale = jnp.minimum(1, 1 / global_norm(grads, axes))
         grads = jax.tree.map(lambda g: g * scale, grads)
-        params, opt_state = in_place(update)(state.params, state.opt_state, grads)
+        params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
         return state.replace(params=params, opt_state=opt_state)
 
     state = state_shapes(shapes, tx, axes, n)

@@ -1201,7 +1201,7 @@ BAD_FLAGS = [
     ),
     (
         {"output_dir": "out", "pretrained_vae_model_name_or_path": "out/vae"},
-        "--output_dir out is or contains --pretrained_vae_model_name_or_path",
+        "--output_dir out is or contains --pretrained_vae_model_name_or_path out/vae; name another",
     ),
     ({"output_dir": "."}, "--output_dir . is or contains --pretrained_model_name_or_path"),
     ({"learning_rate": float("inf")}, "--learning_rate inf must be above 0 and finite"),
