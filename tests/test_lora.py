@@ -189,11 +189,13 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
     not_a_unet = config_of(model, data, tmp_path / "new", unet_model_name_or_path=str(out))
     Image.new("RGB", (16, 16)).save(tmp_path / "in.png")
     edit = f"--model {out} --input {tmp_path}/in.png --edit red".split()
+    with_lora = [*edit[2:], "--model", str(model), "--lora", str(out)]
     for main, args, message in (
         (trainer.main, flags_of(config), "contains a model; name another directory"),
         (trainer.main, flags_of(other), "belongs to another run: "),
         (trainer.main, flags_of(not_a_unet), "is the output of a run with --lora_rank, not a UNet"),
         (edit_cli.main, edit, "has a LoRA and no model_index.json; repeat the training command"),
+        (edit_cli.main, with_lora, "also trains the first convolution; repeat the training comma"),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
@@ -298,6 +300,23 @@ def test_initial_values_do_not_depend_on_files(models, tmp_path):
     _, sharded = FlaxUNet2DConditionModel.from_pretrained(tmp_path)
     expected, found = (add_lora(x, RANK, ALPHA, ATTENTION)[0] for x in (params, sharded))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(("family", "other"), [("sd", "xl"), ("xl", "sd")])
+def test_a_lora_of_another_family_is_one_line(models, tmp_path, capsys, family, other):
+    _, params = FlaxUNet2DConditionModel.from_pretrained(models[family] / "unet")
+    trained, _ = add_lora(params, RANK, ALPHA, ATTENTION)
+    save_lora(tmp_path / LORA_FILE, trained, RANK, ALPHA, ATTENTION, run={})
+    Image.new("RGB", (16, 16)).save(tmp_path / "in.png")
+    flags = f"--input {tmp_path}/in.png --edit red --lora {tmp_path}/{LORA_FILE}".split()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        edit_cli.main([*flags, "--model", str(models[other])])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --lora ") and error.count("\n") == 1
+    assert re.search(r"is for another model: .* \d+ -> \d+|of this model's family", error)
+    assert {file.name for file in tmp_path.iterdir()} == {"in.png", LORA_FILE}
 
 
 @pytest.mark.slow
