@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,18 @@ from safetensors.torch import load_file, save_file
 from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
 from test_train import (
     RUN,
+    Parallel,
+    compare_runs,
     config_of,
+    draws_by_hand,
     flags_of,
     lenient_optimizer,  # noqa: F401
     read_metrics,
     run_main,
+    train_with_torch,
     write_shard,
 )
+from test_train_sdxl import make_sdxl_batch, torch_text_encoder
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from transformers import CLIPTextModel
 
@@ -133,6 +139,55 @@ def test_outputs_and_gradients_are_pefts(models, family, targets):
     assert jax.tree.map(np.shape, merged) == jax.tree.map(np.shape, params)
     result = jax.jit(ours.apply)({"params": merged}, *inputs, **added).sample
     np.testing.assert_allclose(result, found, atol=1e-4, rtol=1e-4)
+
+
+def adapt(unet, trained):
+    """Add PEFT's adapter to PyTorch's UNet, with our initial values; train conv_in in full."""
+    unet.requires_grad_(False)
+    unet.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ATTENTION)))
+    unet.conv_in.requires_grad_(True)
+    values = dict(flax_to_torch(name, x) for name, x in flatten_dict(trained, sep="/").items())
+    for name, parameter in unet.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.tensor(values.pop(name.replace(".default.", ".")))
+    assert not values
+
+
+@pytest.mark.slow
+def test_training_is_pefts(models):
+    """SDXL on 4 devices by block, on one device, and PyTorch with PEFT and AdamW, 4 steps."""
+    batches = [make_sdxl_batch(i) for i in range(4)]
+    draws = [draws_by_hand(3, step, RUN["resolution"] // 8) for step in range(4)]
+    config = config_of(models["xl"], "unused", "unused", **LORA)
+    by_block = dataclasses.replace(config, gradient_checkpointing=True, gather_by_block=True)
+    parallel = Parallel(by_block)
+    steps = list(parallel.run(batches, 3))
+    prepare = partial(adapt, trained=parallel.params)
+    torch_run = train_with_torch(models["xl"], batches, draws, torch_text_encoder, prepare)
+    compare_runs(parallel, steps, *torch_run)
+
+    alone = Parallel(config, num_devices=1)
+    expected = list(alone.run(batches, 3))
+    for (_, found), (_, metrics) in zip(steps, expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(found[name][0], metrics[name][0], rtol=1e-4)
+    params = alone.whole(expected[-1][0])
+    for name, x in parallel.whole(steps[-1][0]).items():
+        np.testing.assert_allclose(x, params[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_step_in_bfloat16(models):
+    """Frozen kernels are bfloat16; the loss is that of float32 up to their rounding."""
+    losses = []
+    for precision in ("bf16", "no"):
+        config = config_of(models["xl"], "unused", "unused", mixed_precision=precision, **LORA)
+        parallel = Parallel(config, num_devices=1)
+        ((state, metrics),) = parallel.run([make_sdxl_batch(0)], 3)
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
+        assert np.isfinite(metrics["grad_norm"])
+        losses.append(float(metrics["loss"][0]))
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_at_the_start_nothing_changes(models):
