@@ -433,6 +433,7 @@ def checked_option(name, value, default):
 
 INDEX_NAME = "model_index.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
+CONV_IN_FILE = "conv_in.safetensors"  # of training with LoRA: the first convolution, in full
 # The file that shows that a part of a pipeline directory exists.
 PART_FILES = {
     **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2"), "config.json"),

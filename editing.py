@@ -12,6 +12,7 @@ import math
 import time
 from collections import defaultdict
 from contextlib import suppress
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def load_model(model, pipeline_type, scheduler, dtype, lora=()):
 
     Args:
         model, pipeline_type, scheduler: see check_model.
-        dtype: of computation and parameters.
+        dtype: of computation and parameters; see cast_params.
         lora: files to fold into the weights, see lora_flax.Loras.
 
     Returns:
@@ -175,9 +176,22 @@ def load_model(model, pipeline_type, scheduler, dtype, lora=()):
     pipeline, params = pipeline_type.from_pretrained(
         model, dtype=dtype, scheduler=scheduler, lora=lora
     )
-    for name in MODULES.keys() & params.keys():
-        replace_leaves(lambda array: np.asarray(array, dtype), params[name])
+    cast_params(pipeline, params)
     return pipeline, params
+
+
+def cast_params(pipeline, params):
+    """Cast a pipeline's parameters, in place, to the dtype in which they compute.
+
+    That is pipeline.dtype, but float32 for a VAE with force_upcast, and for the scheduler's state.
+
+    Args:
+        pipeline: as from open or from_pretrained.
+        params: its parameters, NumPy arrays.
+    """
+    for name in MODULES.keys() & params.keys():
+        dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
+        replace_leaves(partial(np.asarray, dtype=dtype), params[name])
 
 
 def replicate_params(params, devices):

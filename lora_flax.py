@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from command_line import save_whole
-from config_flax import LORA_FILE, fetch_file
+from config_flax import CONV_IN_FILE, LORA_FILE, fetch_file
 from modeling_flax_utils import flax_to_torch, read_weights
 
 # The two factors of a layer, in the names of all layouts, after torch_to_flax.
@@ -161,12 +161,16 @@ def split_weight(spec):
 
 
 def find_lora(source):
-    """Path of a LoRA file, directory or hub id; downloaded if necessary."""
+    """Path of a LoRA file, directory or hub id; downloaded if necessary.
+
+    Raises:
+        ValueError: it does not exist, or another file has trained parameters of the same run.
+    """
     path = Path(source).expanduser()
-    if path.is_file():
-        return path
     repository, name = str(path), LORA_FILE
-    if not path.is_dir():
+    if path.is_file():
+        repository, name = str(path.parent), path.name
+    elif not path.is_dir():
         owner, _, rest = str(source).partition("/")
         repository, _, file = rest.partition("/")
         if not (owner and repository) or owner.startswith((".", "~")):
@@ -175,6 +179,12 @@ def find_lora(source):
     file = fetch_file(repository, name, None, None)
     if file is None:
         raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")
+    if fetch_file(repository, CONV_IN_FILE, None, None):
+        raise ValueError(
+            f"--lora {source} has {CONV_IN_FILE} next to it: a run with --lora_rank also trains "
+            "the first convolution; repeat the training command with --merge_lora, and give its "
+            "--output_dir as the model, without --lora"
+        )
     return file
 
 
@@ -421,8 +431,7 @@ def read_lora(path, conv_in_path):
         run = (file.metadata() or {}).get("run")
     if run is None:
         raise ValueError(
-            f"{path} has no record of the run that made it; train again, or fold it into a model "
-            "with --lora of edit_cli.py"
+            f"{path} has no record of the run that made it; train again with --overwrite_output_dir"
         )
     trained = {name.removeprefix("unet/"): x for name, x in flat.items()}
     return unflatten_dict(trained, sep="/"), json.loads(run)

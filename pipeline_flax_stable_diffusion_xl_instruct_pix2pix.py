@@ -31,14 +31,16 @@ class FlaxStableDiffusionXLInstructPix2PixPipeline(InstructPix2Pix, XLParts):
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
         """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models of SDXL."""
         index, configs = super().check(pretrained_model_name_or_path, revision, **hub_options)
-        scheduler = (index.get("scheduler") or [None, None])[1]
-        if index.get("is_cosxl_edit") or scheduler in COSXL_SCHEDULERS:
-            raise ValueError(
-                f"{pretrained_model_name_or_path} is a CosXL model ({scheduler}), which is not "
-                "supported; use an InstructPix2Pix model of SDXL"
-            )
+        refuse_cosxl(pretrained_model_name_or_path, index, "use an InstructPix2Pix model of SDXL")
         return index, configs
 
     def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         texts = [TEXT_OF_BRANCH[branch] for branch in branches]
         return super()._conditions(params, prompt_ids, neg_prompt_ids, texts, latent_shape)
+
+
+def refuse_cosxl(path, index, remedy):
+    """Raise a ValueError if model_index.json's content, index, is of a CosXL model."""
+    scheduler = (index.get("scheduler") or [None, None])[1]
+    if index.get("is_cosxl_edit") or scheduler in COSXL_SCHEDULERS:
+        raise ValueError(f"{path} is a CosXL model ({scheduler}), which is not supported; {remedy}")

@@ -34,7 +34,13 @@ from flax import jax_utils
 from tqdm import tqdm
 
 from command_line import one_line, run_main
-from editing import check_scheduler, check_seed, choose_scheduler, compute_dtype
+from editing import (
+    cast_params,
+    check_scheduler,
+    check_seed,
+    choose_scheduler,
+    compute_dtype,
+)
 from executables import ExecutableStore, no_compilation_cache, step_options, surroundings
 from images import (
     check_image_file,
@@ -118,16 +124,6 @@ def load(pipeline, config):
         variant=config.variant,
         lora=config.lora,
     )
-
-
-# 2. Cast
-
-
-def cast(params, dtype):
-    """Cast all weights to dtype; the scheduler's state needs float32."""
-    scheduler_state = params.pop("scheduler")
-    replace_leaves(lambda x: np.asarray(x, dtype), params)
-    return params | {"scheduler": scheduler_state}
 
 
 # 3. Defaults
@@ -278,7 +274,8 @@ def run(config):
     pipeline = open_pipeline(config, dtype)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
-    params = cast(load(pipeline, config), dtype)
+    params = load(pipeline, config)
+    cast_params(pipeline, params)  # 2. Cast
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
     p_params, keys = replicate_all(params, devices, config.seed, len(prompts))
     arrays = {

@@ -332,6 +332,7 @@ def sdxl_job(config, devices):
         **modules, **settings, scheduler=scheduler, tokenizer=True, tokenizer_2=True
     )
     params = {name: param_shapes(module, dtype) for name, module in modules.items()}
+    params["vae"] = param_shapes(pipeline._vae, pipeline._vae.dtype)  # as in cast_params
     params["scheduler"] = jax.eval_shape(lambda: scheduler_state)
     params = replicated(params, n)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))

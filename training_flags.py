@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from command_line import check_writable
-from config_flax import INDEX_NAME, LORA_FILE
+from config_flax import CONV_IN_FILE, INDEX_NAME, LORA_FILE
 
-CONV_IN_FILE = "conv_in.safetensors"  # with LoRA: the first convolution, trained as a whole
 FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
 POSITIVE = (
     *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),

@@ -27,6 +27,7 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
 from pipeline_flax_stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FACTOR
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
+    refuse_cosxl,
 )
 from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
 from sharding_flax import cast_kernels, combine, local_rows, replicate
@@ -202,6 +203,10 @@ def open_modules(config: Config, dtype):
     Args and Raises as for load_models.
     """
     source, of_source = config.pretrained_model_name_or_path, {"revision": config.revision}
+    is_xl = is_sdxl(config)
+    if is_xl:
+        refuse_cosxl(source, read_index(source, config.revision), "train SDXL's base model")
+    scheduler_from_pretrained(source, **of_source)  # of sampling: raises an error if unsupported
 
     def open_module(cls, path, **place):
         content = ConfigMixin.load_config(path, **place)
@@ -215,7 +220,7 @@ def open_modules(config: Config, dtype):
         vae = open_module(FlaxAutoencoderKL, source, subfolder="vae", **of_source)
     encoders = tuple(
         open_module(encoder_class, source, subfolder=f"text_encoder{suffix}", **of_source)
-        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_sdxl(config) else 1]
+        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]
     )
     scheduler, _ = FlaxDDPMScheduler.from_pretrained(source, subfolder="scheduler", **of_source)
     return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
@@ -371,7 +376,26 @@ def load_vae(config, dtype, is_xl):
     vae, params = FlaxAutoencoderKL.from_pretrained(
         source, dtype=dtype, convert=to_float32, **options
     )
+    check_vae_family(config, vae, is_xl)
     return vae.clone(dtype=jnp.float32) if is_xl and vae.force_upcast else vae, params
+
+
+def check_vae_family(config, vae, is_xl):
+    """Raise a ValueError for Stable Diffusion's VAE with SDXL, and the reverse.
+
+    Args:
+        config: of the trainer or of cache_latents.py, names the VAE.
+        vae: module.
+        is_xl: whether the model is SDXL.
+    """
+    if vae.scaling_factor != (SD_SCALING_FACTOR if is_xl else SDXL_SCALING_FACTOR):
+        return
+    kinds = ("Stable Diffusion", "SDXL") if is_xl else ("SDXL", "Stable Diffusion")
+    source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
+    raise ValueError(
+        f"the VAE in {source} has scaling_factor {vae.scaling_factor}, so it is {kinds[0]}'s; "
+        f"{kinds[1]} needs its own"
+    )
 
 
 def tree_checksum(tree):
@@ -428,12 +452,7 @@ def check_models(config: Config, models: Models):
             f"{unet.cross_attention_dim}, but the text of {source} has {hidden_size} features; "
             "take both from the same model"
         )
-    if vae.scaling_factor == (SD_SCALING_FACTOR if is_xl else SDXL_SCALING_FACTOR):
-        kinds = ("Stable Diffusion", "SDXL") if is_xl else ("SDXL", "Stable Diffusion")
-        raise ValueError(
-            f"the VAE in {config.pretrained_vae_model_name_or_path or source} has scaling_factor "
-            f"{vae.scaling_factor}, so it is {kinds[0]}'s; {kinds[1]} needs its own"
-        )
+    check_vae_family(config, vae, is_xl)
     if is_xl:
         pooled = encoders[1].module.projection_dim
         expected = pooled + 6 * unet.addition_time_embed_dim

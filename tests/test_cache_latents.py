@@ -25,7 +25,7 @@ from test_train import (
     run_main,
     write_shard,
 )
-from tiny_models import make_tiny_pipeline
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import cache_latents
 import flax_train_instruct_pix2pix as trainer
@@ -286,6 +286,14 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
             dict(resolution=15, output_dir="NEW"),
             "--resolution 15 is not a multiple of 2; try 14 or 16",
         ),
+        (
+            dict(
+                pretrained_model_name_or_path="XL",
+                pretrained_vae_model_name_or_path="VAE",
+                output_dir="NEW",
+            ),
+            "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own",
+        ),
         (dict(train_data_dir="NONE"), "is not a directory; name that of the shards"),
         (  # checked before models are read
             dict(output_dir="FILE", pretrained_model_name_or_path="NONE"),
@@ -298,7 +306,7 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
 )
 def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options, message):
     places = {"DATA": data, "KEPT": kept, "NEW": tmp_path / "new", "NONE": tmp_path / "none"}
-    places["FILE"] = tmp_path / "file"
+    places |= {"FILE": tmp_path / "file", "VAE": model / "vae"}
     places["FILE"].touch()
     for name in ("GROWN", "FEWER", "COPY"):
         places[name] = tmp_path / name
@@ -307,6 +315,8 @@ def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options,
     (places["FEWER"] / "b.parquet").unlink()
     if "OTHER" in options.values():
         places["OTHER"] = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
+    if "XL" in options.values():
+        places["XL"] = make_tiny_xl(tmp_path / "xl")
     before = {file: file.read_bytes() for file in (*data.iterdir(), *kept.iterdir())}
     named = dict(
         pretrained_model_name_or_path=model, train_data_dir=data, output_dir=kept, resolution=16
@@ -319,6 +329,7 @@ def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options,
     error = capsys.readouterr().err.replace(str(places["FILE"]), "FILE")
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert before == {file: file.read_bytes() for file in before}
+    assert not places["NEW"].exists()
 
 
 def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The demo: its photographs and edits, its data, its measures, its base model."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -299,6 +300,56 @@ def test_validation_edits_are_read_from_the_grid(tmp_path):
     for image, color in zip(read[1], colors, strict=True):
         assert image.size == (64, 64)
         assert image.getcolors() == [(64 * 64, color)]
+
+
+@pytest.mark.slow
+def test_families_are_trained_and_compared(tmp_path):
+    """The small command of compare_families.py's docstring."""
+    out, environment = tmp_path / "families", dict(os.environ)
+    del environment["XLA_FLAGS"]  # the script chooses the number of devices
+    command = [sys.executable, "demo/compare_families.py", "--max_train_steps", "20"]
+    command += ["--seeds", "0", "--guidance_scale", "2", "--work_dir", out]
+    command += ["--output", f"{out}.json", "--image_dir", out]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(Path(f"{out}.json").read_text())
+    baselines = ("copied input", "VAE round trip of the input", "VAE round trip of the truth")
+    names = [f"{family} {what}" for what in ("seed 0", "summary") for family in ("sd", "sdxl")]
+    assert rows.keys() >= {*names, *(f"baseline {name}" for name in baselines)}
+    for family in ("sd", "sdxl"):
+        row, summary = (rows[f"{family} {what}"] for what in ("seed 0", "summary"))
+        assert [step for step, _ in row["loss_curve"]] == [10, 20]
+        assert row["final_loss"] == row["loss_curve"][1][1] == summary["final_loss"]["mean"]
+        assert row["train_seconds"] > 0 and row["num_pairs"] == 72
+        (edit,) = row["edits"]
+        assert edit["guidance_scale"] == 2 and all(edit[x] > 0 for x in compare_families.METRICS)
+        assert summary["edits"][0]["l1"]["mean"] == edit["l1"]
+    with Image.open(out / "families_loss.png") as plot:
+        assert plot.getcolors(2**20) is None or len(plot.getcolors(2**20)) > 2
+    with Image.open(out / "families_validation.jpg") as grid:  # input, 10 validations, truth
+        cell = compare_families.CELL + compare_families.GAP
+        assert grid.size == (120 + 12 * cell, compare_families.LABEL + 6 * cell)
+    with Image.open(out / "families.gif") as animation:
+        assert animation.n_frames == 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_train_steps", "7"], "--max_train_steps 7 must be at least 8"),
+        (["--seeds", "1", "1"], "--seeds 1 1 must be one or more different numbers"),
+        (["--output", "FILE/families.json"], "FILE/families.json cannot be written"),
+    ],
+)
+def test_a_comparison_is_refused_before_it_trains(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    with pytest.raises(SystemExit) as stop:
+        compare_families.main(["--work_dir", "work", "--output", "out.json", *flags])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert [file.name for file in tmp_path.iterdir()] == ["FILE"]
 
 
 @pytest.mark.slow

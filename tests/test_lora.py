@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -20,13 +21,18 @@ from safetensors.torch import load_file, save_file
 from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
 from test_train import (
     RUN,
+    Parallel,
+    compare_runs,
     config_of,
+    draws_by_hand,
     flags_of,
     lenient_optimizer,  # noqa: F401
     read_metrics,
     run_main,
+    train_with_torch,
     write_shard,
 )
+from test_train_sdxl import make_sdxl_batch, torch_text_encoder
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from transformers import CLIPTextModel
 
@@ -137,6 +143,55 @@ def test_outputs_and_gradients_are_pefts(models, family, targets):
     np.testing.assert_allclose(result, found, atol=1e-4, rtol=1e-4)
 
 
+def adapt(unet, trained):
+    """Add PEFT's adapter to PyTorch's UNet, with our initial values; train conv_in in full."""
+    unet.requires_grad_(False)
+    unet.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ATTENTION)))
+    unet.conv_in.requires_grad_(True)
+    values = dict(flax_to_torch(name, x) for name, x in flatten_dict(trained, sep="/").items())
+    for name, parameter in unet.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.tensor(values.pop(name.replace(".default.", ".")))
+    assert not values
+
+
+@pytest.mark.slow
+def test_training_is_pefts(models):
+    """SDXL on 4 devices by block, on one device, and PyTorch with PEFT and AdamW, 4 steps."""
+    batches = [make_sdxl_batch(i) for i in range(4)]
+    draws = [draws_by_hand(3, step, RUN["resolution"] // 8) for step in range(4)]
+    config = config_of(models["xl"], "unused", "unused", **LORA)
+    by_block = dataclasses.replace(config, gradient_checkpointing=True, gather_by_block=True)
+    parallel = Parallel(by_block)
+    steps = list(parallel.run(batches, 3))
+    prepare = partial(adapt, trained=parallel.params)
+    torch_run = train_with_torch(models["xl"], batches, draws, torch_text_encoder, prepare)
+    compare_runs(parallel, steps, *torch_run)
+
+    alone = Parallel(config, num_devices=1)
+    expected = list(alone.run(batches, 3))
+    for (_, found), (_, metrics) in zip(steps, expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(found[name][0], metrics[name][0], rtol=1e-4)
+    params = alone.whole(expected[-1][0])
+    for name, x in parallel.whole(steps[-1][0]).items():
+        np.testing.assert_allclose(x, params[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_step_in_bfloat16(models):
+    """Frozen kernels are bfloat16; the loss is that of float32 up to their rounding."""
+    losses = []
+    for precision in ("bf16", "no"):
+        config = config_of(models["xl"], "unused", "unused", mixed_precision=precision, **LORA)
+        parallel = Parallel(config, num_devices=1)
+        ((state, metrics),) = parallel.run([make_sdxl_batch(0)], 3)
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
+        assert np.isfinite(metrics["grad_norm"])
+        losses.append(float(metrics["loss"][0]))
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
 def test_at_the_start_nothing_changes(models):
     _, params = FlaxUNet2DConditionModel.from_pretrained(models["xl"] / "unet")
     trained, frozen = add_lora(params, RANK, None, ATTENTION)
@@ -197,11 +252,13 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
     not_a_unet = config_of(model, data, tmp_path / "new", unet_model_name_or_path=str(out))
     Image.new("RGB", (16, 16)).save(tmp_path / "in.png")
     edit = f"--model {out} --input {tmp_path}/in.png --edit red".split()
+    with_lora = [*edit[2:], "--model", str(model), "--lora", str(out)]
     for main, args, message in (
         (trainer.main, flags_of(config), "contains a model; name another directory"),
         (trainer.main, flags_of(other), "belongs to another run: "),
         (trainer.main, flags_of(not_a_unet), "is the output of a run with --lora_rank, not a UNet"),
         (edit_cli.main, edit, "has a LoRA and no model_index.json; repeat the training command"),
+        (edit_cli.main, with_lora, "also trains the first convolution; repeat the training comma"),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
@@ -335,6 +392,23 @@ def test_initial_values_do_not_depend_on_files(models, tmp_path):
     _, sharded = FlaxUNet2DConditionModel.from_pretrained(tmp_path)
     expected, found = (add_lora(x, RANK, ALPHA, ATTENTION)[0] for x in (params, sharded))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(("family", "other"), [("sd", "xl"), ("xl", "sd")])
+def test_a_lora_of_another_family_is_one_line(models, tmp_path, capsys, family, other):
+    _, params = FlaxUNet2DConditionModel.from_pretrained(models[family] / "unet")
+    trained, _ = add_lora(params, RANK, ALPHA, ATTENTION)
+    save_lora(tmp_path / LORA_FILE, trained, RANK, ALPHA, ATTENTION, run={})
+    Image.new("RGB", (16, 16)).save(tmp_path / "in.png")
+    flags = f"--input {tmp_path}/in.png --edit red --lora {tmp_path}/{LORA_FILE}".split()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        edit_cli.main([*flags, "--model", str(models[other])])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --lora ") and error.count("\n") == 1
+    assert re.search(r"is for another model: .* \d+ -> \d+|of this model's family", error)
+    assert {file.name for file in tmp_path.iterdir()} == {"in.png", LORA_FILE}
 
 
 @pytest.mark.slow

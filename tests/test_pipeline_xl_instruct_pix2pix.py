@@ -1,5 +1,6 @@
 """The SDXL InstructPix2Pix pipeline against PyTorch diffusers."""
 
+import dataclasses
 import json
 import shutil
 from functools import partial
@@ -15,6 +16,7 @@ from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
+from editing import cast_params, check_model, load_model
 from modeling_flax_unet import FlaxUNet2DConditionOutput
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     BRANCHES,
@@ -95,6 +97,20 @@ def test_images_are_those_of_pytorch(
     ).images
     assert images.dtype == jnp.float32 and images.shape == (batch, *size, 3)
     assert psnr(images, expected) > 60
+
+
+def test_what_edits_in_bfloat16_round(folder, loaded):
+    """Not the weights of a VAE that computes in float32."""
+    kind, _, scheduler = check_model(str(folder), 64, 3)
+    pipeline, params = load_model(folder, kind, scheduler, jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, params["vae"], loaded[1]["vae"])
+    del params["scheduler"]
+    dtypes = {name: {x.dtype for x in jax.tree.leaves(tree)} for name, tree in params.items()}
+    assert dtypes.pop("vae") == {np.dtype(np.float32)}
+    assert list(dtypes.values()) == 3 * [{np.dtype(jnp.bfloat16)}]
+    vae = pipeline.vae.clone(force_upcast=False)
+    cast_params(dataclasses.replace(pipeline, vae=vae), params)
+    assert {x.dtype for x in jax.tree.leaves(params["vae"])} == {np.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import flax_train_instruct_pix2pix as trainer
 import sampling_flax
 import tpu_compile
+from editing import cast_params
+from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from sharding_flax import (
     gather,
     global_norm,
@@ -268,6 +270,18 @@ def test_report_by_hand(model):
         "resolution",
         "gradient_accumulation_steps",
     }
+
+
+def test_sdxl_parameters_are_those_of_the_script(tmp_path):
+    """The VAE's are float32."""
+    model = make_tiny_xl(tmp_path / "xl")
+    config = Sdxl(tpu="v5e-4", pretrained_model_name_or_path=str(model), image_size=64)
+    found = tpu_compile.sdxl_job(config, jax.devices()).held["parameters"]
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(model, dtype=jnp.bfloat16)
+    cast_params(pipeline, params)
+    expected = jax.tree.map(lambda x: ((NUM_DEVICES, *x.shape), x.dtype), params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == expected
+    assert expected["vae"]["post_quant_conv"]["bias"][1] == np.float32
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ from sharding_flax import (
     to_host,
 )
 from training_flags import LORA_FILE
-from training_models import Models, encode_text, load_models
+from training_models import Models, cast_frozen, compute_dtype, encode_text, load_models
 
 SCRIPT = Path(trainer.__file__)
 NUM_DEVICES = 4  # conftest.py's
@@ -414,7 +414,8 @@ class Parallel:
 
     def __init__(self, config, num_devices=NUM_DEVICES, **options):
         self.config = config
-        self.models, _, self.frozen, self.params = load_models(config, jnp.float32)
+        self.models, _, frozen, self.params = load_models(config, compute_dtype(config))
+        self.frozen = cast_frozen(frozen, self.models)
         self.tx, _ = trainer.make_optimizer(config, config.max_train_steps)
         self.axes = shard_axes(self.params, num_devices)
         self.devices = jax.devices()[:num_devices]
@@ -479,7 +480,7 @@ def torch_text_encoder(model):
         return encode, {"states": text_encoder(null_ids).last_hidden_state}
 
 
-def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder):
+def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder, prepare=None):
     """The same run in PyTorch on one device.
 
     Args:
@@ -487,16 +488,20 @@ def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder):
         batches: one global batch per step.
         draws: draws_by_hand of each step.
         text_encoder: model -> (batch -> text, null text), see torch_text_encoder.
+        prepare: changes the UNet and which of its parameters are trained; None: all are.
 
     Returns:
         (UNet, losses, gradient norms).
     """
     unet = UNet2DConditionModel.from_pretrained(model / "unet")
+    if prepare:
+        prepare(unet)
+    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
     vae = AutoencoderKL.from_pretrained(model / "vae")
     encode_text, null_text = text_encoder(model)
     scheduler = diffusers.DDPMScheduler.from_pretrained(model / "scheduler")
     optimizer = torch.optim.AdamW(
-        unet.parameters(),
+        trained,
         lr=RUN["learning_rate"],
         eps=RUN["adam_epsilon"],
         weight_decay=RUN["adam_weight_decay"],
@@ -536,7 +541,7 @@ def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder):
         loss = torch.nn.functional.mse_loss(prediction, target)
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(unet.parameters(), RUN["max_grad_norm"]).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, RUN["max_grad_norm"]).item())
         optimizer.step()
         lr_scheduler.step()
         losses.append(loss.item())
@@ -568,7 +573,7 @@ def compare_runs(parallel, steps, torch_unet, losses, norms):
         np.testing.assert_allclose([x[0] for x in found], expected, rtol=1e-4)
         assert all((x == x[0]).all() for x in found)
     start = flatten_dict(parallel.params, sep="/")
-    theirs = torch_unet.state_dict()
+    theirs = {name.replace(".default.", "."): x for name, x in torch_unet.state_dict().items()}
     for key, trained in parallel.whole(steps[-1][0]).items():
         name, change = flax_to_torch(key, trained - start[key])
         expected = theirs[name].numpy() - flax_to_torch(key, start[key])[1]
