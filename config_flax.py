@@ -87,6 +87,9 @@ PUBLISHED_CONFIGS = {
         "scheduler": _NOISE_SCHEDULE
         | {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"},
     },
+    # Tiny autoencoders in place of the VAE of Stable Diffusion and SDXL: all entries are defaults.
+    "taesd": {"vae": {}},
+    "taesdxl": {"vae": {}},
 }
 
 

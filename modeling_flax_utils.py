@@ -94,22 +94,24 @@ TORCH_BITS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8
 
 # transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without);
 # the safety checker's published prefix vision_model.vision_model becomes vision_model.
-CLIP_WITHOUT_PREFIX = ("embeddings.", "encoder.layers.", "final_layer_norm.")
+CLIP_WITHOUT_PREFIX = re.compile(
+    r"embeddings\.|encoder\.layers\.\d+\.(layer_norm|mlp|self_attn)|final_layer_norm\."
+)
 
 
 def torch_to_flax(key, array):
     """Rename one PyTorch tensor to its place in the Flax tree and turn its axes.
 
     Args:
-        key: name in a state dict of UNet2DConditionModel, AutoencoderKL, CLIPTextModel,
-            CLIPTextModelWithProjection or StableDiffusionSafetyChecker, e.g.
+        key: name in a state dict of UNet2DConditionModel, AutoencoderKL, AutoencoderTiny,
+            CLIPTextModel, CLIPTextModelWithProjection or StableDiffusionSafetyChecker, e.g.
             "down_blocks.0.resnets.1.conv1.weight".
         array: the tensor, NumPy; convolution OIHW, linear (out, in), anything of one axis.
 
     Returns:
         (path, array): path joined by "/", array a view; convolution HWIO, linear (in, out).
     """
-    if key.startswith(CLIP_WITHOUT_PREFIX):
+    if CLIP_WITHOUT_PREFIX.match(key):
         key = f"text_model.{key}"
     if key.startswith("vision_model.") and not key.startswith("vision_model.vision_model."):
         key = f"vision_model.{key}"
