@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from config_flax import ModelOutput
 from kernels_flax import attention, convolve
+from quantization_flax import int8_layer, is_int8
 
 # How the names of blocks begin that a UNet with gradient_checkpointing recomputes.
 CHECKPOINTED_BLOCKS = ("resnets_", "transformer_blocks_")
@@ -168,7 +169,7 @@ class LayerNorm(nn.Module):
 
 
 class Conv(nn.Module):
-    """A convolution with bias, and LoRA if its parameters contain it; convolve."""
+    """A convolution with bias, int8 and with LoRA if its parameters say so; convolve."""
 
     features: int
     size: int = 3
@@ -182,14 +183,18 @@ class Conv(nn.Module):
         shape = (self.size, self.size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
+        params = self.variables["params"]
         padding = self.padding
         if padding is None:
             padding = ((self.size // 2, self.size // 2),) * 2
         apply_kernel = partial(convolve, stride=self.stride, padding=padding)
-        out = apply_kernel(x, kernel) + bias
-        if self.has_variable("params", "lora_A"):
-            out = out + lora_product(self.variables["params"], x, self.dtype, apply_kernel)
+        if is_int8(params):
+            out = int8_layer(params, x, self.dtype, self.stride, padding)
+        else:
+            x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
+            out = apply_kernel(x, kernel) + bias
+        if "lora_A" in params:
+            out = out + lora_product(params, x, self.dtype, apply_kernel)
         return out
 
 
@@ -208,13 +213,14 @@ def lora_product(params, x, dtype, apply_kernel=jnp.matmul):
 
 
 class Dense(nn.Dense):
-    """A dense layer, with LoRA if its parameters contain it."""
+    """A dense layer, int8 and with LoRA if its parameters say so."""
 
     def __call__(self, x):
         """x (..., C) -> (..., features)."""
-        out = super().__call__(x)
-        if self.has_variable("params", "lora_A"):
-            out = out + lora_product(self.variables["params"], x, self.dtype)
+        params = self.variables.get("params", {})  # none before init
+        out = int8_layer(params, x, self.dtype) if is_int8(params) else super().__call__(x)
+        if "lora_A" in params:
+            out = out + lora_product(params, x, self.dtype)
         return out
 
 
