@@ -1,0 +1,426 @@
+"""Distil an InstructPix2Pix model into an LCM-LoRA: guided edits in 2 to 8 steps of one branch.
+
+    python distill_lcm.py --pretrained_model_name_or_path instruct-pix2pix --train_data_dir data \\
+        --output_dir lcm-lora
+    python edit_cli.py --model instruct-pix2pix --lora lcm-lora --scheduler lcm \\
+        --num_inference_steps 4 --guidance_scale 1 --image_guidance_scale 1 --input in.jpg \\
+        --edit "make it red" --output out.png
+
+`instruct-pix2pix` is a pipeline directory of Stable Diffusion or SDXL that
+flax_train_instruct_pix2pix.py wrote or `hf download` fetched. `data` is a directory of parquet
+shards, or of latents that cache_latents.py wrote (then add --no_random_crop). With the demo's model
+and latents (run `make demo` once), in one minute on a CPU:
+
+    python distill_lcm.py --pretrained_model_name_or_path demo/output/model \\
+        --train_data_dir demo/output/latents --no_random_crop --resolution 64 \\
+        --guidance_scale 2 --image_guidance_scale 1.2 --max_train_steps 50 \\
+        --train_batch_size 8 --output_dir /tmp/lcm-lora
+
+The guidance scales of the teacher are distilled into the LoRA: to sample with others, distil again.
+The result is OUTPUT_DIR/pytorch_lora_weights.safetensors, a PEFT file for --lora of edit_cli.py and
+load_lora_weights of PyTorch's pipelines. It is written at the end; a run that stops early has to be
+started again.
+
+Runs on all TPU chips, GPUs or CPU devices of one machine. The LoRA and its Adam moments are sharded
+over the devices, and every device holds the frozen model in the compute dtype. A step takes the
+time of about two training steps: the UNet runs five times (three branches of the teacher, target,
+student) and once backward.
+
+Papers: Latent Consistency Models (arXiv 2310.04378), LCM-LoRA (arXiv 2311.05556).
+"""
+
+import time
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from command_line import run_main
+from config_flax import LORA_FILE
+from editing import check_scale
+from executables import use_compilation_cache
+from lora_flax import save_lora
+from parquet_dataset import ParquetImagePairs
+from parquet_shards import KNOWN_COLUMNS
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    BRANCHES,
+    TEXT_OF_BRANCH,
+    InstructPix2Pix,
+    guidance_branches,
+    guidance_weights,
+)
+from pipeline_flax_utils import pipeline_class, replace_leaves
+from scheduling_flax_alpha import SIGMA_DATA, FlaxLCMScheduler
+from scheduling_flax_utils import get_sqrt_alpha_prod, predict_x0_and_eps
+from sharding_flax import (
+    combine,
+    first_replica,
+    gather,
+    global_norm,
+    replicate,
+    shard_axes,
+    start_state,
+    to_host,
+)
+from training_flags import Config as TrainingConfig
+from training_flags import check_config
+from training_latents import check_vae
+from training_models import (
+    cast_frozen,
+    compute_dtype,
+    encode_batch,
+    is_sdxl,
+    load_models,
+    lora_options,
+)
+from training_report import MetricsLog
+from training_run import Batches, write_flags
+
+HUBER_C = 0.001  # below it the loss is quadratic, above linear
+SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as ParquetImagePairs' names
+
+
+@dataclass(frozen=True)
+class Config:
+    # model
+    pretrained_model_name_or_path: str  # directory of the InstructPix2Pix pipeline to distil
+    variant: str | None = None  # e.g. fp16, of the model's files
+    guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
+    image_guidance_scale: float = 1.5  # of the teacher: similarity to the input, >= 0
+    # data
+    train_data_dir: str = "data"  # directory of *.parquet shards of images or of latents
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    max_train_samples: int | None = None  # use the first N pairs only; None: all
+    resolution: int = 256  # side of the square training images, pixels
+    random_crop: bool = True  # crop at a random position, else in the centre
+    random_flip: bool = True  # mirror half of the pairs
+    dataloader_num_workers: int = 0  # decoding threads; 0: one per core
+    # LoRA
+    lora_rank: int = 64  # rank of the updates
+    lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
+    lora_target_modules: tuple[str, ...] = (  # PyTorch's names
+        *("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),
+        *("conv1", "conv2", "conv_shortcut", "time_emb_proj"),
+    )
+    # training
+    train_batch_size: int = 16  # global batch: pairs per optimizer step
+    max_train_steps: int = 2000  # optimizer steps
+    learning_rate: float = 1e-4  # peak value
+    lr_scheduler: Literal["constant", "cosine"] = "constant"  # after warm-up; cosine: to zero
+    lr_warmup_steps: int = 0  # linear warm-up from 0
+    adam_weight_decay: float = 1e-2  # decoupled, as in AdamW; 0: off
+    max_grad_norm: float = 1.0  # clip the gradient to this global norm
+    mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; the LoRA stays float32
+    gradient_checkpointing: bool = False  # less memory, slower
+    seed: int = 42  # of the LoRA's initial values, data order, augmentation and noise
+    # output
+    output_dir: str = "lcm-lora"  # for the LoRA, config.json and metrics.jsonl
+    overwrite_output_dir: bool = False  # replace an existing LoRA
+    logging_steps: int = 50  # steps between lines of metrics.jsonl
+    compilation_cache_dir: str = "~/.cache/jax"  # cache of compiled programs; "": none
+
+
+def predict(params, unet, x_t, timesteps, condition, text):
+    """The UNet's output, float32 (B, C, h, w); arguments as for consistency_loss."""
+    added = {}
+    if "pooled" in text:  # SDXL
+        added["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": text["time_ids"]}
+    x_in = jnp.concatenate((x_t, condition), axis=1)  # (B, 2C, h, w)
+    output = unet.apply({"params": params}, x_in, timesteps, text["states"], **added).sample
+    return output.astype(jnp.float32)
+
+
+def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, scales):
+    """The guided prediction, from up to three branches in one batch; arguments as for predict.
+
+    Args:
+        null_text: of the empty prompt, (1, ...) each; entries missing here are those of text.
+        scales: (guidance_scale, image_guidance_scale), numbers >= 0.
+
+    Source: InstructPix2Pix (arXiv 2211.09800), equation 3.
+    """
+    branches, weights = guidance_branches(*scales), dict(zip(BRANCHES, guidance_weights(*scales)))
+    null = {name: jnp.broadcast_to(null_text.get(name, x), x.shape) for name, x in text.items()}
+    texts = [{"text": text, "null": null}[TEXT_OF_BRANCH[branch]] for branch in branches]
+    text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *texts)
+    conditions = [jnp.zeros_like(condition) if b == "null" else condition for b in branches]
+    x_t, timesteps = (jnp.concatenate([x] * len(branches)) for x in (x_t, timesteps))
+    outputs = predict(params, unet, x_t, timesteps, jnp.concatenate(conditions), text)
+    outputs = jnp.split(outputs, len(branches))
+    return sum(weights[branch] * output for branch, output in zip(branches, outputs))
+
+
+def ddim_step(scheduler, scheduler_state, output, x_t, timesteps, earlier):
+    """The sample at earlier timesteps, by one deterministic step, float32.
+
+    Args:
+        scheduler, scheduler_state: FlaxLCMScheduler and its state.
+        output: the model's, float32 (B, C, h, w).
+        x_t: sample at timesteps, float32 (B, C, h, w).
+        timesteps, earlier: integers (B,).
+
+    Source: DDIM (arXiv 2010.02502), equation 12 with sigma 0.
+    """
+    alpha, sigma = get_sqrt_alpha_prod(scheduler_state.common, x_t, None, timesteps)
+    x_0, eps = predict_x0_and_eps(scheduler.config.prediction_type, alpha, sigma, x_t, output)
+    alpha, sigma = get_sqrt_alpha_prod(scheduler_state.common, x_t, None, earlier)
+    return alpha * x_0 + sigma * eps
+
+
+def consistency_function(scheduler, scheduler_state, output, x_t, timesteps):
+    """f(x_t, t) = c_skip x_t + c_out x_0, the sample that FlaxLCMScheduler.step denoises to.
+
+    It is x_t at timestep 0; arguments as for ddim_step.
+
+    Source: Consistency Models (arXiv 2303.01469), equation 5 and appendix C.
+    """
+    alpha, sigma = get_sqrt_alpha_prod(scheduler_state.common, x_t, None, timesteps)
+    x_0, _ = predict_x0_and_eps(scheduler.config.prediction_type, alpha, sigma, x_t, output)
+    scaled_t = timesteps.astype(jnp.float32) * scheduler.config.timestep_scaling
+    scaled_t = scaled_t[:, None, None, None]
+    c_skip = SIGMA_DATA**2 / (scaled_t**2 + SIGMA_DATA**2)
+    c_out = scaled_t / jnp.sqrt(scaled_t**2 + SIGMA_DATA**2)
+    return c_skip * x_t + c_out * x_0
+
+
+def consistency_loss(lora, frozen, models, x_0, condition, text, noise, timesteps, scales):
+    """Distance of f at a timestep from f at the end of the teacher's DDIM step.
+
+    Args:
+        lora: trained parameters of add_lora; without them the UNet is the teacher.
+        frozen, models: as for train_step.
+        x_0: scaled latents of the edited image, (B, C, h, w) float32.
+        condition: unscaled latents of the image to edit, (B, C, h, w) float32.
+        text: as from encode_text.
+        noise: standard normal, (B, C, h, w) float32.
+        timesteps: integers (B,), of the grid of the teacher's steps.
+        scales: of the teacher, see guided_prediction.
+
+    Returns:
+        The mean pseudo-Huber loss of the elements, a float32 scalar.
+
+    Source: Latent Consistency Models (arXiv 2310.04378), algorithm 1; the student itself is the
+    target, as in LCM-LoRA (arXiv 2311.05556).
+    """
+    unet, scheduler, schedule = models.unet, models.scheduler, frozen["scheduler"]
+    step_size = len(scheduler) // scheduler.config.original_inference_steps
+    earlier = jnp.maximum(timesteps - step_size, 0)
+    x_t = scheduler.add_noise(schedule, x_0, noise, timesteps)
+    guided = guided_prediction(
+        frozen["unet"], unet, x_t, timesteps, condition, text, frozen["null_text"], scales
+    )
+    x_earlier = ddim_step(scheduler, schedule, guided, x_t, timesteps, earlier)
+
+    def student(x, t):
+        output = predict(combine(frozen["unet"], lora), unet, x, t, condition, text)
+        return consistency_function(scheduler, schedule, output, x, t)
+
+    error = student(x_t, timesteps) - jax.lax.stop_gradient(student(x_earlier, earlier))
+    return (jnp.sqrt(jnp.square(error) + HUBER_C**2) - HUBER_C).mean()
+
+
+def train_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, max_grad_norm=1.0):
+    """One optimizer step on one device's rows of the batch; call it under pmap(axis_name="batch").
+
+    A sample's random numbers depend only on base_rng, state.step and its row of the global batch.
+
+    Args:
+        state: TrainState of the LoRA; parameters and moments are this device's shards.
+        frozen: dict of parameters "unet", "vae" (not with cached latents) and "text_encoder";
+            "null_text", see guided_prediction; "scheduler", the state of set_timesteps.
+        batch: this device's rows, see encode_batch.
+        base_rng: PRNG key, the same on every device and in every step.
+        models: Models with FlaxLCMScheduler.
+        tx: element-wise optax optimizer, such as Adam; others would see only one shard.
+        axes: shard_axes of the LoRA.
+        scales: of the teacher, see guided_prediction.
+        max_grad_norm: gradients with a larger global norm are scaled down to it.
+
+    Returns:
+        (state, {"loss", "grad_norm"}): mean loss and gradient norm over the global batch.
+    """
+    B = len(batch["input_ids"])
+    rows = jax.lax.axis_index("batch") * B + jnp.arange(B)  # rows of the global batch
+    step_rng = jax.random.fold_in(base_rng, state.step)
+    keys = jax.vmap(partial(jax.random.fold_in, step_rng))(rows)
+    posterior_keys, noise_keys, timestep_keys = jax.vmap(
+        partial(jax.random.split, num=3), out_axes=1
+    )(keys)
+
+    # The target is a scaled sample of the VAE's posterior, the condition its unscaled mode.
+    mean, std, mode, text = encode_batch(batch, frozen, models)
+    normal = jax.vmap(lambda key: jax.random.normal(key, mean.shape[1:]))
+    x_0 = (mean + std * normal(posterior_keys)) * models.vae.config.scaling_factor
+    x_0, condition, noise = (
+        jnp.transpose(x, (0, 3, 1, 2)) for x in (x_0, mode, normal(noise_keys))
+    )  # (B, C, h, w)
+    grid = frozen["scheduler"].timesteps
+    indices = jax.vmap(lambda key: jax.random.randint(key, (), 0, len(grid)))(timestep_keys)
+
+    def loss_fn(shards):
+        lora = gather(shards, axes, models.unet.dtype)
+        inputs = x_0, condition, text, noise, grid[indices]
+        return consistency_loss(lora, frozen, models, *inputs, scales)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    grad_norm = global_norm(grads, axes)
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1, max_grad_norm / grad_norm), grads)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
+
+
+def make_optimizer(config: Config):
+    """AdamW without clipping; returns (optax optimizer, schedule: step -> learning rate)."""
+    peak, num_warmup_steps = config.learning_rate, config.lr_warmup_steps
+    schedule = optax.constant_schedule(peak)
+    if config.lr_scheduler == "cosine":
+        schedule = optax.cosine_decay_schedule(peak, config.max_train_steps - num_warmup_steps)
+    if num_warmup_steps:
+        warmup = optax.linear_schedule(0.0, peak, num_warmup_steps)
+        schedule = optax.join_schedules([warmup, schedule], [num_warmup_steps])
+    return optax.adamw(schedule, weight_decay=config.adam_weight_decay), schedule
+
+
+def training_config(config: Config):
+    """The trainer's Config with these flags, for the functions that the scripts share.
+
+    Raises:
+        ValueError: a flag is invalid, or it is not a directory of an InstructPix2Pix model.
+    """
+    source = config.pretrained_model_name_or_path
+    if not Path(source, "unet").is_dir():
+        raise ValueError(
+            f"--pretrained_model_name_or_path {source} is not a pipeline directory with unet/; "
+            "train a model, or get one with hf download OWNER/NAME --local-dir DIR"
+        )
+    pipeline_type = pipeline_class(source)
+    if not issubclass(pipeline_type, InstructPix2Pix):
+        raise ValueError(
+            f"--pretrained_model_name_or_path {source} is a {pipeline_type.torch_class_name}, not "
+            "an InstructPix2Pix model; train one with flax_train_instruct_pix2pix.py"
+        )
+    for name in ("guidance_scale", "image_guidance_scale"):
+        check_scale(name, getattr(config, name))
+    names = {f.name for f in fields(TrainingConfig)}
+    flags = {name: value for name, value in asdict(config).items() if name in names}
+    shared = TrainingConfig(unet_model_name_or_path=str(Path(source, "unet")), ema="none", **flags)
+    check_config(shared, jax.device_count())
+    return shared
+
+
+def load_teacher(shared: TrainingConfig):
+    """Load the models of a run onto the host.
+
+    Returns:
+        (models, pipeline, frozen, lora): Models with FlaxLCMScheduler; the pipeline, for its
+        tokenizers; train_step's frozen parameters; the LoRA's initial parameters.
+    """
+    models, pipeline, frozen, lora = load_models(shared, compute_dtype(shared))
+    frozen["unet"]["conv_in"] = lora.pop("conv_in")  # which the trainer trains as a whole
+    scheduler = FlaxLCMScheduler.from_config(pipeline.scheduler.config)
+    num_teacher_steps = scheduler.config.original_inference_steps
+    frozen["scheduler"] = scheduler.set_timesteps(scheduler.create_state(), num_teacher_steps)
+    return models._replace(scheduler=scheduler), pipeline, frozen, lora
+
+
+def open_dataset(shared: TrainingConfig):
+    """Open --train_data_dir, of images or latents."""
+    return ParquetImagePairs(
+        shared.train_data_dir,
+        batch_size=shared.train_batch_size,
+        micro_conditioning=is_sdxl(shared),
+        max_rows=shared.max_train_samples,
+        num_threads=shared.dataloader_num_workers,
+        **{name: getattr(shared, name) for name in (*SAMPLE_FLAGS, *KNOWN_COLUMNS)},
+    )
+
+
+def distill(config: Config):
+    """Load the model, run the loop and write the LoRA to config.output_dir."""
+    shared = training_config(config)
+    use_compilation_cache(config.compilation_cache_dir)
+
+    # Data and models, on the host
+    dataset = open_dataset(shared)  # first, to report errors before gigabytes are loaded
+    models, pipeline, frozen, lora = load_teacher(shared)
+    check_vae(dataset, frozen["vae"], shared)
+
+    # State and frozen weights go to the devices
+    tx, schedule = make_optimizer(config)
+    axes = shard_axes(lora, jax.device_count())
+    options = dict(
+        scales=(config.guidance_scale, config.image_guidance_scale),
+        max_grad_norm=config.max_grad_norm,
+    )
+    p_train_step = jax.pmap(
+        partial(train_step, models=models, tx=tx, axes=axes, **options),
+        axis_name="batch",
+        donate_argnums=0,
+    )
+    p_frozen = cast_frozen(frozen, models)
+    if dataset.latents:
+        del p_frozen["vae"]
+    del frozen
+    replace_leaves(replicate, p_frozen)  # one by one, so that the host's copies can be freed
+    p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
+    state = start_state(lora, tx, axes)
+    batches = Batches(dataset, pipeline.prepare_text_inputs)
+
+    # Loop
+    output_dir = Path(config.output_dir)
+    write_flags(config)
+    metrics_log, unlogged, loop_start = MetricsLog(output_dir, {}), [], time.time()
+    with tqdm(total=config.max_train_steps, desc="distill", unit="step") as progress:
+        for step in range(1, config.max_train_steps + 1):
+            state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
+            jax.block_until_ready(unlogged[-1:])  # the host is one step ahead of the devices
+            unlogged.append(metrics)
+            progress.update()
+            if step % config.logging_steps and step != config.max_train_steps:
+                continue
+            losses, norms = (
+                np.array([float(first_replica(row[name])) for row in unlogged])
+                for name in ("loss", "grad_norm")
+            )
+            if not np.isfinite(losses + norms).all():
+                raise ValueError(
+                    f"the loss or gradient is not finite in the {len(unlogged)} steps until {step};"
+                    " no LoRA was written; start again with a lower --learning_rate, or without "
+                    "--mixed_precision bf16"
+                )
+            row = {"step": step, "loss": losses.mean(), "lr": float(schedule(step - 1))}
+            row |= {"grad_norm": norms[-1], "seconds": time.time() - loop_start}
+            metrics_log.write(row)
+            progress.set_postfix_str(f"loss={row['loss']:.5f}")
+            unlogged.clear()
+    batches.close()
+    file, lora = output_dir / LORA_FILE, to_host(state.params, axes)
+    save_lora(file, lora, **lora_options(config), run=asdict(config))
+    print(f"saved {file}; sample with --scheduler lcm and both guidance scales 1")
+
+
+def main(args=None):
+    """Run the command line."""
+    run_main(
+        Config,
+        __doc__,
+        distill,
+        args,
+        interrupted="no LoRA was written",
+        out_of_memory="lower --train_batch_size, or use --mixed_precision bf16, "
+        "--gradient_checkpointing or a lower --lora_rank",
+    )
+
+
+if __name__ == "__main__":
+    main()

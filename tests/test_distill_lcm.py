@@ -1,0 +1,352 @@
+"""LCM-LoRA distillation: PyTorch and NumPy references, devices, the command line, bad input."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    LCMScheduler,
+    StableDiffusionInstructPix2PixPipeline,
+    UNet2DConditionModel,
+)
+from flax.traverse_util import flatten_dict, unflatten_dict
+from peft import LoraConfig
+from PIL import Image
+from safetensors.numpy import load_file
+from test_train import normal, read_metrics, write_shard
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import distill_lcm
+import edit_cli
+from lora_flax import add_lora
+from modeling_flax_unet import FlaxUNet2DConditionModel
+from modeling_flax_utils import flax_to_torch
+from sharding_flax import replicate, shard_axes, start_state, to_host
+from training_flags import LORA_FILE
+from training_models import Models
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+SCALES = 3.0, 1.4
+TARGETS = ("to_q", "to_out.0", "proj_in", "ff.net.0.proj", "conv1", "time_emb_proj")
+RANK, ALPHA, NUM_STEPS = 4, 6.0, 50
+SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # latents are half as wide as images
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return {
+        "epsilon": make_tiny_pipeline(folder / "epsilon", **SIZE),
+        "v": make_tiny_pipeline(folder / "v", prediction_type="v_prediction", **SIZE),
+        "xl": make_tiny_xl(folder / "xl", edits=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_shard(folder / "a.parquet", 16, seed=1)
+    return folder
+
+
+@pytest.fixture
+def lenient_optimizer(monkeypatch):
+    """Disables strict dtype promotion inside Optax only."""
+    make_optimizer = distill_lcm.make_optimizer
+
+    def make_lenient_optimizer(config):
+        tx, schedule = make_optimizer(config)
+        update = jax.numpy_dtype_promotion("standard")(tx.update)
+        return optax.GradientTransformation(tx.init, update), schedule
+
+    monkeypatch.setattr(distill_lcm, "make_optimizer", make_lenient_optimizer)
+
+
+def flags(model, data, out, *more):
+    """A command line; later flags replace earlier ones."""
+    given = {
+        "pretrained_model_name_or_path": model,
+        "train_data_dir": data,
+        "output_dir": out,
+        "resolution": 16,
+        "train_batch_size": 8,
+        "max_train_steps": 4,
+        "learning_rate": 1e-2,
+        "lora_rank": RANK,
+        "logging_steps": 1,
+        "guidance_scale": SCALES[0],
+        "image_guidance_scale": SCALES[1],
+    }
+    pairs = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [*pairs, *map(str, more)]
+
+
+def lcm_scheduler(model):
+    """(scheduler, state of the distillation) of a model directory."""
+    scheduler, state = distill_lcm.FlaxLCMScheduler.from_pretrained(model, subfolder="scheduler")
+    return scheduler, scheduler.set_timesteps(state, NUM_STEPS)
+
+
+def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
+    """Loss of PyTorch's UNet with PEFT's LoRA: {name: parameter}, and the loss.
+
+    lora: {PyTorch's name: array}, the values of the LoRA.
+    """
+    unet = UNet2DConditionModel.from_pretrained(model / "unet")
+    unet.add_adapter(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS)))
+    trained = {
+        name.replace(".default.", "."): parameter
+        for name, parameter in unet.named_parameters()
+        if parameter.requires_grad
+    }
+    assert trained.keys() == lora.keys()
+    for name, parameter in trained.items():
+        parameter.data = torch.tensor(lora[name])
+    schedule = DDIMScheduler.from_pretrained(
+        model / "scheduler",
+        timestep_spacing="trailing",
+        set_alpha_to_one=False,
+        steps_offset=0,
+        clip_sample=False,
+    )
+    schedule.set_timesteps(NUM_STEPS)
+    lcm = LCMScheduler.from_pretrained(model / "scheduler")
+    t = torch.tensor(timesteps)
+    step = schedule.config.num_train_timesteps // NUM_STEPS
+
+    def run(x, t, condition, text):
+        names = {"text_embeds": "pooled", "time_ids": "time_ids"}
+        added = {name: text[key] for name, key in names.items() if key in text}
+        x_in = torch.cat((x, condition), 1)
+        return unet(x_in, t, text["states"], added_cond_kwargs=added or None).sample
+
+    def f(x, t):
+        output, alpha_bar = run(x, t, condition, text), lcm.alphas_cumprod[t].view(-1, 1, 1, 1)
+        clean = (x - (1 - alpha_bar).sqrt() * output) / alpha_bar.sqrt()
+        if lcm.config.prediction_type == "v_prediction":
+            clean = alpha_bar.sqrt() * x - (1 - alpha_bar).sqrt() * output
+        scalings = lcm.get_scalings_for_boundary_condition_discrete(t.float())
+        c_skip, c_out = (scaling.view(-1, 1, 1, 1) for scaling in scalings)
+        return c_skip * x + c_out * clean
+
+    x_t = schedule.add_noise(x_0, noise, t)
+    null = {name: null_text.get(name, x).expand_as(x) for name, x in text.items()}
+    with torch.no_grad():
+        unet.disable_adapters()
+        both = run(x_t, t, condition, text)
+        image = run(x_t, t, condition, null)
+        neither = run(x_t, t, torch.zeros_like(condition), null)
+        unet.enable_adapters()
+        guided = neither + SCALES[1] * (image - neither) + SCALES[0] * (both - image)
+        earlier = torch.cat(
+            [
+                schedule.step(guided[i : i + 1], int(t[i]), x_t[i : i + 1]).prev_sample
+                for i in range(len(t))
+            ]
+        )
+        target = f(earlier, (t - step).clamp(min=0))
+    loss = ((f(x_t, t) - target).square() + 0.001**2).sqrt().mean() - 0.001
+    loss.backward()
+    return trained, loss.item()
+
+
+@pytest.mark.parametrize("family", ["epsilon", "v", "xl"])
+def test_loss_and_gradients_are_pytorchs(models, family):
+    """For a first, a last and a middle timestep of the grid; the first one's target is at 0."""
+    model, B = models[family], 3
+    x_0, condition, noise = (normal(B, 4, 8, 8, seed=seed) for seed in range(3))
+    timesteps = np.array([19, 999, 459], np.int32)
+    width = 48 if family == "xl" else 24
+    text, null_text = {"states": normal(B, 7, width)}, {"states": normal(1, 7, width, seed=5)}
+    if family == "xl":
+        text |= {"pooled": normal(B, 20), "time_ids": 50 * np.abs(normal(B, 6))}
+        null_text["pooled"] = np.zeros((1, 20), np.float32)
+
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(model / "unet")
+    lora, frozen = add_lora(params, RANK, ALPHA, TARGETS, fully_trained=())
+    lora = {
+        name: x if "lora_A" in name else 0.1 * normal(*x.shape, seed=i)
+        for i, (name, x) in enumerate(flatten_dict(lora, sep="/").items())
+    }
+    names = dict(flax_to_torch(name, x) for name, x in lora.items())
+    lora = unflatten_dict(lora, sep="/")
+    scheduler, state = lcm_scheduler(model)
+    frozen = {"unet": frozen, "null_text": null_text, "scheduler": state}
+    loss = partial(
+        distill_lcm.consistency_loss,
+        models=Models(unet, None, None, scheduler),
+        scales=SCALES,
+    )
+    inputs = dict(x_0=x_0, condition=condition, text=text, noise=noise, timesteps=timesteps)
+    value, grads = jax.jit(jax.value_and_grad(loss))(lora, frozen, **inputs)
+
+    tensors = jax.tree.map(torch.tensor, (x_0, condition, text, null_text, noise))
+    theirs, expected = torch_loss(model, names, *tensors, timesteps)
+    assert value.dtype == jnp.float32
+    assert float(value) == pytest.approx(expected, rel=1e-3)
+    for name, grad in flatten_dict(grads, sep="/").items():
+        name, grad = flax_to_torch(name, np.asarray(grad))
+        wanted = theirs[name].grad.numpy()
+        assert np.linalg.norm(wanted) > 0
+        assert np.linalg.norm(grad - wanted) <= 1e-3 * np.linalg.norm(wanted), name
+
+
+def test_solver_and_boundary_are_numpys(models):
+    scheduler, state = lcm_scheduler(models["epsilon"])
+    np.testing.assert_array_equal(state.timesteps, np.arange(999, 0, -20))
+    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+    alpha_bar = np.cumprod(1 - betas)
+    x_t, eps = normal(3, 4, 2, 2), normal(3, 4, 2, 2, seed=1)
+    t, earlier = np.array([999, 499, 19], np.int32), np.array([979, 479, 0], np.int32)
+
+    def shaped(x):
+        return np.float64(x)[:, None, None, None]
+
+    a, b = (shaped(alpha_bar[times]) for times in (t, earlier))
+    x_0 = (x_t - np.sqrt(1 - a) * eps) / np.sqrt(a)
+    found = distill_lcm.ddim_step(scheduler, state, eps, x_t, t, earlier)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.sqrt(b) * x_0 + np.sqrt(1 - b) * eps, rtol=1e-4, atol=1e-5)
+
+    t = np.array([0, 19, 999], np.int32)
+    a, s = shaped(alpha_bar[t]), shaped(10.0 * t)
+    x_0 = (x_t - np.sqrt(1 - a) * eps) / np.sqrt(a)
+    expected = 0.25 / (s**2 + 0.25) * x_t + s / np.sqrt(s**2 + 0.25) * x_0
+    found = np.asarray(distill_lcm.consistency_function(scheduler, state, eps, x_t, t))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found[0], x_t[0])
+
+
+def run_on(num_devices, model, batch, num_steps=3):
+    """(losses, gradient norms, LoRA) of train_step on some devices."""
+    out = dict(output_dir="unused", resolution=16, lora_rank=RANK, train_batch_size=8)
+    shared = distill_lcm.training_config(distill_lcm.Config(str(model), **out))
+    modules, pipeline, frozen, lora = distill_lcm.load_teacher(shared)
+    batch = {"input_ids": pipeline.prepare_text_inputs(["make it red"] * 8), **batch}
+    devices, axes = jax.devices()[:num_devices], shard_axes(lora, num_devices)
+    tx = optax.sgd(3.0)  # Adam would enlarge rounding errors of small gradients
+    step = partial(distill_lcm.train_step, models=modules, tx=tx, axes=axes, scales=SCALES)
+    p_step = jax.pmap(step, axis_name="batch", donate_argnums=0, devices=devices)
+    state, rng = start_state(lora, tx, axes, devices), np.asarray(jax.random.PRNGKey(3))
+    frozen, rng = replicate((frozen, rng), devices)
+    batch = jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[1:]), batch)
+    metrics = []
+    for _ in range(num_steps):
+        state, row = p_step(state, frozen, batch, rng)
+        metrics.append([float(row[name][0]) for name in ("loss", "grad_norm")])
+    return np.array(metrics), flatten_dict(to_host(state.params, axes), sep="/"), lora
+
+
+def test_two_devices_are_one(models):
+    """Random numbers, gradients and the sharded LoRA after three steps."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 16, 16, 3), np.uint8)
+    batch = dict(zip(("original_pixel_values", "edited_pixel_values"), pixels))
+    expected, one, start = run_on(1, models["epsilon"], batch)
+    found, two, _ = run_on(2, models["epsilon"], batch)
+    assert len(set(expected[:, 0])) == len(expected)  # every step draws new numbers
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    start = flatten_dict(start, sep="/")
+    for name, x in one.items():
+        change = np.linalg.norm(x - start[name])
+        assert change > 0 and np.linalg.norm(two[name] - x) < 2e-3 * change, name
+    assert "conv_in/kernel" not in one
+
+
+def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
+    """The file edits with edit_cli.py, and PyTorch's pipeline loads it; a seed repeats it."""
+    model, out = models["epsilon"], tmp_path / "lora"
+    for folder in (out, tmp_path / "again"):
+        distill_lcm.main(flags(model, data, folder))
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0].keys() == {"step", "loss", "lr", "grad_norm", "seconds"}
+    assert json.loads((out / "config.json").read_text())["lora_rank"] == RANK
+    assert not list(out.glob(".unfinished*"))
+    tensors, again = (load_file(folder / LORA_FILE) for folder in (out, tmp_path / "again"))
+    assert tensors.keys() == again.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(again[name], x, err_msg=name)
+        assert "lora_A" in name or np.abs(x).max() > 0, name
+    assert not any("conv_in" in name for name in tensors)
+
+    theirs = StableDiffusionInstructPix2PixPipeline.from_pretrained(model, safety_checker=None)
+    theirs.load_lora_weights(out)
+    loaded = dict(theirs.unet.named_parameters())
+    for name, x in tensors.items():
+        name = name.removeprefix("unet.").replace(".weight", ".default_0.weight")
+        np.testing.assert_array_equal(loaded[name].detach().numpy(), x)
+
+    image = tmp_path / "in.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)).save(image)
+    edits = {}
+    for name, lora in {"plain": [], "lcm": ["--lora", str(out)]}.items():
+        file = tmp_path / f"{name}.png"
+        edit = f"--model {model} --input {image} --edit red --output {file} --resolution 16"
+        few = "--scheduler lcm --num_inference_steps 4 --guidance_scale 1 --image_guidance_scale 1"
+        edit_cli.main([*edit.split(), *few.split(), *lora])
+        edits[name] = np.float32(Image.open(file))
+    assert np.abs(edits["lcm"] - edits["plain"]).mean() > 1
+
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        distill_lcm.main(flags(model, data, out))
+    assert stop.value.code == 2
+    assert "contains a model; name another directory" in capsys.readouterr().err
+    distill_lcm.main(flags(model, data, out, "--overwrite_output_dir", "--seed", 3))
+    tensors = load_file(out / LORA_FILE)
+    assert any((x != again[name]).any() for name, x in tensors.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["epsilon", "xl"])
+def test_loss_falls(models, data, tmp_path, lenient_optimizer, family):
+    more = ("--max_train_steps", 100, "--lr_scheduler", "cosine", "--lr_warmup_steps", 10)
+    distill_lcm.main(flags(models[family], data, tmp_path / "lora", *more))
+    rows = read_metrics(tmp_path / "lora")
+    losses = [row["loss"] for row in rows]
+    assert np.mean(losses[-20:]) < 0.7 * np.mean(losses[:20])
+    rates = [row["lr"] for row in rows]
+    assert rates[0] == 0 and rates[10] == pytest.approx(1e-2) and 0 < rates[-1] < 1e-4
+
+
+def test_not_finite_loss_writes_nothing(models, data, tmp_path, lenient_optimizer, capsys):
+    out = tmp_path / "lora"
+    with pytest.raises(SystemExit) as stop:
+        distill_lcm.main(flags(models["epsilon"], data, out, "--learning_rate", 1e30))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: the loss or gradient is not finite") and "rate" in error
+    assert not (out / LORA_FILE).exists()
+
+
+def test_bad_input_is_one_line(models, data, tmp_path, capsys):
+    text_to_image = make_tiny_pipeline(tmp_path / "text", in_channels=4, **SIZE)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    model = models["epsilon"]
+    for more, message in (
+        (["--pretrained_model_name_or_path", text_to_image], "not an InstructPix2Pix model"),
+        (["--pretrained_model_name_or_path", empty], "is not a pipeline directory with unet/"),
+        (["--train_data_dir", empty], "contains no *.parquet file"),
+        (["--lora_rank", 0], "--lora_rank 0 must be at least 1"),
+        (["--lora_target_modules", "to_x"], "--lora_target_modules to_x names no dense"),
+        (["--guidance_scale", -1], "--guidance_scale -1.0 must be 0 or more"),
+        (["--train_batch_size", 6], "--train_batch_size 6 is not divisible by 4 devices"),
+        (["--lr_warmup_steps", 4], "--lr_warmup_steps 4 must be at least 0 and below"),
+        (["--resolution", 15], "--resolution 15 is not a multiple of 2"),
+        (["--output_dir", model.parent], "is or contains --pretrained_model_name_or_path"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            distill_lcm.main(flags(model, data, tmp_path / "out", *more))
+        assert stop.value.code == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("error: ") and message in error and "\n" not in error
+    assert not (tmp_path / "out").exists()
