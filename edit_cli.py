@@ -87,6 +87,9 @@ class Config:
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
+    # int8, taesd; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     grid: Path | None = None  # image of the first 64 edits, before and after
@@ -262,10 +265,14 @@ def run(config):
         config.timesteps,
         config.eta,
         config.timestep_spacing,
+        config.accelerate,
+        (config.guidance_scale, config.image_guidance_scale),
     )
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
-    pipeline, params = load_model(config.model, pipeline_type, scheduler, dtype, config.lora)
+    pipeline, params = load_model(
+        config.model, pipeline_type, scheduler, dtype, config.lora, config.accelerate
+    )
     run_edits(pipeline, params, edits, sizes, config)
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)

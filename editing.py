@@ -20,9 +20,15 @@ import numpy as np
 from flax import jax_utils
 from PIL import Image, ImageOps
 
+from acceleration_flax import parse, plan_steps
+from caching_flax import noise_scales
 from executables import step_options
 from images import load_image
-from pipeline_flax_stable_diffusion_instruct_pix2pix import InstructPix2Pix, pixels_per_latent
+from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+    InstructPix2Pix,
+    guidance_branches,
+    pixels_per_latent,
+)
 from pipeline_flax_utils import MODULES, pipeline_class, replace_leaves
 from sampling_flax import check_eta
 from scheduling_flax import SCHEDULERS, scheduler_from_pretrained
@@ -122,6 +128,8 @@ def check_model(
     timesteps=None,
     eta=None,
     timestep_spacing=None,
+    accelerate=(),
+    guidance_scales=(7.5, 1.5),
 ):
     """Check a model and the flags that depend on it, without reading its weights.
 
@@ -132,14 +140,17 @@ def check_model(
         scheduler: a name of SCHEDULERS; None: the model's own.
         timesteps, eta: of the pipeline's call.
         timestep_spacing: see choose_scheduler.
+        accelerate: see acceleration_flax.parse.
+        guidance_scales: of the instruction and the image.
 
     Returns:
         (pipeline class, pixels per latent along a side, scheduler).
 
     Raises:
         ValueError: it is no such model, resolution is too small for it, or the scheduler does not
-            take the number of steps.
+            take the number of steps, or accelerations do not fit.
     """
+    accelerate = parse(accelerate)
     pipeline_type = pipeline_class(model)
     if not issubclass(pipeline_type, InstructPix2Pix):
         raise ValueError(
@@ -152,8 +163,9 @@ def check_model(
     found, state = choose_scheduler(found, scheduler, timestep_spacing)
     # Raises an error for invalid numbers.
     steps = step_options(num_inference_steps, timesteps, eta)
-    found.set_timesteps(state, steps["num_inference_steps"], timesteps=steps["timesteps"])
+    state = found.set_timesteps(state, steps["num_inference_steps"], timesteps=steps["timesteps"])
     check_eta(found, eta)
+    plan_steps(accelerate, guidance_branches(*guidance_scales), noise_scales(state))
     return pipeline_type, factor, found
 
 
@@ -162,20 +174,20 @@ def compute_dtype(name):
     return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
-def load_model(model, pipeline_type, scheduler, dtype, lora=()):
+def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=()):
     """Read a model.
 
     Args:
         model, pipeline_type, scheduler: see check_model.
         dtype: of computation and parameters; see cast_params.
         lora: files to fold into the weights, see lora_flax.Loras.
+        accelerate: see acceleration_flax.parse.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    pipeline, params = pipeline_type.from_pretrained(
-        model, dtype=dtype, scheduler=scheduler, lora=lora
-    )
+    pipeline = pipeline_type.open(model, dtype=dtype, scheduler=scheduler, accelerate=accelerate)
+    params = pipeline.load_params(model, lora=lora)
     cast_params(pipeline, params)
     return pipeline, params
 
@@ -183,7 +195,8 @@ def load_model(model, pipeline_type, scheduler, dtype, lora=()):
 def cast_params(pipeline, params):
     """Cast a pipeline's parameters, in place, to the dtype in which they compute.
 
-    That is pipeline.dtype, but float32 for a VAE with force_upcast, and for the scheduler's state.
+    That is pipeline.dtype, but float32 for a VAE with force_upcast, and for the scheduler's state;
+    int8 for the UNet's kernels if the pipeline's acceleration says so.
 
     Args:
         pipeline: as from open or from_pretrained.
@@ -192,6 +205,7 @@ def cast_params(pipeline, params):
     for name in MODULES.keys() & params.keys():
         dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
         replace_leaves(partial(np.asarray, dtype=dtype), params[name])
+    pipeline.quantize_params(params)
 
 
 def replicate_params(params, devices):

@@ -419,6 +419,7 @@ def _program_of(pipeline, jit, arrays, options, text_modules):
     dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
     settings = {
         "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
+        "accelerate": str(pipeline.accelerate) or "nothing",
         "params": "/".join(sorted(dtypes)),
         "text encoders": str([dict(module.config) for module in text_modules]),
     }

@@ -30,7 +30,6 @@ from pipeline_flax_utils import (
     pair_up,
 )
 from sampling_flax import (
-    decode,
     denoise,
     keys_per_image,
     rescale_guidance,
@@ -59,18 +58,24 @@ def guidance_weights(guidance_scale, image_guidance_scale):
     )
 
 
-def guidance_branches(guidance_scale, image_guidance_scale):
-    """Choose the branches whose weight is not zero; all three for JAX arrays.
+def guidance_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
+    """Choose the branches that are needed; all three for JAX arrays.
+
+    A branch is needed if its weight is not zero, and the text's for guidance_rescale.
 
     Args:
         guidance_scale, image_guidance_scale: s_T and s_I, numbers >= 0 or JAX arrays.
+        guidance_rescale: number from 0 to 1, or a JAX array.
 
     Returns:
         Some of BRANCHES, in their order.
 
     Raises:
-        ValueError: a scale is negative or not finite.
+        ValueError: a scale is negative or not finite, or guidance_rescale is not from 0 to 1.
     """
+    rescales = isinstance(guidance_rescale, jax.Array) or guidance_rescale > 0
+    if not isinstance(guidance_rescale, jax.Array) and not 0 <= guidance_rescale <= 1:
+        raise ValueError(f"guidance_rescale={guidance_rescale} must be from 0 to 1; 0 is off")
     scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
     if any(isinstance(scale, jax.Array) for scale in scales.values()):
         return BRANCHES
@@ -81,7 +86,8 @@ def guidance_branches(guidance_scale, image_guidance_scale):
                 "switch guidance off"
             )
     weights = guidance_weights(guidance_scale, image_guidance_scale)
-    return tuple(branch for branch, weight in zip(BRANCHES, weights) if weight != 0)
+    needed = dict(zip(BRANCHES, weights))
+    return tuple(x for x in BRANCHES if needed[x] != 0 or (x == "text" and rescales))
 
 
 def check_channels(path, configs):
@@ -225,7 +231,11 @@ class InstructPix2Pix:
             ),
             shared=scales | {"guidance_rescale": float(guidance_rescale)},
             options=step_options(num_inference_steps, timesteps, eta)
-            | dict(height=height, width=width, branches=guidance_branches(**scales)),
+            | dict(
+                height=height,
+                width=width,
+                branches=guidance_branches(**scales, guidance_rescale=guidance_rescale),
+            ),
         )
         return self._output(images, params, jit, "np", return_dict)
 
@@ -257,7 +267,7 @@ class InstructPix2Pix:
             images, float32 (B, H, W, 3) in [0, 1].
         """
         if branches is None:
-            branches = guidance_branches(guidance_scale, image_guidance_scale)
+            branches = guidance_branches(guidance_scale, image_guidance_scale, guidance_rescale)
         B = prompt_ids.shape[0]
         if image.ndim != 4 or image.shape[0] != B:
             raise ValueError(
@@ -307,7 +317,7 @@ class InstructPix2Pix:
 
         segments = self._segments(params, branches, scales, inputs, guide)
         x_0 = denoise(self.scheduler, state, x_t, keys, segments, eta)
-        return decode(vae, params["vae"], x_0)
+        return self._decode(params, x_0)
 
 
 @dataclass(frozen=True, eq=False)

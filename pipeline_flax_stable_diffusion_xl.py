@@ -64,6 +64,7 @@ class XLParts(FlaxDiffusionPipeline):
     requires_aesthetics_score: bool = False
 
     text_axes = 2  # of one image's prompt_ids
+    tiny_vae_name = "madebyollin/taesdxl"
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):

@@ -17,7 +17,6 @@ from pipeline_flax_utils import (
     pair_up,
 )
 from sampling_flax import (
-    decode,
     denoise,
     encode,
     guidance_branches,
@@ -261,9 +260,6 @@ class TextToImage(FlaxDiffusionPipeline):
 
         segments = self._segments(params, branches, scales, inputs, guide_active)
         return denoise(self.scheduler, state, x_t, keys, segments, eta)
-
-    def _decode(self, params, latents):
-        return decode(self._vae, params["vae"], latents)
 
 
 class ImageToImage(TextToImage):

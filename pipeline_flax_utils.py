@@ -39,8 +39,11 @@ from config_flax import (
 )
 from lora_flax import Loras
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from modeling_flax_tiny_vae import FlaxAutoencoderTiny
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
+from quantization_flax import quantize
+from sampling_flax import decode
 from scheduling_flax import Scheduler, scheduler_from_pretrained
 from tokenization_clip import load_tokenizer, tokenize
 
@@ -102,11 +105,13 @@ class FlaxDiffusionPipeline(ConfigMixin):
     """
 
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
+    tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     # The programs that `run` has compiled, to log when it compiles again.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
     config_name = INDEX_NAME
+    tiny_vae_name = "madebyollin/taesd"  # hub id of the decoder that --accelerate taesd takes
     torch_class_name = None
     safety_checker = None
     feature_extractor = None
@@ -179,6 +184,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         dtype = jnp.float32 if dtype is None else dtype
         pipeline = cls.open(path, revision, dtype, scheduler, parts, accelerate, **hub_options)
         params = pipeline.load_params(path, revision, variant, from_pt, parts, lora, **hub_options)
+        pipeline.quantize_params(params)
         return pipeline, params
 
     @classmethod
@@ -221,6 +227,10 @@ class FlaxDiffusionPipeline(ConfigMixin):
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
         settings = cls._settings(index) | {"dtype": dtype, "accelerate": accelerate}
+        if accelerate.tiny_decoder:
+            source = accelerate.tiny_decoder.path or cls.tiny_vae_name
+            config = FlaxAutoencoderTiny.load_config(source, **hub_options)
+            settings["tiny_vae"] = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
         return cls(**parts, **absent, **settings)
 
     def load_params(
@@ -252,7 +262,15 @@ class FlaxDiffusionPipeline(ConfigMixin):
                     **options,
                 )
         loras.require_folded()
+        if self.tiny_vae is not None:
+            source = self.accelerate.tiny_decoder.path or self.tiny_vae_name
+            _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(source, **hub_options)
         return params
+
+    def quantize_params(self, params):
+        """Make the UNet's kernels int8, in place, if the acceleration says so."""
+        if int8 := self.accelerate.int8:
+            params["unet"] = quantize(params["unet"], int8.mode, int8.convolutions)
 
     @property
     def components(self):
@@ -348,7 +366,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
 
     def _require_params(self, params):
         """Raise a ValueError if parameters of a module are missing."""
-        names = {name for name in MODULES if getattr(self, name, None) is not None}
+        names = {name for name in (*MODULES, "tiny_vae") if getattr(self, name, None) is not None}
         if missing := sorted(names - params.keys()):
             raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
 
@@ -370,6 +388,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
             elif name in TEXT_ENCODERS:
                 ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
                 lines.append(f"{name} {ids}")
+            elif name == "tiny_vae" and part is not None:
+                lines.append(f"{name} {sorted(part.config.items())} {part.dtype}")
             elif name in ("dtype", "accelerate", *self._settings({})):
                 lines.append(f"{name} {part}")
         return "\n".join(lines)
@@ -434,6 +454,12 @@ class FlaxDiffusionPipeline(ConfigMixin):
     def _vae(self):
         """The VAE in the dtype that it computes in."""
         return self.vae
+
+    def _decode(self, params, latents):
+        """Images of scaled latents, by the tiny VAE if there is one; see decode."""
+        if self.tiny_vae is not None:
+            return decode(self.tiny_vae, params["tiny_vae"], latents)
+        return decode(self._vae, params["vae"], latents)
 
     # ----------------------------------------------------------------- inputs
 

@@ -33,6 +33,8 @@ import numpy as np
 from flax import jax_utils
 from tqdm import tqdm
 
+from acceleration_flax import plan_steps
+from caching_flax import noise_scales
 from command_line import one_line, run_main
 from editing import (
     cast_params,
@@ -84,6 +86,9 @@ class Config:
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
+    # int8, taesd; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
     latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
@@ -103,16 +108,23 @@ def steps_of(config):
 def open_pipeline(config, dtype):
     """The pipeline with the chosen scheduler, without weights."""
     pipeline = FlaxStableDiffusionXLPipeline.open(
-        config.pretrained_model_name_or_path, revision=config.revision, dtype=dtype
+        config.pretrained_model_name_or_path,
+        revision=config.revision,
+        dtype=dtype,
+        accelerate=config.accelerate,
     )
     scheduler, state = choose_scheduler(
         pipeline.scheduler, config.scheduler, config.timestep_spacing
     )
     pipeline = replace(pipeline, scheduler=scheduler)
-    # Raises an error for too many steps, or timesteps that do not fit.
+    # Raises an error for steps, timesteps or accelerations that do not fit.
     steps = steps_of(config)
-    scheduler.set_timesteps(state, steps["num_inference_steps"], timesteps=steps["timesteps"])
+    state = scheduler.set_timesteps(
+        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
+    )
     check_eta(scheduler, config.eta)
+    branches = pipeline.guidance_branches(config.guidance_scale)
+    plan_steps(pipeline.accelerate, branches, noise_scales(state))
     return pipeline
 
 

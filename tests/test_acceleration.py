@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_pipeline_instruct_pix2pix import psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+import edit_cli
+import sdxl_single
+import sdxl_single_aot
 from acceleration_flax import (
     Acceleration,
     DeepCache,
@@ -425,3 +429,105 @@ def test_tgate_is_refused_for_edits(models):
     inputs = *pipeline.prepare_inputs(PROMPT, image), params, jax.random.key(3)
     with pytest.raises(ValueError, match="tgate is for text to image"):
         pipeline(*inputs, num_inference_steps=STEPS)
+
+
+def save_tiny_vae(folder, channels):
+    """A random AutoencoderTiny for latents of 1/2^n, n = len(channels) - 1, as PyTorch writes it."""
+    torch.manual_seed(0)
+    blocks = (1,) * len(channels)
+    tiny = diffusers.AutoencoderTiny(
+        encoder_block_out_channels=channels,
+        decoder_block_out_channels=channels,
+        num_encoder_blocks=blocks,
+        num_decoder_blocks=blocks,
+    )
+    tiny.save_pretrained(folder)
+    return tiny
+
+
+def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
+    tiny = save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
+    pipeline, params = open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}", "ddim")
+    found = images_of(pipeline, params, steps=3)
+    theirs = open_theirs(models["sd"], pipeline.scheduler)
+    theirs.vae = tiny
+    expected = images_of_theirs(theirs, steps=3, guidance_scale=7.5)
+    assert psnr(found, expected) > 60
+    with pytest.raises(ValueError, match="params lack tiny_vae"):
+        images_of(pipeline, {name: x for name, x in params.items() if name != "tiny_vae"})
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "weight"])
+def test_int8_images_are_close(models, mode):
+    pipeline, params = open_ours(models["sd"], f"int8:mode={mode}", "ddim")
+    attention = params["unet"]["mid_block"]["attentions_0"]["transformer_blocks_0"]["attn1"]
+    assert attention["to_q"]["kernel"].dtype == np.int8
+    plain, plain_params = open_ours(models["sd"], (), "ddim")
+    images = [images_of(p, x, steps=3) for p, x in ((pipeline, params), (plain, plain_params))]
+    assert 30 < psnr(*images) < 100
+
+
+def test_scripts(models, tmp_path, capsys):
+    """Each combination of the AOT script has its own executable; jit makes the same image."""
+    tiny = tmp_path / "tiny"
+    save_tiny_vae(tiny, (8, 8, 8, 8))
+    flags = ["--pretrained_model_name_or_path", str(models["xl"]), "--prompt", PROMPT]
+    flags += ["--num_images", "1", "--num_inference_steps", "9"]
+    fast = [*flags, "--accelerate", "deepcache:interval=2", "guidance:stop=0.5", "int8"]
+    fast.append(f"taesd:path={tiny}")
+    store = ["--executable_dir", str(tmp_path / "store")]
+    images, said = {}, {}
+    for name, script, arguments in (
+        ("jit", sdxl_single, [*fast, "--compilation_cache_dir", ""]),
+        ("aot", sdxl_single_aot, [*fast, *store]),
+        ("plain", sdxl_single_aot, [*flags, *store]),
+        ("again", sdxl_single_aot, [*fast, *store]),
+    ):
+        script.main([*arguments, "--output", str(tmp_path / f"{name}.png")])
+        images[name] = np.int16(Image.open(tmp_path / f"{name}.png"))
+        said[name] = capsys.readouterr().err
+    assert np.abs(images["aot"] - images["jit"]).max() <= 1
+    np.testing.assert_array_equal(images["again"], images["aot"])
+    assert np.abs(images["plain"] - images["jit"]).mean() > 1
+    assert "compiling (none was saved" in said["aot"] and "compiling (none" in said["plain"]
+    assert "loaded in" in said["again"]
+
+
+def test_edit_cli(models, tmp_path):
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(image).save(tmp_path / "in.png")
+    flags = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png"), "--edit"]
+    flags += [PROMPT, "--resolution", "64", "--num_inference_steps", "9"]
+    flags += ["--compilation_cache_dir", ""]
+    edited = []
+    for name, extra in (
+        ("plain", []),
+        ("fast", ["--accelerate", "deepcache:interval=2", "guidance:image_stop=0.3,stop=0.6"]),
+    ):
+        edit_cli.main([*flags, "--output", str(tmp_path / f"{name}.png"), *extra])
+        edited.append(np.int16(Image.open(tmp_path / f"{name}.png")))
+    assert np.abs(edited[0] - edited[1]).max() > 1
+
+
+@pytest.mark.parametrize("script", [edit_cli, sdxl_single, sdxl_single_aot])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--accelerate", "turbo"], "'turbo' is unknown; known: guidance, deepcache, "),
+        (["--accelerate", "deepcache", "--num_inference_steps", "8"], "needs more than 8 steps"),
+        (["--accelerate", "deepcache", "tgate"], "deepcache and tgate are two caches"),
+        (["--accelerate", "taesd:path=/no/such"], "/no/such"),
+    ],
+)
+def test_bad_flags_are_one_line(models, tmp_path, capsys, script, flags, message):
+    arguments = ["--pretrained_model_name_or_path", str(models["xl"])]
+    if script is edit_cli:
+        Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+        arguments = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png")]
+        arguments += ["--edit", PROMPT, "--resolution", "64"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*arguments, *flags])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
