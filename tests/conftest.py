@@ -36,7 +36,13 @@ LONGEST_FILES = (
         "test_cache_latents",
         "test_script_sh",
     ),
-    *("test_edit_cli", "test_drop_in", "test_blocks", "test_pipeline_instruct_pix2pix"),
+    *(
+        "test_acceleration",
+        "test_edit_cli",
+        "test_drop_in",
+        "test_blocks",
+        "test_pipeline_instruct_pix2pix",
+    ),
 )
 
 # A test run in the background of a shell inherits an ignored SIGINT.

