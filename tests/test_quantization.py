@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import pytest
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-import quantization_flax
 from config_flax import PUBLISHED_CONFIGS
 from lora_flax import add_lora
 from modeling_flax_blocks import BasicTransformerBlock, Conv, Dense, ResnetBlock2D
@@ -19,8 +19,7 @@ from quantization_flax import quantize
 from sharding_flax import combine
 from tpu_programs import LIBTPU_ENVIRONMENT, find_slice, slice_devices
 
-SD15 = PUBLISHED_CONFIGS["stable-diffusion-v1-5"]["unet"]
-SDXL = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"]
+SD15, SDXL = "stable-diffusion-v1-5", "stable-diffusion-xl-base-1.0"
 TINY = {
     "in_channels": 4,
     "block_out_channels": (32, 64),
@@ -61,8 +60,9 @@ def psnr(ours, theirs):
     return 10 * np.log10(np.abs(theirs).max() ** 2 / np.mean((ours - theirs) ** 2))
 
 
-def unet_shapes(config):
-    unet = FlaxUNet2DConditionModel(**config)
+@cache
+def unet_shapes(name):
+    unet = FlaxUNet2DConditionModel(**PUBLISHED_CONFIGS[name]["unet"])
     return jax.eval_shape(unet.init_weights, jax.random.key(0))
 
 
@@ -191,14 +191,14 @@ def layer_of(name):
 
 # SD1.5 has 16 transformers of one block and 22 resnets; SDXL 11 with 70 blocks, and 17 resnets.
 @pytest.mark.parametrize(
-    ("config", "num_dense", "num_convolutions", "more"),
+    ("name", "num_dense", "num_convolutions", "more"),
     [
         (SD15, 16 * 2 + 16 * 10, 22 * 2 + 6, set()),
         (SDXL, 11 * 2 + 70 * 10, 17 * 2 + 4, {"add_embedding/linear_1", "add_embedding/linear_2"}),
     ],
 )
-def test_layers_of_published_unets(config, num_dense, num_convolutions, more):
-    before = flatten_dict(unet_shapes(config), sep="/")
+def test_layers_of_published_unets(name, num_dense, num_convolutions, more):
+    before = flatten_dict(unet_shapes(name), sep="/")
     for convolutions in (False, True):
         tree = jax.eval_shape(
             lambda params, on=convolutions: quantize(params, convolutions=on),
@@ -226,24 +226,19 @@ def test_bytes_of_sdxl():
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e9
 
     found = [gigabytes(), gigabytes("weight"), gigabytes("dynamic", True)]
-    print(found)
-    assert abs(found[0] - 5.14) < 0.01
-    assert 2.5 < found[2] < found[1] < 3.2
+    np.testing.assert_allclose(found, [5.135, 2.933, 2.613], atol=5e-4)
 
 
-@pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("convolutions", [False, True])
-@pytest.mark.parametrize("mode", ["dynamic", "weight"])
-def test_tiny_unet(mode, convolutions, linear):
-    unet = FlaxUNet2DConditionModel(**TINY, use_linear_projection=linear)
-    params = jax.jit(unet.init_weights)(jax.random.key(0))
-    inputs = normal(2, 4, 8, 8), np.array([10, 700]), normal(2, 7, 24, seed=1)
-    apply = jax.jit(lambda params, *inputs: unet.apply({"params": params}, *inputs).sample)
-    expected = apply(params, *inputs)
-    found = apply(quantize(params, mode, convolutions), *inputs)
-    value = psnr(found, expected)
-    print(f"{mode} {convolutions=} {linear=}: {value:.1f} dB")
-    assert 30 < value < 80  # more than 80: nothing is quantized
+def test_tiny_unet():
+    unet = FlaxUNet2DConditionModel(**TINY)
+    inputs = normal(1, 4, 4, 4), np.array([700]), normal(1, 7, 24, seed=1)
+    params = jax.device_get(jax.jit(unet.init_weights)(jax.random.key(0)))
+    apply = jax.jit(lambda params: unet.apply({"params": params}, *inputs).sample)
+    expected = apply(params)
+    for args in [("weight", True), ("dynamic", False), ("dynamic", True)]:
+        value = psnr(apply(quantize(params, *args)), expected)
+        print(f"{args}: {value:.1f} dB")
+        assert 34 < value < 60  # float32 in all layers gives more
 
 
 def variants(module, path, inputs, convolutions):
@@ -268,7 +263,6 @@ def variants(module, path, inputs, convolutions):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("dim", "positions"), [(640, 512), (1280, 256)])
 def test_full_size_transformer_block(dim, positions):
@@ -277,7 +271,6 @@ def test_full_size_transformer_block(dim, positions):
     assert min(variants(block, BLOCK, inputs, False).values()) > 30
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("channels", [640, 1280])
 def test_full_size_resnet(channels):
@@ -300,7 +293,7 @@ def test_tpu_multiplies_int8(monkeypatch):
     assert re.search(r"= s32\[256,512\].* convolution\(", text)
 
 
-def test_refusals(monkeypatch):
+def test_refusals():
     params = {"mid_block": {"attentions_0": {"proj_in": dense_params()}}}
     with pytest.raises(ValueError, match="mode='int4' is not known; known are dynamic, weight"):
         quantize(params, "int4")
@@ -308,7 +301,3 @@ def test_refusals(monkeypatch):
         quantize(quantize(params))
     with pytest.raises(ValueError, match="params must be a UNet's"):
         quantize({"encoder": params})
-    monkeypatch.setattr(quantization_flax.jax, "default_backend", lambda: "gpu")
-    with pytest.raises(ValueError, match="does not run on a GPU"):
-        quantize(params, convolutions=True)
-    quantize(params, "weight", convolutions=True)
