@@ -378,8 +378,8 @@ def count_flops(pipeline, params, size, branches, num_inference_steps):
         states = jax.eval_shape(conditions, params, prompt_ids)
         whole = jax.jit(edit).lower(params, prompt_ids, image).cost_analysis()["flops"]
         step = jax.jit(unet).lower(params, x, jnp.float32(0), states).cost_analysis()["flops"]
-        timesteps = jax.eval_shape(lambda: pipeline._schedule(num_inference_steps, latents))
-    return whole + (len(timesteps.timesteps) - 1) * step
+    _, (alphas, _) = pipeline._schedule(num_inference_steps, latents)
+    return whole + (len(alphas) - 1) * step
 
 
 @partial(jax.jit, static_argnums=0)

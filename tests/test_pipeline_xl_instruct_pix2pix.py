@@ -17,7 +17,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
 from editing import cast_params, check_model, load_model
-from modeling_flax_unet import FlaxUNet2DConditionOutput
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -131,9 +130,13 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
     null_ids = None if negative_prompt is None else pipeline.prepare_text_inputs(negative_prompt)
     received = []
 
-    def spy(self, variables, sample, t, states, added):
-        jax.debug.callback(lambda *inputs: received.append(inputs), sample, states, added)
-        return FlaxUNet2DConditionOutput(sample[:, :4])
+    def spy(self, variables, *args, method):
+        """A UNet that returns its noisy latents."""
+        if method == "embed":
+            sample, _, states, added = args
+            jax.debug.callback(lambda *inputs: received.append(inputs), sample, states, added)
+            return (sample[:, :4],)
+        return (args[0], None) if method == "blocks" else args[0]
 
     monkeypatch.setattr(type(pipeline.unet), "apply", spy)
     height, width = size
