@@ -267,20 +267,20 @@ class TokenMerging:
 
 @dataclass(frozen=True)
 class Int8:
-    """The UNet's linear layers in int8; see quantization_flax.quantize.
+    """The UNet's convolutions and linear layers in int8; see quantization_flax.quantize.
 
     Args:
-        mode: "dynamic": int8 activations as well; "weight": only the weights are stored in int8.
-        convolutions: True: also the 3x3 convolutions.
+        mode: "fast": int8 matmuls in the layers where they are faster; "dynamic": in all layers;
+            "weight": only the weights are stored in int8.
     """
 
     name: ClassVar[str] = "int8"
     slot: ClassVar[str] = "int8"
-    mode: str = "dynamic"
-    convolutions: bool = False
+    mode: str = "fast"
 
     def __post_init__(self):
-        require(self.mode in ("dynamic", "weight"), self, "mode", "must be dynamic or weight")
+        allowed = self.mode in ("fast", "dynamic", "weight")
+        require(allowed, self, "mode", "must be fast, dynamic or weight")
 
 
 @dataclass(frozen=True)
@@ -464,3 +464,11 @@ def plan_steps(acceleration, branches, scales):
         chosen = [branches if i < cache.gate else gated for i in range(num_steps)]
     starts = [i for i in range(num_steps) if i == 0 or chosen[i] != chosen[i - 1]]
     return list(map(Step, chosen, cache.kinds(num_steps, starts)))
+
+
+def count_evaluations(steps):
+    """Evaluations of the UNet per image in a list of Step, each branch counted.
+
+    DeepCache's shallow steps and forecasts are none; fbcache's count as if it reused nothing.
+    """
+    return sum(len(step.branches) for step in steps if step.kind not in ("shallow", "forecast"))

@@ -65,6 +65,12 @@ class ActiveUNet:
         return self.guide(self.branches, predictions)
 
 
+def group_steps(steps):
+    """Consecutive steps with the same branches: [(branches, [kind of each step])]."""
+    groups = groupby(steps, key=lambda step: step.branches)
+    return [(branches, [step.kind for step in group]) for branches, group in groups]
+
+
 def make_segments(acceleration, steps, unet, params, inputs, guide, prediction_type, scales):
     """The segments of a run.
 
@@ -86,8 +92,7 @@ def make_segments(acceleration, steps, unet, params, inputs, guide, prediction_t
         apply = merge_positions(acceleration.tome, apply)
     cache, all_kinds = acceleration.cache, [step.kind for step in steps]
     segments = []
-    for branches, group in groupby(steps, key=lambda step: step.branches):
-        kinds = [step.kind for step in group]
+    for branches, kinds in group_steps(steps):
         model = ActiveUNet(apply, branches, inputs, guide)
         if isinstance(cache, DeepCache):
             functions, enter = deep_cache(model)

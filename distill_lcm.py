@@ -44,7 +44,7 @@ from tqdm import tqdm
 from command_line import run_main
 from config_flax import LORA_FILE
 from editing import check_scale
-from executables import use_compilation_cache
+from executables import replace_leaves, use_compilation_cache
 from lora_flax import save_lora
 from parquet_dataset import ParquetImagePairs
 from parquet_shards import KNOWN_COLUMNS
@@ -55,7 +55,7 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     guidance_branches,
     guidance_weights,
 )
-from pipeline_flax_utils import pipeline_class, replace_leaves
+from pipeline_flax_utils import pipeline_class
 from scheduling_flax_alpha import SIGMA_DATA, FlaxLCMScheduler
 from scheduling_flax_utils import get_sqrt_alpha_prod, predict_x0_and_eps
 from sharding_flax import (

@@ -46,6 +46,7 @@ from editing import (
     edit_size,
     load_fitted,
     load_model,
+    preview_files,
     read_jsonl,
     replicate_params,
 )
@@ -90,6 +91,10 @@ class Config:
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
+    # also write a preview of every N-th step, decoded by TAESD, next to each image
+    preview: int | None = None
+    # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
+    preview_decoder: str = ""
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     grid: Path | None = None  # image of the first 64 edits, before and after
@@ -270,13 +275,16 @@ def run(config):
     )
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
+    outputs = [edit.output for edit in edits]
+    preview = preview_files(config.preview, config.preview_decoder, config.seed, outputs)
     pipeline, params = load_model(
-        config.model, pipeline_type, scheduler, dtype, config.lora, config.accelerate
+        config.model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, preview
     )
     run_edits(pipeline, params, edits, sizes, config)
+    jax.effects_barrier()  # waits for the previews
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)
-    for path in [edit.output for edit in edits][:10]:
+    for path in outputs[:10]:
         print(path)
     if len(edits) > 10:
         print(f"... {len(edits)} images")

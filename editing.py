@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from functools import partial
+from threading import Lock
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,16 @@ from PIL import Image, ImageOps
 
 from acceleration_flax import parse, plan_steps
 from caching_flax import noise_scales
-from executables import step_options
-from images import load_image
+from executables import replace_leaves, step_options
+from images import load_image, save_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     InstructPix2Pix,
     guidance_branches,
     pixels_per_latent,
 )
-from pipeline_flax_utils import MODULES, pipeline_class, replace_leaves
-from sampling_flax import check_eta
+from pipeline_flax_utils import MODULES, FlaxDiffusionPipeline, pipeline_class
+from previews_flax import Preview
+from sampling_flax import check_eta, keys_per_image
 from scheduling_flax import SCHEDULERS, scheduler_from_pretrained
 
 
@@ -174,7 +176,39 @@ def compute_dtype(name):
     return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
-def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=()):
+def preview_files(every, decoder, seed, outputs):
+    """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
+
+    Args:
+        every: a preview after each `every`-th step; None: no previews.
+        decoder: directory or hub id of a TAESD; "": see Preview.
+        seed: of the images' keys.
+        outputs: the file of each image, in the order of their keys.
+
+    Returns:
+        Preview or None.
+
+    Raises:
+        ValueError: every is below 1, or there is a decoder without previews.
+    """
+    if every is None:
+        if decoder:
+            raise ValueError(f"--preview_decoder {decoder} is for --preview; give both or neither")
+        return None
+    keys = jax.random.key_data(keys_per_image(jax.random.key(seed), len(outputs)))
+    files = {key.tobytes(): file for key, file in zip(np.asarray(keys), outputs)}
+    one_at_a_time = Lock()  # devices call it from several threads
+
+    def show(step, keys, images):
+        with one_at_a_time:
+            for key, image in zip(keys, FlaxDiffusionPipeline.numpy_to_pil(images)):
+                file = files[key.tobytes()]
+                save_image(image, file.with_name(f"{file.stem}-step-{step:03}{file.suffix}"))
+
+    return Preview(every, show, decoder)
+
+
+def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=(), preview=None):
     """Read a model.
 
     Args:
@@ -182,11 +216,14 @@ def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=()):
         dtype: of computation and parameters; see cast_params.
         lora: files to fold into the weights, see lora_flax.Loras.
         accelerate: see acceleration_flax.parse.
+        preview: Preview or None.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    pipeline = pipeline_type.open(model, dtype=dtype, scheduler=scheduler, accelerate=accelerate)
+    pipeline = pipeline_type.open(
+        model, dtype=dtype, scheduler=scheduler, accelerate=accelerate, preview=preview
+    )
     params = pipeline.load_params(model, lora=lora)
     cast_params(pipeline, params)
     return pipeline, params

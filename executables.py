@@ -279,6 +279,23 @@ def peak_memory(devices, reset=False):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
 
 
+def replace_leaves(function, params):
+    """Replace every array of parameters by function(array), in place, one at a time.
+
+    Only one array is in memory twice: each call waits for the devices, which copy in the
+    background. Old arrays stay in memory if something else refers to them.
+
+    Args:
+        function: array -> array.
+        params: nested dict.
+    """
+    for name, value in params.items():
+        if isinstance(value, dict):
+            replace_leaves(function, value)
+        else:
+            params[name] = jax.block_until_ready(jax.tree.map(function, value))
+
+
 # Calling a pipeline
 
 logger = logging.getLogger(__name__)
@@ -420,6 +437,7 @@ def _program_of(pipeline, jit, arrays, options, text_modules):
     settings = {
         "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
         "accelerate": str(pipeline.accelerate) or "nothing",
+        "preview": pipeline.preview.every if pipeline.preview else "none",
         "params": "/".join(sorted(dtypes)),
         "text encoders": str([dict(module.config) for module in text_modules]),
     }

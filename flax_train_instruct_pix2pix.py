@@ -37,11 +37,10 @@ from jax.experimental.multihost_utils import process_allgather
 
 from command_line import one_line, run_main
 from ema_flax import ema_plan
-from executables import use_compilation_cache
+from executables import replace_leaves, use_compilation_cache
 from modeling_flax_blocks import CHECKPOINTED_BLOCKS
 from parquet_dataset import ParquetImagePairs
 from parquet_shards import KNOWN_COLUMNS
-from pipeline_flax_utils import replace_leaves
 from processes_flax import from_process_0, start_distributed, wait_for_all
 from sharding_flax import (
     combine,

@@ -431,3 +431,14 @@ def to_batches(arrays, num_devices, batch_size):
 def num_usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def pair_up(first, second, first_name="prompts", second_name="images"):
+    """Repeat one row of either array for all rows of the other; else their numbers must agree."""
+    sizes = len(first), len(second)
+    if sizes[0] != sizes[1] and 1 not in sizes:
+        raise ValueError(
+            f"{sizes[0]} {first_name} do not fit {sizes[1]} {second_name}; give as many, or one"
+        )
+    B = max(sizes)
+    return np.repeat(first, B // sizes[0], axis=0), np.repeat(second, B // sizes[1], axis=0)

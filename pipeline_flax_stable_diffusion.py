@@ -22,12 +22,11 @@ from functools import partial
 import jax
 
 from executables import step_options
-from images import prepare_images, prepare_masks
+from images import pair_up, prepare_images, prepare_masks
 from pipeline_flax_text_to_image import ImageToImage, TextToImage, check_channels
 from pipeline_flax_utils import (
     FlaxStableDiffusionPipelineOutput,
     StableDiffusionParts,
-    pair_up,
 )
 from sampling_flax import encode, keys_of_sequel, keys_per_image, resize, starting_noise
 
@@ -177,15 +176,12 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         mask = jax.image.resize(mask, (B, 1, *size), "nearest")
         mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
 
-        state, scales = self._schedule(
-            num_inference_steps, masked_latents.shape, timesteps=timesteps
-        )
-        x_t = starting_noise(latents, keys, masked_latents.shape) * state.init_noise_sigma
+        schedule = self._schedule(num_inference_steps, masked_latents.shape, timesteps=timesteps)
+        x_t = starting_noise(latents, keys, masked_latents.shape) * schedule[0].init_noise_sigma
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, x_t.shape)
         x_0 = self._denoise(
             params,
-            state,
-            scales,
+            schedule,
             x_t,
             keys,
             conditions,

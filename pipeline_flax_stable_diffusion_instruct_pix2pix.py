@@ -22,15 +22,13 @@ import numpy as np
 
 from config_flax import read_parts
 from executables import run, step_options
-from images import prepare_images
+from images import pair_up, prepare_images
 from pipeline_flax_utils import (
     MODULES,
     FlaxStableDiffusionPipelineOutput,
     StableDiffusionParts,
-    pair_up,
 )
 from sampling_flax import (
-    denoise,
     keys_per_image,
     rescale_guidance,
     resize,
@@ -292,10 +290,8 @@ class InstructPix2Pix:
 
         # Noise, one key per image
         keys = keys_per_image(prng_seed, B)
-        state, scales = self._schedule(
-            num_inference_steps, image_latents.shape, timesteps=timesteps
-        )
-        x_t = starting_noise(latents, keys, image_latents.shape) * state.init_noise_sigma
+        schedule = self._schedule(num_inference_steps, image_latents.shape, timesteps=timesteps)
+        x_T = starting_noise(latents, keys, image_latents.shape) * schedule[0].init_noise_sigma
 
         # Denoise
         def inputs(active, x_t_scaled, t):
@@ -315,8 +311,7 @@ class InstructPix2Pix:
                 return guided
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        segments = self._segments(params, branches, scales, inputs, guide)
-        x_0 = denoise(self.scheduler, state, x_t, keys, segments, eta)
+        x_0 = self._denoise_steps(params, schedule, x_T, keys, branches, inputs, guide, eta)
         return self._decode(params, x_0)
 
 

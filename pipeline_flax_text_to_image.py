@@ -10,14 +10,12 @@ import numpy as np
 
 from config_flax import read_parts
 from executables import run, step_options
-from images import prepare_images
+from images import pair_up, prepare_images
 from modeling_flax_unet import guidance_embedding
 from pipeline_flax_utils import (
     FlaxDiffusionPipeline,
-    pair_up,
 )
 from sampling_flax import (
-    denoise,
     encode,
     guidance_branches,
     guide,
@@ -203,11 +201,11 @@ class TextToImage(FlaxDiffusionPipeline):
         branches = self.guidance_branches(guidance_scale) if branches is None else branches
         shape = self.latent_shape(len(prompt_ids), height, width)
         keys = keys_per_image(prng_seed, len(prompt_ids))
-        state, scales = self._schedule(num_inference_steps, shape, timesteps=timesteps)
-        x_t = starting_noise(latents, keys, shape) * state.init_noise_sigma
+        schedule = self._schedule(num_inference_steps, shape, timesteps=timesteps)
+        x_t = starting_noise(latents, keys, shape) * schedule[0].init_noise_sigma
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
         guidance = guidance_scale, guidance_rescale
-        x_0 = self._denoise(params, state, scales, x_t, keys, conditions, branches, guidance, eta)
+        x_0 = self._denoise(params, schedule, x_t, keys, conditions, branches, guidance, eta)
         return x_0 if return_latents else self._decode(params, x_0)
 
     def guidance_branches(self, guidance_scale):
@@ -228,8 +226,7 @@ class TextToImage(FlaxDiffusionPipeline):
     def _denoise(
         self,
         params,
-        state,
-        scales,
+        schedule,
         x_t,
         keys,
         conditions,
@@ -240,7 +237,7 @@ class TextToImage(FlaxDiffusionPipeline):
     ):
         """x_0 of x_t, guided.
 
-        state, scales: of _schedule; conditions: of _conditions; guidance: scale and rescale;
+        schedule: of _schedule; conditions: of _conditions; guidance: scale and rescale;
         extra_channels, each (B, C, h, w), join the UNet's input.
         """
         timestep_cond = None
@@ -258,8 +255,7 @@ class TextToImage(FlaxDiffusionPipeline):
         def guide_active(active, eps_pred):
             return guide(eps_pred, active, *guidance)
 
-        segments = self._segments(params, branches, scales, inputs, guide_active)
-        return denoise(self.scheduler, state, x_t, keys, segments, eta)
+        return self._denoise_steps(params, schedule, x_t, keys, branches, inputs, guide_active, eta)
 
 
 class ImageToImage(TextToImage):
@@ -402,9 +398,8 @@ class ImageToImage(TextToImage):
             )
         keys = keys_of_sequel(keys_per_image(prng_seed, len(prompt_ids)))
         latents = self._encode(params, image, keys, height, width)
-        state, scales = self._schedule(
-            num_inference_steps, latents.shape, start_timestep, timesteps
-        )
+        schedule = self._schedule(num_inference_steps, latents.shape, start_timestep, timesteps)
+        state, _ = schedule
         if noise is None:
             noise = normal(keys, 0, latents.shape[1:])
         elif noise.shape != latents.shape:
@@ -412,5 +407,5 @@ class ImageToImage(TextToImage):
         x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
         conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, latents.shape)
         guidance = guidance_scale, guidance_rescale
-        x_0 = self._denoise(params, state, scales, x_t, keys, conditions, branches, guidance, eta)
+        x_0 = self._denoise(params, schedule, x_t, keys, conditions, branches, guidance, eta)
         return x_0 if return_latents else self._decode(params, x_0)

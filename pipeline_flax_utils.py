@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,9 @@ from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjectio
 from modeling_flax_tiny_vae import FlaxAutoencoderTiny
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
+from previews_flax import Preview, make_watch
 from quantization_flax import quantize
-from sampling_flax import decode
+from sampling_flax import decode, denoise
 from scheduling_flax import Scheduler, scheduler_from_pretrained
 from tokenization_clip import load_tokenizer, tokenize
 
@@ -105,13 +106,14 @@ class FlaxDiffusionPipeline(ConfigMixin):
     """
 
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
+    preview: Preview | None = field(default=None, kw_only=True)
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     # The programs that `run` has compiled, to log when it compiles again.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
     config_name = INDEX_NAME
-    tiny_vae_name = "madebyollin/taesd"  # hub id of the decoder that --accelerate taesd takes
+    tiny_vae_name = "madebyollin/taesd"  # hub id of the decoder for previews, --accelerate taesd
     torch_class_name = None
     safety_checker = None
     feature_extractor = None
@@ -141,6 +143,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         use_memory_efficient_attention=False,
         lora=(),
         accelerate=(),
+        preview=None,
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -155,6 +158,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
             split_head_dim, use_memory_efficient_attention: of the published signature; no effect.
             lora: LoRA files to fold into the weights, FILE or FILE:WEIGHT; see lora_flax.Loras.
             accelerate: NAME or NAME:PARAMETER=VALUE,... or several; see acceleration_flax.parse.
+            preview: Preview, to show the images while they are made.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
@@ -182,7 +186,9 @@ class FlaxDiffusionPipeline(ConfigMixin):
                 "safety_checker= and feature_extractor=, or safety_checker=None"
             )
         dtype = jnp.float32 if dtype is None else dtype
-        pipeline = cls.open(path, revision, dtype, scheduler, parts, accelerate, **hub_options)
+        pipeline = cls.open(
+            path, revision, dtype, scheduler, parts, accelerate, preview, **hub_options
+        )
         params = pipeline.load_params(path, revision, variant, from_pt, parts, lora, **hub_options)
         pipeline.quantize_params(params)
         return pipeline, params
@@ -196,12 +202,13 @@ class FlaxDiffusionPipeline(ConfigMixin):
         scheduler=None,
         given=None,
         accelerate=(),
+        preview=None,
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
-            pretrained_model_name_or_path, revision, dtype, scheduler, accelerate: as for
+            pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview: as for
                 from_pretrained.
             given: {part: object} that replace the directory's.
 
@@ -226,12 +233,20 @@ class FlaxDiffusionPipeline(ConfigMixin):
             parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
-        settings = cls._settings(index) | {"dtype": dtype, "accelerate": accelerate}
-        if accelerate.tiny_decoder:
-            source = accelerate.tiny_decoder.path or cls.tiny_vae_name
+        settings = cls._settings(index) | {"accelerate": accelerate, "preview": preview}
+        pipeline = cls(**parts, **absent, **settings, dtype=dtype)
+        if source := pipeline._tiny_vae_source:
             config = FlaxAutoencoderTiny.load_config(source, **hub_options)
-            settings["tiny_vae"] = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
-        return cls(**parts, **absent, **settings)
+            tiny_vae = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
+            pipeline = replace(pipeline, tiny_vae=tiny_vae)
+        return pipeline
+
+    @property
+    def _tiny_vae_source(self):
+        """Directory or hub id of the TAESD for previews and --accelerate taesd; None without."""
+        parts = [part for part in (self.accelerate.tiny_decoder, self.preview) if part is not None]
+        paths = [part.path for part in parts if part.path]
+        return [*paths, self.tiny_vae_name][0] if parts else None
 
     def load_params(
         self,
@@ -263,14 +278,15 @@ class FlaxDiffusionPipeline(ConfigMixin):
                 )
         loras.require_folded()
         if self.tiny_vae is not None:
-            source = self.accelerate.tiny_decoder.path or self.tiny_vae_name
-            _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(source, **hub_options)
+            _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(
+                self._tiny_vae_source, **hub_options
+            )
         return params
 
     def quantize_params(self, params):
         """Make the UNet's kernels int8, in place, if the acceleration says so."""
         if int8 := self.accelerate.int8:
-            params["unet"] = quantize(params["unet"], int8.mode, int8.convolutions)
+            params["unet"] = quantize(params["unet"], int8.mode)
 
     @property
     def components(self):
@@ -456,8 +472,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
         return self.vae
 
     def _decode(self, params, latents):
-        """Images of scaled latents, by the tiny VAE if there is one; see decode."""
-        if self.tiny_vae is not None:
+        """Images of scaled latents, by the tiny VAE if the acceleration says so; see decode."""
+        if self.accelerate.tiny_decoder:
             return decode(self.tiny_vae, params["tiny_vae"], latents)
         return decode(self._vae, params["vae"], latents)
 
@@ -475,13 +491,17 @@ class FlaxDiffusionPipeline(ConfigMixin):
             constants = jax.tree.map(np.asarray, state)
         return jax.tree.map(jnp.asarray, constants), noise_scales(constants)
 
-    def _segments(self, params, branches, scales, inputs, guide):
-        """The denoising loop's segments; arguments as for make_segments."""
-        steps = plan_steps(self.accelerate, branches, scales)
+    def _denoise_steps(self, params, schedule, x_t, keys, branches, inputs, guide, eta):
+        """x_0 of x_t.
+
+        schedule: of _schedule; branches: of guidance; inputs, guide: as for make_segments; keys and
+        eta: as for denoise.
+        """
+        state, scales = schedule
         prediction_type = self.scheduler.config.prediction_type
-        return make_segments(
+        segments = make_segments(
             self.accelerate,
-            steps,
+            plan_steps(self.accelerate, branches, scales),
             self.unet,
             params["unet"],
             inputs,
@@ -489,6 +509,11 @@ class FlaxDiffusionPipeline(ConfigMixin):
             prediction_type,
             scales,
         )
+        watch = None
+        if self.preview:
+            tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
+            watch = make_watch(self.preview, tiny_decode, prediction_type, scales, keys)
+        return denoise(self.scheduler, state, x_t, keys, segments, eta, watch)
 
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts, for negative prompts and the like.
@@ -568,31 +593,3 @@ class StableDiffusionParts(FlaxDiffusionPipeline):
                 "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "
                 "input; give both or neither"
             )
-
-
-def replace_leaves(function, params):
-    """Replace every array of parameters by function(array), in place, one at a time.
-
-    Only one array is in memory twice: each call waits for the devices, which copy in the
-    background. Old arrays stay in memory if something else refers to them.
-
-    Args:
-        function: array -> array.
-        params: nested dict.
-    """
-    for name, value in params.items():
-        if isinstance(value, dict):
-            replace_leaves(function, value)
-        else:
-            params[name] = jax.block_until_ready(jax.tree.map(function, value))
-
-
-def pair_up(first, second, first_name="prompts", second_name="images"):
-    """Repeat one row of either array for all rows of the other; else their numbers must agree."""
-    sizes = len(first), len(second)
-    if sizes[0] != sizes[1] and 1 not in sizes:
-        raise ValueError(
-            f"{sizes[0]} {first_name} do not fit {sizes[1]} {second_name}; give as many, or one"
-        )
-    B = max(sizes)
-    return np.repeat(first, B // sizes[0], axis=0), np.repeat(second, B // sizes[1], axis=0)

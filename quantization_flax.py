@@ -1,7 +1,7 @@
 """Int8 inference of the UNet: kernels as 8-bit integers, each with a scale per output channel.
 
-    params["unet"] = quantize(params["unet"])            # w8a8: int8 matmuls
-    params["unet"] = quantize(params["unet"], "weight")  # int8 storage only
+    params["unet"] = quantize(params["unet"], "fast")    # int8 matmuls where they are faster
+    params["unet"] = quantize(params["unet"], "weight")  # int8 storage only, half the memory
     sample = unet.apply({"params": params["unet"]}, ...).sample
 
 A layer is int8 if its parameters say so: Dense and Conv compute in int8 if there is a
@@ -11,9 +11,10 @@ activations are quantized in the program, with their own scales. This is for inf
 layers have no gradients. LoRA factors of an int8 layer stay as they are and are added in `dtype`.
 
 A TPU multiplies int8 at twice the rate of bfloat16, but finding the scales of activations costs two
-passes over them: dynamic mode pays for convolutions and for the first layer of a feed-forward, not
-for narrow layers. Convolutions are matmuls here, because XLA has no integer convolution for GPUs
-(github.com/jax-ml/jax/issues/7637). On a CPU int8 saves memory and is slow.
+passes over them. By the compiler's estimate for a v5e this pays for convolutions and for the first
+layer of wide feed-forwards (the mode "fast"), not for the other layers. Convolutions are matmuls
+here, because XLA has no integer convolution for GPUs (github.com/jax-ml/jax/issues/7637). On a CPU
+int8 saves memory and is slow.
 
 Source: Integer Quantization for Deep Learning Inference (arXiv 2004.09602), sections 3.1.2 and 3.2.
 """
@@ -27,7 +28,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kernels_flax import convolve
 
-SCALE_NAMES = {"dynamic": "dynamic_scale", "weight": "weight_scale"}
+SCALE_NAMES = {
+    "fast": "dynamic_scale",
+    "dynamic": "dynamic_scale",
+    "weight": "weight_scale",
+}
 _BLOCK = r"(?:(?:down|up)_blocks_\d+|mid_block)/"
 DENSE_KERNEL = re.compile(
     _BLOCK + r"attentions_\d+/(?:proj_in|proj_out|transformer_blocks_\d+/"
@@ -36,11 +41,13 @@ DENSE_KERNEL = re.compile(
 CONVOLUTION_KERNEL = re.compile(
     _BLOCK + r"(?:resnets_\d+/conv[12]|(?:down|up)samplers_\d+/conv)/kernel"
 )
+# In mode "fast" the dense layers of this name with at least so many input channels.
+FAST_DENSE, FAST_WIDTH = "ff/net_0/proj/kernel", 1280
 SMALLEST_SCALE = 1e-30  # an array of zeros stays zeros; 1 / SMALLEST_SCALE is finite
 
 
-def quantize(params, mode="dynamic", convolutions=False):
-    """Quantize the kernels of a UNet's transformers, and of its convolutions.
+def quantize(params, mode="dynamic"):
+    """Quantize the kernels of a UNet's transformers and 3x3 convolutions.
 
     The other parameters are unchanged: norms, time and text embeddings, conv_in, conv_out and 1x1
     convolutions of residual blocks.
@@ -48,9 +55,8 @@ def quantize(params, mode="dynamic", convolutions=False):
     Args:
         params: the UNet's parameters, nested dict of NumPy arrays (quantized on the host) or jax
             arrays (also inside jit), one array at a time.
-        mode: "dynamic", int8 activations and kernels; or "weight", int8 kernels only.
-        convolutions: True also quantizes the 3x3 convolutions of residual blocks, down- and
-            upsamplers.
+        mode: "dynamic", int8 activations and kernels; "fast", these only in convolutions and wide
+            feed-forwards, the other layers are unchanged; or "weight", int8 kernels only.
 
     Returns:
         params with int8 kernels and a float32 (output channels,) dynamic_scale or weight_scale
@@ -64,8 +70,12 @@ def quantize(params, mode="dynamic", convolutions=False):
     quantized, num_kernels = {}, 0
     for name, x in flatten_dict(params, sep="/").items():
         quantized[name] = x
-        is_dense = DENSE_KERNEL.fullmatch(name)
-        if not is_dense and not (convolutions and CONVOLUTION_KERNEL.fullmatch(name)):
+        is_dense, is_convolution = (
+            bool(pattern.fullmatch(name)) for pattern in (DENSE_KERNEL, CONVOLUTION_KERNEL)
+        )
+        if is_dense and mode == "fast":
+            is_dense = name.endswith(FAST_DENSE) and x.shape[-2] >= FAST_WIDTH
+        if not is_dense and not is_convolution:
             continue
         if x.dtype == np.int8:
             raise ValueError(f"{name} is already int8; quantize the parameters that were loaded")

@@ -210,7 +210,7 @@ class Segment(NamedTuple):
     enter: Callable
 
 
-def denoise(scheduler, state, x_t, keys, predict, eta=None):
+def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
     """The denoising loop.
 
     Args:
@@ -220,6 +220,7 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None):
         keys: one per image, for schedulers that draw noise in each step.
         predict: (model_input, t) -> guided prediction, float32; or a list of Segment.
         eta: share of noise in a step of DDIM (0 to 1; default 0) and TCD (0 to 1; default 0.3).
+        watch: (i, model_input, guided) -> None, called in each step, for previews.
 
     Returns:
         x_0, like x_t.
@@ -251,6 +252,8 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None):
                 guided, cache = segment.predict[0](*arguments)
             else:
                 guided, cache = jax.lax.switch(kinds[i - first], segment.predict, *arguments)
+            if watch is not None:
+                watch(i, arguments[0], guided)
             noise = normal(keys, i + 1, x_t.shape[1:])
             x_t, state = scheduler.step(
                 state, guided, t, x_t, noise=noise, return_dict=False, **options

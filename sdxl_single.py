@@ -38,8 +38,9 @@ from editing import (
     check_seed,
     choose_scheduler,
     compute_dtype,
+    preview_files,
 )
-from executables import step_options, use_compilation_cache
+from executables import replace_leaves, step_options, use_compilation_cache
 from images import (
     check_image_file,
     image_files,
@@ -50,7 +51,6 @@ from images import (
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from pipeline_flax_utils import replace_leaves
 from sampling_flax import check_eta, keys_per_image
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
@@ -85,6 +85,10 @@ class Config:
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
+    # also write a preview of every N-th step, decoded by TAESD, next to each image
+    preview: int | None = None
+    # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
+    preview_decoder: str = ""
     latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
@@ -101,13 +105,15 @@ def steps_of(config):
     return step_options(config.num_inference_steps, config.timesteps, config.eta)
 
 
-def open_pipeline(config, dtype):
-    """The pipeline with the chosen scheduler, without weights."""
+def open_pipeline(config, dtype, outputs):
+    """The pipeline with the chosen scheduler, without weights; outputs: the images' files."""
+    preview = preview_files(config.preview, config.preview_decoder, config.seed, outputs)
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path,
         revision=config.revision,
         dtype=dtype,
         accelerate=config.accelerate,
+        preview=preview,
     )
     scheduler, state = choose_scheduler(
         pipeline.scheduler, config.scheduler, config.timestep_spacing
@@ -217,7 +223,7 @@ def run(config):
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     dtype = compute_dtype(config.dtype)
 
-    pipeline = open_pipeline(config, dtype)
+    pipeline = open_pipeline(config, dtype, outputs)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     params = load(pipeline, config)
@@ -249,6 +255,7 @@ def run(config):
                     batch_images.append(image)
             bar.set_description("generating")
             bar.update(len(indices))
+    jax.effects_barrier()  # waits for the previews
     if config.grid:
         save_image(image_grid(batch_images), config.grid)
     for path in outputs[:10]:

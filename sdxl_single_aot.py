@@ -43,7 +43,13 @@ from editing import (
     choose_scheduler,
     compute_dtype,
 )
-from executables import ExecutableStore, no_compilation_cache, step_options, surroundings
+from executables import (
+    ExecutableStore,
+    no_compilation_cache,
+    replace_leaves,
+    step_options,
+    surroundings,
+)
 from images import (
     check_image_file,
     image_files,
@@ -54,7 +60,6 @@ from images import (
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from pipeline_flax_utils import replace_leaves
 from sampling_flax import check_eta, keys_per_image
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"

@@ -12,10 +12,11 @@ is Stable Diffusion 1.5. With the demo's model, in about a minute:
     python tpu_compile.py train --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
 
-A UNet, and SDXL images as sdxl_single.py makes them, two on each chip:
+A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes them:
 
     python tpu_compile.py unet --tpu v5e-1 --batch_size 8
-    python tpu_compile.py sdxl --tpu v5e-4 --num_images 2
+    python tpu_compile.py sdxl --tpu v5e-4 --num_images 2 --accelerate spectrum guidance:stop=0.5
+    python tpu_compile.py edit --tpu v5e-1 --resolution 512 --scheduler ddim
 
 --find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
 "jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
@@ -26,38 +27,51 @@ into the current directory.
 The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
 and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over
 the chip's peak, bytes to and from its memory over the memory's bandwidth, and bytes sent to other
-chips over the interconnect's bandwidth.
+chips over the interconnect's bandwidth. FLOPs are those of matmuls and convolutions. A cache's
+steps count by the functions that they call; fbcache, which decides as it runs, as if it never
+reused anything.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_writable, run_main, save_whole
-from config_flax import PUBLISHED_CONFIGS, ConfigMixin, write_json
+from config_flax import PUBLISHED_CONFIGS, write_json
+from editing import check_scale, check_scheduler
 from ema_flax import ema_plan
 from kernels_flax import plain_operations
 from lora_flax import add_lora
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
-from pipeline_flax_stable_diffusion_instruct_pix2pix import pixels_per_latent
-from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from pipeline_flax_utils import MODULES
-from scheduling_flax import FlaxDDPMScheduler, scheduler_from_config
+from scheduling_flax import FlaxDDPMScheduler
 from sharding_flax import cast_kernels, shard_axes, state_shapes
+from tpu_jobs import (
+    DTYPES,
+    FAMILIES,
+    Edit,
+    Images,
+    Job,
+    Sdxl,
+    Target,
+    Unet,
+    image_job,
+    read_configs,
+    unet_job,
+)
 from tpu_programs import (
     GIB,
     find_slice,
     largest_fitting,
+    matmul_flops,
     measure,
     num_bytes,
     param_shapes,
@@ -71,19 +85,6 @@ from training_flags import check_batch, check_combinations, check_numbers, ema_f
 from training_models import Models, check_models, encode_text, is_sdxl, lora_options
 from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
 
-FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
-DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Flags of all programs."""
-
-    tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
-    find_batch: bool = False  # find the largest batch that fits, starting from the one given
-    # XLA's optimization level; O1 compiles faster but prefetches nothing; None: XLA's default
-    optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Train(trainer.Config, Target):
@@ -94,54 +95,6 @@ class Train(trainer.Config, Target):
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unet(Target):
-    """A UNet: forward and backward pass, or the forward pass of one sampling step."""
-
-    family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
-    gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
-    batch_size: int = 8  # samples per chip; two per image with guidance
-    in_channels: int | None = None  # input channels; None: 8 with the gradient, else the config's
-    resolution: int = 256  # side of the images, pixels
-    mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
-    output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory
-    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
-    revision: str | None = None  # branch, tag or commit of a hub id
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sdxl(Target):
-    """SDXL images from text with guidance, in bfloat16."""
-
-    num_images: int = 1  # images at once on each chip
-    num_inference_steps: int = 20  # denoising steps
-    image_size: int = 1024  # side of the images, pixels
-    output: str = ""  # report; "" is tpu_compile_TPU_sdxl_NUM_IMAGES.json in the current directory
-    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is SDXL base 1.0
-    revision: str | None = None  # branch, tag or commit of a hub id
-
-
-class Job(NamedTuple):
-    """Programs to compile under pmap; their arguments are ShapeDtypeStructs of (chips, ...)."""
-
-    step: Callable
-    args: tuple
-    held: dict[str, Any]  # arrays in memory before the step: trees by their names in the report
-    batch_per_chip: int  # pairs, samples or images
-    trips: int = 1  # of the loop in the step
-    body: Callable | None = None  # the program of one trip; None: the loop has all of the work
-    body_args: tuple = ()
-    update: Callable | None = None  # of an average of the weights
-    update_args: tuple = ()
-    updates_per_step: float = 0.0
-
-
-def read_configs(source, revision, *names):
-    """{name: the content of its config.json} of parts of a pipeline directory."""
-    read = partial(ConfigMixin.load_config, source, revision=revision)
-    return {name: read(subfolder=name) for name in names}
 
 
 def training_models(config):
@@ -253,158 +206,37 @@ def train_job(config, devices):
             "batches": [batch] * (1 + MAX_STEPS_IN_FLIGHT),
         },
         batch_per_chip=B,
-        trips=config.gradient_accumulation_steps,
         update=make_update_average(devices) if num_averages else None,
         update_args=(average, state.params, jax.ShapeDtypeStruct((n,), jnp.float32)),
         updates_per_step=num_averages / plan.every,
     )
 
 
-def unet_job(config, devices):
-    """A UNet on each device: loss and gradient, or one prediction.
-
-    Args:
-        config: Unet.
-        devices: to compile for.
-
-    Returns:
-        Job.
-    """
-    n, B = len(devices), config.batch_size
-    configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
-    if source := config.pretrained_model_name_or_path:
-        configs = read_configs(source, config.revision, "unet", "vae")
-    pretrained_channels = configs["unet"].get("in_channels", 4)
-    in_channels = config.in_channels or (8 if config.gradient else pretrained_channels)
-    dtype = DTYPES[config.mixed_precision]
-    unet = FlaxUNet2DConditionModel.from_config(
-        configs["unet"] | {"in_channels": in_channels}, dtype=dtype
-    )
-    side = config.resolution // pixels_per_latent(configs, config.resolution)
-    inputs = [
-        jax.ShapeDtypeStruct((n, B, in_channels, side, side), jnp.float32),
-        jax.ShapeDtypeStruct((n, B), jnp.int32),
-        jax.ShapeDtypeStruct((n, B, 77, unet.cross_attention_dim), dtype),
-    ]
-    if unet.addition_embed_type == "text_time":
-        width = unet.projection_class_embeddings_input_dim - 6 * unet.addition_time_embed_dim
-        added = {"text_embeds": ((n, B, width), dtype), "time_ids": ((n, B, 6), jnp.float32)}
-        inputs.append({name: jax.ShapeDtypeStruct(*x) for name, x in added.items()})
-
-    def predict(params, *inputs):
-        return unet.apply({"params": params}, *inputs).sample
-
-    def loss(params, *inputs):
-        return jnp.square(predict(params, *inputs).astype(jnp.float32)).mean()
-
-    params = replicated(param_shapes(unet, jnp.float32 if config.gradient else dtype), n)
-    function = jax.value_and_grad(loss) if config.gradient else predict
-    return Job(
-        step=jax.pmap(function, axis_name="batch", devices=devices),
-        args=(params, *inputs),
-        held={"parameters": params, "batches": inputs},
-        batch_per_chip=B,
-    )
-
-
-def sdxl_job(config, devices):
-    """sdxl_single.py's program in bfloat16: prompts, noise and guidance to images.
-
-    Args:
-        config: Sdxl.
-        devices: to compile for.
-
-    Returns:
-        Job.
-    """
-    n, B, dtype = len(devices), config.num_images, jnp.bfloat16
-    configs, settings = PUBLISHED_CONFIGS[FAMILIES["sdxl"]], {}
-    if source := config.pretrained_model_name_or_path:
-        index, configs = FlaxStableDiffusionXLPipeline.check(source, config.revision)
-        settings = FlaxStableDiffusionXLPipeline._settings(index)
-    modules = {
-        name: MODULES[name].from_config(configs[name], dtype=dtype)
-        for name in ("unet", "vae", "text_encoder", "text_encoder_2")
-    }
-    scheduler, scheduler_state = scheduler_from_config(configs["scheduler"], source)
-    # Both prompts are given as tokens, so no tokenizer is needed.
-    pipeline = FlaxStableDiffusionXLPipeline(
-        **modules, **settings, scheduler=scheduler, tokenizer=True, tokenizer_2=True
-    )
-    params = {name: param_shapes(module, dtype) for name, module in modules.items()}
-    params["vae"] = param_shapes(pipeline._vae, pipeline._vae.dtype)  # as in cast_params
-    params["scheduler"] = jax.eval_shape(lambda: scheduler_state)
-    params = replicated(params, n)
-    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
-    ids = jax.ShapeDtypeStruct(
-        (n, B, 2, pipeline.text_encoder.module.max_position_embeddings), jnp.int32
-    )
-    scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
-
-    def generate(prompt_ids, neg_prompt_ids, params, keys, guidance_scale):
-        return pipeline._generate(
-            prompt_ids,
-            params,
-            keys,
-            config.num_inference_steps,
-            config.image_size,
-            config.image_size,
-            guidance_scale,
-            neg_prompt_ids=neg_prompt_ids,
-        )
-
-    one_step = Unet(
-        tpu=config.tpu,
-        family="sdxl",
-        gradient=False,
-        batch_size=2 * B,  # both branches of guidance
-        resolution=config.image_size,
-        pretrained_model_name_or_path=source,
-        revision=config.revision,
-    )
-    unet = unet_job(one_step, devices)
-    inputs = (ids, ids, params, jax.ShapeDtypeStruct((n, B), keys.dtype), scale)
-    return Job(
-        step=jax.pmap(generate, axis_name="batch", devices=devices),
-        args=inputs,
-        held={"parameters": params, "batches": (ids, ids, scale)},
-        batch_per_chip=B,
-        body=unet.step,
-        body_args=unet.args,
-        trips=config.num_inference_steps,
-    )
-
-
-SUBCOMMANDS = {Train: train_job, Unet: unet_job, Sdxl: sdxl_job}
-BATCH_FLAGS = {Train: "train_batch_size", Unet: "batch_size", Sdxl: "num_images"}
+SUBCOMMANDS = {Train: train_job, Unet: unet_job, Sdxl: image_job, Edit: image_job}
+BATCH_FLAGS = {Train: "train_batch_size", Unet: "batch_size"} | dict.fromkeys(
+    (Sdxl, Edit), "num_images"
+)
 
 
 def program_name(config):
-    """The subcommand: train, unet or sdxl."""
+    """The subcommand: train, unet, sdxl or edit."""
     return type(config).__name__.lower()
 
 
 def count_flops(config, batch_per_chip):
-    """FLOPs of a chip's step, counted as lowered for a CPU, in plain operations.
+    """FLOPs of a chip's step, and those of them that are in int8.
 
-    The compiler's own count for a TPU leaves out what its kernels (attention) compute.
+    They are counted as traced for a CPU, in plain operations: a TPU's attention is a kernel.
 
     Args:
-        config: Train, Unet or Sdxl.
+        config: Train, Unet, Sdxl or Edit.
         batch_per_chip: pairs, samples or images of a chip.
     """
-    one = 1 if isinstance(config, Sdxl) else batch_per_chip  # images are decoded in a loop
-    config = replace(config, **{BATCH_FLAGS[type(config)]: one})
+    config = replace(config, **{BATCH_FLAGS[type(config)]: batch_per_chip})
     job = SUBCOMMANDS[type(config)](config, jax.devices("cpu")[:1])
-
-    def count(program, args):
-        with plain_operations():
-            return program.lower(*args).cost_analysis()["flops"]  # a loop's body counts once
-
-    flops = count(job.step, job.args)
-    if job.body is None:
-        return flops * job.trips
-    return (flops + (job.trips - 1) * count(job.body, job.body_args)) * batch_per_chip
+    with plain_operations():
+        program = jax.make_jaxpr(job.step)(*job.args)
+    return matmul_flops(program.jaxpr, job.switches)
 
 
 def memory_parts(job, step, update):
@@ -432,11 +264,11 @@ def describe(config, tpu, job, step, update, flops):
     """The report on one compilation.
 
     Args:
-        config: Train, Unet or Sdxl.
+        config: Train, Unet, Sdxl or Edit.
         tpu: Slice.
         job: Job.
         step, update: what measure returned for its programs; update None: no average.
-        flops: of a chip's step.
+        flops: of a chip's step, and those of them in int8.
 
     Returns:
         dict, ready for JSON. Memory, FLOPs and bytes are a chip's, and those of a step.
@@ -449,6 +281,7 @@ def describe(config, tpu, job, step, update, flops):
         "program": program_name(config),
         "flags": changed_flags(config),
         "batch_per_chip": job.batch_per_chip,
+        **({"unet_evaluations": job.evaluations} if job.evaluations else {}),
         "memory_usable": usable,
         "compile_seconds": step["compile_seconds"],
         "versions": {name: version(name) for name in ("jax", "libtpu")},
@@ -460,13 +293,16 @@ def describe(config, tpu, job, step, update, flops):
     traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes"), {}
     for name in traffic[:2]:
         averages[f"ema_{name}"] = update[name] * job.updates_per_step if update else 0.0
-    seconds = roofline_seconds(tpu.chip, flops, step["hbm_bytes"], step["interconnect_bytes"])
+    flops, int8_flops = flops
+    moved, sent = step["hbm_bytes"], step["interconnect_bytes"]
+    seconds = roofline_seconds(tpu.chip, flops, moved, sent, int8_flops)
     seconds += roofline_seconds(tpu.chip, 0.0, averages["ema_hbm_bytes"])
     return report | {
         "fits": total <= usable,
         "memory": memory,
         "memory_total": total,
         "flops": flops,
+        "int8_flops": int8_flops,
         **{name: step[name] for name in traffic},
         **averages,
         "step_seconds": seconds,
@@ -485,13 +321,16 @@ def check_flags(config, num_devices):
     for name in ("batch_size", "resolution", "num_images", "num_inference_steps", "image_size"):
         if (value := getattr(config, name, 1)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
+    if isinstance(config, Images):
+        check_scale("guidance_scale", config.guidance_scale)
+        check_scheduler(config.scheduler)
 
 
 def compile_for(config, tpu, devices):
     """Compile the program of the flags.
 
     Args:
-        config: Train, Unet or Sdxl.
+        config: Train, Unet, Sdxl or Edit.
         tpu: Slice.
         devices: its devices.
 
@@ -502,7 +341,7 @@ def compile_for(config, tpu, devices):
         ValueError: flags or models that do not go together.
     """
     job = SUBCOMMANDS[type(config)](config, devices)
-    step = measure(job.step, job.args)
+    step = measure(job.step, job.args, job.switches)
     if "needs" in step:
         return describe(config, tpu, job, step, None, None)
     update = measure(job.update, job.update_args) if job.update else None
@@ -543,7 +382,7 @@ def report_file(config):
     name = f"tpu_compile_{config.tpu}_{program_name(config)}"
     if config.find_batch:
         name += "_largest"
-    elif isinstance(config, Sdxl):
+    elif isinstance(config, Images):
         name += f"_{config.num_images}"
     file = Path(config.output or f"{name}.json")
     if file.is_dir():
@@ -578,7 +417,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    run_main(Train | Unet | Sdxl, __doc__, run, args)
+    run_main(Train | Unet | Sdxl | Edit, __doc__, run, args)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from functools import cache
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.topologies import get_topology_desc
 
 from executables import no_compilation_cache
@@ -32,16 +34,17 @@ class Chip(NamedTuple):
     topology: str  # its name in jax.experimental.topologies
     cores: int  # TensorCores per chip if the slice's name counts them, else 1
     flops: float  # peak in bfloat16, per second
+    int8: float  # peak in int8, operations per second
     bandwidth: float  # of the memory, bytes per second
     interconnect: float  # sum over a chip's links, one direction, bytes per second
     memory: float  # usable by a program, GiB
 
 
 CHIPS = {
-    "v4": Chip("v4", 2, 275e12, 1.23e12, 0.3e12, 30.75),
-    "v5e": Chip("v5e", 1, 197e12, 0.82e12, 0.2e12, 15.75),
-    "v5p": Chip("v5", 2, 459e12, 2.8e12, 0.6e12, 95.74),
-    "v6e": Chip("v6e", 1, 918e12, 1.64e12, 0.448e12, 31.25),
+    "v4": Chip("v4", 2, 275e12, 275e12, 1.23e12, 0.3e12, 30.75),
+    "v5e": Chip("v5e", 1, 197e12, 393e12, 0.82e12, 0.2e12, 15.75),
+    "v5p": Chip("v5", 2, 459e12, 918e12, 2.8e12, 0.6e12, 95.74),
+    "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25),
 }
 # Slices have three dimensions (v4, v5p) or two.
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
@@ -131,12 +134,13 @@ def num_bytes(tree):
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def measure(program, args):
+def measure(program, args, switches=()):
     """Compile a program and measure its memory and traffic on each chip.
 
     Args:
         program: what pmap returned.
         args: its arguments, of ShapeDtypeStructs.
+        switches: see hbm_bytes.
 
     Returns:
         dict: "padding" (of the arguments), "temporaries", "outputs" (those that do not replace an
@@ -165,22 +169,70 @@ def measure(program, args):
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
         "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
-        "hbm_bytes": hbm_bytes(text),
+        "hbm_bytes": hbm_bytes(text, switches),
         "interconnect_bytes": interconnect_bytes(text),
         "compile_seconds": time.perf_counter() - started,
     }
 
 
-def roofline_seconds(chip, flops, moved, sent=0):
+def matmul_flops(jaxpr, switches=()):
+    """FLOPs of a traced program's matmuls and convolutions.
+
+    Args:
+        jaxpr: its Jaxpr. A loop counts once for each of its trips, 1 if unknown.
+        switches: see hbm_bytes. The dearest branch of other conditions counts.
+
+    Returns:
+        (all FLOPs, those of them with int8 operands), numbers.
+    """
+    shares = iter(switches)
+
+    def count(jaxpr, in_switch=False):
+        total = np.zeros(2)
+        for equation in jaxpr.eqns:
+            name, params = equation.primitive.name, equation.params
+            if name in ("dot_general", "conv_general_dilated"):
+                flops = 2 * multiply_adds(name, equation)
+                is_int8 = all(x.aval.dtype == jnp.int8 for x in equation.invars)
+                total += [flops, flops * is_int8]
+            elif name == "cond" and len(params["branches"]) > 1:
+                costs = np.array([count(branch.jaxpr, True) for branch in params["branches"]])
+                share = None if in_switch else next(shares, None)
+                total += costs.max(0) if share is None else np.array(share) @ costs
+            else:
+                trips = params["length"] if name == "scan" else 1
+                inner = jax.core.jaxprs_in_params(params)
+                total += trips * sum((count(x, in_switch) for x in inner), np.zeros(2))
+        return total
+
+    return tuple(count(jaxpr).tolist())
+
+
+def multiply_adds(name, equation):
+    """Multiply-adds of a dot_general or convolution in a jaxpr."""
+    left, right = (x.aval.shape for x in equation.invars)
+    out = equation.outvars[0].aval.shape
+    if name == "dot_general":
+        (summed, _), _ = equation.params["dimension_numbers"]
+        return math.prod(out) * math.prod(left[axis] for axis in summed)
+    outputs, *_ = equation.params["dimension_numbers"].rhs_spec  # the axis of output channels
+    # Zeros between the inputs, of gradients of strided convolutions, are no work.
+    zeros = math.prod(equation.params["lhs_dilation"])
+    return math.prod(out) * math.prod(right) // (right[outputs] * zeros)
+
+
+def roofline_seconds(chip, flops, moved, sent=0, int8_flops=0):
     """The least time that a program can take on a Chip.
 
     Args:
         flops: of the work.
         moved, sent: bytes to and from the memory, and to other chips.
+        int8_flops: those of the FLOPs that are in int8.
 
     Source: Roofline (Williams, Waterman, Patterson 2009), section 3.
     """
-    return max(flops / chip.flops, moved / chip.bandwidth, sent / chip.interconnect)
+    compute = (flops - int8_flops) / chip.flops + int8_flops / chip.int8
+    return max(compute, moved / chip.bandwidth, sent / chip.interconnect)
 
 
 def largest_fitting(fits, start):
@@ -335,15 +387,21 @@ def slices_of(computation):
     return {index: size for index, size in read.items() if size < math.inf}
 
 
-def hbm_bytes(text):
+def hbm_bytes(text, switches=()):
     """Bytes read from and written to the chip's memory, by one run of a program.
 
     Each operand and result counts once, a sliced operand by its slices. This is too little if a
     kernel reads an operand several times, and too much if a part of an array is replaced in place,
-    as the whole array counts as read and written. All branches of a condition count.
+    as the whole array counts as read and written. All branches of a condition count, except for
+    those of `switches`.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
+        switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
+            branch runs in.
+
+    Raises:
+        ValueError: the program has another number of switches.
 
     Returns:
         int.
@@ -360,8 +418,10 @@ def hbm_bytes(text):
                 reads[index] = min(reads[index], size)
         return sum(reads)
 
+    shares = list(switches)
+
     @cache
-    def moved_by(computation):
+    def moved_by(computation, in_switch=False):
         total, sizes = 0, {}  # bytes in HBM of each value
         for name, kind, operation, rest in computations[computation]:
             sizes[name] = sum(in_hbm(kind))
@@ -373,7 +433,10 @@ def hbm_bytes(text):
                 called += NAME.findall(branches)
             if operation == "call":
                 called += re.findall(r"to_apply=%([\w.\-]+)", rest)
-            total += trips * sum(map(moved_by, called))
+            is_switch = operation == "conditional" and not in_switch
+            weights = shares.pop(0) if is_switch and shares else [trips] * len(called)
+            for branch, weight in zip(called, weights, strict=True):
+                total += weight * moved_by(branch, in_switch or is_switch)
             if operation in NO_TRAFFIC or operation.endswith("-done"):
                 continue
             read = read_by(kind, operation, rest, sizes)
@@ -389,7 +452,10 @@ def hbm_bytes(text):
             total += read + written
         return total
 
-    return moved_by(entry)
+    total = round(moved_by(entry))
+    if shares:
+        raise ValueError(f"{len(shares)} of {len(switches)} switches are not in the program")
+    return total
 
 
 COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce)(-start)?")

@@ -34,11 +34,36 @@ import torch
 from tqdm import tqdm
 
 from command_line import run_main
-from pipeline_flax_utils import replace_leaves
+from executables import replace_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
 GIB = 2**30
+
+
+# The accelerations that are compared, of edits and of SDXL images; None where one does not apply.
+ACCELERATIONS = {
+    "plain": ("", ""),
+    "guidance": ("guidance:image_stop=0.3,stop=0.6", "guidance:stop=0.5"),
+    "deepcache 2": ("deepcache:interval=2", "deepcache:interval=2"),
+    "deepcache 3": ("deepcache:interval=3", "deepcache:interval=3"),
+    "spectrum": ("spectrum", "spectrum"),
+    "tgate": (None, "tgate"),
+    "fbcache": ("fbcache", "fbcache"),
+    "tome": ("tome", "tome:max_downsample=2"),
+    "int8": ("int8", "int8"),
+    "int8 in all layers": ("int8:mode=dynamic", "int8:mode=dynamic"),
+    "int8 weights": ("int8:mode=weight", "int8:mode=weight"),
+    "taesd": ("taesd", "taesd"),
+    "deepcache 2, guidance": (
+        "deepcache:interval=2 guidance:image_stop=0.3,stop=0.6",
+        "deepcache:interval=2 guidance:stop=0.5",
+    ),
+    "spectrum, guidance": (
+        "spectrum guidance:image_stop=0.3,stop=0.6",
+        "spectrum guidance:stop=0.5",
+    ),
+}
 
 
 # Command line and results

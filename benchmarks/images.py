@@ -14,12 +14,27 @@ peak counts the UNet's FLOPs only. Tiny, a minute each:
     python -m benchmarks.images edit --size tiny --resolution 64 --rounds 1 --output images.json
     python -m benchmarks.images sdxl --size tiny --image_size 64 --rounds 1 --output images.json
 
+    python -m benchmarks.images accelerations
+    python -m benchmarks.images quality
+
+compare --accelerate's techniques with the plain pipeline. `accelerations`: seconds of an edit with
+Stable Diffusion 1.5's shapes, the techniques in turn in one process; a quarter of an hour at 128
+pixels. `quality`: edits of the demo's held-out images by edit_cli.py and the model of `make demo`;
+their PSNR to the plain edits, edit_error_ratio and instruction_accuracy as in demo/evaluate.py;
+five minutes.
+
 Rows go to benchmarks/results/images.json. `edit` needs 12 GB of memory, `sdxl` 18 GB and 14 GB of
 disk; a quarter of an hour on two otherwise idle cores.
 """
 
+import json
+import math
+import statistics
+import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,9 +43,13 @@ import jax.numpy as jnp
 import numpy as np
 from diffusers import StableDiffusionInstructPix2PixPipeline, StableDiffusionXLPipeline
 from PIL import Image
+from tqdm import tqdm
 
+from acceleration_flax import parse
 from benchmarks.harness import (
+    ACCELERATIONS,
     PACKAGES,
+    ROOT,
     check_config,
     command_line,
     contenders_on,
@@ -39,9 +58,13 @@ from benchmarks.harness import (
     in_new_process,
     make_row,
     on_device,
+    report,
+    rows_of,
+    time_in_this_process,
     time_in_turn,
     torch_pipeline,
     write_contenders,
+    write_rows,
 )
 from benchmarks.random_models import (
     END_OF_TEXT,
@@ -52,16 +75,20 @@ from benchmarks.random_models import (
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
 from config_flax import PUBLISHED_CONFIGS
+from demo.evaluate import load_edits, measure
 from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
+from modeling_flax_tiny_vae import FlaxAutoencoderTiny
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from scheduling_flax import scheduler_from_pretrained
+from scheduling_flax import make_scheduler, scheduler_from_pretrained
 
 PROMPT = "invert the colors"
+# int8 convolutions take minutes on a CPU.
+TIMED = tuple(x for x in ACCELERATIONS if x not in ("plain", "tgate", "int8", "int8 in all layers"))
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
 
 
@@ -259,7 +286,163 @@ def run_sdxl(config):
         write_contenders(rows, machine, config.output)
 
 
-SUBCOMMANDS = {Edit: run_edit, Sdxl: run_sdxl}
+@dataclass(frozen=True)
+class Accelerations:
+    """Seconds of accelerated edits with Stable Diffusion 1.5."""
+
+    size: Literal["sd15", "tiny"] = "sd15"
+    resolution: int = 128  # pixels
+    num_inference_steps: int = 20
+    names: tuple[str, ...] = TIMED  # of benchmarks.harness.ACCELERATIONS, besides plain
+    rounds: int = 2  # each technique is measured once in each
+    seconds: float = 0.0  # of a measurement, at least; one edit at least
+    output: str = "benchmarks/results/images.json"
+
+
+def accelerated_edits(folder, config):
+    """{name: (prepare, run)}, see time_in_this_process."""
+    first, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, scheduler=make_scheduler("ddim", {})[0]
+    )
+    params = on_device(params, jnp.float32)
+    images = make_images(config, 1)
+
+    def edit(pipeline, params):
+        ids, pixels = pipeline.prepare_inputs([PROMPT], images)
+        key = jax.random.key(0)
+        out = pipeline(ids, pixels, params, key, config.num_inference_steps, **SCALES)
+        jax.block_until_ready(out.images)
+
+    contenders = {}
+    for name in ("plain", *config.names):
+        pipeline = replace(first, accelerate=parse(ACCELERATIONS[name][0]))
+        these = dict(params)
+        if pipeline.accelerate.tiny_decoder:
+            tiny = FlaxAutoencoderTiny()
+            pipeline = replace(pipeline, tiny_vae=tiny)
+            these["tiny_vae"] = jax.jit(tiny.init_weights)(jax.random.key(0))
+        pipeline.quantize_params(these)
+        contenders[name] = (lambda: None, partial(edit, pipeline, these))
+    return contenders
+
+
+def measure_accelerations(folder, config):
+    """figures of time_in_this_process."""
+    return time_in_this_process(accelerated_edits(folder, config), config.rounds, config.seconds)
+
+
+def run_accelerations(config):
+    """Measure, write, print."""
+    check_config(config, "num_inference_steps")
+    if unknown := set(config.names) - ACCELERATIONS.keys():
+        raise ValueError(f"--names {unknown.pop()} is unknown; known: {', '.join(ACCELERATIONS)}")
+    machine = describe_machine(PACKAGES)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        in_new_process(make_pipeline, folder, config.size == "tiny", 8)
+        figures = in_new_process(measure_accelerations, folder, config)
+    plain = figures["seconds"]["plain"]
+    kind, rows = jax.devices()[0].device_kind, {}
+    for name, seconds in figures["seconds"].items():
+        rows[f"accelerated {kind} {config.size}_{config.resolution}, {name}"] = {
+            "accelerate": ACCELERATIONS[name][0],
+            "num_inference_steps": config.num_inference_steps,
+            "first_seconds": figures["first_seconds"][name],
+            "seconds": seconds,
+            "times_as_fast": [a / b for a, b in zip(plain, seconds)],
+        }
+    results = write_rows(rows, machine, config.output)
+    report(format_accelerated(results), config.output)
+
+
+def format_accelerated(results):
+    """Markdown of the rows of accelerations."""
+    lines = ["| | s | times as fast as plain |", "|---|---|---|"]
+    for name, row in rows_of(results, "accelerated").items():
+        ratios = row["times_as_fast"]
+        lines.append(
+            f"| {name} | {statistics.median(row['seconds']):.3g} | {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f}-{max(ratios):.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What accelerations cost in quality, on the demo's model."""
+
+    demo_dir: Path = Path("demo/output")  # of `make demo`
+    num_inference_steps: int = 20
+    output: str = "benchmarks/results/images.json"
+
+
+def edit_held_out(config, flags, folder):
+    """Edit the demo's held-out images into folder by edit_cli.py; returns load_edits' crops."""
+    lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
+    edits = [json.loads(line) for line in lines]
+    for edit in edits:
+        edit["output"] = str(folder / Path(edit["output"]).name)
+    (folder / "edits.jsonl").write_text("".join(json.dumps(edit) + "\n" for edit in edits))
+    command = [sys.executable, "edit_cli.py", "--model", str(config.demo_dir / "model")]
+    command += ["--edits_jsonl", str(folder / "edits.jsonl"), "--resolution", "64"]
+    command += ["--guidance_scale", "2", "--image_guidance_scale", "1.2", "--batch_size", "18"]
+    command += ["--num_inference_steps", str(config.num_inference_steps), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    return load_edits(config.demo_dir, folder)
+
+
+def run_quality(config):
+    """Edit, measure, write, print."""
+    if not (config.demo_dir / "model").is_dir():
+        raise ValueError(f"--demo_dir {config.demo_dir} has no model; run `make demo`")
+    machine, rows, plain = describe_machine(PACKAGES), {}, None
+    names = [name for name, specs in ACCELERATIONS.items() if specs[0] is not None]
+    names.remove("taesd")  # published for Stable Diffusion's latents, not for the demo's
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in tqdm(names, unit="technique"):
+            folder = Path(temporary) / name.replace(" ", "_")
+            folder.mkdir()
+            spec = ACCELERATIONS[name][0]
+            crops = edit_held_out(config, ["--accelerate", *spec.split()] if spec else [], folder)
+            plain = plain or crops
+            errors = [
+                np.square(crops[key]["results"][i] - plain[key]["results"][i]).mean()
+                for key in crops
+                for i in crops[key]["results"]
+            ]
+            measured = measure(crops)
+            rows[f"quality {name}"] = {
+                "accelerate": spec,
+                "num_inference_steps": config.num_inference_steps,
+                # of all pixels; None: the images are equal
+                "psnr": -10 * math.log10(np.mean(errors)) if np.any(errors) else None,
+                "edit_error_ratio": measured["edit_error_ratio"],
+                "instruction_accuracy": measured["instruction_accuracy"],
+            }
+    results = write_rows(rows, machine, config.output)
+    report(format_quality(results), config.output)
+
+
+def format_quality(results):
+    """Markdown of the rows of quality."""
+    lines = ["| | PSNR, dB | edit_error_ratio | instruction_accuracy |", "|---|---|---|---|"]
+    for name, row in rows_of(results, "quality").items():
+        psnr = "" if row["psnr"] is None else f"{row['psnr']:.1f}"
+        lines.append(
+            f"| {name} | {psnr} | {row['edit_error_ratio']:.3f} | "
+            f"{row['instruction_accuracy']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+SUBCOMMANDS = {
+    Edit: run_edit,
+    Sdxl: run_sdxl,
+    Accelerations: run_accelerations,
+    Quality: run_quality,
+}
 
 
 def main(args=None):

@@ -10,6 +10,11 @@ With the demo's model, in a minute:
     python -m benchmarks.tpu programs --tpus v5e-1 --jobs unet --resolution 64 \\
         --pretrained_model_name_or_path demo/base_model --output /tmp/tpu.json
 
+    python -m benchmarks.tpu accelerations
+
+counts the UNet's evaluations and the FLOPs of images and edits with each technique of --accelerate
+and without; nothing is compiled.
+
     python -m benchmarks.tpu attention
 
 counts the cycles of an attention layer, projections included, by the blocks and layouts of splash
@@ -27,7 +32,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -39,6 +44,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from tqdm import tqdm
 
 from benchmarks.harness import (
+    ACCELERATIONS,
     GIB,
     ROOT,
     command_line,
@@ -51,7 +57,16 @@ from benchmarks.harness import (
 from config_flax import read_json
 from executables import no_compilation_cache
 from modeling_flax_blocks import Attention as AttentionLayer
-from tpu_programs import find_slice, kernel_bytes, replicated, slice_devices
+from tpu_compile import count_flops
+from tpu_jobs import Edit, Sdxl, image_job
+from tpu_programs import (
+    CHIPS,
+    find_slice,
+    kernel_bytes,
+    replicated,
+    roofline_seconds,
+    slice_devices,
+)
 
 PAIRS_PER_CHIP = 8
 TRAIN = ("train", "--mixed_precision", "bf16", "--ema", "full")
@@ -61,6 +76,7 @@ TRAIN_SDXL = (
     *("--family", "sdxl", "--resolution", "512", "--gradient_checkpointing"),
 )
 LATENTS = ("--cache_latents", "latents", "--no_random_crop")
+FOUR_STEPS = ("--num_inference_steps", "4", "--scheduler", "lcm", "--guidance_scale", "1")
 JOBS = {
     "train": TRAIN,
     "train latents": (*TRAIN, *LATENTS),
@@ -76,6 +92,13 @@ JOBS = {
     "sdxl 1": ("sdxl", "--num_images", "1"),
     "sdxl 2": ("sdxl", "--num_images", "2"),
     "sdxl 4": ("sdxl", "--num_images", "4"),
+    "sdxl little loss": ("sdxl", "--accelerate", *ACCELERATIONS["spectrum, guidance"][1].split()),
+    "sdxl 4 steps": ("sdxl", *FOUR_STEPS, "--accelerate", "int8", "taesd"),
+    "edit": ("edit", "--scheduler", "ddim"),
+    "edit little loss": (
+        *("edit", "--scheduler", "ddim", "--accelerate"),
+        *ACCELERATIONS["spectrum, guidance"][0].split(),
+    ),
 }
 JobName = Literal[tuple(JOBS)]
 
@@ -127,6 +150,16 @@ class Programs:
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
     # XLA's optimization level, see tpu_compile.py; None: XLA's default
     optimization_level: Literal["O1"] | None = None
+    output: str = "benchmarks/results/tpu.json"
+
+
+@dataclass(frozen=True)
+class Accelerations:
+    """FLOPs of accelerated images and edits, 20 steps and 4."""
+
+    num_images: int = 1  # images at once
+    pretrained_model_name_or_path: str = ""  # for edits, in place of Stable Diffusion 1.5
+    edits_only: bool = False  # leave out SDXL's images
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -194,7 +227,9 @@ def format_programs(results):
             lines.append(f"| {case} | does not fit | | | | | | |")
             continue
         # A loop's body counts once in the compiler's count.
-        accessed = "" if row["program"] == "sdxl" else f"{row['bytes_accessed'] / 1e9:.3g}"
+        accessed = (
+            "" if row["program"] in ("sdxl", "edit") else f"{row['bytes_accessed'] / 1e9:.3g}"
+        )
         sent = f"{row['interconnect_bytes'] / 1e9:.3g}" if "interconnect_bytes" in row else ""
         lines.append(
             f"| {case} | {row['memory_total'] / GIB:.1f} of {row['memory_usable'] / GIB:.2f} "
@@ -221,6 +256,64 @@ def run_programs(config):
                 rows = {case: compile_program(tpu, job, config)}
                 results = write_rows(rows, machine, config.output)
     report(format_programs(results), config.output)
+
+
+def accelerated_flags(config):
+    """{(program, name of the acceleration): flags of tpu_compile.py}."""
+    common = {"tpu": "v5e-1", "num_images": config.num_images}
+    edit = common | {"scheduler": "ddim"}
+    if model := config.pretrained_model_name_or_path:
+        edit |= {"pretrained_model_name_or_path": model, "resolution": 64}
+    programs = {"edit": Edit(**edit), "sdxl": Sdxl(**common)}
+    few = {"num_inference_steps": 4, "scheduler": "lcm", "guidance_scale": 1.0}
+    flags = {}
+    for name, specs in ACCELERATIONS.items():
+        for (program, plain), spec in zip(programs.items(), specs):
+            if spec is not None:
+                flags[program, name] = replace(plain, accelerate=tuple(spec.split()))
+    for name, spec in (("4 steps", ()), ("4 steps, int8, taesd", ("int8", "taesd"))):
+        flags["edit", name] = replace(
+            programs["edit"], **few, image_guidance_scale=1.0, accelerate=spec
+        )
+        flags["sdxl", name] = replace(programs["sdxl"], **few, accelerate=spec)
+    if config.edits_only:
+        flags = {key: value for key, value in flags.items() if key[0] == "edit"}
+    return flags
+
+
+def format_accelerations(results):
+    """Markdown of the rows of accelerations."""
+    lines = ["| | UNet evaluations | TFLOP | int8 | v5e, s | v6e, s |", "|---|---|---|---|---|---|"]
+    for name, row in rows_of(results, "acceleration").items():
+        seconds = " | ".join(f"{value:.3g}" for value in row["seconds"].values())
+        lines.append(
+            f"| {name} | {row['unet_evaluations']} | {row['flops'] / 1e12:.3g} | "
+            f"{row['int8_flops'] / row['flops']:.0%} | {seconds} |"
+        )
+    return "\n".join(lines)
+
+
+def run_accelerations(config):
+    """Count, write, print."""
+    jax.config.update("jax_platforms", "cpu")
+    machine = describe_machine(("jax", "jaxlib"))
+    rows = {}
+    for (program, name), flags in tqdm(accelerated_flags(config).items(), unit="program"):
+        flops, int8_flops = count_flops(flags, config.num_images)
+        rows[f"acceleration {program}, {name}"] = {
+            "accelerate": " ".join(flags.accelerate),
+            "num_inference_steps": flags.num_inference_steps,
+            "unet_evaluations": image_job(flags, jax.devices()[:1]).evaluations,
+            "flops": flops / config.num_images,
+            "int8_flops": int8_flops / config.num_images,
+            "seconds": {  # of the FLOPs alone, at the chip's peak
+                chip: roofline_seconds(CHIPS[chip], flops, 0, int8_flops=int8_flops)
+                / config.num_images
+                for chip in ("v5e", "v6e")
+            },
+        }
+    results = write_rows(rows, machine, config.output)
+    report(format_accelerations(results), config.output)
 
 
 def kernel_cycles(file):
@@ -314,7 +407,11 @@ def run_attention(config):
     report(format_attention(results), config.output)
 
 
-SUBCOMMANDS = {Programs: run_programs, Attention: run_attention}
+SUBCOMMANDS = {
+    Programs: run_programs,
+    Accelerations: run_accelerations,
+    Attention: run_attention,
+}
 
 
 def main(args=None):

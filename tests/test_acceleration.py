@@ -27,7 +27,7 @@ from acceleration_flax import (
 )
 from pipeline_flax_stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from pipeline_flax_utils import FlaxDiffusionPipeline
-from sampling_flax import denoise, keys_per_image, normal
+from sampling_flax import keys_per_image, normal
 from scheduling_flax import make_scheduler
 from token_merging_flax import match, window_offsets
 
@@ -100,8 +100,8 @@ def spoil_nothing(found, plain, expected):
 @pytest.mark.parametrize(
     ("model", "scheduler"),
     [
-        ("xl", "euler"),
         ("sd", "pndm"),
+        pytest.param("xl", "euler", marks=pytest.mark.slow),
         pytest.param("sd", "ddim", marks=pytest.mark.slow),
         pytest.param("sd", "euler", marks=pytest.mark.slow),
     ],
@@ -239,12 +239,20 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     results = []
     for acceleration in (pipeline.accelerate, Acceleration()):
         fake = dataclasses.replace(pipeline, unet=Constant(), accelerate=acceleration)
-        segments = fake._segments(
-            {"unet": {}}, ("text",), scales, lambda active, x, t: (x, t), lambda active, eps: eps
-        )
         keys = keys_per_image(jax.random.key(0), 1)
         x_t = normal(keys, 0, SHAPE) * state.init_noise_sigma
-        results.append(denoise(pipeline.scheduler, state, x_t, keys, segments))
+        results.append(
+            fake._denoise_steps(
+                {"unet": {}},
+                (state, scales),
+                x_t,
+                keys,
+                ("text",),
+                lambda active, x, t: (x, t),
+                lambda active, eps: eps,
+                eta=None,
+            )
+        )
     np.testing.assert_allclose(*results, atol=1e-3)
     assert jnp.abs(results[0] - clean).mean() < 0.05
 
@@ -277,13 +285,18 @@ def test_first_block_cache_is_written_anew(models):
     spoil_nothing(found, plain, expected)
 
 
-SLOW_SPECS = ("spectrum", "tgate:gate=7", "tome:max_downsample=8", "guidance:start=0.2,stop=0.6")
+SLOW_SPECS = (
+    "deepcache",
+    "spectrum",
+    "tgate:gate=7",
+    "tome:max_downsample=8",
+    "guidance:start=0.2,stop=0.6",
+)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        "deepcache",
         "fbcache:threshold=0.3",
         *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW_SPECS),
     ],
@@ -322,6 +335,7 @@ OFF = 1 + 1e-9  # of guidance: above 1, so that PyTorch computes all branches
 @pytest.mark.parametrize(
     ("model", "scheduler"), [("sd", "ddim"), pytest.param("xl", "euler", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_guidance_in_an_interval(models, model, scheduler):
     pipeline, params = open_ours(models[model], "guidance:start=0.25,stop=0.75", scheduler)
     found = images_of(pipeline, params)
@@ -424,7 +438,7 @@ def test_plans():
         ("tgate guidance:stop=0.5", "tgate guidance do not go together"),
         ("tome:ratio=0.9", "ratio=0.9 must be above 0, at most 0.75"),
         ("guidance:stop=0", "stop=0.0 must be above start"),
-        ("int8:mode=fp4", "mode=fp4 must be dynamic or weight"),
+        ("int8:mode=fp4", "mode=fp4 must be fast, dynamic or weight"),
         ("tome:random=maybe", "random=maybe is not of type true or false"),
     ],
 )
@@ -475,7 +489,7 @@ def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
         images_of(pipeline, {name: x for name, x in params.items() if name != "tiny_vae"})
 
 
-@pytest.mark.parametrize("mode", ["dynamic", "weight"])
+@pytest.mark.parametrize("mode", ["dynamic", pytest.param("weight", marks=pytest.mark.slow)])
 def test_int8_images_are_close(models, mode):
     pipeline, params = open_ours(models["sd"], f"int8:mode={mode}", "ddim")
     attention = params["unet"]["mid_block"]["attentions_0"]["transformer_blocks_0"]["attn1"]

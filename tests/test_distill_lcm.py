@@ -244,6 +244,7 @@ def run_on(num_devices, model, batch, num_steps=3):
     return np.array(metrics), flatten_dict(to_host(state.params, axes), sep="/"), lora
 
 
+@pytest.mark.slow
 def test_two_devices_are_one(models):
     """Random numbers, gradients and the sharded LoRA after three steps."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 16, 16, 3), np.uint8)
@@ -316,6 +317,7 @@ def test_loss_falls(models, data, tmp_path, lenient_optimizer, family):
     assert rates[0] == 0 and rates[10] == pytest.approx(1e-2) and 0 < rates[-1] < 1e-4
 
 
+@pytest.mark.slow
 def test_not_finite_loss_writes_nothing(models, data, tmp_path, lenient_optimizer, capsys):
     out = tmp_path / "lora"
     with pytest.raises(SystemExit) as stop:

@@ -415,7 +415,7 @@ def test_weights_are_not_held_twice_while_they_are_moved():
     code = """
 import jax, numpy
 from pathlib import Path
-from pipeline_flax_utils import replace_leaves
+from executables import replace_leaves
 def kilobytes(name):
     return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
 jax.device_put(numpy.ones(3))

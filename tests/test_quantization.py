@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +104,7 @@ def test_dynamic_dense(use_bias):
 def test_weight_mode(size):
     kernel, bias, x = normal(size, size, 8, 12), normal(12, seed=1), normal(2, 5, 6, 8, seed=2)
     path = DENSE if size == 1 else f"{RESNET}/conv1"
-    params = quantize_at(path, {"kernel": kernel, "bias": bias}, "weight", True)
+    params = quantize_at(path, {"kernel": kernel, "bias": bias}, "weight")
     assert params.keys() == {"kernel", "bias", "weight_scale"}
     assert params["kernel"].dtype == np.int8
     found = Conv(12, size).apply({"params": params}, x)
@@ -127,7 +127,7 @@ def test_dynamic_convolution(size, stride):
     kernel, bias, x = normal(size, size, 8, 12), normal(12, seed=1), normal(2, 6, 7, 8, seed=2)
     x[1] *= 50
     path = DENSE if size == 1 else "down_blocks_0/downsamplers_0/conv"
-    params = quantize_at(path, {"kernel": kernel, "bias": bias}, "dynamic", True)
+    params = quantize_at(path, {"kernel": kernel, "bias": bias}, "dynamic")
     padding = ((size // 2, size // 2),) * 2
     found = Conv(12, size, stride, padding).apply({"params": params}, x)
     x, x_scale = int8_of(x, -1 if size == 1 else (1, 2, 3))
@@ -191,29 +191,35 @@ def layer_of(name):
 
 # SD1.5 has 16 transformers of one block and 22 resnets; SDXL 11 with 70 blocks, and 17 resnets.
 @pytest.mark.parametrize(
-    ("name", "num_dense", "num_convolutions", "more"),
+    ("name", "num_dense", "num_wide", "num_convolutions", "more"),
     [
-        (SD15, 16 * 2 + 16 * 10, 22 * 2 + 6, set()),
-        (SDXL, 11 * 2 + 70 * 10, 17 * 2 + 4, {"add_embedding/linear_1", "add_embedding/linear_2"}),
+        (SD15, 16 * 2 + 16 * 10, 6, 22 * 2 + 6, set()),
+        (
+            SDXL,
+            11 * 2 + 70 * 10,
+            60,
+            17 * 2 + 4,
+            {"add_embedding/linear_1", "add_embedding/linear_2"},
+        ),
     ],
 )
-def test_layers_of_published_unets(name, num_dense, num_convolutions, more):
+def test_layers_of_published_unets(name, num_dense, num_wide, num_convolutions, more):
     before = flatten_dict(unet_shapes(name), sep="/")
-    for convolutions in (False, True):
-        tree = jax.eval_shape(
-            lambda params, on=convolutions: quantize(params, convolutions=on),
-            unflatten_dict(before, sep="/"),
-        )
+    fast = CONVOLUTIONS | {"ff/net_0/proj"}
+    for mode, expected, number in (
+        ("dynamic", DENSE_LAYERS | CONVOLUTIONS, num_dense + num_convolutions),
+        ("fast", fast, num_wide + num_convolutions),
+    ):
+        tree = jax.eval_shape(partial(quantize, mode=mode), unflatten_dict(before, sep="/"))
         after = flatten_dict(tree, sep="/")
         scales = {name for name in after if name.endswith("/dynamic_scale")}
         int8 = {name for name, x in after.items() if x.dtype == np.int8}
         assert {name.replace("dynamic_scale", "kernel") for name in scales} == int8
         assert after.keys() - scales == before.keys()
-        assert len(int8) == num_dense + convolutions * num_convolutions
-        expected = DENSE_LAYERS | (CONVOLUTIONS if convolutions else set())
+        assert len(int8) == number
         assert {layer_of(name) for name in int8} == expected
         others = {layer_of(name) for name in after.keys() - int8 - scales} - expected
-        assert others == NEVER | more | (set() if convolutions else CONVOLUTIONS)
+        assert others == NEVER | more | (DENSE_LAYERS - expected)
         assert all(after[name].shape == before[name].shape for name in before)
         assert all(after[name] == before[name] for name in before.keys() - int8)
 
@@ -225,23 +231,25 @@ def test_bytes_of_sdxl():
         tree = jax.eval_shape(lambda x: quantize(x, *args) if args else x, params)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e9
 
-    found = [gigabytes(), gigabytes("weight"), gigabytes("dynamic", True)]
-    np.testing.assert_allclose(found, [5.135, 2.933, 2.613], atol=5e-4)
+    found = [gigabytes(), gigabytes("weight")]
+    np.testing.assert_allclose(found, [5.135, 2.613], atol=5e-4)
 
 
-def test_tiny_unet():
+@pytest.mark.parametrize(
+    "mode", ["dynamic", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fast", "weight"))]
+)
+def test_tiny_unet(mode):
     unet = FlaxUNet2DConditionModel(**TINY)
     inputs = normal(1, 4, 4, 4), np.array([700]), normal(1, 7, 24, seed=1)
     params = jax.device_get(jax.jit(unet.init_weights)(jax.random.key(0)))
     apply = jax.jit(lambda params: unet.apply({"params": params}, *inputs).sample)
     expected = apply(params)
-    for args in [("weight", True), ("dynamic", False), ("dynamic", True)]:
-        value = psnr(apply(quantize(params, *args)), expected)
-        print(f"{args}: {value:.1f} dB")
-        assert 34 < value < 60  # float32 in all layers gives more
+    value = psnr(apply(quantize(params, mode)), expected)
+    print(f"{value:.1f} dB")
+    assert 34 < value < 60  # float32 in all layers gives more
 
 
-def variants(module, path, inputs, convolutions):
+def variants(module, path, inputs):
     """Outputs of a module in float32, bfloat16 and with int8 in bfloat16, and PSNRs, printed."""
     params = jax.jit(module.init)(jax.random.key(0), *inputs)["params"]
 
@@ -255,7 +263,7 @@ def variants(module, path, inputs, convolutions):
     half = apply(jnp.bfloat16, bfloat16)
     found = {"bfloat16 to float32": psnr(half, exact)}
     for mode in ("dynamic", "weight"):
-        int8 = apply(jnp.bfloat16, quantize_at(path, bfloat16, mode, convolutions))
+        int8 = apply(jnp.bfloat16, quantize_at(path, bfloat16, mode))
         found[f"{mode} to bfloat16"] = psnr(int8, half)
         found[f"{mode} to float32"] = psnr(int8, exact)
         found[f"{mode} without the input, to float32"] = psnr(int8 - inputs[0], exact - inputs[0])
@@ -264,18 +272,20 @@ def variants(module, path, inputs, convolutions):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(("dim", "positions"), [(640, 512), (1280, 256)])
+@pytest.mark.parametrize(
+    ("dim", "positions"), [pytest.param(640, 512, marks=pytest.mark.slow), (1280, 256)]
+)
 def test_full_size_transformer_block(dim, positions):
     block = BasicTransformerBlock(dim, dim // 64)
     inputs = normal(1, positions, dim), normal(1, 77, 2048, seed=1)
-    assert min(variants(block, BLOCK, inputs, False).values()) > 30
+    assert min(variants(block, BLOCK, inputs).values()) > 30
 
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("channels", [640, 1280])
 def test_full_size_resnet(channels):
     inputs = normal(1, 8, 8, channels), normal(1, 1280, seed=1)
-    assert min(variants(ResnetBlock2D(channels), RESNET, inputs, True).values()) > 30
+    assert min(variants(ResnetBlock2D(channels), RESNET, inputs).values()) > 30
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs")
@@ -295,7 +305,9 @@ def test_tpu_multiplies_int8(monkeypatch):
 
 def test_refusals():
     params = {"mid_block": {"attentions_0": {"proj_in": dense_params()}}}
-    with pytest.raises(ValueError, match="mode='int4' is not known; known are dynamic, weight"):
+    with pytest.raises(
+        ValueError, match="mode='int4' is not known; known are fast, dynamic, weight"
+    ):
         quantize(params, "int4")
     with pytest.raises(ValueError, match="proj_in/kernel is already int8"):
         quantize(quantize(params))

@@ -38,6 +38,7 @@ from sharding_flax import (
     update_shards,
 )
 from tpu_compile import Sdxl, Train, Unet
+from tpu_jobs import image_job
 from tpu_programs import (
     CHIPS,
     LIBTPU_ENVIRONMENT,
@@ -230,6 +231,8 @@ def test_roofline_by_hand():
     v5e = CHIPS["v5e"]
     assert roofline_seconds(v5e, 394e12, 0.82e12) == pytest.approx(2.0)  # 2 x 197 TFLOP
     assert roofline_seconds(v5e, 197e12, 2.46e12) == pytest.approx(3.0)  # 3 x 0.82 TB
+    # 98.5 TFLOP in bfloat16 and 786 in int8
+    assert roofline_seconds(v5e, 884.5e12, 0.0, int8_flops=786e12) == pytest.approx(2.5)
 
 
 def test_report_by_hand(model):
@@ -241,7 +244,6 @@ def test_report_by_hand(model):
         args=(x, x),
         held={"parameters": x, "ema": [x]},
         batch_per_chip=4,
-        trips=2,
         update_args=(x, x),
         updates_per_step=0.5,
     )
@@ -249,7 +251,7 @@ def test_report_by_hand(model):
     step |= {"bytes_accessed": 9e12, "hbm_bytes": 0.82e12, "interconnect_bytes": 1e9}
     update = {"padding": 800, "temporaries": 200, "code": 2}
     update |= {"bytes_accessed": 5e12, "hbm_bytes": 1.64e12}
-    report = tpu_compile.describe(config, find_slice("v5e-4"), job, step, update, 394e12)
+    report = tpu_compile.describe(config, find_slice("v5e-4"), job, step, update, (394e12, 0.0))
     assert report["memory"] == {
         "parameters": 4000,
         "ema": 4000,
@@ -276,7 +278,7 @@ def test_sdxl_parameters_are_those_of_the_script(tmp_path):
     """The VAE's are float32."""
     model = make_tiny_xl(tmp_path / "xl")
     config = Sdxl(tpu="v5e-4", pretrained_model_name_or_path=str(model), image_size=64)
-    found = tpu_compile.sdxl_job(config, jax.devices()).held["parameters"]
+    found = image_job(config, jax.devices()).held["parameters"]
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(model, dtype=jnp.bfloat16)
     cast_params(pipeline, params)
     expected = jax.tree.map(lambda x: ((NUM_DEVICES, *x.shape), x.dtype), params)
@@ -313,7 +315,6 @@ def test_sdxl_counts_every_step(tmp_path):
     unet = tpu_compile.compile_for(one_step, find_slice("v5e-4"), jax.devices())
     extra = reports[1]["flops"] - reports[0]["flops"]
     assert extra == pytest.approx(3 * unet["flops"], rel=0.05)
-    # Lowered programs, before fusion, have the loop's body once.
     extra = reports[1]["hbm_bytes"] - reports[0]["hbm_bytes"]
     assert extra == pytest.approx(3 * unet["hbm_bytes"], rel=0.3)
     memory = reports[1]["memory"]
@@ -519,11 +520,11 @@ def test_flops_count_all_micro_batches(model):
     """Twice the pairs need twice the FLOPs; micro-batches change nothing."""
     paths = {"pretrained_model_name_or_path": str(model)}
     unet = Unet(tpu="v5e-4", resolution=16, mixed_precision="no", **paths)
-    one, two = (tpu_compile.count_flops(unet, n) for n in (2, 4))
+    one, two = (tpu_compile.count_flops(unet, n)[0] for n in (2, 4))
     assert two == pytest.approx(2 * one, rel=0.01)
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         whole, halves = (
-            tpu_compile.count_flops(flags(model, gradient_accumulation_steps=parts), 4)
+            tpu_compile.count_flops(flags(model, gradient_accumulation_steps=parts), 4)[0]
             for parts in (1, 2)
         )
     assert halves == pytest.approx(whole, rel=0.1)

@@ -1,0 +1,140 @@
+"""Previews: the clean latents that a step predicts, against PyTorch; the scripts' files."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax.jax_utils import replicate
+from PIL import Image
+from test_acceleration import images_of, images_of_theirs, open_theirs, save_tiny_vae
+from test_pipeline_instruct_pix2pix import psnr
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import edit_cli
+import sdxl_single
+from pipeline_flax_utils import FlaxDiffusionPipeline
+from previews_flax import Preview
+from sampling_flax import keys_per_image
+from scheduling_flax import make_scheduler
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(directory of a TAESD for images four times as wide as latents, PyTorch's)."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, save_tiny_vae(folder, (8, 8, 8))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_pipeline(tmp_path_factory.mktemp("sd"), in_channels=4)
+
+
+def open_ours(model, scheduler, tiny, every=2):
+    """(pipeline, params, {step: (keys, images)} of the previews)."""
+    seen = {}
+
+    def show(step, keys, images):
+        seen.setdefault(step, []).extend(zip(keys.tolist(), images))
+
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(
+        model, preview=Preview(every, show, str(tiny[0]))
+    )
+    scheduler, _ = make_scheduler(scheduler, pipeline.scheduler.config)
+    return dataclasses.replace(pipeline, scheduler=scheduler), params, seen
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "euler"])
+def test_previews_are_pytorchs(model, tiny, scheduler):
+    pipeline, params, seen = open_ours(model, scheduler, tiny)
+    image = images_of(pipeline, params, steps=STEPS)
+    jax.effects_barrier()
+    assert sorted(seen) == [2, 4]  # not after the last step
+    plain = images_of(dataclasses.replace(pipeline, preview=None), params, steps=STEPS)
+    np.testing.assert_array_equal(image, plain)
+
+    theirs, clean = open_theirs(model, pipeline.scheduler), []
+    step = theirs.scheduler.step
+
+    def keep(*args, return_dict=True, **options):
+        out = step(*args, **options)
+        clean.append(out.pred_original_sample)
+        return out if return_dict else out[:1]
+
+    theirs.scheduler.step = keep
+    images_of_theirs(theirs, steps=STEPS, guidance_scale=7.5)
+    for number in seen:
+        with torch.no_grad():
+            decoded = tiny[1].decode(clean[number - 1]).sample
+        expected = (decoded / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+        assert psnr(np.stack([image for _, image in seen[number]]), expected) > 60
+
+
+def test_each_image_of_each_device_has_its_key(model, tiny):
+    keys = keys_per_image(jax.random.key(7), 4)
+    pipeline, params, seen = open_ours(model, "ddim", tiny)
+    ids = np.repeat(pipeline.prepare_inputs("make it red"), 4, axis=0)
+    options = dict(num_inference_steps=STEPS, height=32, width=32)
+    pipeline(ids, params, keys, **options)
+    jax.effects_barrier()
+    alone = {step: dict((tuple(key), image) for key, image in rows) for step, rows in seen.items()}
+    seen.clear()
+    devices = jax.local_devices()[:2]
+    pipeline(
+        ids.reshape(2, 2, -1), replicate(params, devices), keys.reshape(2, 2), jit=True, **options
+    )
+    jax.effects_barrier()
+    assert {step: len(rows) for step, rows in seen.items()} == {2: 4, 4: 4}
+    for step, rows in seen.items():
+        for key, image in rows:
+            np.testing.assert_allclose(image, alone[step][tuple(key)], atol=1e-4)
+
+
+def test_files_next_to_the_images(model, tiny, tmp_path):
+    """One per image and step."""
+    edits = make_tiny_pipeline(tmp_path / "edits")
+    flags = ["--model", str(edits), "--edit", "make it red", "--compilation_cache_dir", ""]
+    flags += ["--resolution", "32", "--num_inference_steps", "4", "--output", str(tmp_path / "out")]
+    flags += ["--input", str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
+    for name, image in zip("ab", pixels):
+        Image.fromarray(image).save(tmp_path / f"{name}.png")
+    edit_cli.main([*flags, "--preview", "3", "--preview_decoder", str(tiny[0])])
+    found = {file.name: np.asarray(Image.open(file)) for file in (tmp_path / "out").iterdir()}
+    assert sorted(found) == ["a-step-003.png", "a.png", "b-step-003.png", "b.png"]
+    assert {image.shape for image in found.values()} == {(32, 32, 3)}
+    assert np.any(found["a-step-003.png"] != found["b-step-003.png"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preview", "0"], "--preview 0 must be at least 1"),
+        (["--preview", "2", "--preview_decoder", "/no/such"], "/no/such"),
+        (["--preview_decoder", "/no/such"], "is for --preview; give both or neither"),
+    ],
+)
+@pytest.mark.parametrize("script", [edit_cli, sdxl_single])
+def test_bad_flags(script, tmp_path, capsys, flags, message):
+    model, image = tmp_path / "model", tmp_path / "in.png"
+    Image.new("RGB", (32, 32)).save(image)
+    if script is edit_cli:
+        make_tiny_pipeline(model)
+        flags = [*flags, "--model", str(model), "--input", str(image), "--edit", "make it red"]
+        flags += ["--resolution", "32"]
+    else:
+        make_tiny_xl(model)
+        flags = [*flags, "--pretrained_model_name_or_path", str(model), "--num_images", "1"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*flags, "--output", str(tmp_path / "out.png")])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.png", "model"]
