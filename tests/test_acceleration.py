@@ -526,19 +526,25 @@ def test_scripts(models, tmp_path, capsys):
 
 
 def test_edit_cli(models, tmp_path):
-    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-    Image.fromarray(image).save(tmp_path / "in.png")
-    flags = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png"), "--edit"]
-    flags += [PROMPT, "--resolution", "64", "--num_inference_steps", "9"]
-    flags += ["--compilation_cache_dir", ""]
-    edited = []
-    for name, extra in (
-        ("plain", []),
-        ("fast", ["--accelerate", "deepcache:interval=2", "guidance:image_stop=0.3,stop=0.6"]),
-    ):
-        edit_cli.main([*flags, "--output", str(tmp_path / f"{name}.png"), *extra])
-        edited.append(np.int16(Image.open(tmp_path / f"{name}.png")))
-    assert np.abs(edited[0] - edited[1]).max() > 1
+    """Two images; the plain ones with previews after steps 4 and 8 of 9."""
+    save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    for name, image in zip("ab", pixels):
+        Image.fromarray(image).save(tmp_path / f"{name}.png")
+    flags = ["--model", str(models["edits"]), "--edit", PROMPT, "--resolution", "64"]
+    flags += ["--num_inference_steps", "9", "--compilation_cache_dir", ""]
+    flags += ["--input", str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    previews = ["--preview", "4", "--preview_decoder", str(tmp_path / "tiny")]
+    fast = ["--accelerate", "deepcache:interval=2", "guidance:image_stop=0.3,stop=0.6"]
+    images = {}
+    for folder, extra in (("plain", previews), ("fast", fast)):
+        edit_cli.main([*flags, "--output", str(tmp_path / folder), *extra])
+        for file in (tmp_path / folder).iterdir():
+            images[f"{folder}/{file.name}"] = np.int16(Image.open(file))
+    steps = {f"plain/{name}-step-00{step}.png" for name in "ab" for step in (4, 8)}
+    assert images.keys() == steps | {f"{x}/{name}.png" for x in ("plain", "fast") for name in "ab"}
+    assert np.abs(images["plain/a.png"] - images["fast/a.png"]).max() > 1
+    assert np.any(images["plain/a-step-004.png"] != images["plain/b-step-004.png"])
 
 
 @pytest.mark.parametrize("script", [edit_cli, sdxl_single, sdxl_single_aot])

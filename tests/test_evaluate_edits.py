@@ -373,6 +373,7 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     assert "results.json is damaged" in refused(capsys, flags(**given))
 
 
+@pytest.mark.slow
 def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
     """Images of two sizes; the report names the metrics that it lacks."""
     monkeypatch.chdir(folder)

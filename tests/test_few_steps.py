@@ -131,6 +131,7 @@ def test_bad_steps(models, scheduler, steps, message):
         pipeline(prompt_ids, params, jax.random.key(0), height=32, width=32, **steps)
 
 
+@pytest.mark.slow
 def test_sdxl_scripts(tmp_path):
     """LoRA, chosen timesteps and eta by the command lines of both scripts."""
     model, lora = make_tiny_xl(tmp_path / "model"), tmp_path / "lora.safetensors"

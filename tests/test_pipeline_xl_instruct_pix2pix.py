@@ -116,7 +116,7 @@ def test_what_edits_in_bfloat16_round(folder, loaded):
     ("negative_prompt", "size"),
     [
         pytest.param(None, (None, None), marks=pytest.mark.slow),
-        ("", (None, None)),
+        pytest.param("", (None, None), marks=pytest.mark.slow),
         ("red", (64, 48)),
     ],
 )
@@ -167,8 +167,8 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
 @pytest.mark.parametrize(
     ("scales", "negative_prompt"),
     [
-        ((1.0, 1.0), "dark"),
         ((0.0, 1.5), None),
+        pytest.param((1.0, 1.0), "dark", marks=pytest.mark.slow),
         pytest.param((0.0, 1.0), None, marks=pytest.mark.slow),
         pytest.param((2.0, 2.0), "dark", marks=pytest.mark.slow),
     ],

@@ -347,7 +347,8 @@ def test_config_of_a_pipeline(folders, tmp_path):
         FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"], proxies={"https": "x"})
 
 
-@pytest.mark.parametrize("folder", ["sd", pytest.param("p2p", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["sd", "p2p"])
 def test_the_text_encoders_config_may_change(folders, folder, caplog):
     """The text encoder's config is the only one that may change; programs are recompiled."""
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders[folder])

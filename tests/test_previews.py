@@ -96,22 +96,6 @@ def test_each_image_of_each_device_has_its_key(model, tiny):
             np.testing.assert_allclose(image, alone[step][tuple(key)], atol=1e-4)
 
 
-def test_files_next_to_the_images(model, tiny, tmp_path):
-    """One per image and step."""
-    edits = make_tiny_pipeline(tmp_path / "edits")
-    flags = ["--model", str(edits), "--edit", "make it red", "--compilation_cache_dir", ""]
-    flags += ["--resolution", "32", "--num_inference_steps", "4", "--output", str(tmp_path / "out")]
-    flags += ["--input", str(tmp_path / "a.png"), str(tmp_path / "b.png")]
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
-    for name, image in zip("ab", pixels):
-        Image.fromarray(image).save(tmp_path / f"{name}.png")
-    edit_cli.main([*flags, "--preview", "3", "--preview_decoder", str(tiny[0])])
-    found = {file.name: np.asarray(Image.open(file)) for file in (tmp_path / "out").iterdir()}
-    assert sorted(found) == ["a-step-003.png", "a.png", "b-step-003.png", "b.png"]
-    assert {image.shape for image in found.values()} == {(32, 32, 3)}
-    assert np.any(found["a-step-003.png"] != found["b-step-003.png"])
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -235,9 +235,8 @@ def test_bytes_of_sdxl():
     np.testing.assert_allclose(found, [5.135, 2.613], atol=5e-4)
 
 
-@pytest.mark.parametrize(
-    "mode", ["dynamic", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fast", "weight"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dynamic", "fast", "weight"])
 def test_tiny_unet(mode):
     unet = FlaxUNet2DConditionModel(**TINY)
     inputs = normal(1, 4, 4, 4), np.array([700]), normal(1, 7, 24, seed=1)
@@ -282,7 +281,7 @@ def test_full_size_transformer_block(dim, positions):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("channels", [640, 1280])
+@pytest.mark.parametrize("channels", [pytest.param(640, marks=pytest.mark.slow), 1280])
 def test_full_size_resnet(channels):
     inputs = normal(1, 8, 8, channels), normal(1, 1280, seed=1)
     assert min(variants(ResnetBlock2D(channels), RESNET, inputs).values()) > 30
