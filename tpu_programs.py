@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.topologies import get_topology_desc
+from jax.extend.core import jaxprs_in_params
 
 from executables import no_compilation_cache
 
@@ -201,7 +202,7 @@ def matmul_flops(jaxpr, switches=()):
                 total += costs.max(0) if share is None else np.array(share) @ costs
             else:
                 trips = params["length"] if name == "scan" else 1
-                inner = jax.core.jaxprs_in_params(params)
+                inner = jaxprs_in_params(params)
                 total += trips * sum((count(x, in_switch) for x in inner), np.zeros(2))
         return total
 

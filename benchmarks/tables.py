@@ -11,6 +11,7 @@ results files.
 """
 
 import re
+import statistics
 from collections.abc import Callable
 
 from benchmarks.harness import GIB, ROOT, read_rows, rows_of
@@ -526,6 +527,78 @@ def families_table() -> str:
     )
 
 
+def acceleration_flops_table() -> str:
+    """UNet evaluations, FLOPs and their least time with each acceleration."""
+    counts, lines = rows_of(rows("tpu"), "acceleration"), []
+    for name in dict.fromkeys(case.partition(", ")[2] for case in counts):
+        cells = []
+        for program in ("sdxl", "edit"):
+            row = counts.get(f"{program}, {name}")
+            cells += acceleration_cells(row) if row else [""] * 4
+        lines.append([name, *cells])
+    columns = "| evaluations | TFLOP | v5e | v6e"
+    return table(f"| SDXL: {columns[2:]} | edit: {columns[2:]}", lines)
+
+
+def acceleration_cells(row: dict) -> list[str]:
+    """Evaluations, TFLOP and the seconds of two chips."""
+    seconds = [f"{row['seconds'][chip]:.3g} s" for chip in ("v5e", "v6e")]
+    return [str(row["unet_evaluations"]), f"{row['flops'] / 1e12:.3g}", *seconds]
+
+
+def acceleration_quality_table() -> str:
+    """Edits of the demo's model with each acceleration, and how much faster a CPU is."""
+    results, lines = rows("images"), []
+    timed = {case.rpartition(", ")[2]: row for case, row in rows_of(results, "accelerated").items()}
+    quality = rows_of(results, "quality")
+    for name in dict.fromkeys([*quality, *timed]):
+        row, ratios = quality.get(name), timed.get(name, {}).get("times_as_fast", [])
+        cells = ["", "", ""]
+        if row:
+            psnr = "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
+            cells = [psnr, f"{row['edit_error_ratio']:.3f}", f"{row['instruction_accuracy']:.3f}"]
+        spec = (row or timed[name])["accelerate"]
+        faster = spread(min(ratios), statistics.median(ratios), max(ratios)) if ratios else ""
+        lines.append([name, f"`{spec}`" if spec else "", *cells, faster])
+    return table(
+        "| `--accelerate` | PSNR to plain | edit_error_ratio | instruction_accuracy "
+        "| times as fast on a CPU",
+        lines,
+    )
+
+
+def acceleration_tpu_table() -> str:
+    """Compiled programs of images and edits."""
+    lines = []
+    for row in rows("tpu").values():
+        if row.get("program") not in ("sdxl", "edit") or row.get("batch_per_chip") != 1:
+            continue
+        chip, flags = find_slice(row["tpu"]).chip, row["flags"]
+        compute = roofline_seconds(chip, row["flops"], 0, int8_flops=row.get("int8_flops", 0))
+        moved, note = f"{row['hbm_bytes'] / 1e9:.0f} GB", ""
+        seconds = row["step_seconds"]
+        if "optimization_level" in flags:  # the default level moves less
+            moved, seconds = f"less than {moved}", compute
+            at_most = roofline_seconds(chip, 0, row["hbm_bytes"])
+            note = f", or HBM: less than {at_most:.3g} s"
+        settings = [f"{flags.get('num_inference_steps', 20)} steps"]
+        settings += [f"`{spec}`" for spec in flags.get("accelerate", [])]
+        title = "SDXL, 1024 px" if row["program"] == "sdxl" else "edit, 512 px"
+        limit = ("FLOPs" if compute >= seconds else "HBM") + note
+        lines.append(
+            [
+                f"{title}, {' '.join(settings)}",
+                row["tpu"].partition("-")[0],
+                memory_cells(row),
+                f"{row['flops'] / 1e12:.3g}",
+                moved,
+                f"{seconds:.3g} s",
+                limit,
+            ]
+        )
+    return table("| chip | memory, GiB | TFLOP | HBM | at least | limit", lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results_table,
     "demo": demo_table,
@@ -547,6 +620,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "data": data_table,
     "families": families_table,
     "families_models": families_models_table,
+    "acceleration_flops": acceleration_flops_table,
+    "acceleration_quality": acceleration_quality_table,
+    "acceleration_tpu": acceleration_tpu_table,
 }
 
 

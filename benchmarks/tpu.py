@@ -21,6 +21,11 @@ counts the cycles of an attention layer, projections included, by the blocks and
 attention: the instruction bundles of a kernel's loop times its iterations (all branches taken, no
 waiting for data), and what the compiler expects of all other operations.
 
+    python -m benchmarks.tpu options
+
+compiles blocks of SDXL's UNet, and the gradients of Stable Diffusion 1.5's, with the compiler
+options that Google's SDXL recipes set; ten minutes.
+
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
 (tpu_programs.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
@@ -57,11 +62,13 @@ from benchmarks.harness import (
 from config_flax import read_json
 from executables import no_compilation_cache
 from modeling_flax_blocks import Attention as AttentionLayer
+from modeling_flax_blocks import ResnetBlock2D, Transformer2D
 from tpu_compile import count_flops
 from tpu_jobs import Edit, Sdxl, image_job
 from tpu_programs import (
     CHIPS,
     find_slice,
+    hbm_bytes,
     kernel_bytes,
     replicated,
     roofline_seconds,
@@ -258,6 +265,116 @@ def run_programs(config):
     report(format_programs(results), config.output)
 
 
+# MaxDiffusion's for SDXL; the limit of scoped VMEM there is 64 MiB on v5e, 128 MiB on v6e.
+OPTIONS = {
+    "default": {},
+    "fusions": {"xla_tpu_rwb_fusion": False, "xla_tpu_dot_dot_fusion_duplicated": True},
+    "scoped VMEM 64 MiB": {"xla_tpu_scoped_vmem_limit_kib": 65536},
+    "both": {
+        "xla_tpu_rwb_fusion": False,
+        "xla_tpu_dot_dot_fusion_duplicated": True,
+        "xla_tpu_scoped_vmem_limit_kib": 65536,
+    },
+}
+BLOCKS = {  # module, shapes of its inputs, whether with gradients
+    "SDXL, transformers at 64x64": (
+        Transformer2D(10, 2, use_linear_projection=True, dtype=jnp.bfloat16),
+        ((2, 64, 64, 640), (2, 77, 2048)),
+        False,
+    ),
+    "SDXL, transformers at 32x32": (
+        Transformer2D(20, 2, use_linear_projection=True, dtype=jnp.bfloat16),
+        ((2, 32, 32, 1280), (2, 77, 2048)),
+        False,
+    ),
+    "SDXL, residual block at 128x128": (
+        ResnetBlock2D(320, dtype=jnp.bfloat16),
+        ((2, 128, 128, 320), (2, 1280)),
+        False,
+    ),
+    "SDXL, residual block at 32x32": (
+        ResnetBlock2D(1280, dtype=jnp.bfloat16),
+        ((2, 32, 32, 1280), (2, 1280)),
+        False,
+    ),
+    "training, transformer at 32x32": (
+        Transformer2D(8, dtype=jnp.bfloat16),
+        ((8, 32, 32, 320), (8, 77, 768)),
+        True,
+    ),
+    "training, residual block at 32x32": (
+        ResnetBlock2D(320, dtype=jnp.bfloat16),
+        ((8, 32, 32, 320), (8, 1280)),
+        True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compiler options on blocks of the UNet."""
+
+    tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
+    blocks: tuple[Literal[tuple(BLOCKS)], ...] = tuple(BLOCKS)
+    output: str = "benchmarks/results/tpu.json"
+
+
+def block_program(module, shapes, with_gradient):
+    """(function, its arguments) of a block; the gradients of float32 parameters."""
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    params = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+
+    def loss(params, inputs):
+        return jnp.square(module.apply(params, *inputs).astype(jnp.float32)).mean()
+
+    if with_gradient:
+        return jax.grad(loss, (0, 1)), (params, inputs)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    return (lambda params, inputs: module.apply(params, *inputs)), (params, inputs)
+
+
+def format_options(results):
+    """Markdown of the rows of options, relative to the default options."""
+    rows = rows_of(results, "options")
+    lines = ["| | thousand cycles | HBM, MB | temporaries, MB |", "|---|---|---|---|"]
+    for name, row in rows.items():
+        lines.append(
+            f"| {name} | {row['cycles'] / 1e3:.0f} | {row['hbm_bytes'] / 1e6:.0f} | "
+            f"{row['temporaries'] / 1e6:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def run_options(config):
+    """Compile, write, print."""
+    jax.config.update("jax_platforms", "cpu")
+    machine, rows = describe_machine(("jax", "jaxlib", "libtpu")), {}
+    cases = [
+        (tpu, block, name) for tpu in config.tpus for block in config.blocks for name in OPTIONS
+    ]
+    for tpu, block, name in tqdm(cases, unit="program"):
+        device = slice_devices(find_slice(tpu))[0]
+        function, args = block_program(*BLOCKS[block])
+        program = jax.pmap(function, devices=[device]).lower(*replicated(args, 1))
+        with no_compilation_cache():
+            compiled = program.compile(compiler_options=OPTIONS[name])
+        text = compiled.as_text()
+        rows[f"options {tpu}, {block}, {name}"] = {
+            "options": OPTIONS[name],
+            "cycles": entry_cycles(text),
+            "hbm_bytes": hbm_bytes(text),
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        }
+    results = write_rows(rows, machine, config.output)
+    report(format_options(results), config.output)
+
+
+def entry_cycles(text):
+    """Cycles that the compiler expects of the operations of a program's text, without kernels."""
+    entry = text[text.index("\nENTRY ") :]
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
+
+
 def accelerated_flags(config):
     """{(program, name of the acceleration): flags of tpu_compile.py}."""
     common = {"tpu": "v5e-1", "num_images": config.num_images}
@@ -359,7 +476,6 @@ def count_cycles(device, case, changes, folder):
     with mock.patch.object(splash_attention_kernel, "BlockSizes", changed), no_compilation_cache():
         compiled = jax.pmap(program, devices=[device]).lower(*args).compile()
     text = compiled.as_text()
-    entry = text[text.index("\nENTRY ") :]
     kernels = {
         re.search(r"splash_mha_([a-z]+)", file.name)[1]: kernel_cycles(file)
         for file in folder.glob("*splash_mha_*-final_bundles.txt")
@@ -370,7 +486,7 @@ def count_cycles(device, case, changes, folder):
         )
     return {
         "kernels": kernels,
-        "rest": sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry))),
+        "rest": entry_cycles(text),
         "bytes_accessed": compiled.cost_analysis()["bytes accessed"] + kernel_bytes(text),
     }
 
@@ -411,6 +527,7 @@ SUBCOMMANDS = {
     Programs: run_programs,
     Accelerations: run_accelerations,
     Attention: run_attention,
+    Options: run_options,
 }
 
 

@@ -37,7 +37,7 @@ from sharding_flax import (
     state_shapes,
     update_shards,
 )
-from tpu_compile import Sdxl, Train, Unet
+from tpu_compile import Edit, Sdxl, Train, Unet
 from tpu_jobs import image_job
 from tpu_programs import (
     CHIPS,
@@ -48,6 +48,7 @@ from tpu_programs import (
     interconnect_bytes,
     kernel_bytes,
     largest_fitting,
+    matmul_flops,
     measure,
     num_bytes,
     replicated,
@@ -343,6 +344,51 @@ def test_sdxl_counts_every_image(tmp_path, monkeypatch):
     assert 2 < four["hbm_bytes"] / one["hbm_bytes"] < 4.5  # weights are read once
 
 
+def accelerated(model, *accelerate, **more):
+    """Flags of `edit` with a tiny model."""
+    return Edit(
+        tpu="v5e-1",
+        pretrained_model_name_or_path=str(model),
+        **{"resolution": 64, "scheduler": "ddim", "accelerate": accelerate, **more},
+    )
+
+
+def test_flops_of_a_cache_are_those_of_its_steps(model):
+    """Of 12 steps of three branches 6, 4 and 3 are whole ones, as DeepCache's plan says."""
+    counts, evaluations = {}, {}
+    for interval in (2, 3, 4):
+        config = accelerated(model, f"deepcache:interval={interval}", num_inference_steps=12)
+        counts[interval], int8_flops = tpu_compile.count_flops(config, 1)
+        evaluations[interval] = image_job(config, jax.devices()[:1]).evaluations
+        assert int8_flops == 0
+    assert evaluations == {2: 3 * 6, 3: 3 * 4, 4: 3 * 3}
+    assert counts[2] - counts[3] == pytest.approx(2 * (counts[3] - counts[4]))
+    config = accelerated(model, num_inference_steps=1)
+    assert counts[4] > 3 * tpu_compile.count_flops(config, 1)[0] * 0.7  # it has the VAE too
+
+
+def test_flops_of_branches_and_int8(model):
+    """Guidance ends after half of the steps; int8's share of the UNet's FLOPs."""
+    plain, _ = tpu_compile.count_flops(accelerated(model, num_inference_steps=4), 1)
+    two, _ = tpu_compile.count_flops(accelerated(model, num_inference_steps=2), 1)
+    half = accelerated(model, "guidance:stop=0.5", num_inference_steps=4)
+    found, _ = tpu_compile.count_flops(half, 1)
+    assert found == pytest.approx(plain - (plain - two) * 2 / 3)  # 3 + 3 + 1 + 1 of 12 branches
+    int8 = accelerated(model, "int8:mode=dynamic", num_inference_steps=4)
+    flops, int8_flops = tpu_compile.count_flops(int8, 1)
+    assert flops == pytest.approx(plain)
+    assert 0.3 < int8_flops / (2 * (plain - two)) < 1  # of the UNet in four steps
+    with pytest.raises(ValueError, match="tgate is for text to image"):
+        image_job(accelerated(model, "tgate"), jax.devices()[:1])
+
+
+def test_an_edit_by_the_tiny_decoder(model):
+    found = image_job(accelerated(model, "taesd", "int8:mode=weight"), jax.devices()[:1])
+    assert {"tiny_vae", "vae", "unet"} < found.held["parameters"].keys()
+    kernels = jax.tree.leaves(found.held["parameters"]["unet"])
+    assert {x.dtype for x in kernels} == {jnp.dtype(x) for x in ("bfloat16", "float32", "int8")}
+
+
 def test_counts_below_one_are_refused():
     for config, message in (
         (Sdxl(tpu="v5e-4", num_images=0), "--num_images 0 must be at least 1"),
@@ -528,6 +574,86 @@ def test_flops_count_all_micro_batches(model):
             for parts in (1, 2)
         )
     assert halves == pytest.approx(whole, rel=0.1)
+
+
+def test_flops_by_hand():
+    """Matmuls, convolutions, loops, switches and int8."""
+    left, right = jnp.ones((3, 4)), jnp.ones((4, 5))
+
+    def f(x, image, kernel, integers):
+        def step(carry, kind):
+            one, two = (lambda y: y @ right), (lambda y: 2 * y @ right + y @ right)
+            return carry, jax.lax.switch(kind, (one, two), x)
+
+        _, products = jax.lax.scan(step, 0, jnp.array([0, 1, 0, 0, 1]))
+        convolved = jax.lax.conv_general_dilated(
+            image, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return products, convolved, jnp.matmul(integers, integers, preferred_element_type=jnp.int32)
+
+    program = jax.make_jaxpr(f)(
+        left, jnp.ones((2, 8, 8, 6)), jnp.ones((3, 3, 6, 7)), jnp.ones((9, 9), jnp.int8)
+    )
+    matmul, convolution, int8 = 2 * 3 * 4 * 5, 2 * (2 * 4 * 4 * 7) * 9 * 6, 2 * 9**3
+    expected = 5 * (0.6 * matmul + 0.4 * 2 * matmul) + convolution + int8
+    assert matmul_flops(program.jaxpr, [(0.6, 0.4)]) == pytest.approx((expected, int8))
+    worst, _ = matmul_flops(program.jaxpr)
+    assert worst == 5 * 2 * matmul + convolution + int8
+
+
+def test_traffic_of_a_switch_by_hand():
+    """A loop of ten trips computes its branches in seven and three of them."""
+    text = """HloModule jit_f, is_scheduled=true
+
+%one (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  ROOT %b = f32[1024]{0} negate(%a)
+}
+
+%two (c: f32[1024]) -> f32[1024] {
+  %c = f32[1024]{0} parameter(0)
+  %d = f32[1024]{0} negate(%c)
+  ROOT %e = f32[1024]{0} negate(%d)
+}
+
+%body (x: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %x = (s32[], f32[1024]{0}) parameter(0)
+  %i = s32[]{:S(6)} get-tuple-element(%x), index=0
+  %y = f32[1024]{0} get-tuple-element(%x), index=1
+  %z = f32[1024]{0} conditional(%i, %y, %y), branch_computations={%one, %two}
+  ROOT %t = (s32[], f32[1024]{0}) tuple(%i, %z)
+}
+
+%condition (u: (s32[], f32[1024])) -> pred[] {
+  %u = (s32[], f32[1024]{0}) parameter(0)
+  ROOT %v = pred[]{:S(6)} custom-call(%u)
+}
+
+ENTRY %main (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  ROOT %w = (s32[], f32[1024]{0}) while(%p), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+}
+"""  # noqa: E501
+    one, two = 2 * 4096, 4 * 4096
+    assert hbm_bytes(text, [(0.7, 0.3)]) == 7 * one + 3 * two
+    assert hbm_bytes(text) == 10 * (one + two)
+    with pytest.raises(ValueError, match="1 of 2 switches are not in the program"):
+        hbm_bytes(text, [(0.7, 0.3), (0.5, 0.5)])
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_compiled_cache_has_the_traffic_of_its_steps(model, libtpu_environment):
+    """Three branches, then two, then one; a switch in each of the three loops."""
+    specs = "deepcache:interval=3", "guidance:image_stop=0.3,stop=0.6"
+    tpu, reports = find_slice("v5e-1"), []
+    for accelerate in ((), specs):
+        config = accelerated(model, *accelerate, num_inference_steps=20)
+        reports.append(tpu_compile.compile_for(config, tpu, slice_devices(tpu)))
+    plain, fast = reports
+    assert (plain["unet_evaluations"], fast["unet_evaluations"]) == (60, 13)
+    assert fast["flops"] < 0.5 * plain["flops"]
+    assert fast["hbm_bytes"] < 0.7 * plain["hbm_bytes"]
 
 
 @needs_libtpu
