@@ -256,6 +256,37 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         raise ValueError(message) from error
 
 
+def locate(flag, source):
+    """(directory or hub id, name of the file or None) of the value of a flag.
+
+    source: file, directory, or hub id, owner/name or owner/name/FILE; a ValueError if it is none.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return str(path.parent), path.name
+    if path.is_dir():
+        return str(path), None
+    owner, _, rest = str(source).partition("/")
+    repository, _, file = rest.partition("/")
+    if not (owner and repository) or owner.startswith((".", "~")):
+        raise ValueError(f"{flag} {source} does not exist; check the path")
+    return f"{owner}/{repository}", file or None
+
+
+def fetch_source(flag, source, **hub_options):
+    """Path of the file that a flag names, downloaded if necessary; else the directory or hub id.
+
+    flag, source: as for locate; hub_options: see take_hub_options.
+    """
+    repository, name = locate(flag, source)
+    if name is None:
+        return repository
+    file = fetch_file(repository, name, None, None, **hub_options)
+    if file is None:
+        raise ValueError(f"{flag} {source}: there is no {name} in {repository}; name the file")
+    return file
+
+
 @functools.cache
 def warn_once(message):
     """Log a warning, once per process."""

@@ -107,15 +107,16 @@ def check_scheduler(name):
         raise ValueError(f"--scheduler {name} is unknown; choose from {', '.join(SCHEDULERS)}")
 
 
-def choose_scheduler(scheduler, name=None, timestep_spacing=None):
-    """Build (scheduler, state) of the --scheduler and --timestep_spacing flags.
+def choose_scheduler(scheduler, name=None, timestep_spacing=None, prediction_type=None):
+    """Build (scheduler, state) of the --scheduler and --timestep_spacing flags, and others.
 
     Args:
         scheduler: the model's own.
         name: of SCHEDULERS; None: the class of scheduler.
-        timestep_spacing: None: as in the config.
+        timestep_spacing, prediction_type: None: as in the config.
     """
-    changes = {"timestep_spacing": timestep_spacing} if timestep_spacing else {}
+    changes = {"timestep_spacing": timestep_spacing, "prediction_type": prediction_type}
+    changes = {option: value for option, value in changes.items() if value}
     if name or changes:
         cls = SCHEDULERS[name] if name else type(scheduler)
         scheduler = cls.from_config(scheduler.config, **changes)

@@ -433,6 +433,15 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def to_pil(images):
+    """Convert arrays (..., H, W, 3 or 1) in [0, 1] to a flat list of PIL images."""
+    pixels = np.rint(np.asarray(images, np.float32) * 255).astype(np.uint8)
+    if pixels.shape[-1] == 1:  # grey
+        pixels = pixels[..., 0]
+        return [Image.fromarray(image) for image in pixels.reshape(-1, *pixels.shape[-2:])]
+    return [Image.fromarray(image) for image in pixels.reshape(-1, *pixels.shape[-3:])]
+
+
 def pair_up(first, second, first_name="prompts", second_name="images"):
     """Repeat one row of either array for all rows of the other; else their numbers must agree."""
     sizes = len(first), len(second)

@@ -20,7 +20,6 @@ import json
 import math
 import re
 from functools import reduce
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from command_line import save_whole
-from config_flax import CONV_IN_FILE, LORA_FILE, fetch_file
+from config_flax import CONV_IN_FILE, LORA_FILE, fetch_file, locate
 from modeling_flax_utils import flax_to_torch, read_weights
 
 # The two factors of a layer, in the names of all layouts, after torch_to_flax.
@@ -166,16 +165,8 @@ def find_lora(source):
     Raises:
         ValueError: it does not exist, or another file has trained parameters of the same run.
     """
-    path = Path(source).expanduser()
-    repository, name = str(path), LORA_FILE
-    if path.is_file():
-        repository, name = str(path.parent), path.name
-    elif not path.is_dir():
-        owner, _, rest = str(source).partition("/")
-        repository, _, file = rest.partition("/")
-        if not (owner and repository) or owner.startswith((".", "~")):
-            raise ValueError(f"--lora {source} does not exist; check the path")
-        repository, name = f"{owner}/{repository}", file or LORA_FILE
+    repository, name = locate("--lora", source)
+    name = name or LORA_FILE
     file = fetch_file(repository, name, None, None)
     if file is None:
         raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")

@@ -290,7 +290,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """Read config.json and the weights in the same directory.
 
         Args:
-            pretrained_model_name_or_path: a directory, or a hub id ("owner/name").
+            pretrained_model_name_or_path: a directory, or a hub id ("owner/name"); or, with config,
+                a file of weights.
             dtype: compute dtype of the module; the parameters have the dtype of their files,
                 float8 included, and each is cast where the computation uses it.
             subfolder: the model's directory in a pipeline, e.g. "unet".
@@ -339,7 +340,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 f"{cls.__name__} cannot be built from {config_file}{changes}: {_reason(error)}"
             ) from error
 
-        files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
+        files = [Path(pretrained_model_name_or_path)]
+        if not files[0].is_file():
+            files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
         flat = {
             key: array if convert is None else convert(key, array)
             for file in files

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from PIL import Image
 from tqdm import tqdm
 
 from acceleration_flax import Acceleration, parse, plan_steps
@@ -29,7 +28,9 @@ from config_flax import (
     ConfigMixin,
     FrozenConfig,
     ModelOutput,
+    fetch_source,
     has,
+    locate,
     read_index,
     refuse_push_to_hub,
     take_hub_options,
@@ -37,6 +38,7 @@ from config_flax import (
     write_json,
     writing_pipeline,
 )
+from images import to_pil
 from lora_flax import Loras
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_tiny_vae import FlaxAutoencoderTiny
@@ -108,6 +110,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
     preview: Preview | None = field(default=None, kw_only=True)
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
+    unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
     # The programs that `run` has compiled, to log when it compiles again.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
@@ -160,7 +163,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
             accelerate: NAME or NAME:PARAMETER=VALUE,... or several; see acceleration_flax.parse.
             preview: Preview, to show the images while they are made.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
-                Their parameters are not read: put them into params. safety_checker, a
+                Their parameters are not read: put them into params. unet may also be a str, the
+                file, directory or hub id of a UNet, whose weights are read. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
                 the directory's own are not read, and without them images are not checked. And
                 cache_dir, force_download, local_files_only, token of
@@ -189,7 +193,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
         pipeline = cls.open(
             path, revision, dtype, scheduler, parts, accelerate, preview, **hub_options
         )
-        params = pipeline.load_params(path, revision, variant, from_pt, parts, lora, **hub_options)
+        given = [name for name, part in parts.items() if not isinstance(part, str)]
+        params = pipeline.load_params(path, revision, variant, from_pt, given, lora, **hub_options)
         pipeline.quantize_params(params)
         return pipeline, params
 
@@ -210,7 +215,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview: as for
                 from_pretrained.
-            given: {part: object} that replace the directory's.
+            given: {part: object} that replace the directory's; "unet" as in from_pretrained.
 
         Raises:
             ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
@@ -222,7 +227,13 @@ class FlaxDiffusionPipeline(ConfigMixin):
                 f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
             )
         index, configs = cls.check(path, revision, **hub_options)
-        parts = dict(given or {})
+        parts, unet_source = dict(given or {}), None
+        if isinstance(parts.get("unet"), str):
+            unet_source = parts.pop("unet")
+            folder, file = locate("--unet", unet_source)
+            if file is None:  # else it has the config of the directory's UNet
+                configs["unet"] = MODULES["unet"].load_config(folder, **hub_options)
+                cls.check_channels(unet_source, configs)
         if scheduler is None:
             scheduler, _ = scheduler_from_pretrained(path, revision=revision, **hub_options)
         parts["scheduler"] = scheduler
@@ -233,8 +244,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
             parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
-        settings = cls._settings(index) | {"accelerate": accelerate, "preview": preview}
-        pipeline = cls(**parts, **absent, **settings, dtype=dtype)
+        settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
+        pipeline = cls(**parts, **absent, **settings, accelerate=accelerate, preview=preview)
         if source := pipeline._tiny_vae_source:
             config = FlaxAutoencoderTiny.load_config(source, **hub_options)
             tiny_vae = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
@@ -265,17 +276,15 @@ class FlaxDiffusionPipeline(ConfigMixin):
             params["safety_checker"] = self.safety_checker.params
         for name, module in vars(self).items():
             if name in MODULES and name not in given and module is not None:
-                options = {"_do_init": False} if name in TEXT_ENCODERS.values() else {}
-                _, params[name] = type(module).from_pretrained(
-                    pretrained_model_name_or_path,
-                    subfolder=name,
-                    revision=revision,
-                    variant=variant,
-                    from_pt=from_pt,
-                    convert=partial(loras.fold, name),
-                    **hub_options,
-                    **options,
-                )
+                source = pretrained_model_name_or_path
+                options = {"subfolder": name, "revision": revision, "variant": variant}
+                if name in TEXT_ENCODERS.values():
+                    options["_do_init"] = False
+                if name == "unet" and self.unet_source:
+                    source = fetch_source("--unet", self.unet_source, **hub_options)
+                    options = {"config": dict(module.config), "variant": variant}
+                options |= {"from_pt": from_pt, "convert": partial(loras.fold, name)}
+                _, params[name] = type(module).from_pretrained(source, **options, **hub_options)
         loras.require_folded()
         if self.tiny_vae is not None:
             _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(
@@ -526,14 +535,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         """
         return tokenize(self.tokenizer, prompt, self.text_encoder.module.max_position_embeddings)
 
-    @staticmethod
-    def numpy_to_pil(images):
-        """Convert arrays (..., H, W, 3 or 1) in [0, 1] to a flat list of PIL images."""
-        pixels = np.rint(np.asarray(images, np.float32) * 255).astype(np.uint8)
-        if pixels.shape[-1] == 1:  # grey
-            pixels = pixels[..., 0]
-            return [Image.fromarray(image) for image in pixels.reshape(-1, *pixels.shape[-2:])]
-        return [Image.fromarray(image) for image in pixels.reshape(-1, *pixels.shape[-3:])]
+    numpy_to_pil = staticmethod(to_pil)
 
     def _output(self, result, params, jit, output_type, return_dict):
         """The result of a call, after the safety checker, if there is one."""

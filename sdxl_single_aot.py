@@ -90,6 +90,9 @@ class Config:
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    # what the UNet predicts; default: the scheduler's config
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
+    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
@@ -116,10 +119,11 @@ def open_pipeline(config, dtype):
         config.pretrained_model_name_or_path,
         revision=config.revision,
         dtype=dtype,
+        given={"unet": config.unet} if config.unet else None,
         accelerate=config.accelerate,
     )
     scheduler, state = choose_scheduler(
-        pipeline.scheduler, config.scheduler, config.timestep_spacing
+        pipeline.scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
     )
     pipeline = replace(pipeline, scheduler=scheduler)
     # Raises an error for steps, timesteps or accelerations that do not fit.

@@ -131,6 +131,36 @@ def test_bad_steps(models, scheduler, steps, message):
         pipeline(prompt_ids, params, jax.random.key(0), height=32, width=32, **steps)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
+    """As the UNets of SDXL-Lightning (safetensors) and DMD2 (.bin) are published."""
+    folder = models["plain"] / "unet"
+    torch.manual_seed(5)
+    other = diffusers.UNet2DConditionModel.from_config(
+        diffusers.UNet2DConditionModel.load_config(folder)
+    )
+    file = tmp_path / f"distilled_unet.{kind}"
+    (save_file if kind == "safetensors" else torch.save)(other.state_dict(), file)
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models["plain"], unet=str(file))
+    theirs = diffusers.DiffusionPipeline.from_pretrained(models["plain"], safety_checker=None)
+    theirs.unet = other
+    theirs.set_progress_bar_config(disable=True)
+    noise = normal(keys_per_image(jax.random.key(3), 1), 0, SHAPE)
+    options = dict(num_inference_steps=2, guidance_scale=1.0, height=32, width=32)
+    expected = theirs("red", latents=torch.from_numpy(np.array(noise)), output_type="np", **options)
+    found = pipeline(pipeline.prepare_inputs("red"), params, jax.random.key(3), **options)
+    assert psnr(found.images, expected.images) > 60
+
+
+def test_the_directory_of_a_unet_replaces_the_models(models):
+    """It has its own config: this one embeds the guidance scale."""
+    source = str(models["distilled"] / "unet")
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models["plain"], unet=source)
+    assert pipeline.unet.config.time_cond_proj_dim == 16
+    _, expected = FlaxDiffusionPipeline.from_pretrained(models["distilled"])
+    jax.tree.map(np.testing.assert_array_equal, params["unet"], expected["unet"])
+
+
 @pytest.mark.slow
 def test_sdxl_scripts(tmp_path):
     """LoRA, chosen timesteps and eta by the command lines of both scripts."""
@@ -174,10 +204,17 @@ def test_sdxl_scripts(tmp_path):
         (["--eta", "0.5"], "eta=0.5 is not an option of FlaxEulerDiscreteScheduler"),
         (["--timesteps", "499", "999"], "must decrease and be from 999 to 0"),
         (["--lora", "/no/such.safetensors"], "--lora /no/such.safetensors does not exist"),
+        (["--unet", "/no/such.safetensors"], "--unet /no/such.safetensors does not exist"),
+        (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
+        (["--unet", "VAE"], "does not fit FlaxUNet2DConditionModel: missing: "),
     ],
 )
 def test_bad_flags_are_one_line(tmp_path, capsys, script, flags, message):
     model = make_tiny_xl(tmp_path / "model")
+    if "EDITS" in flags:
+        flags = ["--unet", str(make_tiny_xl(tmp_path / "edits", edits=True) / "unet")]
+    if "VAE" in flags:
+        flags = ["--unet", str(next((model / "vae").glob("*.safetensors")))]
     capsys.readouterr()  # progress bars of writing the model
     with pytest.raises(SystemExit) as stopped:
         script.main(["--pretrained_model_name_or_path", str(model), *flags])
