@@ -15,13 +15,13 @@ peak counts the UNet's FLOPs only. Tiny, a minute each:
     python -m benchmarks.images sdxl --size tiny --image_size 64 --rounds 1 --output images.json
 
     python -m benchmarks.images accelerations
-    python -m benchmarks.images quality
+    python -m benchmarks.images quality --lora demo/output/lcm
 
 compare --accelerate's techniques with the plain pipeline. `accelerations`: seconds of an edit with
 Stable Diffusion 1.5's shapes, the techniques in turn in one process; a quarter of an hour at 128
 pixels. `quality`: edits of the demo's held-out images by edit_cli.py and the model of `make demo`;
 their PSNR to the plain edits, edit_error_ratio and instruction_accuracy as in demo/evaluate.py;
-five minutes.
+ten minutes. docs/acceleration.md has the command of the LoRA.
 
 Rows go to benchmarks/results/images.json. `edit` needs 12 GB of memory, `sdxl` 18 GB and 14 GB of
 disk; a quarter of an hour on two otherwise idle cores.
@@ -372,7 +372,7 @@ class Quality:
     """What accelerations cost in quality, on the demo's model."""
 
     demo_dir: Path = Path("demo/output")  # of `make demo`
-    num_inference_steps: int = 20
+    lora: Path | None = None  # an LCM-LoRA of distill_lcm.py; also edits in 4, 2 and 1 steps
     output: str = "benchmarks/results/images.json"
 
 
@@ -386,7 +386,7 @@ def edit_held_out(config, flags, folder):
     command = [sys.executable, "edit_cli.py", "--model", str(config.demo_dir / "model")]
     command += ["--edits_jsonl", str(folder / "edits.jsonl"), "--resolution", "64"]
     command += ["--guidance_scale", "2", "--image_guidance_scale", "1.2", "--batch_size", "18"]
-    command += ["--num_inference_steps", str(config.num_inference_steps), *flags]
+    command += ["--num_inference_steps", "20", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
@@ -398,14 +398,24 @@ def run_quality(config):
     if not (config.demo_dir / "model").is_dir():
         raise ValueError(f"--demo_dir {config.demo_dir} has no model; run `make demo`")
     machine, rows, plain = describe_machine(PACKAGES), {}, None
-    names = [name for name, specs in ACCELERATIONS.items() if specs[0] is not None]
-    names.remove("taesd")  # published for Stable Diffusion's latents, not for the demo's
+    cases = {
+        name: ["--accelerate", *specs[0].split()] if specs[0] else []
+        for name, specs in ACCELERATIONS.items()
+        # TAESD is published for Stable Diffusion's latents, not for the demo's.
+        if specs[0] is not None and name != "taesd"
+    }
+    for steps in (4, 2, 1) if config.lora else ():
+        few = ["--num_inference_steps", str(steps)]
+        name = f"{steps} steps" if steps > 1 else "1 step"
+        cases[name] = few
+        few = [*few, "--guidance_scale", "1", "--image_guidance_scale", "1"]
+        cases[f"{name}, no guidance"] = few
+        cases[f"{name}, LCM-LoRA"] = [*few, "--scheduler", "lcm", "--lora", str(config.lora)]
     with tempfile.TemporaryDirectory() as temporary:
-        for name in tqdm(names, unit="technique"):
+        for name, flags in tqdm(cases.items(), unit="technique"):
             folder = Path(temporary) / name.replace(" ", "_")
             folder.mkdir()
-            spec = ACCELERATIONS[name][0]
-            crops = edit_held_out(config, ["--accelerate", *spec.split()] if spec else [], folder)
+            crops = edit_held_out(config, flags, folder)
             plain = plain or crops
             errors = [
                 np.square(crops[key]["results"][i] - plain[key]["results"][i]).mean()
@@ -414,8 +424,8 @@ def run_quality(config):
             ]
             measured = measure(crops)
             rows[f"quality {name}"] = {
-                "accelerate": spec,
-                "num_inference_steps": config.num_inference_steps,
+                "accelerate": ACCELERATIONS.get(name, [""])[0],
+                "flags": " ".join(flags),
                 # of all pixels; None: the images are equal
                 "psnr": -10 * math.log10(np.mean(errors)) if np.any(errors) else None,
                 "edit_error_ratio": measured["edit_error_ratio"],

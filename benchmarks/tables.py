@@ -550,7 +550,7 @@ def acceleration_quality_table() -> str:
     """Edits of the demo's model with each acceleration, and how much faster a CPU is."""
     results, lines = rows("images"), []
     timed = {case.rpartition(", ")[2]: row for case, row in rows_of(results, "accelerated").items()}
-    quality = rows_of(results, "quality")
+    quality = {name: row for name, row in rows_of(results, "quality").items() if "step" not in name}
     for name in dict.fromkeys([*quality, *timed]):
         row, ratios = quality.get(name), timed.get(name, {}).get("times_as_fast", [])
         cells = ["", "", ""]
@@ -565,6 +565,21 @@ def acceleration_quality_table() -> str:
         "| times as fast on a CPU",
         lines,
     )
+
+
+def distillation_table() -> str:
+    """Few-step edits of the demo's model, with and without a distilled LoRA."""
+    quality = rows_of(rows("images"), "quality")
+    lines = [
+        [
+            "20 steps" if name == "plain" else name,
+            f"{row['edit_error_ratio']:.3f}",
+            f"{row['instruction_accuracy']:.3f}",
+        ]
+        for name, row in quality.items()
+        if name == "plain" or "step" in name
+    ]
+    return table("| edit_error_ratio | instruction_accuracy", lines)
 
 
 def acceleration_tpu_table() -> str:
@@ -623,6 +638,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceleration_flops": acceleration_flops_table,
     "acceleration_quality": acceleration_quality_table,
     "acceleration_tpu": acceleration_tpu_table,
+    "distillation": distillation_table,
 }
 
 

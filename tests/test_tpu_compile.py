@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +26,7 @@ import flax_train_instruct_pix2pix as trainer
 import sampling_flax
 import tpu_compile
 from editing import cast_params
+from executables import no_compilation_cache
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from sharding_flax import (
     gather,
@@ -51,6 +53,7 @@ from tpu_programs import (
     matmul_flops,
     measure,
     num_bytes,
+    parse,
     replicated,
     roofline_seconds,
     slice_devices,
@@ -654,6 +657,27 @@ def test_a_compiled_cache_has_the_traffic_of_its_steps(model, libtpu_environment
     assert (plain["unet_evaluations"], fast["unet_evaluations"]) == (60, 13)
     assert fast["flops"] < 0.5 * plain["flops"]
     assert fast["hbm_bytes"] < 0.7 * plain["hbm_bytes"]
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_text_keys_and_values_are_computed_once_per_image(tmp_path, libtpu_environment):
+    """The compiler moves them out of the loop, but not the queries."""
+    model = make_tiny_xl(tmp_path / "xl")  # text states are as wide as the widest layer
+    config = Sdxl(tpu="v5e-1", pretrained_model_name_or_path=str(model), image_size=64)
+    job = image_job(config, slice_devices(find_slice("v5e-1")))
+    with no_compilation_cache():
+        text = job.step.lower(*job.args).compile().as_text()
+    computations, entry = parse(text)
+    loops = {"to_q": 0, "to_k": 0, "to_v": 0}
+    once = dict(loops)
+    for name, instructions in computations.items():
+        for _, _, operation, rest in instructions:
+            layer = re.search(r"attn2/(to_[qkv])/\1/dot_general", rest)
+            if layer and operation in ("fusion", "convolution") and "fused" not in name:
+                (once if name == entry else loops)[layer[1]] += 1
+    assert once["to_k"] == once["to_v"] > 0 == loops["to_k"] == loops["to_v"]
+    assert once["to_q"] == 0 and "attn2/to_q/to_q/dot_general" in text
 
 
 @needs_libtpu
