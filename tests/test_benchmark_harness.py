@@ -57,6 +57,17 @@ def test_command_line(script, flags, tmp_path, capsys):
     assert "| ours times as fast |" in capsys.readouterr().out
 
 
+def test_accelerated_edits(tmp_path, capsys):
+    output = tmp_path / "images.json"
+    flags = ["accelerations", "--size", "tiny", "--resolution", "64", "--rounds", "1"]
+    images.main([*flags, "--names", "spectrum", "taesd", "--output", str(output)])
+    rows = rows_of(json.loads(output.read_text()), "accelerated cpu tiny_64,")
+    assert rows.keys() == {"plain", "spectrum", "taesd"}
+    assert rows["plain"]["times_as_fast"] == [1.0]
+    assert rows["spectrum"]["times_as_fast"][0] > 0
+    assert "| cpu tiny_64, spectrum | " in capsys.readouterr().out
+
+
 def test_starts(tmp_path, capsys):
     output = tmp_path / "start.json"
     full_size.main(["starts", "--size", "tiny", "--output", str(output)])
@@ -75,6 +86,8 @@ def test_starts(tmp_path, capsys):
         (images, "sdxl --batch_sizes", "--batch_sizes is empty; give at least one number"),
         (images, "sdxl --output README.md", "README.md cannot be read (Expecting value"),
         (train, "step --output demo/base_model/model_index.json", "is not a results file; name"),
+        (images, "accelerations --names turbo", "--names turbo is unknown; known: plain, guidance"),
+        (images, "quality --demo_dir tests", "--demo_dir tests has no model; run `make demo`"),
         (images, "sdxl --image_size 8", "--image_size 8 must be a multiple of 64"),
         (ema, "--output README.md", "README.md cannot be read (Expecting value"),
         (full_size, "starts --rounds 0", "--rounds 0 must be at least 1"),

@@ -10,6 +10,7 @@ from conftest import ROOT
 from tiny_models import make_tiny_pipeline
 
 from benchmarks import tpu
+from benchmarks.harness import ACCELERATIONS
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs"
@@ -75,6 +76,24 @@ def test_programs(tmp_path, capsys):
     tpu.main(flags)
     out = capsys.readouterr().out
     assert "16 px ..." not in out and "| v5e-1 unet 16 px" in out
+
+
+def test_accelerations_are_counted(tmp_path, capsys):
+    """Whole steps times branches; what a cache, fewer branches and int8 leave of the FLOPs."""
+    model, output = make_tiny_pipeline(tmp_path / "model"), tmp_path / "tpu.json"
+    flags = ["accelerations", "--edits_only", "--pretrained_model_name_or_path", str(model)]
+    tpu.main([*flags, "--output", str(output)])
+    found = json.loads(output.read_text())
+    found = {case.removeprefix("acceleration edit, "): row for case, row in found.items()}
+    assert found.keys() == (ACCELERATIONS.keys() - {"tgate"}) | {"4 steps", "4 steps, int8, taesd"}
+    evaluations = {name: row["unet_evaluations"] for name, row in found.items()}
+    assert (evaluations["plain"], evaluations["deepcache 2"], evaluations["4 steps"]) == (60, 30, 4)
+    plain = found["plain"]
+    assert found["spectrum, guidance"]["flops"] < 0.6 * plain["flops"]
+    assert found["int8"]["int8_flops"] > 0 == plain["int8_flops"]
+    assert plain["seconds"]["v5e"] == pytest.approx(plain["flops"] / 197e12)
+    assert found["int8 in all layers"]["seconds"]["v5e"] < plain["seconds"]["v5e"]
+    assert "| edit, spectrum, guidance | " in capsys.readouterr().out
 
 
 def test_an_unknown_slice_is_refused(tmp_path, capsys):
