@@ -25,8 +25,8 @@ class Guidance:
 
     Args:
         start, stop: the part of the steps, shares from 0 to 1.
-        image_stop: for edits, the share after which the guidance of the input image ends: two
-            branches instead of three; at most `stop`.
+        image_stop: for edits, the share after which the guidance of the input image ends, if that
+            is before `stop`: two branches instead of three.
         sigma_min, sigma_max: the noise levels with guidance, sigma_min < sigma <= sigma_max, where
             sigma is the standard deviation of the noise over that of the image's part.
 
@@ -68,8 +68,9 @@ class DeepCache:
     Args:
         interval: 2 or more: one step in `interval` is a whole one.
         warmup: whole steps at the beginning.
-        center, power: if center >= 0, whole steps are as many, but denser around step `center`:
-            spaced evenly in sign(x) |x|^(1/power), x the distance to it.
+        center, power: if center >= 0, as many whole steps are denser around step `center`: spaced
+            evenly in sign(x) |x|^(1/power), where x is the distance to it. Where two of them fall
+            on one step, the power is lowered until none do.
 
     Source: DeepCache (arXiv 2312.00858), sections 3.2 and 3.3 (equation 8).
     """
@@ -93,11 +94,15 @@ class DeepCache:
             for start, stop in pairwise([*starts, num_steps]):
                 full |= set(range(start, stop, self.interval))
         else:
+            number = -(-num_steps // self.interval)
             ends = np.array([-self.center, num_steps - self.center], float)
-            ends = np.sign(ends) * np.abs(ends) ** (1 / self.power)
-            grid = np.linspace(*ends, -(-num_steps // self.interval) + 1)[:-1]
-            grid = np.sign(grid) * np.abs(grid) ** self.power + self.center
-            full |= set(np.clip(np.round(grid), 0, num_steps - 1).astype(int).tolist())
+            for power in [*np.arange(self.power, 1, -0.02), 1.0]:
+                grid = np.linspace(*np.sign(ends) * np.abs(ends) ** (1 / power), number + 1)[:-1]
+                grid = np.sign(grid) * np.abs(grid) ** power + self.center
+                dense = set(np.clip(np.round(grid), 0, num_steps - 1).astype(int).tolist())
+                if len(dense) == number:
+                    break
+            full |= dense
         return ["full" if i in full else "shallow" for i in range(num_steps)]
 
 
@@ -130,8 +135,8 @@ class Spectrum:
 
     def __post_init__(self):
         require(self.warmup >= 2, self, "warmup", "must be 2 or more")
-        require(self.window >= 1, self, "window", "must be 1 or more")
-        require(self.growth >= 0, self, "growth", "must be 0 or more")
+        require(1 <= self.window < np.inf, self, "window", "must be 1 or more, and finite")
+        require(0 <= self.growth < np.inf, self, "growth", "must be 0 or more, and finite")
         require(0 < self.stop <= 1, self, "stop", "must be above 0, at most 1")
         require(self.degree >= 0, self, "degree", "must be 0 or more")
         require(self.ridge > 0, self, "ridge", "must be above 0")
@@ -285,7 +290,7 @@ class Int8:
 
 @dataclass(frozen=True)
 class TinyDecoder:
-    """Images are decoded by TAESD (AutoencoderTiny), a sixtieth of the VAE's work.
+    """Images are decoded by TAESD (AutoencoderTiny), an eighteenth of the VAE's work.
 
     Args:
         path: directory or hub id; "": madebyollin/taesd, for SDXL madebyollin/taesdxl.
@@ -364,16 +369,19 @@ def parse(specs):
     """
     if isinstance(specs, Acceleration):
         return specs
-    specs = specs.split() if isinstance(specs, str) else list(specs or ())
+    if isinstance(specs, str):
+        specs = specs.split()
+    elif isinstance(specs, tuple(TECHNIQUES.values())):
+        specs = [specs]
     chosen = {}
-    for spec in specs:
-        for technique in map(parse_one, spec.split()) if isinstance(spec, str) else [spec]:
-            if technique.slot in chosen:
-                first = chosen[technique.slot].name
-                reason = "is given twice" if first == technique.name else "are two caches"
-                names = first if first == technique.name else f"{first} and {technique.name}"
-                raise ValueError(f"--accelerate {names} {reason}; take one of them")
-            chosen[technique.slot] = technique
+    for spec in specs or ():
+        technique = parse_one(spec) if isinstance(spec, str) else spec
+        if technique.slot in chosen:
+            first = chosen[technique.slot].name
+            reason = "is given twice" if first == technique.name else "are two caches"
+            names = first if first == technique.name else f"{first} and {technique.name}"
+            raise ValueError(f"--accelerate {names} {reason}; take one of them")
+        chosen[technique.slot] = technique
     if isinstance(chosen.get("cache"), TGate):
         for slot, reason in (
             ("guidance", "tgate ends guidance at its gate; set tgate:gate=N"),
@@ -403,6 +411,8 @@ def parse_one(spec):
                 f"--accelerate {spec}: {name} has no parameter {setting!r}; write "
                 f"{name}:PARAMETER=VALUE with {', '.join(types)}"
             )
+        if key in values:
+            raise ValueError(f"--accelerate {spec}: {key} is given twice")
         try:
             values[key] = convert(text, types[key])
         except ValueError as error:
@@ -444,12 +454,13 @@ def plan_steps(acceleration, branches, scales):
             acceleration.guidance.branches_of(i, num_steps, sigma, branches)
             for i, sigma in enumerate(sigmas)
         ]
+        check_guidance(acceleration.guidance, branches, chosen)
     if cache is None:
         return [Step(active, "full") for active in chosen]
     if num_steps <= FEW_STEPS:
         raise ValueError(
-            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps}: with "
-            "few steps neighbours differ too much; leave the cache out"
+            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps} (PNDM "
+            "repeats one): with few steps neighbours differ too much; leave the cache out"
         )
     if isinstance(cache, TGate):
         if "image" in branches or "text" not in branches:
@@ -464,6 +475,30 @@ def plan_steps(acceleration, branches, scales):
         chosen = [branches if i < cache.gate else gated for i in range(num_steps)]
     starts = [i for i in range(num_steps) if i == 0 or chosen[i] != chosen[i - 1]]
     return list(map(Step, chosen, cache.kinds(num_steps, starts)))
+
+
+def check_guidance(guidance, branches, chosen):
+    """Raise a ValueError if Guidance has no effect: chosen, the branches of each step."""
+    spec = describe(guidance)
+    if len(branches) == 1:
+        raise ValueError(
+            f"--accelerate {spec}: these guidance scales need no guidance; leave it out"
+        )
+    if guidance.image_stop < guidance.stop and len(branches) < 3:
+        raise ValueError(
+            f"--accelerate {spec}: image_stop is for edits whose guidance has three branches; give "
+            "stop alone"
+        )
+    if all(active == branches for active in chosen):
+        raise ValueError(
+            f"--accelerate {spec} leaves guidance in all steps; set stop or sigma_max lower, or "
+            "leave it out"
+        )
+    if all(len(active) == 1 for active in chosen):
+        raise ValueError(
+            f"--accelerate {spec} leaves no step with guidance; widen it, or set the "
+            "guidance scales to 1"
+        )
 
 
 def count_evaluations(steps):

@@ -1,7 +1,10 @@
 """The functions that the steps of an accelerated denoising loop call: caches, fewer branches.
 
-    steps = plan_steps(acceleration, len(state.timesteps), branches, sigmas)
-    segments = make_segments(acceleration, steps, unet, params, inputs, guide, scheduler, scales)
+    scales = noise_scales(state)
+    steps = plan_steps(acceleration, branches, scales)
+    segments = make_segments(
+        acceleration, steps, unet, params, inputs, guide, prediction_type, scales
+    )
     x_0 = denoise(scheduler, state, x_t, keys, segments)
 
 Consecutive steps with the same branches of guidance are one segment, a compiled loop. In it, each
@@ -167,7 +170,7 @@ def first_block_cache(model, threshold):
         return embedded, first, (first - embedded[0]).astype(jnp.float32)
 
     def whole(embedded, first, added):
-        features, _ = model.apply(*embedded, method="blocks")
+        features, _ = model.apply(*embedded, first_output=first, method="blocks")
         rest = features.astype(jnp.float32) - first.astype(jnp.float32)
         return features, {"added": added, "rest": rest}
 

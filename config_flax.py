@@ -283,7 +283,7 @@ def fetch_source(flag, source, **hub_options):
         return repository
     file = fetch_file(repository, name, None, None, **hub_options)
     if file is None:
-        raise ValueError(f"{flag} {source}: there is no {name} in {repository}; name the file")
+        raise ValueError(f"{flag} {source}: there is no {name} in {repository}")
     return file
 
 

@@ -46,6 +46,7 @@ from editing import (
     edit_size,
     load_fitted,
     load_model,
+    preview_file,
     preview_files,
     read_jsonl,
     replicate_params,
@@ -165,9 +166,13 @@ def edits_of_jsonl(file):
     return edits
 
 
-def check_outputs(edits, grid):
-    """Raise an error for outputs that cannot be written, coincide, or would overwrite an input."""
+def check_outputs(edits, grid, preview_steps):
+    """Raise an error for outputs that cannot be written, coincide, or would overwrite an input.
+
+    preview_steps: the numbers of steps after which previews are written.
+    """
     paths = [edit.output for edit in edits] + ([grid] if grid else [])
+    paths += [preview_file(edit.output, step) for edit in edits for step in preview_steps]
     for path in paths:
         check_image_file(path)
     written = Counter(path.resolve() for path in paths)
@@ -255,7 +260,9 @@ def run(config):
         check_scale(name, getattr(config, name))
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
-    check_outputs(edits, config.grid)
+    num_steps = len(config.timesteps) or config.num_inference_steps
+    every = config.preview or num_steps + 1
+    check_outputs(edits, config.grid, range(every, num_steps + 1, max(1, every)))
     use_compilation_cache(config.compilation_cache_dir)
     image_sizes = [
         load_image(edit.input).size

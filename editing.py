@@ -23,14 +23,15 @@ from PIL import Image, ImageOps
 
 from acceleration_flax import parse, plan_steps
 from caching_flax import noise_scales
+from config_flax import warn_once
 from executables import replace_leaves, step_options
-from images import load_image, save_image
+from images import load_image, save_image, to_pil
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     InstructPix2Pix,
     guidance_branches,
     pixels_per_latent,
 )
-from pipeline_flax_utils import MODULES, FlaxDiffusionPipeline, pipeline_class
+from pipeline_flax_utils import MODULES, pipeline_class
 from previews_flax import Preview
 from sampling_flax import check_eta, keys_per_image
 from scheduling_flax import SCHEDULERS, scheduler_from_pretrained
@@ -108,17 +109,25 @@ def check_scheduler(name):
 
 
 def choose_scheduler(scheduler, name=None, timestep_spacing=None, prediction_type=None):
-    """Build (scheduler, state) of the --scheduler and --timestep_spacing flags, and others.
+    """Build (scheduler, state) of --scheduler, --timestep_spacing and --prediction_type.
 
     Args:
         scheduler: the model's own.
         name: of SCHEDULERS; None: the class of scheduler.
         timestep_spacing, prediction_type: None: as in the config.
+
+    Raises:
+        ValueError: the scheduler does not use timestep_spacing.
     """
     changes = {"timestep_spacing": timestep_spacing, "prediction_type": prediction_type}
     changes = {option: value for option, value in changes.items() if value}
     if name or changes:
         cls = SCHEDULERS[name] if name else type(scheduler)
+        if timestep_spacing and cls in (SCHEDULERS["lcm"], SCHEDULERS["tcd"]):
+            raise ValueError(
+                f"--timestep_spacing {timestep_spacing} has no effect with {cls.__name__}, which "
+                "visits timesteps of the distillation; leave it out"
+            )
         scheduler = cls.from_config(scheduler.config, **changes)
     return scheduler, scheduler.create_state()
 
@@ -202,11 +211,18 @@ def preview_files(every, decoder, seed, outputs):
 
     def show(step, keys, images):
         with one_at_a_time:
-            for key, image in zip(keys, FlaxDiffusionPipeline.numpy_to_pil(images)):
-                file = files[key.tobytes()]
-                save_image(image, file.with_name(f"{file.stem}-step-{step:03}{file.suffix}"))
+            for key, image in zip(keys, to_pil(images)):
+                try:
+                    save_image(image, preview_file(files[key.tobytes()], step))
+                except OSError as error:  # the image itself may still be written
+                    warn_once(f"a preview cannot be written: {error}")
 
     return Preview(every, show, decoder)
+
+
+def preview_file(file, step):
+    """The file of an image's preview."""
+    return file.with_name(f"{file.stem}-step-{step:03}{file.suffix}")
 
 
 def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=(), preview=None):

@@ -96,6 +96,7 @@ class Config:
     num_inference_steps: int = 50  # denoising steps
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
+    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into all models: FILE or FILE:WEIGHT
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     # metrics
@@ -347,7 +348,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     pipeline_type, _, scheduler = opened
     dtype = compute_dtype(config.dtype)
     bar.set_description(f"loading {model}")
-    pipeline, params = load_model(model, pipeline_type, scheduler, dtype)
+    pipeline, params = load_model(model, pipeline_type, scheduler, dtype, config.lora)
     modules = {name: params[name] for name in MODULES.keys() & params.keys()}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), modules)
     results["models"][model] |= {
@@ -493,6 +494,7 @@ def run(config):
         "resolution": config.resolution,
         "multiple of sides": factor,
         "scheduler": config.scheduler,
+        **({"lora": list(config.lora)} if config.lora else {}),
         "dtype": str(compute_dtype(config.dtype)),
         "batch_size": config.batch_size,
         "clip_model": config.clip_model or "none",

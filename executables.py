@@ -33,11 +33,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax import struct
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from command_line import one_line
-from config_flax import warn_once
+from config_flax import ModelOutput, warn_once
 from sampling_flax import as_keys, keys_per_image
 
 SUFFIX = ".executable"
@@ -298,12 +299,39 @@ def replace_leaves(function, params):
 
 # Calling a pipeline
 
+
+@struct.dataclass
+class FlaxImagePipelineOutput(ModelOutput):
+    """images, float32 in [0, 1]: (B, H, W, 3), with jit (devices, B, H, W, 3).
+
+    With output_type="latent" the scaled latents instead, (B, 4, h, w); with "pil" a flat list.
+    """
+
+    images: jax.Array | np.ndarray | list
+
+
+@struct.dataclass
+class FlaxStableDiffusionXLPipelineOutput(FlaxImagePipelineOutput):
+    """The result of SDXL's pipelines; see FlaxImagePipelineOutput."""
+
+
+@struct.dataclass
+class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
+    """images as in FlaxImagePipelineOutput, and the result of the safety checker.
+
+    nsfw_content_detected is a list of bool, one per image, devices flattened; False without a
+    safety checker. Images for which it is True are black.
+    """
+
+    nsfw_content_detected: list | bool
+
+
 logger = logging.getLogger(__name__)
 
 
 def step_options(num_inference_steps, timesteps, eta):
     """The options of _generate that choose the steps; timesteps win over num_inference_steps."""
-    timesteps = tuple(map(int, timesteps or ())) or None
+    timesteps = None if timesteps is None else tuple(np.asarray(timesteps).tolist()) or None
     num_inference_steps = len(timesteps) if timesteps else num_inference_steps
     return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)
 

@@ -1,7 +1,7 @@
 """LoRA: low-rank updates of a model's kernels. Train them, or fold files of them into a model.
 
-    loras = Loras(["lcm-lora.safetensors", "style.safetensors:0.8"])
-    params = pipeline.load_params("MODEL", loras=loras)
+    loras = ["lcm-lora.safetensors", "style.safetensors:0.8"]
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", lora=loras)
 
     trained, frozen = add_lora(params, 16, None, ("to_q", "to_v"))  # of the UNet's parameters
     params = sharding_flax.combine(frozen, trained)                 # for unet.apply

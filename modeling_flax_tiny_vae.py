@@ -154,6 +154,35 @@ class Decoder(nn.Module):
         return 2 * layers(3 * jnp.tanh(x / 3)) - 1
 
 
+def open_tiny_vae(source, vae, dtype, **hub_options):
+    """The FlaxAutoencoderTiny of a directory or hub id, without weights.
+
+    Args:
+        source: directory or hub id.
+        vae: config of the VAE whose latents it decodes.
+        dtype: of the computation.
+
+    Raises:
+        ValueError: its config is missing, or it does not decode these latents.
+    """
+    config = FlaxAutoencoderTiny.load_config(source, **hub_options)
+    tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
+    sizes = [
+        (module.latent_channels, 2 ** (len(channels) - 1))
+        for module, channels in (
+            (tiny, tiny.encoder_block_out_channels),
+            (vae, vae.block_out_channels),
+        )
+    ]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the TAESD {source} decodes latents of {sizes[0][0]} channels to images "
+            f"{sizes[0][1]} times as large; the model's have {sizes[1][0]} and {sizes[1][1]}; name "
+            "one for this model"
+        )
+    return tiny
+
+
 def upsample_nearest(x, factor):
     """Repeat every pixel: x (B, H, W, C) -> (B, factor H, factor W, C)."""
     B, H, W, C = x.shape

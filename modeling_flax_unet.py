@@ -57,16 +57,20 @@ class DownBlock(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x, time_emb, context, only_first_layer=False):
+    def __call__(self, x, time_emb, context, only_first_layer=False, first_output=None):
         """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections.
 
         only_first_layer: True ends after the first layer, (B, H, W, out_channels).
+        first_output: of the first layer; None computes it.
         """
         skips = []
         for i in range(1 if only_first_layer else self.num_layers):
-            x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
-            if self.transformer is not None:
-                x = self.transformer(name=f"attentions_{i}")(x, context)
+            if i == 0 and first_output is not None:
+                x = first_output
+            else:
+                x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
+                if self.transformer is not None:
+                    x = self.transformer(name=f"attentions_{i}")(x, context)
             skips.append(x)
         if only_first_layer:
             return x, skips
@@ -472,19 +476,23 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             )
         return self.add_embedding(added)
 
-    def blocks(self, x, time_emb, context, down_residuals=None, mid_residual=None):
+    def blocks(
+        self, x, time_emb, context, down_residuals=None, mid_residual=None, first_output=None
+    ):
         """All blocks.
 
         Args:
             x, time_emb, context: as from embed.
             down_residuals, mid_residual: __call__'s additional residuals.
+            first_output: what first_layer returned; None computes it.
 
         Returns:
             (features for `predict`; the input of the last layer, for `last_layer`).
         """
         skips = [x]
         for block in self.down_blocks:
-            x, passed = block(x, time_emb, context)
+            x, passed = block(x, time_emb, context, first_output=first_output)
+            first_output = None
             skips += passed
         if down_residuals is not None:
             skips = [

@@ -21,11 +21,10 @@ from functools import partial
 
 import jax
 
-from executables import step_options
+from executables import FlaxStableDiffusionPipelineOutput, step_options
 from images import pair_up, prepare_images, prepare_masks
 from pipeline_flax_text_to_image import ImageToImage, TextToImage, check_channels
 from pipeline_flax_utils import (
-    FlaxStableDiffusionPipelineOutput,
     StableDiffusionParts,
 )
 from sampling_flax import encode, keys_of_sequel, keys_per_image, resize, starting_noise

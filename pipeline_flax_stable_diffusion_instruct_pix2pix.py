@@ -21,11 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from config_flax import read_parts
-from executables import run, step_options
+from executables import FlaxStableDiffusionPipelineOutput, run, step_options
 from images import pair_up, prepare_images
 from pipeline_flax_utils import (
     MODULES,
-    FlaxStableDiffusionPipelineOutput,
     StableDiffusionParts,
 )
 from sampling_flax import (
@@ -97,6 +96,11 @@ def check_channels(path, configs):
     """
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
+    if (dim := configs["unet"].get("time_cond_proj_dim")) is not None:
+        raise ValueError(
+            f"the UNet of {path} has time_cond_proj_dim={dim}: it embeds one guidance scale, and "
+            "edits have two; distil a LoRA with distill_lcm.py instead"
+        )
     if in_channels == latent_channels:
         raise ValueError(
             f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, so "

@@ -26,6 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from config_flax import has, read_parts
+from executables import FlaxStableDiffusionXLPipelineOutput
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
@@ -34,7 +35,6 @@ from pipeline_flax_utils import (
     PIPELINE_FILES,
     TEXT_ENCODERS,
     FlaxDiffusionPipeline,
-    FlaxStableDiffusionXLPipelineOutput,
 )
 from sampling_flax import rows_per_image
 from scheduling_flax import Scheduler

@@ -10,12 +10,12 @@ import inspect
 import logging
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
@@ -27,7 +27,6 @@ from config_flax import (
     PARTS,
     ConfigMixin,
     FrozenConfig,
-    ModelOutput,
     fetch_source,
     has,
     locate,
@@ -38,16 +37,19 @@ from config_flax import (
     write_json,
     writing_pipeline,
 )
+from executables import FlaxImagePipelineOutput as FlaxImagePipelineOutput  # published here
+from executables import FlaxStableDiffusionPipelineOutput
 from images import to_pil
 from lora_flax import Loras
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from modeling_flax_tiny_vae import FlaxAutoencoderTiny
+from modeling_flax_tiny_vae import FlaxAutoencoderTiny, open_tiny_vae
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from previews_flax import Preview, make_watch
 from quantization_flax import quantize
 from sampling_flax import decode, denoise
 from scheduling_flax import Scheduler, scheduler_from_pretrained
+from token_merging_flax import check_levels
 from tokenization_clip import load_tokenizer, tokenize
 
 logger = logging.getLogger(__name__)
@@ -74,32 +76,6 @@ PIPELINE_FILES = {
 }
 
 
-@struct.dataclass
-class FlaxImagePipelineOutput(ModelOutput):
-    """images, float32 in [0, 1]: (B, H, W, 3), with jit (devices, B, H, W, 3).
-
-    With output_type="latent" the scaled latents instead, (B, 4, h, w); with "pil" a flat list.
-    """
-
-    images: jax.Array | np.ndarray | list
-
-
-@struct.dataclass
-class FlaxStableDiffusionXLPipelineOutput(FlaxImagePipelineOutput):
-    """The result of SDXL's pipelines; see FlaxImagePipelineOutput."""
-
-
-@struct.dataclass
-class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
-    """images as in FlaxImagePipelineOutput, and the result of the safety checker.
-
-    nsfw_content_detected is a list of bool, one per image, devices flattened; False without a
-    safety checker. Images for which it is True are black.
-    """
-
-    nsfw_content_detected: list | bool
-
-
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
 class FlaxDiffusionPipeline(ConfigMixin):
     """A pipeline. Subclasses have its parts as fields; absent parts are None.
@@ -120,6 +96,9 @@ class FlaxDiffusionPipeline(ConfigMixin):
     torch_class_name = None
     safety_checker = None
     feature_extractor = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "accelerate", parse(self.accelerate))
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
@@ -193,7 +172,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         pipeline = cls.open(
             path, revision, dtype, scheduler, parts, accelerate, preview, **hub_options
         )
-        given = [name for name, part in parts.items() if not isinstance(part, str)]
+        given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
         params = pipeline.load_params(path, revision, variant, from_pt, given, lora, **hub_options)
         pipeline.quantize_params(params)
         return pipeline, params
@@ -228,8 +207,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
             )
         index, configs = cls.check(path, revision, **hub_options)
         parts, unet_source = dict(given or {}), None
-        if isinstance(parts.get("unet"), str):
-            unet_source = parts.pop("unet")
+        if isinstance(parts.get("unet"), str | Path):
+            unet_source = str(parts.pop("unet"))
             folder, file = locate("--unet", unet_source)
             if file is None:  # else it has the config of the directory's UNet
                 configs["unet"] = MODULES["unet"].load_config(folder, **hub_options)
@@ -247,17 +226,22 @@ class FlaxDiffusionPipeline(ConfigMixin):
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
         pipeline = cls(**parts, **absent, **settings, accelerate=accelerate, preview=preview)
         if source := pipeline._tiny_vae_source:
-            config = FlaxAutoencoderTiny.load_config(source, **hub_options)
-            tiny_vae = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
+            tiny_vae = open_tiny_vae(source, pipeline.vae, dtype, **hub_options)
             pipeline = replace(pipeline, tiny_vae=tiny_vae)
+        if accelerate.tome:
+            check_levels(accelerate.tome, pipeline.unet)
         return pipeline
 
     @property
     def _tiny_vae_source(self):
         """Directory or hub id of the TAESD for previews and --accelerate taesd; None without."""
-        parts = [part for part in (self.accelerate.tiny_decoder, self.preview) if part is not None]
-        paths = [part.path for part in parts if part.path]
-        return [*paths, self.tiny_vae_name][0] if parts else None
+        decoder, preview = self.accelerate.tiny_decoder, self.preview
+        if decoder and preview and preview.path:
+            raise ValueError(
+                f"--preview_decoder {preview.path} and --accelerate taesd: previews are decoded as "
+                "the images are; leave --preview_decoder out"
+            )
+        return (decoder or preview).path or self.tiny_vae_name if decoder or preview else None
 
     def load_params(
         self,
@@ -270,7 +254,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         **hub_options,
     ):
         """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
-        loras = Loras(lora)
+        loras = Loras([lora] if isinstance(lora, str) else lora)
         params = {"scheduler": self.scheduler.create_state()}
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
@@ -282,7 +266,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
                     options["_do_init"] = False
                 if name == "unet" and self.unet_source:
                     source = fetch_source("--unet", self.unet_source, **hub_options)
-                    options = {"config": dict(module.config), "variant": variant}
+                    options = {"config": dict(module.config)}
                 options |= {"from_pt": from_pt, "convert": partial(loras.fold, name)}
                 _, params[name] = type(module).from_pretrained(source, **options, **hub_options)
         loras.require_folded()
@@ -295,6 +279,11 @@ class FlaxDiffusionPipeline(ConfigMixin):
     def quantize_params(self, params):
         """Make the UNet's kernels int8, in place, if the acceleration says so."""
         if int8 := self.accelerate.int8:
+            if "unet" not in params:
+                raise ValueError(
+                    "--accelerate int8 needs the UNet's parameters; with unet= leave it out, put "
+                    "quantize(params) into params['unet'] (quantization_flax.py)"
+                )
             params["unet"] = quantize(params["unet"], int8.mode)
 
     @property
@@ -394,6 +383,12 @@ class FlaxDiffusionPipeline(ConfigMixin):
         names = {name for name in (*MODULES, "tiny_vae") if getattr(self, name, None) is not None}
         if missing := sorted(names - params.keys()):
             raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
+        dtypes = {x.dtype for x in jax.tree.leaves(params["unet"])}
+        if self.accelerate.int8 and np.dtype("int8") not in dtypes:
+            raise ValueError(
+                "accelerate has int8, but the UNet's parameters are not int8; give accelerate= to "
+                "from_pretrained, or call pipeline.quantize_params(params)"
+            )
 
     def _index(self):
         """Entries of model_index.json other than parts."""
@@ -483,6 +478,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
     def _decode(self, params, latents):
         """Images of scaled latents, by the tiny VAE if the acceleration says so; see decode."""
         if self.accelerate.tiny_decoder:
+            if self.tiny_vae is None:
+                raise ValueError("accelerate has taesd; give accelerate= to from_pretrained")
             return decode(self.tiny_vae, params["tiny_vae"], latents)
         return decode(self._vae, params["vae"], latents)
 
@@ -590,6 +587,7 @@ class StableDiffusionParts(FlaxDiffusionPipeline):
     dtype: DTypeLike = jnp.float32
 
     def __post_init__(self):
+        super().__post_init__()
         if self.safety_checker is not None and self.feature_extractor is None:
             raise ValueError(
                 "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "

@@ -14,7 +14,7 @@ A TPU multiplies int8 at twice the rate of bfloat16, but finding the scales of a
 passes over them. By the compiler's estimate for a v5e this pays for convolutions and for the first
 layer of wide feed-forwards (the mode "fast"), not for the other layers. Convolutions are matmuls
 here, because XLA has no integer convolution for GPUs (github.com/jax-ml/jax/issues/7637). On a CPU
-int8 saves memory and is slow.
+int8 is slow, and in a loop it saves no memory: XLA keeps the kernels that it has cast up.
 
 Source: Integer Quantization for Deep Learning Inference (arXiv 2004.09602), sections 3.1.2 and 3.2.
 """

@@ -21,6 +21,17 @@ from modeling_flax_blocks import Attention, BasicTransformerBlock, Transformer2D
 WINDOW = 2  # one position of each window of 2x2 is a destination
 
 
+def check_levels(technique, unet):
+    """Raise a ValueError if no layer of a UNet would merge."""
+    levels = [2**i for i, kind in enumerate(unet.down_block_types) if "CrossAttn" in kind]
+    if levels and levels[0] > technique.max_downsample:
+        raise ValueError(
+            f"--accelerate tome:max_downsample={technique.max_downsample} has no effect: this UNet "
+            f"has attention from 1/{levels[0]} of the latents' size on; set max_downsample="
+            f"{levels[0]}"
+        )
+
+
 def merge_positions(technique, apply):
     """`apply` of a UNet with token merging in its self-attention.
 
@@ -33,7 +44,7 @@ def merge_positions(technique, apply):
         A function like apply.
     """
 
-    def merged(*args, method):
+    def merged(*args, method, **options):
         if method not in ("blocks", "first_layer", "last_layer"):
             return apply(*args, method=method)
         full_height = args[-3].shape[1]
@@ -55,7 +66,7 @@ def merge_positions(technique, apply):
             return call(*args, **kwargs)
 
         with nn.intercept_methods(intercept):
-            return apply(*args, method=method)
+            return apply(*args, method=method, **options)
 
     return merged
 

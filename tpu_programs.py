@@ -181,7 +181,7 @@ def matmul_flops(jaxpr, switches=()):
 
     Args:
         jaxpr: its Jaxpr. A loop counts once for each of its trips, 1 if unknown.
-        switches: see hbm_bytes. The dearest branch of other conditions counts.
+        switches: see hbm_bytes. Of other conditions the branch with the most FLOPs counts.
 
     Returns:
         (all FLOPs, those of them with int8 operands), numbers.

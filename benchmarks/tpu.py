@@ -84,6 +84,7 @@ TRAIN_SDXL = (
 )
 LATENTS = ("--cache_latents", "latents", "--no_random_crop")
 FOUR_STEPS = ("--num_inference_steps", "4", "--scheduler", "lcm", "--guidance_scale", "1")
+EDIT = ("edit", "--scheduler", "ddim")
 JOBS = {
     "train": TRAIN,
     "train latents": (*TRAIN, *LATENTS),
@@ -99,14 +100,14 @@ JOBS = {
     "sdxl 1": ("sdxl", "--num_images", "1"),
     "sdxl 2": ("sdxl", "--num_images", "2"),
     "sdxl 4": ("sdxl", "--num_images", "4"),
-    "sdxl little loss": ("sdxl", "--accelerate", *ACCELERATIONS["spectrum, guidance"][1].split()),
     "sdxl 4 steps": ("sdxl", *FOUR_STEPS, "--accelerate", "int8", "taesd"),
-    "edit": ("edit", "--scheduler", "ddim"),
-    "edit little loss": (
-        *("edit", "--scheduler", "ddim", "--accelerate"),
-        *ACCELERATIONS["spectrum, guidance"][0].split(),
-    ),
+    "edit": EDIT,
 }
+for _cache in ("deepcache 2", "spectrum"):
+    for _program, _flags, _specs in zip(
+        ("edit", "sdxl"), (EDIT, ("sdxl",)), ACCELERATIONS[f"{_cache}, guidance"]
+    ):
+        JOBS[f"{_program} {_cache}"] = (*_flags, "--accelerate", *_specs.split())
 JobName = Literal[tuple(JOBS)]
 
 CASES = {

@@ -288,6 +288,33 @@ def test_full_size_resnet(channels):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs")
+def test_a_tpu_keeps_weights_in_int8_in_a_loop(monkeypatch):
+    """Compiled for a v5e, the loop has no copy of the kernels in the compute dtype."""
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    layer = Dense(1024, use_bias=False, dtype=jnp.bfloat16)
+    params = [quantize_at(DENSE, {"kernel": normal(1024, 1024, seed=i)}, "weight") for i in (0, 1)]
+
+    def loop(params, x):
+        def step(_, x):
+            for kernel in params:
+                x = layer.apply({"params": kernel}, x)
+            return x
+
+        return jax.lax.fori_loop(0, 50, step, x)
+
+    device = slice_devices(find_slice("v5e-1"))[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (params, jnp.ones((256, 1024), jnp.bfloat16)),
+    )
+    memory = jax.jit(loop, out_shardings=sharding).lower(*args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**20  # a kernel in bfloat16 has twice as many
+    assert memory.argument_size_in_bytes < 3.5 * 2**20
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs")
 def test_tpu_multiplies_int8(monkeypatch):
     """Compiled for a v5e, a dynamic layer is one matmul of s8 with an s32 result."""
     for name, value in LIBTPU_ENVIRONMENT.items():
