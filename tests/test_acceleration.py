@@ -25,11 +25,13 @@ from acceleration_flax import (
     parse,
     plan_steps,
 )
+from config_flax import PUBLISHED_CONFIGS
+from modeling_flax_unet import FlaxUNet2DConditionModel
 from pipeline_flax_stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from sampling_flax import keys_per_image, normal
 from scheduling_flax import make_scheduler
-from token_merging_flax import match, window_offsets
+from token_merging_flax import check_levels, match, window_offsets
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -91,8 +93,8 @@ def images_of_theirs(theirs, key=3, steps=STEPS, size=64, call=None, factor=4, *
     return call(PROMPT, latents=latents, output_type="np", **options).images
 
 
-def spoil_nothing(found, plain, expected):
-    """The accelerated image is the expected one, and not the plain one."""
+def assert_images_agree(found, plain, expected):
+    """The accelerated image is the expected one and differs from the plain one."""
     assert psnr(found, expected) > 50
     assert psnr(found, plain) < psnr(found, expected) - 6
 
@@ -112,9 +114,7 @@ def test_deepcache_is_its_pytorch_package(models, model, scheduler):
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
     theirs = open_theirs(models[model], pipeline.scheduler)
     factor = pipeline.vae_scale_factor
-    helper = DeepCacheSDHelper(pipe=theirs)
-    helper.set_params(cache_interval=3, cache_branch_id=0)
-    helper.enable()
+    helper = enable_deepcache(theirs, 3)
     if scheduler == "pndm":  # their helper finds a repeated timestep's first place only
         steps = iter(range(100))
         forward = helper.function_dict["unet_forward"]
@@ -125,7 +125,7 @@ def test_deepcache_is_its_pytorch_package(models, model, scheduler):
 
         theirs.unet.forward = count_steps
     expected = images_of_theirs(theirs, factor=factor, guidance_scale=7.5)
-    spoil_nothing(found, plain, expected)
+    assert_images_agree(found, plain, expected)
 
 
 @pytest.mark.parametrize("model", [pytest.param("sd", marks=pytest.mark.slow), "xl"])
@@ -145,7 +145,7 @@ def test_tgate_is_its_pytorch_package(models, model):
         warm_up=2,
         guidance_scale=7.5,
     )
-    spoil_nothing(found, plain, expected)
+    assert_images_agree(found, plain, expected)
 
 
 @pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
@@ -159,7 +159,7 @@ def test_token_merging_is_its_pytorch_package(models, model):
     tomesd.apply_patch(theirs, ratio=0.5, use_rand=False, max_downsample=downsample)
     factor = pipeline.vae_scale_factor
     expected = images_of_theirs(theirs, steps=3, factor=factor, guidance_scale=7.5)
-    spoil_nothing(found, plain, expected)
+    assert_images_agree(found, plain, expected)
 
 
 def test_merging_equal_positions_loses_nothing():
@@ -205,7 +205,7 @@ def test_spectrum_is_the_papers_equations(models):
 
     theirs.scheduler.step = forecast_or_step
     expected = images_of_theirs(theirs, steps=20, guidance_scale=7.5)
-    spoil_nothing(found, plain, expected)
+    assert_images_agree(found, plain, expected)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_spectrum_is_the_papers_equations(models):
     [("euler", "v_prediction"), ("dpmsolver++", "epsilon"), ("pndm", "epsilon")],
 )
 def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction_type):
-    """Of a model that always predicts the same x_0: noise levels and prediction types fit."""
+    """A model that always predicts the same x_0, with several noise levels and predictions."""
     spec = "spectrum:ridge=1e-6,warmup=2"
     pipeline, _ = open_ours(
         models["sd"], spec, scheduler, prediction_type=prediction_type, clip_sample=False
@@ -282,7 +282,7 @@ def test_first_block_cache_is_written_anew(models):
     unet.conv_norm_out.register_forward_pre_hook(replace_features)
     expected = images_of_theirs(theirs, guidance_scale=7.5)
     assert 2 < sum(reused) < STEPS - 1
-    spoil_nothing(found, plain, expected)
+    assert_images_agree(found, plain, expected)
 
 
 SLOW_SPECS = (
@@ -343,7 +343,7 @@ def test_guidance_in_an_interval(models, model, scheduler):
     theirs = open_theirs(models[model], pipeline.scheduler)
     callback = scales_per_step(theirs, {"guidance_scale": [OFF] * 3 + [7.5] * 6 + [OFF] * 3})
     expected = images_of_theirs(theirs, factor=pipeline.vae_scale_factor, **callback)
-    spoil_nothing(found, plain, expected)
+    assert_images_agree(found, plain, expected)
 
 
 @pytest.mark.parametrize("model", ["edits", pytest.param("xl edits", marks=pytest.mark.slow)])
@@ -376,30 +376,65 @@ def test_edits_go_from_three_branches_to_two_to_one(models, model):
     options |= dict(latents=torch.from_numpy(np.array(noise)), output_type="np")
     options |= dict(guidance_scale=7.5, image_guidance_scale=1.5)
     expected = theirs(PROMPT, image=image, **options).images
-    spoil_nothing(found, plain, expected)
+    assert_images_agree(found, plain, expected)
+
+
+def enable_deepcache(theirs, interval):
+    """The package's cache in a PyTorch pipeline."""
+    helper = DeepCacheSDHelper(pipe=theirs)
+    helper.set_params(cache_interval=interval, cache_branch_id=0)
+    helper.enable()
+    return helper
+
+
+@pytest.mark.parametrize("model", ["edits", pytest.param("xl edits", marks=pytest.mark.slow)])
+def test_deepcache_of_edits_is_its_pytorch_package(models, model):
+    """Three branches of guidance share a cache, each its rows."""
+    pipeline, params = open_ours(models[model], "deepcache:interval=3", "ddim")
+    image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
+    key, options = jax.random.key(3), dict(num_inference_steps=STEPS)
+    inputs = *pipeline.prepare_inputs(PROMPT, image), params, key
+    plain = dataclasses.replace(pipeline, accelerate=Acceleration())
+    images = [p(*inputs, **options).images for p in (pipeline, plain)]
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    enable_deepcache(theirs, 3)
+    if model == "xl edits":
+        options |= dict(height=64, width=64)
+    shape = (4, *(64 // pipeline.vae_scale_factor,) * 2)
+    noise = normal(keys_per_image(key, 1), 0, shape)
+    options |= dict(latents=torch.from_numpy(np.array(noise)), output_type="np")
+    options |= dict(guidance_scale=7.5, image_guidance_scale=1.5)
+    image = torch.from_numpy(image.transpose(2, 0, 1)[None])
+    assert_images_agree(*images, theirs(PROMPT, image=image, **options).images)
 
 
 @pytest.mark.slow
-def test_caches_of_edits_and_of_image_to_image(models):
-    """DeepCache is exact where nothing changes: with interval 2 the even steps are whole."""
-    for name in ("edits", "xl edits"):
-        pipeline, params = open_ours(models[name], "deepcache:interval=2", "ddim")
-        image = np.random.default_rng(0).uniform(size=(32, 32, 3)).astype(np.float32)
-        inputs = *pipeline.prepare_inputs(PROMPT, image), params, jax.random.key(3)
-        plain = dataclasses.replace(pipeline, accelerate=Acceleration())
-        images = [p(*inputs, num_inference_steps=STEPS).images for p in (pipeline, plain)]
-        assert 15 < psnr(*images) < 80
-    parts = open_ours(models["sd"])[0].components
-    pipeline = FlaxStableDiffusionImg2ImgPipeline(**parts, accelerate=parse("deepcache:warmup=2"))
-    params = open_ours(models["sd"])[1]
-    inputs = *pipeline.prepare_inputs(PROMPT, image), params, jax.random.key(3)
-    # Ten of twenty steps are left; the third of them is the first shallow one.
-    pipeline(*inputs, strength=0.5, num_inference_steps=20)
-    _, scales = pipeline._schedule(20, (1, *SHAPE), 10)
-    steps = plan_steps(pipeline.accelerate, ("text",), scales)
-    assert "".join(step.kind[0] for step in steps) == "ffsfssfssf"
+def test_deepcache_of_image_to_image_is_its_pytorch_package(models, monkeypatch):
+    """The plan begins at the first step that is run: 12 of 16."""
+    module = diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img
+    pipeline, params = open_ours(models["sd"], "deepcache:interval=3", "ddim")
+    pipeline = FlaxStableDiffusionImg2ImgPipeline(
+        **pipeline.components, accelerate=pipeline.accelerate
+    )
+    image, noise = np.random.default_rng(0).standard_normal((2, 1, 4, 16, 16), np.float32)
+    options = dict(strength=0.75, num_inference_steps=16, guidance_scale=7.5)
+    inputs = pipeline.prepare_inputs(PROMPT, image)
+    plain = dataclasses.replace(pipeline, accelerate=Acceleration())
+    images = [
+        p(*inputs, params, jax.random.key(3), noise=noise, **options).images
+        for p in (pipeline, plain)
+    ]
+    monkeypatch.setattr(module, "randn_tensor", lambda *args, **kwargs: torch.from_numpy(noise))
+    theirs = diffusers.StableDiffusionImg2ImgPipeline(
+        **open_theirs(models["sd"], pipeline.scheduler).components, requires_safety_checker=False
+    )
+    theirs.set_progress_bar_config(disable=True)
+    enable_deepcache(theirs, 3)
+    assert_images_agree(
+        *images, theirs(PROMPT, image=torch.from_numpy(image), output_type="np", **options).images
+    )
     with pytest.raises(ValueError, match="deepcache needs more than 8 steps, not 7"):
-        pipeline(*inputs, strength=0.35, num_inference_steps=20)
+        pipeline(*inputs, params, jax.random.key(3), strength=0.35, num_inference_steps=20)
 
 
 def test_plans():
@@ -430,6 +465,8 @@ def test_plans():
     ("spec", "message"),
     [
         ("turbo", "'turbo' is unknown; known: guidance, deepcache, "),
+        ("deepcache:interval=2,interval=3", "interval is given twice"),
+        ("spectrum:window=inf", "window=inf must be 1 or more, and finite"),
         ("deepcache:speed=2", "has no parameter 'speed=2'; write deepcache:PARAMETER=VALUE with"),
         ("deepcache:interval=many", "interval=many is not of type int"),
         ("deepcache:interval=1", "interval=1 must be 2 or more"),
@@ -453,6 +490,65 @@ def test_specs_are_canonical():
     assert str(parse("int8 deepcache:interval=2,warmup=1 guidance:stop=0.5")) == text
     assert parse(text) == parse(text.split()) == parse(parse(text))
     assert str(parse(())) == "" and parse(None) == Acceleration()
+    assert parse(DeepCache()) == parse([DeepCache()]) == parse("deepcache")
+    assert parse(["taesd:path=a b"]).tiny_decoder.path == "a b"
+
+
+BOTH, ALL = ("text", "null"), ("text", "image", "null")
+
+
+@pytest.mark.parametrize(
+    ("spec", "branches", "message"),
+    [
+        ("guidance", BOTH, "--accelerate guidance leaves guidance in all steps; set stop or"),
+        ("guidance:stop=0.5", ("text",), "guidance scales need no guidance; leave it out"),
+        ("guidance:image_stop=0.5", BOTH, "image_stop is for edits whose guidance has three"),
+        ("guidance:sigma_min=2", ALL, "guidance:sigma_min=2.0 leaves no step with guidance"),
+        ("tgate:gate=20", BOTH, "tgate:gate=20 must be below the 20 steps"),
+    ],
+)
+def test_what_has_no_effect_is_refused(spec, branches, message):
+    with pytest.raises(ValueError, match=message):
+        plan_steps(parse(spec), branches, SCALES)
+
+
+@pytest.mark.parametrize(("num_steps", "interval"), [(20, 5), (50, 2), (50, 5)])
+@pytest.mark.parametrize(("center", "power"), [(0, 1.4), (5, 3.0), (10, 2.0), (30, 1.2)])
+def test_deepcache_around_a_center(num_steps, interval, center, power):
+    """As many whole steps as with equal intervals, denser at the center."""
+    technique = DeepCache(interval=interval, center=min(center, num_steps - 1), power=power)
+    kinds = technique.kinds(num_steps, [0])
+    full = np.array([i for i, kind in enumerate(kinds) if kind == "full"])
+    assert len(full) == -(-num_steps // interval) + (full[1] - full[0] == 0)
+    gaps, middles = np.diff(full), (full[1:] + full[:-1]) / 2
+    near = np.abs(middles - technique.center)
+    assert gaps[near.argmin()] <= gaps[near.argmax()]
+
+
+def test_a_changed_acceleration_needs_its_parameters(models):
+    pipeline, params = open_ours(models["sd"])
+    for spec, message in (
+        ("int8", "accelerate has int8, but the UNet's parameters are not int8; give accelerate="),
+        ("taesd", "accelerate has taesd; give accelerate= to from_pretrained"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            images_of(dataclasses.replace(pipeline, accelerate=spec), params, steps=2)
+    assert dataclasses.replace(pipeline, accelerate="deepcache").accelerate.cache == DeepCache()
+    unet = pipeline.unet
+    with pytest.raises(ValueError, match="int8 needs the UNet's parameters; with unet= leave it"):
+        FlaxDiffusionPipeline.from_pretrained(models["sd"], unet=unet, accelerate="int8")
+
+
+def test_parts_that_do_not_fit_are_refused(models, tmp_path):
+    """A TAESD for other latents; token merging where this UNet has no attention."""
+    save_tiny_vae(tmp_path / "tiny", (8, 8))
+    message = "of 4 channels to images 2 times as large; the model's have 4 and 4; name one for"
+    with pytest.raises(ValueError, match=message):
+        open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}")
+    unet = FlaxUNet2DConditionModel(**PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"])
+    check_levels(parse("tome:max_downsample=2").tome, unet)
+    with pytest.raises(ValueError, match="tome:max_downsample=1 has no effect: this UNet has"):
+        check_levels(parse("tome").tome, unet)
 
 
 def test_tgate_is_refused_for_edits(models):

@@ -15,6 +15,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single
 import sdxl_single_aot
+from executables import step_options
 from modeling_flax_unet import FlaxUNet2DConditionModel, guidance_embedding
 from pipeline_flax_stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from pipeline_flax_utils import FlaxDiffusionPipeline
@@ -131,6 +132,12 @@ def test_bad_steps(models, scheduler, steps, message):
         pipeline(prompt_ids, params, jax.random.key(0), height=32, width=32, **steps)
 
 
+def test_timesteps_may_be_an_array():
+    assert step_options(5, np.array([999, 499]), None)["timesteps"] == (999, 499)
+    assert step_options(5, (), None) == {"num_inference_steps": 5, "timesteps": None, "eta": None}
+    assert step_options(5, (999.5,), None)["timesteps"] == (999.5,)  # the scheduler refuses it
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
     """As the UNets of SDXL-Lightning (safetensors) and DMD2 (.bin) are published."""
@@ -204,6 +211,7 @@ def test_sdxl_scripts(tmp_path):
         (["--eta", "0.5"], "eta=0.5 is not an option of FlaxEulerDiscreteScheduler"),
         (["--timesteps", "499", "999"], "must decrease and be from 999 to 0"),
         (["--lora", "/no/such.safetensors"], "--lora /no/such.safetensors does not exist"),
+        (["--scheduler", "lcm", "--timestep_spacing", "trailing"], "has no effect with FlaxLCM"),
         (["--unet", "/no/such.safetensors"], "--unet /no/such.safetensors does not exist"),
         (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
         (["--unet", "VAE"], "does not fit FlaxUNet2DConditionModel: missing: "),

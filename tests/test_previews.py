@@ -14,6 +14,8 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
 import sdxl_single
+from config_flax import warn_once
+from editing import preview_files
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from previews_flax import Preview
 from sampling_flax import keys_per_image
@@ -96,9 +98,29 @@ def test_each_image_of_each_device_has_its_key(model, tiny):
             np.testing.assert_allclose(image, alone[step][tuple(key)], atol=1e-4)
 
 
+def test_a_preview_that_cannot_be_written_does_not_stop_the_image(tmp_path, caplog):
+    warn_once.cache_clear()
+    (tmp_path / "file").touch()
+    preview = preview_files(1, "", 0, [tmp_path / "file" / "out.png"])
+    key = np.asarray(jax.random.key_data(keys_per_image(jax.random.key(0), 1)))
+    preview.show(1, key, np.zeros((1, 8, 8, 3), np.float32))
+    assert "a preview cannot be written: " in caplog.text
+    (tmp_path / "file").unlink()
+    preview.show(2, key, np.zeros((1, 8, 8, 3), np.float32))
+    assert (tmp_path / "file" / "out-step-002.png").is_file()
+
+
+def test_previews_do_not_replace_inputs_or_images(tmp_path):
+    edit = edit_cli.Edit(0, tmp_path / "a-step-004.png", "make it red", tmp_path / "a.png")
+    edit_cli.check_outputs([edit], None, [])
+    with pytest.raises(ValueError, match="is an input and would be overwritten"):
+        edit_cli.check_outputs([edit], None, [2, 4])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--preview", "2", "--preview_decoder", "a", "--accelerate", "taesd"], "leave --preview_"),
         (["--preview", "0"], "--preview 0 must be at least 1"),
         (["--preview", "2", "--preview_decoder", "/no/such"], "/no/such"),
         (["--preview_decoder", "/no/such"], "is for --preview; give both or neither"),
