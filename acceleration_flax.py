@@ -85,7 +85,7 @@ class DeepCache:
     def __post_init__(self):
         require(self.interval >= 2, self, "interval", "must be 2 or more")
         require(self.warmup >= 1, self, "warmup", "must be 1 or more")
-        require(self.power >= 1, self, "power", "must be 1 or more")
+        require(1 <= self.power < np.inf, self, "power", "must be 1 or more, and finite")
 
     def kinds(self, num_steps, starts):
         """ "full" or "shallow" of each step; the steps `starts` have no valid cache."""
@@ -139,7 +139,7 @@ class Spectrum:
         require(0 <= self.growth < np.inf, self, "growth", "must be 0 or more, and finite")
         require(0 < self.stop <= 1, self, "stop", "must be above 0, at most 1")
         require(self.degree >= 0, self, "degree", "must be 0 or more")
-        require(self.ridge > 0, self, "ridge", "must be above 0")
+        require(0 < self.ridge < np.inf, self, "ridge", "must be above 0, and finite")
         require(self.history >= 2, self, "history", "must be 2 or more")
         require(0 <= self.weight <= 1, self, "weight", "must be from 0 to 1")
 
@@ -374,8 +374,12 @@ def parse(specs):
     elif isinstance(specs, tuple(TECHNIQUES.values())):
         specs = [specs]
     chosen = {}
+    if specs and not isinstance(specs, list | tuple):
+        raise ValueError(f"accelerate={specs!r} must be NAME:PARAMETER=VALUE,... or a list of them")
     for spec in specs or ():
         technique = parse_one(spec) if isinstance(spec, str) else spec
+        if not isinstance(technique, tuple(TECHNIQUES.values())):
+            raise ValueError(f"accelerate={spec!r} must be NAME:PARAMETER=VALUE,...")
         if technique.slot in chosen:
             first = chosen[technique.slot].name
             reason = "is given twice" if first == technique.name else "are two caches"
@@ -399,14 +403,17 @@ def parse_one(spec):
     name, _, settings = spec.partition(":")
     if name not in TECHNIQUES:
         raise ValueError(
-            f"--accelerate {spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}"
+            f"--accelerate {spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}; several "
+            "are separated by spaces, without quotation marks"
         )
     cls = TECHNIQUES[name]
     types = {field.name: field.type for field in fields(cls)}
     values = {}
     for setting in filter(None, settings.split(",")):
         key, equals, text = setting.partition("=")
-        if key not in types or not equals:
+        if key in types and not equals:
+            raise ValueError(f"--accelerate {spec}: write {name}:{key}=VALUE")
+        if key not in types:
             raise ValueError(
                 f"--accelerate {spec}: {name} has no parameter {setting!r}; write "
                 f"{name}:PARAMETER=VALUE with {', '.join(types)}"
@@ -474,7 +481,13 @@ def plan_steps(acceleration, branches, scales):
         gated = ("null",) if "null" in branches else branches
         chosen = [branches if i < cache.gate else gated for i in range(num_steps)]
     starts = [i for i in range(num_steps) if i == 0 or chosen[i] != chosen[i - 1]]
-    return list(map(Step, chosen, cache.kinds(num_steps, starts)))
+    kinds = cache.kinds(num_steps, starts)
+    if "full" in kinds and len(set(kinds)) == 1:
+        raise ValueError(
+            f"--accelerate {describe(cache)} has no effect: each of the {num_steps} steps is a "
+            "whole one; change its parameters, or leave it out"
+        )
+    return list(map(Step, chosen, kinds))
 
 
 def check_guidance(guidance, branches, chosen):

@@ -46,7 +46,6 @@ from editing import (
     edit_size,
     load_fitted,
     load_model,
-    preview_file,
     preview_files,
     read_jsonl,
     replicate_params,
@@ -166,13 +165,9 @@ def edits_of_jsonl(file):
     return edits
 
 
-def check_outputs(edits, grid, preview_steps):
-    """Raise an error for outputs that cannot be written, coincide, or would overwrite an input.
-
-    preview_steps: the numbers of steps after which previews are written.
-    """
+def check_outputs(edits, grid):
+    """Raise an error for outputs that cannot be written, coincide, or would overwrite an input."""
     paths = [edit.output for edit in edits] + ([grid] if grid else [])
-    paths += [preview_file(edit.output, step) for edit in edits for step in preview_steps]
     for path in paths:
         check_image_file(path)
     written = Counter(path.resolve() for path in paths)
@@ -260,9 +255,8 @@ def run(config):
         check_scale(name, getattr(config, name))
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
-    num_steps = len(config.timesteps) or config.num_inference_steps
-    every = config.preview or num_steps + 1
-    check_outputs(edits, config.grid, range(every, num_steps + 1, max(1, every)))
+    check_outputs(edits, config.grid)
+    preview = preview_files(config, [edit.output for edit in edits], [edit.input for edit in edits])
     use_compilation_cache(config.compilation_cache_dir)
     image_sizes = [
         load_image(edit.input).size
@@ -282,8 +276,6 @@ def run(config):
     )
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
-    outputs = [edit.output for edit in edits]
-    preview = preview_files(config.preview, config.preview_decoder, config.seed, outputs)
     pipeline, params = load_model(
         config.model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, preview
     )
@@ -291,7 +283,7 @@ def run(config):
     jax.effects_barrier()  # waits for the previews
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)
-    for path in outputs[:10]:
+    for path in [edit.output for edit in edits][:10]:
         print(path)
     if len(edits) > 10:
         print(f"... {len(edits)} images")

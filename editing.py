@@ -25,7 +25,7 @@ from acceleration_flax import parse, plan_steps
 from caching_flax import noise_scales
 from config_flax import warn_once
 from executables import replace_leaves, step_options
-from images import load_image, save_image, to_pil
+from images import check_image_file, load_image, save_image, to_pil
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     InstructPix2Pix,
     guidance_branches,
@@ -186,26 +186,39 @@ def compute_dtype(name):
     return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
-def preview_files(every, decoder, seed, outputs):
+def preview_files(config, outputs, inputs=()):
     """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
 
     Args:
-        every: a preview after each `every`-th step; None: no previews.
-        decoder: directory or hub id of a TAESD; "": see Preview.
-        seed: of the images' keys.
+        config: with the flags preview, preview_decoder, seed, num_inference_steps, timesteps, grid.
         outputs: the file of each image, in the order of their keys.
+        inputs: files that previews must not replace, besides outputs and grid.
 
     Returns:
-        Preview or None.
+        Preview, or None without --preview.
 
     Raises:
-        ValueError: every is below 1, or there is a decoder without previews.
+        ValueError: there would be no preview, or one cannot be written or would replace a file.
     """
+    every, decoder = config.preview, config.preview_decoder
     if every is None:
         if decoder:
             raise ValueError(f"--preview_decoder {decoder} is for --preview; give both or neither")
         return None
-    keys = jax.random.key_data(keys_per_image(jax.random.key(seed), len(outputs)))
+    num_steps = len(config.timesteps) or config.num_inference_steps
+    if every >= num_steps:
+        raise ValueError(
+            f"--preview {every} of {num_steps} steps makes no preview, as the last step makes the "
+            f"image; take less than {num_steps}"
+        )
+    kept = {path.resolve() for path in (*outputs, *inputs, config.grid) if path}
+    for path in (
+        preview_file(x, i) for x in outputs for i in range(every, num_steps, max(1, every))
+    ):
+        check_image_file(path)
+        if path.resolve() in kept:
+            raise ValueError(f"{path} would be replaced by a preview; give it another name")
+    keys = jax.random.key_data(keys_per_image(jax.random.key(config.seed), len(outputs)))
     files = {key.tobytes(): file for key, file in zip(np.asarray(keys), outputs)}
     one_at_a_time = Lock()  # devices call it from several threads
 

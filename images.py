@@ -273,6 +273,8 @@ def check_image_file(path):
 
 def save_image(image, path):
     """Write an image in the format of its extension, to a temporary file that is renamed."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; name a file")
     image_format = IMAGE_FORMATS[path.suffix.lower()]
     save_whole(path, partial(image.save, format=image_format, quality=JPEG_QUALITY))
 

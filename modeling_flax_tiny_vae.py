@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from config_flax import ModelOutput
+from config_flax import ModelOutput, locate
 from kernels_flax import convolve
 from modeling_flax_blocks import Conv
 from modeling_flax_utils import FlaxModelMixin
@@ -165,7 +165,15 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     Raises:
         ValueError: its config is missing, or it does not decode these latents.
     """
+    source, file = locate("the TAESD", source)
+    if file:
+        raise ValueError(f"the TAESD {source}/{file} is a file; name its directory")
     config = FlaxAutoencoderTiny.load_config(source, **hub_options)
+    if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
+        raise ValueError(
+            f"{source} is a {config.get('_class_name')}, not an AutoencoderTiny; name the directory "
+            "of a TAESD"
+        )
     tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
     sizes = [
         (module.latent_channels, 2 ** (len(channels) - 1))

@@ -46,7 +46,7 @@ from modeling_flax_tiny_vae import FlaxAutoencoderTiny, open_tiny_vae
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from previews_flax import Preview, make_watch
-from quantization_flax import quantize
+from quantization_flax import mode_of, quantize
 from sampling_flax import decode, denoise
 from scheduling_flax import Scheduler, scheduler_from_pretrained
 from token_merging_flax import check_levels
@@ -254,7 +254,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         **hub_options,
     ):
         """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
-        loras = Loras([lora] if isinstance(lora, str) else lora)
+        loras = Loras([lora] if isinstance(lora, str | Path) else lora)
         params = {"scheduler": self.scheduler.create_state()}
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
@@ -383,11 +383,12 @@ class FlaxDiffusionPipeline(ConfigMixin):
         names = {name for name in (*MODULES, "tiny_vae") if getattr(self, name, None) is not None}
         if missing := sorted(names - params.keys()):
             raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
-        dtypes = {x.dtype for x in jax.tree.leaves(params["unet"])}
-        if self.accelerate.int8 and np.dtype("int8") not in dtypes:
+        wanted, found = getattr(self.accelerate.int8, "mode", None), mode_of(params["unet"])
+        if wanted != found:
             raise ValueError(
-                "accelerate has int8, but the UNet's parameters are not int8; give accelerate= to "
-                "from_pretrained, or call pipeline.quantize_params(params)"
+                f"the UNet's parameters are {f'int8 in mode {found}' if found else 'not int8'}, "
+                f"accelerate says {f'int8:mode={wanted}' if wanted else 'nothing of int8'}; give "
+                "from_pretrained this accelerate="
             )
 
     def _index(self):
@@ -517,6 +518,8 @@ class FlaxDiffusionPipeline(ConfigMixin):
         )
         watch = None
         if self.preview:
+            if self.tiny_vae is None:
+                raise ValueError("preview needs a TAESD; give preview= to from_pretrained")
             tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
             watch = make_watch(self.preview, tiny_decode, prediction_type, scales, keys)
         return denoise(self.scheduler, state, x_t, keys, segments, eta, watch)

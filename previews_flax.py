@@ -24,7 +24,8 @@ class Preview:
     Args:
         every: a preview is made after each `every`-th step, except for the last.
         show: (number of steps done, uint32 (B, 2), the data of the images' PRNG keys, float32
-            (B, H, W, 3) in [0, 1]) -> None, for the images of one device. Arrays are NumPy's.
+            (B, H, W, 3) in [0, 1]) -> None, for the images of one device. Arrays are NumPy's. An
+            error that it raises ends the call of the pipeline.
         path: directory or hub id of the TAESD; "": that of --accelerate taesd, or
             madebyollin/taesd, for SDXL madebyollin/taesdxl.
     """
@@ -34,8 +35,10 @@ class Preview:
     path: str = ""
 
     def __post_init__(self):
-        if self.every < 1:
-            raise ValueError(f"--preview {self.every} must be at least 1")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"--preview {self.every} must be a whole number, at least 1")
+        if not callable(self.show):
+            raise ValueError(f"Preview: show={self.show!r} must be a function")
 
 
 def make_watch(preview, decode, prediction_type, scales, keys):

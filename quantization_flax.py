@@ -1,7 +1,7 @@
 """Int8 inference of the UNet: kernels as 8-bit integers, each with a scale per output channel.
 
     params["unet"] = quantize(params["unet"], "fast")    # int8 matmuls where they are faster
-    params["unet"] = quantize(params["unet"], "weight")  # int8 storage only, half the memory
+    params["unet"] = quantize(params["unet"], "weight")  # int8 storage only
     sample = unet.apply({"params": params["unet"]}, ...).sample
 
 A layer is int8 if its parameters say so: Dense and Conv compute in int8 if there is a
@@ -81,7 +81,8 @@ def quantize(params, mode="dynamic"):
             raise ValueError(f"{name} is already int8; quantize the parameters that were loaded")
         kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
         quantized[name] = kernel
-        quantized[f"{name.removesuffix('kernel')}{SCALE_NAMES[mode]}"] = scale.reshape(-1)
+        scale = scale.reshape(-1).copy()  # no view: executables.on_device copies views again
+        quantized[f"{name.removesuffix('kernel')}{SCALE_NAMES[mode]}"] = scale
         num_kernels += 1
     if not num_kernels:
         raise ValueError("there is no kernel to quantize; params must be a UNet's, params['unet']")
@@ -104,6 +105,16 @@ def to_int8(x, axes):
     x = x.astype(np.float32)
     scale = numpy.abs(x).max(axes, keepdims=True) / np.float32(127)
     return numpy.rint(x / numpy.maximum(scale, np.float32(SMALLEST_SCALE))).astype(np.int8), scale
+
+
+def mode_of(params):
+    """The mode in which a UNet's parameters were quantized; None: they are not int8."""
+    names = flatten_dict(params, sep="/").keys()
+    if any(name.endswith("/weight_scale") for name in names):
+        return "weight"
+    if any(name.endswith("to_q/dynamic_scale") for name in names):
+        return "dynamic"
+    return "fast" if any(name.endswith("/dynamic_scale") for name in names) else None
 
 
 def is_int8(params):

@@ -110,7 +110,7 @@ def steps_of(config):
 
 def open_pipeline(config, dtype, outputs):
     """The pipeline with the chosen scheduler, without weights; outputs: the images' files."""
-    preview = preview_files(config.preview, config.preview_decoder, config.seed, outputs)
+    preview = preview_files(config, outputs)
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path,
         revision=config.revision,

@@ -87,9 +87,8 @@ class Images(Target):
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
-    output: str = (
-        ""  # report; "" is tpu_compile_TPU_PROGRAM_NUM_IMAGES.json in the current directory
-    )
+    # report; "" is tpu_compile_TPU_PROGRAM_NUM_IMAGES.json in the current directory
+    output: str = ""
     revision: str | None = None  # branch, tag or commit of a hub id
 
 

@@ -102,7 +102,7 @@ def assert_images_agree(found, plain, expected):
 @pytest.mark.parametrize(
     ("model", "scheduler"),
     [
-        ("sd", "pndm"),
+        pytest.param("sd", "pndm", marks=pytest.mark.slow),
         pytest.param("xl", "euler", marks=pytest.mark.slow),
         pytest.param("sd", "ddim", marks=pytest.mark.slow),
         pytest.param("sd", "euler", marks=pytest.mark.slow),
@@ -128,7 +128,7 @@ def test_deepcache_is_its_pytorch_package(models, model, scheduler):
     assert_images_agree(found, plain, expected)
 
 
-@pytest.mark.parametrize("model", [pytest.param("sd", marks=pytest.mark.slow), "xl"])
+@pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_tgate_is_its_pytorch_package(models, model):
     pipeline, params = open_ours(models[model], "tgate:gate=7,interval=3", "ddim")
     found = images_of(pipeline, params)
@@ -528,7 +528,10 @@ def test_deepcache_around_a_center(num_steps, interval, center, power):
 def test_a_changed_acceleration_needs_its_parameters(models):
     pipeline, params = open_ours(models["sd"])
     for spec, message in (
-        ("int8", "accelerate has int8, but the UNet's parameters are not int8; give accelerate="),
+        (
+            "int8",
+            "the UNet's parameters are not int8, accelerate says int8:mode=fast; give from_pretra",
+        ),
         ("taesd", "accelerate has taesd; give accelerate= to from_pretrained"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -93,7 +93,7 @@ def fold(params, trained, alpha):
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        ("xl", ATTENTION),
+        pytest.param("xl", ATTENTION, marks=pytest.mark.slow),
         ("sd", (*ATTENTION, "proj_in", "ff.net.0.proj", "conv1", "downsamplers.0.conv")),
     ],
 )

@@ -171,6 +171,7 @@ def test_unet_equals_pytorch(name, request):
     assert error(result, expected) < BF16_TOLERANCE
 
 
+@pytest.mark.slow
 def test_micro_conditioning_is_float32_in_bfloat16():
     """In bfloat16 the sizes 1023 and 1024 would be one number."""
     config = dict(

@@ -312,6 +312,7 @@ def test_devices_and_batches_share_out_the_same_images(folder):
     np.testing.assert_allclose(images[:, 0], whole[[3, 1, 2, 0]], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_generate_under_pmap_with_everything_defaulted(loaded):
     pipeline, params = loaded
     input_images, _ = random_inputs(6, 16, 16)

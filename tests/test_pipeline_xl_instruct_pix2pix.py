@@ -197,6 +197,7 @@ def test_branches_without_weight_change_nothing(loaded, scales, negative_prompt)
     assert psnr(found, expected) > 80
 
 
+@pytest.mark.slow
 def test_generate_under_pmap_ahead_of_time(loaded):
     """Compiled for two devices without running; jit=True is in the test of edit_cli below."""
     pipeline, params = loaded
@@ -297,6 +298,7 @@ def test_other_models_are_refused_by_name(folder, tmp_path, capsys):
         assert error.startswith("error: ") and message in error
 
 
+@pytest.mark.slow
 def test_edit_cli_opens_either_family(folder, tmp_path):
     """Without a negative prompt the null text is zeros."""
     input_images, _ = random_inputs(1, 40, 56, 8)

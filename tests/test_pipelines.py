@@ -156,6 +156,7 @@ def xl(folders):
     return FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"])
 
 
+@pytest.mark.slow
 def test_bfloat16(folders, xl):
     """Weights and computation in bfloat16, the VAE in float32 and the scheduler always."""
     pipeline, params = xl

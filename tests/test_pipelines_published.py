@@ -170,6 +170,7 @@ def make_checker_that_flags(folder, images, feature_extractor):
     return checker
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_flagged_images_are_black_as_in_pytorch(folders, tmp_path, caplog):
     theirs = StableDiffusionPipeline.from_pretrained(folders["sd"], low_cpu_mem_usage=False)

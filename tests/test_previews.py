@@ -98,10 +98,14 @@ def test_each_image_of_each_device_has_its_key(model, tiny):
             np.testing.assert_allclose(image, alone[step][tuple(key)], atol=1e-4)
 
 
+def flags_of(**flags):
+    return sdxl_single.Config(seed=0, num_inference_steps=6, **flags)
+
+
 def test_a_preview_that_cannot_be_written_does_not_stop_the_image(tmp_path, caplog):
     warn_once.cache_clear()
+    preview = preview_files(flags_of(preview=1), [tmp_path / "file" / "out.png"])
     (tmp_path / "file").touch()
-    preview = preview_files(1, "", 0, [tmp_path / "file" / "out.png"])
     key = np.asarray(jax.random.key_data(keys_per_image(jax.random.key(0), 1)))
     preview.show(1, key, np.zeros((1, 8, 8, 3), np.float32))
     assert "a preview cannot be written: " in caplog.text
@@ -111,17 +115,26 @@ def test_a_preview_that_cannot_be_written_does_not_stop_the_image(tmp_path, capl
 
 
 def test_previews_do_not_replace_inputs_or_images(tmp_path):
-    edit = edit_cli.Edit(0, tmp_path / "a-step-004.png", "make it red", tmp_path / "a.png")
-    edit_cli.check_outputs([edit], None, [])
-    with pytest.raises(ValueError, match="is an input and would be overwritten"):
-        edit_cli.check_outputs([edit], None, [2, 4])
+    output, step_4 = tmp_path / "a.png", tmp_path / "a-step-004.png"
+    for flags, outputs, inputs in (
+        (flags_of(preview=2), [output], [step_4]),
+        (flags_of(preview=4), [output, step_4], []),
+        (flags_of(preview=4, grid=step_4), [output], []),
+    ):
+        with pytest.raises(ValueError, match="a-step-004.png would be replaced by a preview"):
+            preview_files(flags, outputs, inputs)
+    preview_files(flags_of(preview=3), [output, step_4])
+    step_4.mkdir()
+    with pytest.raises(ValueError, match="a-step-004.png is a directory; name a file"):
+        preview_files(flags_of(preview=4), [output])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--preview", "2", "--preview_decoder", "a", "--accelerate", "taesd"], "leave --preview_"),
-        (["--preview", "0"], "--preview 0 must be at least 1"),
+        (["--preview", "50", "--num_inference_steps", "50"], "--preview 50 of 50 steps makes no"),
+        (["--preview", "0"], "--preview 0 must be a whole number, at least 1"),
         (["--preview", "2", "--preview_decoder", "/no/such"], "/no/such"),
         (["--preview_decoder", "/no/such"], "is for --preview; give both or neither"),
     ],

@@ -605,6 +605,7 @@ def test_default_plan(tmp_path):
         run_bare(5, **nobody)
 
 
+@pytest.mark.slow
 def test_progress_in_lines_and_on_a_terminal(tmp_path, dest):
     files = make_files(2, 2_000_000)
     total = sum(map(len, files.values()))

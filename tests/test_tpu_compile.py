@@ -198,6 +198,7 @@ def test_bytes_of_what_is_held(model, ema, num_averages):
     assert (job.update is None) == (num_averages == 0)
 
 
+@pytest.mark.slow
 def test_without_a_path_it_is_stable_diffusion_1_5():
     _, frozen, params = tpu_compile.training_models(Train(tpu="v5e-16"))
     published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
