@@ -171,8 +171,8 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     config = FlaxAutoencoderTiny.load_config(source, **hub_options)
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
         raise ValueError(
-            f"{source} is a {config.get('_class_name')}, not an AutoencoderTiny; name the directory "
-            "of a TAESD"
+            f"{source} is a {config.get('_class_name')}, not an AutoencoderTiny; name the "
+            "directory of a TAESD"
         )
     tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
     sizes = [

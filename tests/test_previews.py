@@ -121,11 +121,11 @@ def test_previews_do_not_replace_inputs_or_images(tmp_path):
         (flags_of(preview=4), [output, step_4], []),
         (flags_of(preview=4, grid=step_4), [output], []),
     ):
-        with pytest.raises(ValueError, match="a-step-004.png would be replaced by a preview"):
+        with pytest.raises(ValueError, match=r"a-step-004\.png would be replaced by a preview"):
             preview_files(flags, outputs, inputs)
     preview_files(flags_of(preview=3), [output, step_4])
     step_4.mkdir()
-    with pytest.raises(ValueError, match="a-step-004.png is a directory; name a file"):
+    with pytest.raises(ValueError, match=r"a-step-004\.png is a directory; name a file"):
         preview_files(flags_of(preview=4), [output])
 
 
