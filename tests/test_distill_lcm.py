@@ -308,11 +308,18 @@ def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["epsilon", "xl"])
 def test_loss_falls(models, data, tmp_path, lenient_optimizer, family):
+    """Compared with the losses of the untrained LoRA for the same data, noise and timesteps."""
     more = ("--max_train_steps", 100, "--lr_scheduler", "cosine", "--lr_warmup_steps", 10)
     distill_lcm.main(flags(models[family], data, tmp_path / "lora", *more))
+    untrained = (*more, "--learning_rate", 1e-9)
+    distill_lcm.main(flags(models[family], data, tmp_path / "untrained", *untrained))
     rows = read_metrics(tmp_path / "lora")
-    losses = [row["loss"] for row in rows]
-    assert np.mean(losses[-20:]) < 0.7 * np.mean(losses[:20])
+    losses, before = (
+        np.array([row["loss"] for row in read_metrics(tmp_path / name)])
+        for name in ("lora", "untrained")
+    )
+    assert losses[0] == pytest.approx(before[0])
+    assert losses[-20:].mean() < 0.8 * before[-20:].mean()
     rates = [row["lr"] for row in rows]
     assert rates[0] == 0 and rates[10] == pytest.approx(1e-2) and 0 < rates[-1] < 1e-4
 
