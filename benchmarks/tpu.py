@@ -349,7 +349,8 @@ def format_options(results):
 def run_options(config):
     """Compile, write, print."""
     jax.config.update("jax_platforms", "cpu")
-    machine, rows = describe_machine(("jax", "jaxlib", "libtpu")), {}
+    machine = describe_machine(("jax", "jaxlib", "libtpu"))
+    results = read_rows(config.output)
     cases = [
         (tpu, block, name) for tpu in config.tpus for block in config.blocks for name in OPTIONS
     ]
@@ -360,13 +361,14 @@ def run_options(config):
         with no_compilation_cache():
             compiled = program.compile(compiler_options=OPTIONS[name])
         text = compiled.as_text()
-        rows[f"options {tpu}, {block}, {name}"] = {
+        row = {
             "options": OPTIONS[name],
             "cycles": entry_cycles(text),
             "hbm_bytes": hbm_bytes(text),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
-    results = write_rows(rows, machine, config.output)
+        rows = {f"options {tpu}, {block}, {name}": row}
+        results = write_rows(rows, machine, config.output)
     report(format_options(results), config.output)
 
 
