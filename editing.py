@@ -173,12 +173,25 @@ def check_model(
     factor = pixels_per_latent(configs, resolution)
     found, _ = scheduler_from_pretrained(model)
     found, state = choose_scheduler(found, scheduler, timestep_spacing)
-    # Raises an error for invalid numbers.
     steps = step_options(num_inference_steps, timesteps, eta)
-    state = found.set_timesteps(state, steps["num_inference_steps"], timesteps=steps["timesteps"])
-    check_eta(found, eta)
-    plan_steps(accelerate, guidance_branches(*guidance_scales), noise_scales(state))
+    check_steps(found, state, steps, accelerate, guidance_branches(*guidance_scales))
     return pipeline_type, factor, found
+
+
+def check_steps(scheduler, state, steps, accelerate, branches):
+    """Raise a ValueError for steps that the scheduler or the accelerations do not take.
+
+    Args:
+        scheduler, state: of choose_scheduler.
+        steps: of executables.step_options.
+        accelerate: Acceleration.
+        branches: of guidance.
+    """
+    state = scheduler.set_timesteps(
+        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
+    )
+    check_eta(scheduler, steps["eta"])
+    plan_steps(accelerate, branches, noise_scales(state))
 
 
 def compute_dtype(name):

@@ -33,13 +33,12 @@ import numpy as np
 from flax import jax_utils
 from tqdm import tqdm
 
-from acceleration_flax import plan_steps
-from caching_flax import noise_scales
 from command_line import one_line, run_main
 from editing import (
     cast_params,
     check_scheduler,
     check_seed,
+    check_steps,
     choose_scheduler,
     compute_dtype,
 )
@@ -60,7 +59,7 @@ from images import (
     to_batches,
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from sampling_flax import check_eta, keys_per_image
+from sampling_flax import keys_per_image
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -126,14 +125,8 @@ def open_pipeline(config, dtype):
         pipeline.scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
     )
     pipeline = replace(pipeline, scheduler=scheduler)
-    # Raises an error for steps, timesteps or accelerations that do not fit.
-    steps = steps_of(config)
-    state = scheduler.set_timesteps(
-        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
-    )
-    check_eta(scheduler, config.eta)
     branches = pipeline.guidance_branches(config.guidance_scale)
-    plan_steps(pipeline.accelerate, branches, noise_scales(state))
+    check_steps(scheduler, state, steps_of(config), pipeline.accelerate, branches)
     return pipeline
 
 
