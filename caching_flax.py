@@ -74,6 +74,19 @@ def group_steps(steps):
     return [(branches, [step.kind for step in group]) for branches, group in groups]
 
 
+def switch_shares(steps):
+    """How often the loops compute each of their functions, per step.
+
+    Returns:
+        One tuple for each loop that has several functions, see executables.matmul_flops.
+    """
+    return tuple(
+        tuple(kinds.count(kind) / len(kinds) for kind in sorted(set(kinds)))
+        for _, kinds in group_steps(steps)
+        if len(set(kinds)) > 1
+    )
+
+
 def make_segments(acceleration, steps, unet, params, inputs, guide, prediction_type, scales):
     """The segments of a run.
 

@@ -21,8 +21,11 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
+from acceleration_flax import plan_steps
+from caching_flax import switch_shares
 from command_line import one_line
 from editing import fit_image, read_jsonl
+from executables import matmul_flops
 from images import decode_image
 from kernels_flax import plain_operations
 from parquet_shards import latents_metadata, list_row_groups
@@ -341,45 +344,34 @@ def features_or_nan(encode, items, dim):
 # Costs, and the VAE alone
 
 
-def count_flops(pipeline, params, size, branches, num_inference_steps):
-    """FLOPs of one edit, as the compiler counts the program as written, kernels left out.
+def count_flops(pipeline, params, size, branches, steps):
+    """FLOPs of the matmuls and convolutions of one edit.
 
-    The compiler counts the body of the loop over the steps once. The UNet is therefore counted
-    alone, too, and added for every further step.
+    The steps of a cache count by what they compute; those of fbcache, which decides as it runs, as
+    if it never reused anything.
 
     Args:
         pipeline: InstructPix2Pix.
         params: shapes of its parameters, jax.ShapeDtypeStruct.
         size: (width, height).
         branches: of guidance.
-        num_inference_steps: of the scheduler, which may call the UNet once more.
+        steps: of executables.step_options.
 
     Returns:
         float.
     """
     width, height = size
-    prompt_ids = pipeline.prepare_text_inputs("")
     image = jax.ShapeDtypeStruct((1, 3, height, width), jnp.float32)
-    latents = (1, *pipeline.latent_shape(1, height, width)[1:])
-
-    def edit(params, prompt_ids, image):
-        options = {"num_inference_steps": num_inference_steps, "branches": branches}
-        return pipeline._generate(prompt_ids, image, params, jax.random.key(0), **options)
-
-    def conditions(params, prompt_ids):
-        return pipeline._conditions(params, prompt_ids, None, branches, latents)
-
-    def unet(params, x, t, conditions):
-        return pipeline.unet.apply({"params": params["unet"]}, x, t, *conditions).sample
-
-    channels = pipeline.unet.config.in_channels
-    x = jax.ShapeDtypeStruct((len(branches), channels, *latents[2:]), jnp.float32)
+    latents = pipeline.latent_shape(1, height, width)
+    num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
+    _, scales = pipeline._schedule(num_steps, latents, timesteps=timesteps)
+    edit = partial(pipeline._generate, branches=branches, **steps)
     with plain_operations():
-        states = jax.eval_shape(conditions, params, prompt_ids)
-        whole = jax.jit(edit).lower(params, prompt_ids, image).cost_analysis()["flops"]
-        step = jax.jit(unet).lower(params, x, jnp.float32(0), states).cost_analysis()["flops"]
-    _, (alphas, _) = pipeline._schedule(num_inference_steps, latents)
-    return whole + (len(alphas) - 1) * step
+        program = jax.make_jaxpr(edit)(
+            pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
+        )
+    switches = switch_shares(plan_steps(pipeline.accelerate, branches, scales))
+    return matmul_flops(program.jaxpr, switches)[0]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -13,6 +13,7 @@ from images import captioned, load_image, save_image, tile_grid
 
 GRID_IMAGE_SIZE = 192  # pixels, longer side
 GRID_MARGIN = 8  # pixels
+SAMPLING_FLAGS = ("scheduler", "timesteps", "eta", "timestep_spacing", "lora", "accelerate")
 HEADINGS = {
     "l1": "L1",
     "mse": "MSE",
@@ -78,12 +79,22 @@ def markdown(results, sentences):
     ]
     seeds = sorted({row["seed"] for row in rows})
     clip = f"CLIP model: {settings['clip_model']}"
+    conditions = [
+        f"{settings['num_pairs']} pairs",
+        f"{settings['num_inference_steps']} steps",
+        f"longer side {settings['resolution']} pixels",
+        settings["dtype"],
+        settings["devices"],
+    ]
+    conditions += [
+        f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name in SAMPLING_FLAGS
+        if (value := settings.get(name)) is not None
+    ]
     lines = [
         "# Edits",
         "",
-        f"{settings['num_pairs']} pairs, {settings['num_inference_steps']} steps, longer side "
-        f"{settings['resolution']} pixels, {settings['dtype']}, {settings['devices']}. "
-        f"Means over the pairs, then mean ± standard deviation over seeds "
+        f"{', '.join(conditions)}. Means over the pairs, then mean ± standard deviation over seeds "
         f"({', '.join(map(str, seeds))}). {clip}.",
         "",
         *(f"- {sentence}" for sentence in sentences),

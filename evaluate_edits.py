@@ -63,7 +63,7 @@ from editing import (
     load_model,
     replicate_params,
 )
-from executables import peak_memory, use_compilation_cache
+from executables import peak_memory, step_options, use_compilation_cache
 from images import prepare_images, save_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
 from pipeline_flax_utils import MODULES
@@ -94,9 +94,17 @@ class Config:
     image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
     seeds: tuple[int, ...] = (0,)  # seeds of the noise
     num_inference_steps: int = 50  # denoising steps
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249
+    timesteps: tuple[int, ...] = ()
+    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     resolution: int = 512  # pixels, longer side
     scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
+    # how timesteps are spaced; default: the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into all models: FILE or FILE:WEIGHT
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
+    # taesd; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     # metrics
@@ -348,12 +356,15 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     pipeline_type, _, scheduler = opened
     dtype = compute_dtype(config.dtype)
     bar.set_description(f"loading {model}")
-    pipeline, params = load_model(model, pipeline_type, scheduler, dtype, config.lora)
-    modules = {name: params[name] for name in MODULES.keys() & params.keys()}
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), modules)
+    pipeline, params = load_model(
+        model, pipeline_type, scheduler, dtype, config.lora, config.accelerate
+    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     results["models"][model] |= {
         "pipeline": pipeline_type.torch_class_name,
-        "parameters": {name: num_parameters(tree) for name, tree in sorted(modules.items())},
+        "parameters": {
+            name: num_parameters(params[name]) for name in sorted(MODULES.keys() & params.keys())
+        },
     }
     measure_vae(references, results, save, model, pipeline, params["vae"])
     replicate_params(params, devices)
@@ -368,6 +379,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     row_of_index = {pair.index: row for row, pair in enumerate(pairs)}
     flops, compiled = {}, set()
     number = list(results["models"]).index(model)
+    steps = step_options(config.num_inference_steps, config.timesteps, config.eta)
     for guidance_scale, image_guidance_scale, seed in todo:
         scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
         edit_all = partial(
@@ -379,6 +391,8 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
             batch_size=config.batch_size,
             seed=seed,
             num_inference_steps=config.num_inference_steps,
+            timesteps=config.timesteps,
+            eta=config.eta,
             **scales,
         )
         branches = guidance_branches(**scales)
@@ -391,10 +405,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
             compiled.add(branches)
             flops[branches] = float(
                 np.average(
-                    [
-                        count_flops(pipeline, shapes, size, branches, config.num_inference_steps)
-                        for size in rows_of_size
-                    ],
+                    [count_flops(pipeline, shapes, size, branches, steps) for size in rows_of_size],
                     weights=[len(rows) for rows in rows_of_size.values()],
                 )
             )
@@ -480,21 +491,35 @@ def run(config):
     for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
         pair.check()
 
-    opened = {
-        model: check_model(model, config.resolution, config.num_inference_steps, config.scheduler)
-        for model in config.model
-    }
+    opened = {}
+    all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
+    for model, scales in itertools.product(config.model, all_scales):
+        opened[model] = check_model(
+            model,
+            config.resolution,
+            config.num_inference_steps,
+            config.scheduler,
+            config.timesteps,
+            config.eta,
+            config.timestep_spacing,
+            config.accelerate,
+            scales,
+        )
     factor = max(factor for _, factor, _ in opened.values())  # all edit images of the same size
     devices = jax.local_devices()[: len(pairs)]
     settings = {
         "num_pairs": len(pairs),
         "num_truths": sum(pair.truth is not None for pair in pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),
-        "num_inference_steps": config.num_inference_steps,
+        "num_inference_steps": len(config.timesteps) or config.num_inference_steps,
         "resolution": config.resolution,
         "multiple of sides": factor,
         "scheduler": config.scheduler,
-        **({"lora": list(config.lora)} if config.lora else {}),
+        "timesteps": list(config.timesteps) or None,
+        "eta": config.eta,
+        "timestep_spacing": config.timestep_spacing,
+        "lora": list(config.lora) or None,
+        "accelerate": list(config.accelerate) or None,
         "dtype": str(compute_dtype(config.dtype)),
         "batch_size": config.batch_size,
         "clip_model": config.clip_model or "none",
@@ -504,8 +529,7 @@ def run(config):
         config, settings, {model: model_checksum(model) for model in config.model}
     )
     save = partial(save_results, config, results)
-    keys = itertools.product(config.guidance_scale, config.image_guidance_scale, config.seeds)
-    keys = [(float(a), float(b), c) for a, b, c in keys]
+    keys = [(*map(float, scales), seed) for scales in all_scales for seed in config.seeds]
     names = ("guidance_scale", "image_guidance_scale", "seed")
     todo = {
         model: [

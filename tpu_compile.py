@@ -47,6 +47,7 @@ from command_line import check_writable, run_main, save_whole
 from config_flax import PUBLISHED_CONFIGS, write_json
 from editing import check_scale, check_scheduler
 from ema_flax import ema_plan
+from executables import matmul_flops
 from kernels_flax import plain_operations
 from lora_flax import add_lora
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -71,7 +72,6 @@ from tpu_programs import (
     GIB,
     find_slice,
     largest_fitting,
-    matmul_flops,
     measure,
     num_bytes,
     param_shapes,

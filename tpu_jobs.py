@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from acceleration_flax import count_evaluations, parse, plan_steps
-from caching_flax import group_steps
+from caching_flax import switch_shares
 from config_flax import PUBLISHED_CONFIGS, ConfigMixin
 from editing import choose_scheduler
 from modeling_flax_tiny_vae import FlaxAutoencoderTiny, open_tiny_vae
@@ -52,9 +52,7 @@ class Job(NamedTuple):
     args: tuple
     held: dict[str, Any]  # arrays in memory before the step: trees by their names in the report
     batch_per_chip: int  # pairs, samples or images
-    # How often a loop's step computes each of its functions, per step: one tuple for each loop that
-    # has several; see tpu_programs.hbm_bytes.
-    switches: tuple = ()
+    switches: tuple = ()  # of caching_flax.switch_shares
     evaluations: int | None = None  # of the UNet per image, for programs that make images
     update: Callable | None = None  # of an average of the weights
     update_args: tuple = ()
@@ -275,16 +273,11 @@ def image_job(config, devices):
 
     _, scales = pipeline._schedule(num_steps, pipeline.latent_shape(B, side, side))
     steps = plan_steps(pipeline.accelerate, branches, scales)
-    groups = [kinds for _, kinds in group_steps(steps)]
     return Job(
         step=jax.pmap(generate, axis_name="batch", devices=devices),
         args=(inputs, params, jax.ShapeDtypeStruct((n, B), keys.dtype)),
         held={"parameters": params, "batches": inputs},
         batch_per_chip=B,
         evaluations=count_evaluations(steps),
-        switches=tuple(
-            tuple(kinds.count(kind) / len(kinds) for kind in sorted(set(kinds)))
-            for kinds in groups
-            if len(set(kinds)) > 1
-        ),
+        switches=switch_shares(steps),
     )

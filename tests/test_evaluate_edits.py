@@ -1,5 +1,6 @@
 """evaluate_edits: closed-form metrics, the script by its command line, resuming, refusals."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 from test_edit_cli import photo
 from tiny_models import END, START, make_tiny_pipeline, make_tiny_xl, write_tokenizer
@@ -24,9 +26,12 @@ from transformers import (
     CLIPTokenizer,
 )
 
+import edit_cli
 import evaluate_edits
+from acceleration_flax import parse
 from edit_metrics import Clip, clip_metrics, count_flops, pixel_metrics
 from edit_report import draw_curve, markdown, mean_and_spread
+from executables import step_options
 from images import decode_image
 from parquet_pairs import SCHEMA, image_cell
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
@@ -175,13 +180,17 @@ def test_clip_gets_images_from_0_to_1(folder):
 def test_flops_count_every_branch_and_step(folder):
     """Beside PyTorch's count of matmuls and convolutions, which leaves the rest out."""
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder / "sd")
-    shapes = jax.eval_shape(lambda: {k: params[k] for k in ("unet", "vae", "text_encoder")})
+    shapes = jax.eval_shape(lambda: params)
 
     parts = {
         "unet": UNet2DConditionModel.from_pretrained(folder / "sd" / "unet"),
         "vae": AutoencoderKL.from_pretrained(folder / "sd" / "vae"),
-        "text_encoder": CLIPTextModel.from_pretrained(folder / "sd" / "text_encoder"),
+        "text_encoder": CLIPTextModel.from_pretrained(
+            folder / "sd" / "text_encoder", attn_implementation="eager"
+        ),
     }
+    for name in ("unet", "vae"):
+        parts[name].set_attn_processor(AttnProcessor())  # of matmuls, which the counter knows
 
     def theirs(part, *args, method="forward"):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -191,11 +200,25 @@ def test_flops_count_every_branch_and_step(folder):
     rest = theirs("text_encoder", torch.zeros(2, 77, dtype=int))  # with the null text
     rest += theirs("vae", torch.zeros(1, 3, 64, 64), method="encode")
     rest += theirs("vae", torch.zeros(1, 4, 16, 16), method="decode")
-    for branches in (("text", "image", "null"), ("text",)):
-        B = len(branches)
-        step = theirs("unet", torch.zeros(B, 8, 16, 16), 0, torch.zeros(B, 77, 24))
-        found = count_flops(pipeline, shapes, (64, 64), branches, 9)
-        assert rest + 9 * step < found < 1.4 * (rest + 9 * step)
+
+    def unet(B):
+        return theirs("unet", torch.zeros(B, 8, 16, 16), 0, torch.zeros(B, 77, 24))
+
+    every = ("text", "image", "null")
+    for branches in (every, ("text",)):
+        step = unet(len(branches))
+        found = count_flops(pipeline, shapes, (64, 64), branches, step_options(9, None, None))
+        assert found == pytest.approx(rest + 9 * step)
+
+    # 4 of 12 steps of Spectrum are forecasts; guidance in a third and two thirds of the steps
+    steps = step_options(12, None, None)
+    for names, expected in {
+        ("spectrum",): 8 * unet(3),
+        ("guidance:image_stop=0.34,stop=0.67",): 5 * unet(3) + 4 * unet(2) + 3 * unet(1),
+    }.items():
+        accelerated = dataclasses.replace(pipeline, accelerate=parse(names))
+        found = count_flops(accelerated, shapes, (64, 64), every, steps)
+        assert found == pytest.approx(rest + expected, rel=1e-4)  # with the forecast's own
 
 
 # The script
@@ -371,6 +394,40 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     assert "--model sd was" in refused(capsys, flags(**given))
     (out / "results.json").write_text('{"rows": []')
     assert "results.json is damaged" in refused(capsys, flags(**given))
+
+
+def test_accelerated_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    out = tmp_path / "out"
+    few = {"scheduler": "tcd", "timesteps": ("900", "500", "100"), "eta": 0.5}
+    few |= {"accelerate": ("guidance:stop=0.5", "tome")}
+    given = {"model": "sd", "pairs_jsonl": write_jsonl(tmp_path / "p.jsonl", 1)}
+    given |= {"output_dir": out, "clip_model": ""}
+    results = evaluate(**given | few)
+    (row,) = results["rows"]
+    words = flags(
+        model="sd", input="before0.png", edit=PROMPTS[0], output=tmp_path / "a.png", **few
+    )
+    at = words.index("--clip_model")
+    edit_cli.main(words[:at] + words[at + 2 :])
+    with Image.open(out / "images" / row["images"] / "0.png") as image:
+        assert image.tobytes() == Image.open(tmp_path / "a.png").tobytes()
+    used = (
+        "--scheduler tcd, --timesteps 900 500 100, --eta 0.5, --accelerate guidance:stop=0.5 tome"
+    )
+    assert (
+        f"1 pairs, 3 steps, longer side 32 pixels, float32, 1 x cpu, {used}. "
+        in (out / "results.md").read_text()
+    )
+
+    # Other results are not mixed with these, nor is an acceleration taken that has no effect.
+    capsys.readouterr()
+    words = flags(**given | {"scheduler": "tcd", "num_inference_steps": 3})
+    assert "accelerate was ['guidance:stop=0.5', 'tome'] and is None" in refused(capsys, words)
+    words = flags(**given | {"accelerate": "guidance:stop=0.5", "guidance_scale": (7, 1)})
+    words += ["--image_guidance_scale", "1", "--overwrite_output_dir"]
+    assert "guidance" in refused(capsys, words)
+    assert json.loads((out / "results.json").read_text()) == results
 
 
 @pytest.mark.slow

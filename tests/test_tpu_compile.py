@@ -26,7 +26,7 @@ import flax_train_instruct_pix2pix as trainer
 import sampling_flax
 import tpu_compile
 from editing import cast_params
-from executables import no_compilation_cache
+from executables import matmul_flops, no_compilation_cache
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from sharding_flax import (
     gather,
@@ -50,7 +50,6 @@ from tpu_programs import (
     interconnect_bytes,
     kernel_bytes,
     largest_fitting,
-    matmul_flops,
     measure,
     num_bytes,
     parse,
