@@ -29,7 +29,8 @@ and without validation images. The time is a lower bound (the roofline): the lar
 the chip's peak, bytes to and from its memory over the memory's bandwidth, and bytes sent to other
 chips over the interconnect's bandwidth. FLOPs are those of matmuls and convolutions. A cache's
 steps count by the functions that they call; fbcache, which decides as it runs, as if it never
-reused anything.
+reused anything. --compiler_options sets options of XLA; the cycles that the compiler expects of all
+operations but kernels (Pallas), without waiting for data, show what an option changes.
 """
 
 import json
@@ -304,6 +305,7 @@ def describe(config, tpu, job, step, update, flops):
         "flops": flops,
         "int8_flops": int8_flops,
         **{name: step[name] for name in traffic},
+        "cycles": step["cycles"],
         **averages,
         "step_seconds": seconds,
         "images_per_second_per_chip": job.batch_per_chip / seconds,
@@ -313,6 +315,9 @@ def describe(config, tpu, job, step, update, flops):
 
 def check_flags(config, num_devices):
     """Raise a ValueError for flags that do not go together, before anything is compiled."""
+    for option in config.compiler_options:
+        if "=" not in option:
+            raise ValueError(f"--compiler_options {option} has no value; write {option}=VALUE")
     if isinstance(config, Train):
         check_numbers(config)
         check_batch(config, num_devices)
@@ -341,10 +346,13 @@ def compile_for(config, tpu, devices):
         ValueError: flags or models that do not go together.
     """
     job = SUBCOMMANDS[type(config)](config, devices)
-    step = measure(job.step, job.args, job.switches)
+    options = dict(option.split("=", 1) for option in config.compiler_options)
+    step = measure(job.step, job.args, job.switches, options)
     if "needs" in step:
         return describe(config, tpu, job, step, None, None)
-    update = measure(job.update, job.update_args) if job.update else None
+    update = None
+    if job.update:
+        update = measure(job.update, job.update_args, compiler_options=options)
     return describe(config, tpu, job, step, update, count_flops(config, job.batch_per_chip))
 
 

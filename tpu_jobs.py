@@ -43,6 +43,8 @@ class Target:
     find_batch: bool = False  # find the largest batch that fits, starting from the one given
     # XLA's optimization level; O1 compiles faster but prefetches nothing; None: XLA's default
     optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
+    # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
+    compiler_options: tuple[str, ...] = ()
 
 
 class Job(NamedTuple):

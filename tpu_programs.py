@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental.topologies import get_topology_desc
 
+from command_line import one_line
 from executables import no_compilation_cache
 
 GIB = 2**30
@@ -132,28 +133,36 @@ def num_bytes(tree):
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def measure(program, args, switches=()):
+def measure(program, args, switches=(), compiler_options=None):
     """Compile a program and measure its memory and traffic on each chip.
 
     Args:
         program: what pmap returned.
         args: its arguments, of ShapeDtypeStructs.
-        switches: see hbm_bytes.
+        switches: see sum_over_run.
+        compiler_options: {name: value} of XLA's options.
+
+    Raises:
+        ValueError: XLA does not take a compiler option.
 
     Returns:
         dict: "padding" (of the arguments), "temporaries", "outputs" (those that do not replace an
         argument) and "code", bytes; "hbm_bytes", to and from the memory;
-        "interconnect_bytes", sent to other chips;
+        "interconnect_bytes", sent to other chips; "cycles", of expected_cycles;
         "bytes_accessed", the compiler's count plus kernel_bytes, a loop's body once;
         "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
     """
     started = time.perf_counter()
     try:
         with no_compilation_cache():  # reading from it needs the chip
-            compiled = program.lower(*args).compile()
+            compiled = program.lower(*args).compile(compiler_options=compiler_options)
     except jax.errors.JaxRuntimeError as error:
         # The first number is the memory needed.
         size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))
+        if compiler_options and "INVALID_ARGUMENT" in str(error):
+            raise ValueError(
+                f"XLA does not take --compiler_options: {one_line(error, 200)}"
+            ) from error
         if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
             raise
         needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
@@ -169,6 +178,7 @@ def measure(program, args, switches=()):
         "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
         "hbm_bytes": hbm_bytes(text, switches),
         "interconnect_bytes": interconnect_bytes(text),
+        "cycles": expected_cycles(text, switches),
         "compile_seconds": time.perf_counter() - started,
     }
 
@@ -229,6 +239,7 @@ def print_report(report):
             f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
             f"{report['interconnect_bytes'] / 1e9:.3g} GB to other chips"
         )
+        print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
         print(
             f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most "
             f"{report['images_per_second_per_chip']:.1f} images/s per chip, "
@@ -253,6 +264,7 @@ NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", 
 NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
 SLICES = {"slice", "dynamic-slice"}
 FUSED = re.compile(r"calls=%([\w.\-]+)")
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def array_bytes(dtype, shape):
@@ -339,16 +351,14 @@ def slices_of(computation):
     return {index: size for index, size in read.items() if size < math.inf}
 
 
-def hbm_bytes(text, switches=()):
-    """Bytes read from and written to the chip's memory, by one run of a program.
+def sum_over_run(text, cost, switches=()):
+    """Sum a cost over the computations of a program, each as often as one run executes it.
 
-    Each operand and result counts once, a sliced operand by its slices. This is too little if a
-    kernel reads an operand several times, and too much if a part of an array is replaced in place,
-    as the whole array counts as read and written. All branches of a condition count, except for
-    those of `switches`.
+    All branches of a condition count, except for those of `switches`.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
+        cost: (instructions of a computation, all computations as of parse) -> number.
         switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
             branch runs in.
 
@@ -359,24 +369,12 @@ def hbm_bytes(text, switches=()):
         int.
     """
     computations, entry = parse(text)
-
-    def read_by(kind, operation, rest, sizes):
-        """Bytes of an instruction's operands in HBM."""
-        reads = [sizes.get(operand, 0) for operand in operands_of(rest)]
-        if operation in SLICES:
-            reads = [min(size, all_bytes(kind)) for size in reads]
-        elif fused := FUSED.search(rest):
-            for index, size in slices_of(computations[fused[1]]).items():
-                reads[index] = min(reads[index], size)
-        return sum(reads)
-
     shares = list(switches)
 
     @cache
-    def moved_by(computation, in_switch=False):
-        total, sizes = 0, {}  # bytes in HBM of each value
-        for name, kind, operation, rest in computations[computation]:
-            sizes[name] = sum(in_hbm(kind))
+    def cost_of(computation, in_switch=False):
+        total = cost(computations[computation], computations)
+        for _, _, operation, rest in computations[computation]:
             trips = 1
             if operation == "while":
                 trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
@@ -388,26 +386,69 @@ def hbm_bytes(text, switches=()):
             is_switch = operation == "conditional" and not in_switch
             weights = shares.pop(0) if is_switch and shares else [trips] * len(called)
             for branch, weight in zip(called, weights, strict=True):
-                total += weight * moved_by(branch, in_switch or is_switch)
-            if operation in NO_TRAFFIC or operation.endswith("-done"):
-                continue
-            read = read_by(kind, operation, rest, sizes)
-            written = sizes[name]
-            if operation in ("copy-start", "slice-start"):
-                # Its type is (target, source, flag), or ((source), target, flag).
-                dtype, shape, layout = SHAPE.findall(kind)[operation == "slice-start"]
-                size = array_bytes(dtype, shape)
-                written = 0 if "S(" in layout else size
-                read = size if read else 0
-            elif operation.endswith("-start"):
-                written = max(0, written - read)  # its type includes the operands
-            total += read + written
+                total += weight * cost_of(branch, in_switch or is_switch)
         return total
 
-    total = round(moved_by(entry))
+    total = round(cost_of(entry))
     if shares:
         raise ValueError(f"{len(shares)} of {len(switches)} switches are not in the program")
     return total
+
+
+def hbm_bytes(text, switches=()):
+    """Bytes read from and written to the chip's memory, by one run of a program.
+
+    Each operand and result counts once, a sliced operand by its slices. This is too little if a
+    kernel reads an operand several times, and too much if a part of an array is replaced in place,
+    as the whole array counts as read and written.
+
+    Args and errors: those of sum_over_run.
+
+    Returns:
+        int.
+    """
+    return sum_over_run(text, moved_by, switches)
+
+
+def moved_by(instructions, computations):
+    """Bytes that the instructions of a computation move to and from HBM."""
+    total, sizes = 0, {}  # bytes in HBM of each value
+    for name, kind, operation, rest in instructions:
+        written = sizes[name] = sum(in_hbm(kind))
+        if operation in NO_TRAFFIC or operation.endswith("-done"):
+            continue
+        reads = [sizes.get(operand, 0) for operand in operands_of(rest)]
+        if operation in SLICES:
+            reads = [min(size, all_bytes(kind)) for size in reads]
+        elif fused := FUSED.search(rest):
+            for index, size in slices_of(computations[fused[1]]).items():
+                reads[index] = min(reads[index], size)
+        read = sum(reads)
+        if operation in ("copy-start", "slice-start"):
+            # Its type is (target, source, flag), or ((source), target, flag).
+            dtype, shape, layout = SHAPE.findall(kind)[operation == "slice-start"]
+            size = array_bytes(dtype, shape)
+            written = 0 if "S(" in layout else size
+            read = size if read else 0
+        elif operation.endswith("-start"):
+            written = max(0, written - read)  # its type includes the operands
+        total += read + written
+    return total
+
+
+def expected_cycles(text, switches=()):
+    """Cycles that the compiler expects of a program's operations, without kernels (Pallas).
+
+    Args and errors: those of sum_over_run.
+
+    Returns:
+        int.
+    """
+
+    def cost(instructions, computations):
+        return sum(int(x) for *_, rest in instructions for x in CYCLES.findall(rest))
+
+    return sum_over_run(text, cost, switches)
 
 
 COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce)(-start)?")

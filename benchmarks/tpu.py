@@ -23,8 +23,9 @@ waiting for data), and what the compiler expects of all other operations.
 
     python -m benchmarks.tpu options
 
-compiles blocks of SDXL's UNet, and the gradients of Stable Diffusion 1.5's, with the compiler
-options that Google's SDXL recipes set; ten minutes.
+compiles blocks of SDXL's UNet, the gradients of Stable Diffusion 1.5's, and both whole UNets with
+the compiler options that Google's SDXL recipes set; rows that the output has are not compiled
+again. Half a minute per block and ten minutes per UNet.
 
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
@@ -37,7 +38,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -45,6 +46,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import tyro
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from tqdm import tqdm
 
@@ -67,9 +69,10 @@ from tpu_compile import count_flops
 from tpu_jobs import Edit, Sdxl, image_job
 from tpu_programs import (
     CHIPS,
+    expected_cycles,
     find_slice,
-    hbm_bytes,
     kernel_bytes,
+    measure,
     replicated,
     roofline_seconds,
     slice_devices,
@@ -83,8 +86,6 @@ TRAIN_SDXL = (
     *("--family", "sdxl", "--resolution", "512", "--gradient_checkpointing"),
 )
 LATENTS = ("--cache_latents", "latents", "--no_random_crop")
-FOUR_STEPS = ("--num_inference_steps", "4", "--scheduler", "lcm", "--guidance_scale", "1")
-EDIT = ("edit", "--scheduler", "ddim")
 JOBS = {
     "train": TRAIN,
     "train latents": (*TRAIN, *LATENTS),
@@ -100,14 +101,21 @@ JOBS = {
     "sdxl 1": ("sdxl", "--num_images", "1"),
     "sdxl 2": ("sdxl", "--num_images", "2"),
     "sdxl 4": ("sdxl", "--num_images", "4"),
-    "sdxl 4 steps": ("sdxl", *FOUR_STEPS, "--accelerate", "int8", "taesd"),
-    "edit": EDIT,
 }
-for _cache in ("deepcache 2", "spectrum"):
-    for _program, _flags, _specs in zip(
-        ("edit", "sdxl"), (EDIT, ("sdxl",)), ACCELERATIONS[f"{_cache}, guidance"]
-    ):
-        JOBS[f"{_program} {_cache}"] = (*_flags, "--accelerate", *_specs.split())
+FOUR_STEPS = ("--num_inference_steps", "4", "--scheduler", "lcm", "--guidance_scale", "1")
+ACCELERATED = {  # "edit, NAME" and "sdxl, NAME"
+    f"{program}, {name}": (*flags, "--accelerate", *spec.split())
+    for name, specs in ACCELERATIONS.items()
+    for program, flags, spec in zip(
+        ("edit", "sdxl"), (("edit", "--scheduler", "ddim"), ("sdxl",)), specs
+    )
+    if spec is not None
+}
+for _name, _specs in (("4 steps", ()), ("4 steps, int8, taesd", ("int8", "taesd"))):
+    _flags = (*FOUR_STEPS, "--accelerate", *_specs)
+    ACCELERATED[f"edit, {_name}"] = ("edit", "--image_guidance_scale", "1", *_flags)
+    ACCELERATED[f"sdxl, {_name}"] = ("sdxl", *_flags)
+JOBS |= ACCELERATED
 JobName = Literal[tuple(JOBS)]
 
 CASES = {
@@ -209,11 +217,11 @@ def arguments_of(tpu, job, config):
     return arguments
 
 
-def compile_program(tpu, job, config):
-    """The report of tpu_compile.py."""
+def compile_program(tpu, job, config, more=()):
+    """The report of tpu_compile.py; more: further arguments."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "report.json")
-        arguments = [*arguments_of(tpu, job, config), "--output", str(output)]
+        arguments = [*arguments_of(tpu, job, config), *more, "--output", str(output)]
         done = subprocess.run(
             [sys.executable, "tpu_compile.py", *arguments], cwd=ROOT, capture_output=True, text=True
         )
@@ -313,10 +321,12 @@ BLOCKS = {  # module, shapes of its inputs, whether with gradients
 
 @dataclass(frozen=True)
 class Options:
-    """Compiler options on blocks of the UNet."""
+    """Compiler options on blocks of the UNet and on whole programs."""
 
     tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
     blocks: tuple[Literal[tuple(BLOCKS)], ...] = tuple(BLOCKS)
+    jobs: tuple[JobName, ...] = ("unet sdxl", "unet")  # whole programs
+    again: bool = False  # also compile rows that the output has
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -346,58 +356,55 @@ def format_options(results):
     return "\n".join(lines)
 
 
+def compile_block(tpu, block, options):
+    """Figures of a block's program: as in tpu_compile.py's report."""
+    function, args = block_program(*BLOCKS[block])
+    program = jax.pmap(function, devices=slice_devices(find_slice(tpu))[:1])
+    costs = measure(program, replicated(args, 1), compiler_options=options)
+    return costs | {"memory": costs}
+
+
+def compile_with_options(tpu, job, options):
+    """Figures of a whole program: tpu_compile.py's report."""
+    words = [f"{name}={str(value).lower()}" for name, value in options.items()]
+    return compile_program(tpu, job, Programs(), ("--compiler_options", *words))
+
+
 def run_options(config):
-    """Compile, write, print."""
+    """Compile the rows that are missing, print all."""
     jax.config.update("jax_platforms", "cpu")
     machine = describe_machine(("jax", "jaxlib", "libtpu"))
     results = read_rows(config.output)
     cases = [
-        (tpu, block, name) for tpu in config.tpus for block in config.blocks for name in OPTIONS
+        (f"options {tpu}, {program}, {name}", tpu, program, name)
+        for program in (*config.blocks, *config.jobs)
+        for tpu in config.tpus
+        for name in OPTIONS
     ]
-    for tpu, block, name in tqdm(cases, unit="program"):
-        device = slice_devices(find_slice(tpu))[0]
-        function, args = block_program(*BLOCKS[block])
-        program = jax.pmap(function, devices=[device]).lower(*replicated(args, 1))
-        with no_compilation_cache():
-            compiled = program.compile(compiler_options=OPTIONS[name])
-        text = compiled.as_text()
+    cases = [case for case in cases if config.again or case[0] not in results]
+    for case, tpu, program, name in tqdm(cases, unit="program"):
+        compile_case = compile_block if program in BLOCKS else compile_with_options
+        costs = compile_case(tpu, program, OPTIONS[name])
         row = {
             "options": OPTIONS[name],
-            "cycles": entry_cycles(text),
-            "hbm_bytes": hbm_bytes(text),
-            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+            "cycles": costs["cycles"],
+            "hbm_bytes": costs["hbm_bytes"],
+            "temporaries": costs["memory"]["temporaries"],
         }
-        rows = {f"options {tpu}, {block}, {name}": row}
-        results = write_rows(rows, machine, config.output)
+        results = write_rows({case: row}, machine, config.output)
     report(format_options(results), config.output)
 
 
-def entry_cycles(text):
-    """Cycles that the compiler expects of the operations of a program's text, without kernels."""
-    entry = text[text.index("\nENTRY ") :]
-    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
-
-
 def accelerated_flags(config):
-    """{(program, name of the acceleration): flags of tpu_compile.py}."""
-    common = {"tpu": "v5e-1", "num_images": config.num_images}
-    edit = common | {"scheduler": "ddim"}
-    if model := config.pretrained_model_name_or_path:
-        edit |= {"pretrained_model_name_or_path": model, "resolution": 64}
-    programs = {"edit": Edit(**edit), "sdxl": Sdxl(**common)}
-    few = {"num_inference_steps": 4, "scheduler": "lcm", "guidance_scale": 1.0}
+    """{job of ACCELERATED: flags of tpu_compile.py}."""
     flags = {}
-    for name, specs in ACCELERATIONS.items():
-        for (program, plain), spec in zip(programs.items(), specs):
-            if spec is not None:
-                flags[program, name] = replace(plain, accelerate=tuple(spec.split()))
-    for name, spec in (("4 steps", ()), ("4 steps, int8, taesd", ("int8", "taesd"))):
-        flags["edit", name] = replace(
-            programs["edit"], **few, image_guidance_scale=1.0, accelerate=spec
-        )
-        flags["sdxl", name] = replace(programs["sdxl"], **few, accelerate=spec)
-    if config.edits_only:
-        flags = {key: value for key, value in flags.items() if key[0] == "edit"}
+    for job, (program, *words) in ACCELERATED.items():
+        words += ["--tpu", "v5e-1", "--num_images", str(config.num_images)]
+        if program == "edit" and (model := config.pretrained_model_name_or_path):
+            words += ["--pretrained_model_name_or_path", model, "--resolution", "64"]
+        if program == "edit" or not config.edits_only:
+            kind = {"edit": Edit, "sdxl": Sdxl}[program]
+            flags[job] = tyro.cli(kind, args=words, use_underscores=True)
     return flags
 
 
@@ -418,9 +425,9 @@ def run_accelerations(config):
     jax.config.update("jax_platforms", "cpu")
     machine = describe_machine(("jax", "jaxlib"))
     rows = {}
-    for (program, name), flags in tqdm(accelerated_flags(config).items(), unit="program"):
+    for job, flags in tqdm(accelerated_flags(config).items(), unit="program"):
         flops, int8_flops = count_flops(flags, config.num_images)
-        rows[f"acceleration {program}, {name}"] = {
+        rows[f"acceleration {job}"] = {
             "accelerate": " ".join(flags.accelerate),
             "num_inference_steps": flags.num_inference_steps,
             "unet_evaluations": image_job(flags, jax.devices()[:1]).evaluations,
@@ -489,7 +496,7 @@ def count_cycles(device, case, changes, folder):
         )
     return {
         "kernels": kernels,
-        "rest": entry_cycles(text),
+        "rest": expected_cycles(text),
         "bytes_accessed": compiled.cost_analysis()["bytes accessed"] + kernel_bytes(text),
     }
 

@@ -44,6 +44,7 @@ from tpu_jobs import image_job
 from tpu_programs import (
     CHIPS,
     LIBTPU_ENVIRONMENT,
+    expected_cycles,
     find_slice,
     group_size,
     hbm_bytes,
@@ -253,6 +254,7 @@ def test_report_by_hand(model):
     )
     step = {"padding": 1000, "temporaries": 100, "outputs": 10, "code": 1, "compile_seconds": 1.0}
     step |= {"bytes_accessed": 9e12, "hbm_bytes": 0.82e12, "interconnect_bytes": 1e9}
+    step["cycles"] = 5
     update = {"padding": 800, "temporaries": 200, "code": 2}
     update |= {"bytes_accessed": 5e12, "hbm_bytes": 1.64e12}
     report = tpu_compile.describe(config, find_slice("v5e-4"), job, step, update, (394e12, 0.0))
@@ -448,7 +450,7 @@ def test_traffic_by_hand():
   %state = (s32[]{:T(128)S(6)}, f32[256]{0:T(256)}) parameter(0)
   %i = s32[]{:T(128)S(6)} get-tuple-element(%state), index=0
   %x.1 = f32[256]{0:T(256)} get-tuple-element(%state), index=1
-  %y = f32[256]{0:T(256)} add(%x.1, %x.1)
+  %y = f32[256]{0:T(256)} add(%x.1, %x.1), backend_config={"estimated_cycles":"7"}
   ROOT %out = (s32[]{:T(128)S(6)}, f32[256]{0:T(256)}) tuple(%i, %y)
 }
 
@@ -466,12 +468,13 @@ ENTRY %main (a: f32[256]) -> f32[256] {
   %near = f32[256]{0:T(256)S(1)} copy-done(%copy-start)
   %part = ((f32[256]{0:T(256)}), f32[64]{0:T(256)S(1)}, s32[]{:S(2)}) slice-start(%a)
   %done = f32[64]{0:T(256)S(1)} slice-done(%part)
-  %far = f32[256]{0:T(256)} fusion(%near, %done), kind=kLoop, calls=%fused
+  %far = f32[256]{0:T(256)} fusion(%near, %done), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"100"}
   %init = (s32[]{:T(128)S(6)}, f32[256]{0:T(256)}) tuple(%zero, %far)
   %loop = (s32[]{:T(128)S(6)}, f32[256]{0:T(256)}) while(%init), condition=%more, body=%body
   ROOT %end = f32[256]{0:T(256)} get-tuple-element(%loop), index=1
 }
-"""
+"""  # noqa: E501
+    assert expected_cycles(text) == 100 + 5 * 7
     # Read to copy, read to slice, written by the fusion; in the loop twice read and once written.
     assert hbm_bytes(text) == 1024 + 256 + 1024 + 5 * 3 * 1024
     bytes_of = {"f32": 1024, "f8e4m3fn": 256, "s4": 128, "c64": 2048, "pred": 256, "token": 0}
@@ -809,11 +812,15 @@ def test_largest_fitting(capacity, start):
 @needs_libtpu
 def test_command_line(model, tmp_path):
     output = tmp_path / "report.json"
-    done = run(
+    command = [
         *("unet", "--tpu", "v5e-1", "--resolution", 8, "--batch_size", 2),
         *("--pretrained_model_name_or_path", model),
         *("--output", output),
-    )
+    ]
+    done = run(*command, "--compiler_options", "xla_tpu_nothing=1")
+    assert done.returncode == 2 and not output.exists()
+    assert "--compiler_options: INVALID_ARGUMENT: No such compile option" in done.stderr
+    done = run(*command, "--compiler_options", "xla_tpu_scoped_vmem_limit_kib=16384")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(output.read_text())
@@ -897,6 +904,10 @@ def test_unknown_type():
         (
             "--tpu v5e-16 --train_batch_size 24",
             "--train_batch_size 24 is not divisible by 16 devices; try 16 or 32",
+        ),
+        (
+            "--tpu v5e-1 --compiler_options xla_tpu_rwb_fusion",
+            "--compiler_options xla_tpu_rwb_fusion has no value; write xla_tpu_rwb_fusion=VALUE",
         ),
         (
             "--tpu v4-8 --gradient_accumulation_steps 3",
