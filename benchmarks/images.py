@@ -21,7 +21,8 @@ compare --accelerate's techniques with the plain pipeline. `accelerations`: seco
 Stable Diffusion 1.5's shapes, the techniques in turn in one process; a quarter of an hour at 128
 pixels. `quality`: edits of the demo's held-out images by edit_cli.py and the model of `make demo`;
 their PSNR to the plain edits, edit_error_ratio and instruction_accuracy as in demo/evaluate.py;
-ten minutes. docs/acceleration.md has the command of the LoRA.
+also the PSNR of images that the demo's base model makes from captions; ten minutes.
+docs/acceleration.md has the command of the LoRA.
 
 Rows go to benchmarks/results/images.json. `edit` needs 12 GB of memory, `sdxl` 18 GB and 14 GB of
 disk; a quarter of an hour on two otherwise idle cores.
@@ -79,6 +80,7 @@ from demo.evaluate import load_edits, measure
 from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from modeling_flax_tiny_vae import FlaxAutoencoderTiny
 from modeling_flax_unet import FlaxUNet2DConditionModel
+from pipeline_flax_stable_diffusion import FlaxStableDiffusionPipeline
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -372,6 +374,7 @@ class Quality:
     """What accelerations cost in quality, on the demo's model."""
 
     demo_dir: Path = Path("demo/output")  # of `make demo`
+    text_to_image_model: Path = Path("demo/base_model")  # makes images of the edits' captions
     lora: Path | None = None  # an LCM-LoRA of distill_lcm.py; also edits in 4, 2 and 1 steps
     output: str = "benchmarks/results/images.json"
 
@@ -391,6 +394,36 @@ def edit_held_out(config, flags, folder):
     if done.returncode:
         raise ValueError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     return load_edits(config.demo_dir, folder)
+
+
+def text_to_images(model, captions, spec):
+    """Images of captions by a text-to-image pipeline, 20 steps: float32 (n, 64, 64, 3)."""
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, accelerate=spec.split())
+    inputs = pipeline.prepare_inputs(captions), params, jax.random.key(0)
+    return np.asarray(pipeline(*inputs, 20, height=64, width=64, guidance_scale=2.0).images)
+
+
+def psnr_db(images, others):
+    """PSNR of all pixels of float images in [0, 1], dB; None: they are equal."""
+    error = np.mean(np.square(images - others))
+    return -10 * math.log10(error) if error else None
+
+
+def text_to_image_rows(config):
+    """Rows of images of the held-out edits' captions with each acceleration."""
+    lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
+    captions = sorted({json.loads(line)["output_caption"] for line in lines})
+    plain = text_to_images(config.text_to_image_model, captions, "")
+    rows = {}
+    for name, (_, spec) in tqdm(ACCELERATIONS.items(), "text to image", unit="technique"):
+        if name not in ("plain", "taesd"):
+            images = text_to_images(config.text_to_image_model, captions, spec)
+            rows[f"text to image {name}"] = {
+                "accelerate": spec,
+                "num_images": len(captions),
+                "psnr": psnr_db(images, plain),
+            }
+    return rows
 
 
 def run_quality(config):
@@ -417,8 +450,8 @@ def run_quality(config):
             folder.mkdir()
             crops = edit_held_out(config, flags, folder)
             plain = plain or crops
-            errors = [
-                np.square(crops[key]["results"][i] - plain[key]["results"][i]).mean()
+            pairs = [
+                (crops[key]["results"][i], plain[key]["results"][i])
                 for key in crops
                 for i in crops[key]["results"]
             ]
@@ -426,11 +459,11 @@ def run_quality(config):
             rows[f"quality {name}"] = {
                 "accelerate": ACCELERATIONS.get(name, [""])[0],
                 "flags": " ".join(flags),
-                # of all pixels; None: the images are equal
-                "psnr": -10 * math.log10(np.mean(errors)) if np.any(errors) else None,
+                "psnr": psnr_db(*map(np.stack, zip(*pairs))),
                 "edit_error_ratio": measured["edit_error_ratio"],
                 "instruction_accuracy": measured["instruction_accuracy"],
             }
+    rows |= text_to_image_rows(config)
     results = write_rows(rows, machine, config.output)
     report(format_quality(results), config.output)
 
@@ -444,6 +477,8 @@ def format_quality(results):
             f"| {name} | {psnr} | {row['edit_error_ratio']:.3f} | "
             f"{row['instruction_accuracy']:.3f} |"
         )
+    for name, row in rows_of(results, "text to image").items():
+        lines.append(f"| text to image, {name} | {row['psnr']:.1f} | | |")
     return "\n".join(lines)
 
 

@@ -558,18 +558,20 @@ def acceleration_quality_table() -> str:
     results, lines = rows("images"), []
     timed = {case.partition(", ")[2]: row for case, row in rows_of(results, "accelerated").items()}
     quality = {name: row for name, row in rows_of(results, "quality").items() if "step" not in name}
-    for name in dict.fromkeys([*quality, *timed]):
+    images = rows_of(results, "text to image")
+    for name in dict.fromkeys([*quality, *images, *timed]):
         row, ratios = quality.get(name), timed.get(name, {}).get("times_as_fast", [])
         cells = ["", "", ""]
         if row:
             psnr = "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
             cells = [psnr, f"{row['edit_error_ratio']:.3f}", f"{row['instruction_accuracy']:.3f}"]
-        spec = (row or timed[name])["accelerate"]
+        cells.append(f"{images[name]['psnr']:.1f} dB" if name in images else "")
+        spec = (row or images.get(name) or timed[name])["accelerate"]
         faster = f"{statistics.median(ratios):.2f}" if ratios else ""
         lines.append([name, f"`{spec}`" if spec else "", *cells, faster])
     return table(
-        "| `--accelerate` | PSNR to plain | edit_error_ratio | instruction_accuracy "
-        "| times as fast on a CPU",
+        "| `--accelerate` | edits: PSNR to plain | edit_error_ratio | instruction_accuracy "
+        "| text to image: PSNR to plain | edits: times as fast on a CPU",
         lines,
     )
 
