@@ -106,7 +106,7 @@ class ExecutableStore:
                     return None, f"{file} belongs to another user or may be written to by others"
                 header, content = f.readline(), f.read()
         except FileNotFoundError:
-            return None, "none was saved"
+            return None, "no executable of these settings is saved"
         except OSError as error:
             return None, f"{file} cannot be read ({error})"
         try:
