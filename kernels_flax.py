@@ -3,7 +3,8 @@
 Attention: splash attention, a kernel of jax, for long sequences on a TPU; cuDNN's kernel in half
 precision on an NVIDIA GPU; blocks that fit a core's caches on a CPU; otherwise XLA's operations,
 which also support masks. Convolution: on a CPU Winograd's algorithm for 3x3 kernels and matmuls of
-patches for small inputs; otherwise XLA's convolution.
+patches for small inputs; on a TPU a sum of matmuls for 3x3 kernels and small batches; otherwise
+XLA's convolution.
 """
 
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def splash(query, key, value, interpret=False):
         return max(n for n in (128, 256, 512, 1024, 2048) if length % n == 0 and n <= limit)
 
     # Of the tried blocks that fit a v4's VMEM, those with the fewest cycles:
-    # python -m benchmarks.tpu attention
+    # python -m benchmarks.tpu_kernels attention
     small = head_dim <= 128
     sizes = dict(
         block_q=block(T, 512),
@@ -267,13 +268,18 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 # ---------------------------------------------------------------- convolution
 
-# Limits within which Winograd's algorithm is the fastest: least numbers of input and output
-# channels, and most output channels per position (few positions do not pay for transforming the
-# kernel).
+# Least numbers of input and output channels for Winograd's algorithm and for shifted_matmuls.
 LEAST_CHANNELS = 320
+# Winograd's algorithm is the fastest with at most so many output channels per position: few
+# positions do not pay for transforming the kernel.
 MOST_CHANNELS_PER_POSITION = 2
 # Most numbers in input and output together; the algorithm needs four times as many, here 1 GiB.
 MOST_NUMBERS = 2**26
+# A TPU's convolution wants a multiple of BATCH_UNIT images. With others the compiler expects 1.5 to
+# 2.4 times the cycles of shifted_matmuls on v5e, 0.9 to 2.0 times on v6e, if there are at least
+# LEAST_POSITIONS (python -m benchmarks.tpu_kernels convolution).
+BATCH_UNIT = 8
+LEAST_POSITIONS = 512
 
 
 def convolve(x, kernel, stride, padding):
@@ -289,26 +295,68 @@ def convolve(x, kernel, stride, padding):
         (B, h, w, D), of x's dtype. It has gradients in reverse mode only, on all platforms, and
         under jax.shard_map with check_vma=False.
     """
-    xla = partial(
-        jax.lax.conv_general_dilated,
-        window_strides=(stride, stride),
-        padding=padding,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
+    xla = partial(xla_convolve, stride=stride, padding=padding)
+    kernels = {}
     B, (size, *_, C, D) = x.shape[0], kernel.shape
     h, w = ((n + sum(pad) - size) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
-    if (
+    is_wide = (
         (size, stride, padding) == (3, 1, ((1, 1), (1, 1)))
         and min(C, D) >= LEAST_CHANNELS
-        and MOST_CHANNELS_PER_POSITION * B * h * w >= D
         and B * h * w * (C + D) <= MOST_NUMBERS
-    ):
-        cpu = winograd
+    )
+    if is_wide and B % BATCH_UNIT and B * h * w >= LEAST_POSITIONS:
+        kernels["tpu"] = shifted_matmuls
+    if is_wide and MOST_CHANNELS_PER_POSITION * B * h * w >= D:
+        kernels["cpu"] = winograd
     elif size == 1 or B * h * w < D:
-        cpu = partial(multiply_patches, stride=stride, padding=padding)
-    else:
-        return xla(x, kernel)
-    return by_platform(x, kernel, cpu=cpu, default=xla)
+        kernels["cpu"] = partial(multiply_patches, stride=stride, padding=padding)
+    return by_platform(x, kernel, default=xla, **kernels) if kernels else xla(x, kernel)
+
+
+def xla_convolve(x, kernel, stride=1, padding=((1, 1), (1, 1))):
+    """convolve by XLA's convolution."""
+    strides, names = (stride, stride), ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=names)
+
+
+@jax.custom_vjp
+def shifted_matmuls(x, kernel):
+    """A 3x3 convolution of stride 1 that keeps height and width: a matmul per kernel position.
+
+    Args:
+        x: (B, H, W, C).
+        kernel: (3, 3, C, D).
+
+    Returns:
+        (B, H, W, D), in x's dtype; summed in float32.
+    """
+    _, H, W, _ = x.shape
+    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    products = (
+        jnp.einsum(
+            "bhwc,cd->bhwd",
+            x[:, i : i + H, j : j + W],
+            kernel[i, j],
+            preferred_element_type=jnp.float32,
+        )
+        for i in range(3)
+        for j in range(3)
+    )
+    return sum(products).astype(x.dtype)
+
+
+def _shifted_matmuls_forward(x, kernel):
+    return shifted_matmuls(x, kernel), (x, kernel)
+
+
+def _shifted_matmuls_backward(kept, g):
+    x, kernel = kept
+    g_x = shifted_matmuls(g, kernel[::-1, ::-1].swapaxes(2, 3))
+    _, kernel_vjp = jax.vjp(partial(xla_convolve, x), kernel)
+    return g_x, *kernel_vjp(g)
+
+
+shifted_matmuls.defvjp(_shifted_matmuls_forward, _shifted_matmuls_backward)
 
 
 def multiply_patches(x, kernel, stride, padding):

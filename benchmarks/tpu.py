@@ -15,12 +15,6 @@ With the demo's model, in a minute:
 counts the UNet's evaluations and the FLOPs of images and edits with each technique of --accelerate
 and without; nothing is compiled.
 
-    python -m benchmarks.tpu attention
-
-counts the cycles of an attention layer, projections included, by the blocks and layouts of splash
-attention: the instruction bundles of a kernel's loop times its iterations (all branches taken, no
-waiting for data), and what the compiler expects of all other operations.
-
     python -m benchmarks.tpu options
 
 compiles blocks of SDXL's UNet, the gradients of Stable Diffusion 1.5's, and both whole UNets with
@@ -30,24 +24,19 @@ again. Half a minute per block and ten minutes per UNet.
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
 (tpu_programs.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
-5 to 75 minutes per program on two cores, ten minutes for attention.
+5 to 75 minutes per program on two cores.
 """
 
-import os
-import re
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import tyro
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from tqdm import tqdm
 
 from benchmarks.harness import (
@@ -62,16 +51,12 @@ from benchmarks.harness import (
     write_rows,
 )
 from config_flax import read_json
-from executables import no_compilation_cache
-from modeling_flax_blocks import Attention as AttentionLayer
 from modeling_flax_blocks import ResnetBlock2D, Transformer2D
 from tpu_compile import count_flops
 from tpu_jobs import Edit, Sdxl, image_job
 from tpu_programs import (
     CHIPS,
-    expected_cycles,
     find_slice,
-    kernel_bytes,
     measure,
     replicated,
     roofline_seconds,
@@ -118,41 +103,6 @@ for _name, _specs in (("4 steps", ()), ("4 steps, int8, taesd", ("int8", "taesd"
 JOBS |= ACCELERATED
 JobName = Literal[tuple(JOBS)]
 
-CASES = {
-    "Stable Diffusion 1.5, 256 px, forward and backward": ((8, 1024, 320), 8, True),
-    "Stable Diffusion 1.5, 512 px, forward and backward": ((2, 4096, 320), 8, True),
-    "SDXL, 1024 px, 64x64 positions": ((2, 4096, 640), 10, False),
-    "SDXL, 1024 px, 32x32 positions": ((2, 1024, 1280), 20, False),
-}
-
-
-BlockSizes, Layout = splash_attention_kernel.BlockSizes, splash_attention_kernel.QKVLayout
-
-
-HEAD_DIM_LAST = dict.fromkeys(("q_layout", "k_layout", "v_layout"), Layout.HEAD_DIM_MINOR)
-
-
-TWO_KERNELS = {"use_fused_bwd_kernel": False, "block_q_dq": 512, "block_kv_dq": 512}
-
-
-SMALL_BLOCKS = {
-    "block_q": 512,
-    "block_kv": 512,
-    "block_kv_compute": 512,
-    "block_q_dkv": 512,
-    "block_kv_dkv": 512,
-    "block_kv_dkv_compute": 512,
-}
-
-
-VARIANTS = {  # changes to the BlockSizes of kernels_flax.splash
-    "ours": {},
-    "head dimension last": HEAD_DIM_LAST,
-    "blocks of 512": SMALL_BLOCKS,
-    "backward in two kernels": TWO_KERNELS,
-    "all three": HEAD_DIM_LAST | SMALL_BLOCKS | TWO_KERNELS,
-}
-
 
 @dataclass(frozen=True)
 class Programs:
@@ -176,14 +126,6 @@ class Accelerations:
     num_images: int = 1  # images at once
     pretrained_model_name_or_path: str = ""  # for edits, in place of Stable Diffusion 1.5
     edits_only: bool = False  # leave out SDXL's images
-    output: str = "benchmarks/results/tpu.json"
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Cycles of an attention layer."""
-
-    tpu: str = "v5e-1"  # a slice, as for tpu_compile.py; its first chip counts
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -326,6 +268,7 @@ class Options:
     tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
     blocks: tuple[Literal[tuple(BLOCKS)], ...] = tuple(BLOCKS)
     jobs: tuple[JobName, ...] = ("unet sdxl", "unet")  # whole programs
+    options: tuple[Literal[tuple(OPTIONS)], ...] = tuple(OPTIONS)
     again: bool = False  # also compile rows that the output has
     output: str = "benchmarks/results/tpu.json"
 
@@ -379,7 +322,7 @@ def run_options(config):
         (f"options {tpu}, {program}, {name}", tpu, program, name)
         for program in (*config.blocks, *config.jobs)
         for tpu in config.tpus
-        for name in OPTIONS
+        for name in config.options
     ]
     cases = [case for case in cases if config.again or case[0] not in results]
     for case, tpu, program, name in tqdm(cases, unit="program"):
@@ -443,100 +386,9 @@ def run_accelerations(config):
     report(format_accelerations(results), config.output)
 
 
-def kernel_cycles(file):
-    """Cycles of a kernel from its final bundles: those of its loop times its iterations."""
-    text = file.read_text()
-    first, *_ = re.findall(r"^ *(0x[0-9a-f]+) +LB:", text, re.MULTILINE)  # loop body
-    *_, last = re.findall(r"^ *(0x[0-9a-f]+) .*:", text, re.MULTILINE)
-    *_, trips = re.findall(r"(\d+) /\* loop exit test \*/", text)
-    return (int(last, 16) - int(first, 16)) * (int(trips) - 2)  # two fill and empty the pipeline
-
-
-def count_cycles(device, case, changes, folder):
-    """What attention takes with changes to splash's blocks.
-
-    Args:
-        device: the chip.
-        case: one of CASES' values.
-        changes: one of VARIANTS' values.
-        folder: Path, where the compiler writes.
-
-    Returns:
-        {"kernels": {name: cycles}, "rest": cycles, "bytes_accessed": int}.
-
-    Raises:
-        ValueError: the compiler wrote nothing of the kernels.
-    """
-    (B, T, C), num_heads, with_gradient = case
-    layer = AttentionLayer(C, num_heads, jnp.bfloat16)
-    x = jax.ShapeDtypeStruct((B, T, C), jnp.bfloat16)
-    params = jax.eval_shape(layer.init, jax.random.key(0), x)
-
-    def loss(params, x):
-        return jnp.square(layer.apply(params, x).astype(jnp.float32)).mean()
-
-    def changed(**sizes):
-        return BlockSizes(**(sizes | changes))
-
-    program = jax.grad(loss, (0, 1)) if with_gradient else layer.apply
-    jax.clear_caches()  # of attention that was traced with other blocks
-    for file in folder.iterdir():
-        file.unlink()
-    args = replicated((params, x), 1)
-    with mock.patch.object(splash_attention_kernel, "BlockSizes", changed), no_compilation_cache():
-        compiled = jax.pmap(program, devices=[device]).lower(*args).compile()
-    text = compiled.as_text()
-    kernels = {
-        re.search(r"splash_mha_([a-z]+)", file.name)[1]: kernel_cycles(file)
-        for file in folder.glob("*splash_mha_*-final_bundles.txt")
-    }
-    if not kernels:
-        raise ValueError(
-            f"libtpu {version('libtpu')} wrote no final_bundles: it may have other flags"
-        )
-    return {
-        "kernels": kernels,
-        "rest": expected_cycles(text),
-        "bytes_accessed": compiled.cost_analysis()["bytes accessed"] + kernel_bytes(text),
-    }
-
-
-def format_attention(results):
-    """Markdown of the rows of attention layers."""
-    lines = ["| thousand cycles | kernels | all else | accessed, GB |", "|---|---|---|---|"]
-    for name, row in rows_of(results, "attention").items():
-        lines.append(
-            f"| {name} | {sum(row['kernels'].values()) / 1e3:.0f} | {row['rest'] / 1e3:.0f} | "
-            f"{row['bytes_accessed'] / 1e9:.3f} |"
-        )
-    return "\n".join(lines)
-
-
-def run_attention(config):
-    """Compile, write, print."""
-    tpu = find_slice(config.tpu)
-    read_rows(config.output)
-    jax.config.update("jax_platforms", "cpu")
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
-        device = slice_devices(tpu)[0]
-        machine = describe_machine(("jax", "jaxlib", "libtpu"))
-        with tqdm(total=len(CASES) * len(VARIANTS), unit="program") as bar:
-            for case in CASES:
-                for name, changes in VARIANTS.items():
-                    counts = count_cycles(device, CASES[case], changes, Path(folder))
-                    figures[f"attention {case}, {name}"] = counts
-                    bar.update()
-    results = write_rows(figures, machine, config.output)
-    report(format_attention(results), config.output)
-
-
 SUBCOMMANDS = {
     Programs: run_programs,
     Accelerations: run_accelerations,
-    Attention: run_attention,
     Options: run_options,
 }
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from tiny_models import make_tiny_pipeline
 
-from benchmarks import tpu
+from benchmarks import tpu, tpu_kernels
 from benchmarks.harness import ACCELERATIONS
 
 needs_libtpu = pytest.mark.skipif(
@@ -30,12 +30,12 @@ LB: loop body
 
 def test_a_kernels_loop_counts_as_often_as_it_is_run(tmp_path):
     (tmp_path / "bundles.txt").write_text(BUNDLES)
-    assert tpu.kernel_cycles(tmp_path / "bundles.txt") == (5 - 2) * 10
+    assert tpu_kernels.kernel_cycles(tmp_path / "bundles.txt") == (5 - 2) * 10
 
 
 SMALL = """if True:
     import sys
-    from benchmarks import tpu
+    from benchmarks import tpu_kernels as tpu
     tpu.CASES = {"small": ((1, 1024, 80), 2, True)}
     variants = tpu.VARIANTS
     tpu.VARIANTS = {name: variants[name] for name in ("ours", "all three")}
@@ -101,3 +101,14 @@ def test_an_unknown_slice_is_refused(tmp_path, capsys):
         tpu.main(["programs", "--tpus", "v9-4", "--output", str(tmp_path / "tpu.json")])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: --tpu v9-4 is not known; known are ")
+
+
+@needs_libtpu
+def test_convolution(tmp_path, monkeypatch, capsys):
+    """In a batch of 2 the matmuls take fewer cycles than XLA's convolution."""
+    output = tmp_path / "tpu.json"
+    monkeypatch.setattr(tpu_kernels, "CONVOLUTIONS", (((2, 16, 16, 640), 640),))
+    tpu_kernels.main(["convolution", "--tpus", "v5e-1", "--output", str(output)])
+    (row,) = json.loads(output.read_text()).values()
+    assert 10_000 < row["matmuls"]["cycles"] < 0.8 * row["xla"]["cycles"]
+    assert "| v5e-1, 2x16x16x640 to 640 | " in capsys.readouterr().out

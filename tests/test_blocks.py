@@ -21,6 +21,7 @@ from kernels_flax import (
     fits_cudnn,
     fits_splash,
     plain_operations,
+    shifted_matmuls,
     splash,
     winograd,
 )
@@ -230,6 +231,22 @@ def test_winograd(size):
     assert_close([np.float32(x) for x in found], expected, 2e-2)
 
 
+def test_shifted_matmuls():
+    args = normal(2, 5, 7, 5), normal(3, 3, 5, 8, seed=2)
+
+    def theirs(x, kernel):
+        return F.conv2d(x.movedim(-1, 1), kernel.permute(3, 2, 0, 1), padding=1).movedim(1, -1)
+
+    found = value_and_gradients(shifted_matmuls, args)
+    assert_close(found, torch_value_and_gradients(theirs, args), 1e-5)
+    args = [jnp.asarray(x, jnp.bfloat16) for x in args]
+    found = value_and_gradients(shifted_matmuls, args)
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    args = [np.float32(x) for x in args]
+    expected = torch_value_and_gradients(theirs, args)
+    assert_close([np.float32(x) for x in found], expected, 2e-2)
+
+
 @pytest.mark.parametrize("least_channels", [1, 320])
 @pytest.mark.parametrize("features", [8, 200])
 def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
@@ -275,10 +292,13 @@ def test_winograd_under_pmap(wrap, monkeypatch):
 
 
 def test_convolution_of_each_platform():
-    """On CPUs matmuls for 1x1 kernels and few positions, Winograd for many channels; else XLA."""
+    """CPU: matmuls for 1x1 kernels and few positions, Winograd for many channels; else XLA.
 
-    def lowered(platform, features, size=3, stride=1, side=4, channels=8):
-        x = jax.ShapeDtypeStruct((1, side, side, channels), jnp.float32)
+    TPU: a matmul per kernel position for small batches with many positions and channels; else XLA.
+    """
+
+    def lowered(platform, features, size=3, stride=1, side=4, channels=8, batch=1):
+        x = jax.ShapeDtypeStruct((batch, side, side, channels), jnp.float32)
         conv = Conv(features, size, stride)
         params = jax.eval_shape(conv.init, jax.random.key(0), x)
         loss = jax.value_and_grad(lambda *args: conv.apply(*args).sum(), (0, 1))
@@ -294,6 +314,17 @@ def test_convolution_of_each_platform():
     ):
         assert ("tensor<16x" in lowered("cpu", *conv)) == is_winograd
         assert "dot_general" not in lowered("tpu", *conv)
+    for conv, is_matmuls in (
+        ((320, 3, 1, 32, 320), True),
+        ((320, 3, 1, 16, 320, 3), True),
+        ((320, 3, 1, 16, 320, 8), False),
+        ((320, 3, 1, 32, 319), False),
+        ((320, 3, 1, 16, 320), False),
+        ((320, 3, 2, 64, 320), False),
+    ):
+        # The gradient of the kernel is XLA's convolution.
+        assert lowered("tpu", *conv).count("dot_general") == 18 * is_matmuls
+        assert "dot_general" not in lowered("cuda", *conv)
     for shape in (("cpu", 16), ("tpu", 64), ("cuda", 64), ("tpu", 8, 1), ("cuda", 8, 1)):
         text = lowered(*shape)
         assert "dot_general" not in text and "convolution" in text
