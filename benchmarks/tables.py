@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 
 from benchmarks.harness import GIB, ROOT, read_rows, rows_of
-from benchmarks.tpu import CASES
+from benchmarks.tpu_kernels import CASES
 from tpu_programs import find_slice, roofline_seconds
 from training_flags import Config as TrainingConfig
 
@@ -89,7 +89,7 @@ def results_table() -> str:
     loader = rows("data")["ratio ours/datasets"]
     ratios = [x["median"] for threads in loader["summary"].values() for x in threads.values()]
     sdxl = rows("tpu")["program v5e-4 sdxl 1"]
-    cached = rows("tpu")["program v5e-1 sdxl deepcache 2 O1"]
+    cached = rows("tpu")["program v5e-1 sdxl, deepcache 2, guidance O1"]
     compiling, loading = middle_start("AOT, first start"), middle_start("AOT, executable kept")
     ema = rows("ema")["quality constant"]["summary"]
     with_ema, without = (ema[x]["edit_error_ratio"]["median"] for x in ("late 20%", "none"))
@@ -534,6 +534,19 @@ def families_table() -> str:
     )
 
 
+def convolution_table() -> str:
+    """Cycles of 3x3 convolutions on TPUs."""
+    cycles: dict[str, list[str]] = {}
+    for case, row in rows_of(rows("tpu"), "convolution").items():
+        shape = case.partition(", ")[2]
+        names = ("xla", "matmuls", "int8")
+        cycles.setdefault(shape, []).extend(f"{row[name]['cycles'] / 1e3:.0f}" for name in names)
+    lines = [[shape, *cells] for shape, cells in cycles.items()]
+    columns = ("XLA", "matmuls", "in int8")
+    header = [f"{chip}: {column}" for chip in ("v5e", "v6e") for column in columns]
+    return table(f"| {' | '.join(header)}", lines)
+
+
 def acceleration_flops_table() -> str:
     """UNet evaluations, FLOPs and their least time with each acceleration."""
     counts, lines = rows_of(rows("tpu"), "acceleration"), []
@@ -643,6 +656,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tpu_train": tpu_train_table,
     "tpu_unet": tpu_unet_table,
     "attention": attention_table,
+    "convolution": convolution_table,
     "ema_cost": ema_cost_table,
     "ema_quality": ema_quality_table,
     "data": data_table,

@@ -8,8 +8,7 @@ waiting for data), and what the compiler expects of all other operations.
 
     python -m benchmarks.tpu_kernels convolution
 
-counts those of 3x3 convolutions: XLA's, and kernels_flax.shifted_matmuls. --gradients: with the
-backward pass.
+counts those of 3x3 convolutions: XLA's, kernels_flax.shifted_matmuls, and in int8.
 
 Rows go to benchmarks/results/tpu.json. Needs a CPU and `pip install "jax[tpu]"`; ten minutes each.
 """
@@ -38,6 +37,7 @@ from benchmarks.harness import (
 from executables import no_compilation_cache
 from kernels_flax import shifted_matmuls, xla_convolve
 from modeling_flax_blocks import Attention as AttentionLayer
+from quantization_flax import int8_layer
 from tpu_programs import (
     expected_cycles,
     find_slice,
@@ -192,35 +192,42 @@ CONVOLUTIONS = (  # (B, H, W, C) and output channels: SDXL's images, edits, smal
 
 @dataclass(frozen=True)
 class Convolution:
-    """Cycles of 3x3 convolutions: XLA's, and a matmul per kernel position."""
+    """Cycles of 3x3 convolutions: XLA's, a matmul per kernel position, and that in int8."""
 
     tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
-    gradients: bool = False  # forward and backward pass
     output: str = "benchmarks/results/tpu.json"
 
 
-def convolution_program(function, shape, out_channels, gradients):
-    """(function, its arguments): SiLU and a convolution, or the gradients."""
+def int8_convolve(x, kernel):
+    """An int8 kernel's convolution of activations that are quantized first."""
+    params = {"kernel": kernel, "dynamic_scale": jnp.ones(kernel.shape[-1])}
+    return int8_layer(params, x, x.dtype, padding=((1, 1), (1, 1)))
 
-    def block(x, kernel):
-        return function(jax.nn.silu(x), kernel)
 
-    def loss(x, kernel):
-        y = block(x, kernel.astype(x.dtype))
-        return jnp.square(y.astype(jnp.float32)).mean()
+CONVOLVE = {  # name: function of (x, kernel), dtype of the kernel
+    "xla": (xla_convolve, jnp.bfloat16),
+    "matmuls": (shifted_matmuls, jnp.bfloat16),
+    "int8": (int8_convolve, jnp.int8),
+}
 
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    dtype = jnp.float32 if gradients else jnp.bfloat16
-    kernel = jax.ShapeDtypeStruct((3, 3, shape[-1], out_channels), dtype)
-    return jax.grad(loss, (0, 1)) if gradients else block, (x, kernel)
+
+def convolution_costs(tpu, shape, out_channels, name):
+    """Figures of SiLU and a convolution in bfloat16, as in a residual block."""
+    convolve, dtype = CONVOLVE[name]
+    x = jax.ShapeDtypeStruct((1, *shape), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((1, 3, 3, shape[-1], out_channels), dtype)
+    devices = slice_devices(find_slice(tpu))[:1]
+    program = jax.pmap(lambda x, kernel: convolve(jax.nn.silu(x), kernel), devices=devices)
+    costs = measure(program, (x, kernel))
+    return {key: costs[key] for key in ("cycles", "hbm_bytes", "temporaries")}
 
 
 def format_convolution(results):
     """Markdown of the rows of convolutions."""
-    lines = ["| | XLA, thousand cycles | matmuls | ratio |", "|---|---|---|---|"]
+    lines = [f"| thousand cycles | {' | '.join(CONVOLVE)} |", "|---" * (1 + len(CONVOLVE)) + "|"]
     for name, row in rows_of(results, "convolution").items():
-        xla, matmuls = (row[key]["cycles"] / 1e3 for key in ("xla", "matmuls"))
-        lines.append(f"| {name} | {xla:.0f} | {matmuls:.0f} | {xla / matmuls:.2f} |")
+        cells = [f"{row[key]['cycles'] / 1e3:.0f}" for key in CONVOLVE]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -229,15 +236,10 @@ def run_convolution(config):
     jax.config.update("jax_platforms", "cpu")
     machine, results = describe_machine(("jax", "jaxlib", "libtpu")), read_rows(config.output)
     cases = [(tpu, *shapes) for tpu in config.tpus for shapes in CONVOLUTIONS]
-    functions = {"xla": xla_convolve, "matmuls": shifted_matmuls}
     for tpu, shape, out_channels in tqdm(cases, unit="shape"):
-        row, device = {}, slice_devices(find_slice(tpu))[:1]
-        for name, function in functions.items():
-            block, args = convolution_program(function, shape, out_channels, config.gradients)
-            costs = measure(jax.pmap(block, devices=device), replicated(args, 1))
-            row[name] = {key: costs[key] for key in ("cycles", "hbm_bytes", "temporaries")}
+        row = {name: convolution_costs(tpu, shape, out_channels, name) for name in CONVOLVE}
         case = f"convolution {tpu}, {'x'.join(map(str, shape))} to {out_channels}"
-        results = write_rows({case + ", gradients" * config.gradients: row}, machine, config.output)
+        results = write_rows({case: row}, machine, config.output)
     report(format_convolution(results), config.output)
 
 
