@@ -491,9 +491,11 @@ def run(config):
     for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
         pair.check()
 
-    opened = {}
     all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
-    for model, scales in itertools.product(config.model, all_scales):
+    # An acceleration may fit the branches of some scales only.
+    scales_of_branches = {guidance_branches(*scales): scales for scales in all_scales}
+    opened = {}
+    for model, scales in itertools.product(config.model, scales_of_branches.values()):
         opened[model] = check_model(
             model,
             config.resolution,

@@ -275,11 +275,13 @@ LEAST_CHANNELS = 320
 MOST_CHANNELS_PER_POSITION = 2
 # Most numbers in input and output together; the algorithm needs four times as many, here 1 GiB.
 MOST_NUMBERS = 2**26
-# A TPU's convolution wants a multiple of BATCH_UNIT images. With others the compiler expects 1.5 to
-# 2.4 times the cycles of shifted_matmuls on v5e, 0.9 to 2.0 times on v6e, if there are at least
-# LEAST_POSITIONS (python -m benchmarks.tpu_kernels convolution).
+# A TPU's convolution wants BATCH_UNIT images or more. With fewer the compiler expects 1.5 to 2.4
+# times the cycles of shifted_matmuls on v5e, 0.9 to 2.0 times on v6e
+# (python -m benchmarks.tpu_kernels convolution), if there are at least LEAST_POSITIONS and at most
+# MOST_SUMS results: the matmuls' float32 sums should stay in VMEM.
 BATCH_UNIT = 8
 LEAST_POSITIONS = 512
+MOST_SUMS = 2**24
 
 
 def convolve(x, kernel, stride, padding):
@@ -299,16 +301,17 @@ def convolve(x, kernel, stride, padding):
     kernels = {}
     B, (size, *_, C, D) = x.shape[0], kernel.shape
     h, w = ((n + sum(pad) - size) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
-    is_wide = (
-        (size, stride, padding) == (3, 1, ((1, 1), (1, 1)))
-        and min(C, D) >= LEAST_CHANNELS
-        and B * h * w * (C + D) <= MOST_NUMBERS
-    )
-    if is_wide and B % BATCH_UNIT and B * h * w >= LEAST_POSITIONS:
+    positions = B * h * w
+    is_wide = (size, stride, padding) == (3, 1, ((1, 1), (1, 1))) and min(C, D) >= LEAST_CHANNELS
+    if is_wide and B < BATCH_UNIT and positions >= LEAST_POSITIONS and positions * D <= MOST_SUMS:
         kernels["tpu"] = shifted_matmuls
-    if is_wide and MOST_CHANNELS_PER_POSITION * B * h * w >= D:
+    if (
+        is_wide
+        and MOST_CHANNELS_PER_POSITION * positions >= D
+        and positions * (C + D) <= MOST_NUMBERS
+    ):
         kernels["cpu"] = winograd
-    elif size == 1 or B * h * w < D:
+    elif size == 1 or positions < D:
         kernels["cpu"] = partial(multiply_patches, stride=stride, padding=padding)
     return by_platform(x, kernel, default=xla, **kernels) if kernels else xla(x, kernel)
 

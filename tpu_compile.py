@@ -315,9 +315,12 @@ def describe(config, tpu, job, step, update, flops):
 
 def check_flags(config, num_devices):
     """Raise a ValueError for flags that do not go together, before anything is compiled."""
-    for option in config.compiler_options:
-        if "=" not in option:
-            raise ValueError(f"--compiler_options {option} has no value; write {option}=VALUE")
+    names = [option.partition("=")[0] for option in config.compiler_options]
+    for option, name in zip(config.compiler_options, names):
+        if not name or "=" not in option:
+            raise ValueError(f"--compiler_options {option} is not NAME=VALUE")
+        if (count := names.count(name)) > 1:
+            raise ValueError(f"--compiler_options names {name} {count} times; give it once")
     if isinstance(config, Train):
         check_numbers(config)
         check_batch(config, num_devices)

@@ -142,15 +142,15 @@ def measure(program, args, switches=(), compiler_options=None):
         switches: see sum_over_run.
         compiler_options: {name: value} of XLA's options.
 
-    Raises:
-        ValueError: XLA does not take a compiler option.
-
     Returns:
         dict: "padding" (of the arguments), "temporaries", "outputs" (those that do not replace an
         argument) and "code", bytes; "hbm_bytes", to and from the memory;
         "interconnect_bytes", sent to other chips; "cycles", of expected_cycles;
         "bytes_accessed", the compiler's count plus kernel_bytes, a loop's body once;
         "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
+
+    Raises:
+        ValueError: XLA does not take a compiler option.
     """
     started = time.perf_counter()
     try:
@@ -159,9 +159,11 @@ def measure(program, args, switches=(), compiler_options=None):
     except jax.errors.JaxRuntimeError as error:
         # The first number is the memory needed.
         size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))
-        if compiler_options and "INVALID_ARGUMENT" in str(error):
+        if re.search("No such compile option|Failed to parse .* into flag", str(error)):
+            given = " ".join(f"{name}={value}" for name, value in compiler_options.items())
             raise ValueError(
-                f"XLA does not take --compiler_options: {one_line(error, 200)}"
+                f"XLA does not take the compiler options {given} ({one_line(error, 200)}); leave "
+                "out or correct the one that it names"
             ) from error
         if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
             raise
@@ -362,11 +364,11 @@ def sum_over_run(text, cost, switches=()):
         switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
             branch runs in.
 
-    Raises:
-        ValueError: the program has another number of switches.
-
     Returns:
         int.
+
+    Raises:
+        ValueError: the program has another number of switches.
     """
     computations, entry = parse(text)
     shares = list(switches)

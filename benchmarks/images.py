@@ -398,9 +398,10 @@ def edit_held_out(config, flags, folder):
 
 def text_to_images(model, captions, spec):
     """Images of captions by a text-to-image pipeline, 20 steps: float32 (n, 64, 64, 3)."""
+    size = {"height": 64, "width": 64}  # of the demo's images
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, accelerate=spec.split())
     inputs = pipeline.prepare_inputs(captions), params, jax.random.key(0)
-    return np.asarray(pipeline(*inputs, 20, height=64, width=64, guidance_scale=2.0).images)
+    return np.asarray(pipeline(*inputs, 20, guidance_scale=2.0, **size).images)
 
 
 def psnr_db(images, others):
@@ -430,6 +431,8 @@ def run_quality(config):
     """Edit, measure, write, print."""
     if not (config.demo_dir / "model").is_dir():
         raise ValueError(f"--demo_dir {config.demo_dir} has no model; run `make demo`")
+    if not config.text_to_image_model.is_dir():
+        raise ValueError(f"--text_to_image_model {config.text_to_image_model} is not a directory")
     machine, rows, plain = describe_machine(PACKAGES), {}, None
     cases = {
         name: ["--accelerate", *specs[0].split()] if specs[0] else []
@@ -463,8 +466,8 @@ def run_quality(config):
                 "edit_error_ratio": measured["edit_error_ratio"],
                 "instruction_accuracy": measured["instruction_accuracy"],
             }
-    rows |= text_to_image_rows(config)
-    results = write_rows(rows, machine, config.output)
+    write_rows(rows, machine, config.output)
+    results = write_rows(text_to_image_rows(config), machine, config.output)
     report(format_quality(results), config.output)
 
 
@@ -478,7 +481,8 @@ def format_quality(results):
             f"{row['instruction_accuracy']:.3f} |"
         )
     for name, row in rows_of(results, "text to image").items():
-        lines.append(f"| text to image, {name} | {row['psnr']:.1f} | | |")
+        psnr = "" if row["psnr"] is None else f"{row['psnr']:.1f}"
+        lines.append(f"| text to image, {name} | {psnr} | | |")
     return "\n".join(lines)
 
 

@@ -88,25 +88,29 @@ JOBS = {
     "sdxl 4": ("sdxl", "--num_images", "4"),
 }
 FOUR_STEPS = ("--num_inference_steps", "4", "--scheduler", "lcm", "--guidance_scale", "1")
-ACCELERATED = {  # "edit, NAME" and "sdxl, NAME"
-    f"{program}, {name}": (*flags, "--accelerate", *spec.split())
-    for name, specs in ACCELERATIONS.items()
-    for program, flags, spec in zip(
-        ("edit", "sdxl"), (("edit", "--scheduler", "ddim"), ("sdxl",)), specs
-    )
-    if spec is not None
-}
-for _name, _specs in (("4 steps", ()), ("4 steps, int8, taesd", ("int8", "taesd"))):
-    _flags = (*FOUR_STEPS, "--accelerate", *_specs)
-    ACCELERATED[f"edit, {_name}"] = ("edit", "--image_guidance_scale", "1", *_flags)
-    ACCELERATED[f"sdxl, {_name}"] = ("sdxl", *_flags)
+
+
+def accelerated_jobs():
+    """{"edit, NAME" or "sdxl, NAME": arguments of tpu_compile.py}."""
+    edit, one_scale, jobs = ("edit", "--scheduler", "ddim"), ("--image_guidance_scale", "1"), {}
+    for name, (edit_spec, sdxl_spec) in ACCELERATIONS.items():
+        if edit_spec is not None:
+            jobs[f"edit, {name}"] = (*edit, "--accelerate", *edit_spec.split())
+        jobs[f"sdxl, {name}"] = ("sdxl", "--accelerate", *sdxl_spec.split())
+    for name, specs in (("4 steps", ()), ("4 steps, int8, taesd", ("int8", "taesd"))):
+        jobs[f"edit, {name}"] = ("edit", *FOUR_STEPS, *one_scale, "--accelerate", *specs)
+        jobs[f"sdxl, {name}"] = ("sdxl", *FOUR_STEPS, "--accelerate", *specs)
+    return jobs
+
+
+ACCELERATED = accelerated_jobs()
 JOBS |= ACCELERATED
 JobName = Literal[tuple(JOBS)]
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Training steps, UNets and SDXL images."""
+    """Training steps, UNets, SDXL images and edits."""
 
     tpus: tuple[str, ...] = ("v5e-4", "v4-8", "v6e-4")
     jobs: tuple[JobName, ...] = ("train", "unet", "unet sdxl", "sdxl 1", "sdxl 2", "sdxl 4")
@@ -300,21 +304,23 @@ def format_options(results):
 
 
 def compile_block(tpu, block, options):
-    """Figures of a block's program: as in tpu_compile.py's report."""
+    """A block's costs, of measure."""
     function, args = block_program(*BLOCKS[block])
     program = jax.pmap(function, devices=slice_devices(find_slice(tpu))[:1])
-    costs = measure(program, replicated(args, 1), compiler_options=options)
-    return costs | {"memory": costs}
+    return measure(program, replicated(args, 1), compiler_options=options)
 
 
 def compile_with_options(tpu, job, options):
-    """Figures of a whole program: tpu_compile.py's report."""
+    """A whole program's costs, of tpu_compile.py's report."""
     words = [f"{name}={str(value).lower()}" for name, value in options.items()]
-    return compile_program(tpu, job, Programs(), ("--compiler_options", *words))
+    costs = compile_program(tpu, job, Programs(), ("--compiler_options", *words))
+    return costs | costs.get("memory", {})
 
 
 def run_options(config):
     """Compile the rows that are missing, print all."""
+    for tpu in config.tpus:
+        find_slice(tpu)
     jax.config.update("jax_platforms", "cpu")
     machine = describe_machine(("jax", "jaxlib", "libtpu"))
     results = read_rows(config.output)
@@ -328,12 +334,10 @@ def run_options(config):
     for case, tpu, program, name in tqdm(cases, unit="program"):
         compile_case = compile_block if program in BLOCKS else compile_with_options
         costs = compile_case(tpu, program, OPTIONS[name])
-        row = {
-            "options": OPTIONS[name],
-            "cycles": costs["cycles"],
-            "hbm_bytes": costs["hbm_bytes"],
-            "temporaries": costs["memory"]["temporaries"],
-        }
+        if "cycles" not in costs:
+            raise ValueError(f"{program} does not fit {tpu}; take another slice")
+        figures = {key: costs[key] for key in ("cycles", "hbm_bytes", "temporaries")}
+        row = {"options": OPTIONS[name], **figures}
         results = write_rows({case: row}, machine, config.output)
     report(format_options(results), config.output)
 

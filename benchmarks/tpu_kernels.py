@@ -9,6 +9,7 @@ waiting for data), and what the compiler expects of all other operations.
     python -m benchmarks.tpu_kernels convolution
 
 counts those of 3x3 convolutions: XLA's, kernels_flax.shifted_matmuls, and in int8.
+--gradients: with the backward pass.
 
 Rows go to benchmarks/results/tpu.json. Needs a CPU and `pip install "jax[tpu]"`; ten minutes each.
 """
@@ -53,17 +54,9 @@ CASES = {
     "SDXL, 1024 px, 64x64 positions": ((2, 4096, 640), 10, False),
     "SDXL, 1024 px, 32x32 positions": ((2, 1024, 1280), 20, False),
 }
-
-
 BlockSizes, Layout = splash_attention_kernel.BlockSizes, splash_attention_kernel.QKVLayout
-
-
 HEAD_DIM_LAST = dict.fromkeys(("q_layout", "k_layout", "v_layout"), Layout.HEAD_DIM_MINOR)
-
-
 TWO_KERNELS = {"use_fused_bwd_kernel": False, "block_q_dq": 512, "block_kv_dq": 512}
-
-
 SMALL_BLOCKS = {
     "block_q": 512,
     "block_kv": 512,
@@ -72,8 +65,6 @@ SMALL_BLOCKS = {
     "block_kv_dkv": 512,
     "block_kv_dkv_compute": 512,
 }
-
-
 VARIANTS = {  # changes to the BlockSizes of kernels_flax.splash
     "ours": {},
     "head dimension last": HEAD_DIM_LAST,
@@ -186,6 +177,7 @@ CONVOLUTIONS = (  # (B, H, W, C) and output channels: SDXL's images, edits, smal
     *(((2, 32, 32, 1280), 1280), ((2, 32, 32, 2560), 1280)),
     *(((3, 64, 64, 320), 320), ((3, 32, 32, 640), 640), ((3, 16, 16, 1280), 1280)),
     *(((4, 32, 32, 640), 640), ((6, 32, 32, 640), 640), ((8, 32, 32, 640), 640)),
+    *(((6, 64, 64, 640), 640), ((12, 32, 32, 640), 640), ((15, 32, 32, 640), 640)),
     *(((1, 16, 16, 1280), 1280), ((1, 128, 128, 512), 512)),
 )
 
@@ -195,6 +187,7 @@ class Convolution:
     """Cycles of 3x3 convolutions: XLA's, a matmul per kernel position, and that in int8."""
 
     tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
+    gradients: bool = False  # forward and backward pass, without int8
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -211,34 +204,48 @@ CONVOLVE = {  # name: function of (x, kernel), dtype of the kernel
 }
 
 
-def convolution_costs(tpu, shape, out_channels, name):
-    """Figures of SiLU and a convolution in bfloat16, as in a residual block."""
+def convolution_costs(tpu, shape, out_channels, name, gradients=False):
+    """Figures of SiLU and a convolution in bfloat16, as in a residual block, or the gradients."""
     convolve, dtype = CONVOLVE[name]
     x = jax.ShapeDtypeStruct((1, *shape), jnp.bfloat16)
     kernel = jax.ShapeDtypeStruct((1, 3, 3, shape[-1], out_channels), dtype)
+
+    def block(x, kernel):
+        return convolve(jax.nn.silu(x), kernel)
+
+    def loss(x, kernel):
+        return jnp.square(block(x, kernel).astype(jnp.float32)).mean()
+
+    function = jax.grad(loss, (0, 1)) if gradients else block
     devices = slice_devices(find_slice(tpu))[:1]
-    program = jax.pmap(lambda x, kernel: convolve(jax.nn.silu(x), kernel), devices=devices)
-    costs = measure(program, (x, kernel))
+    costs = measure(jax.pmap(function, devices=devices), (x, kernel))
     return {key: costs[key] for key in ("cycles", "hbm_bytes", "temporaries")}
 
 
 def format_convolution(results):
     """Markdown of the rows of convolutions."""
-    lines = [f"| thousand cycles | {' | '.join(CONVOLVE)} |", "|---" * (1 + len(CONVOLVE)) + "|"]
+    lines = [f"| thousand cycles | {' | '.join(CONVOLVE)} |", "|---|---|---|---|"]
     for name, row in rows_of(results, "convolution").items():
-        cells = [f"{row[key]['cycles'] / 1e3:.0f}" for key in CONVOLVE]
+        cells = [f"{row[key]['cycles'] / 1e3:.0f}" if key in row else "" for key in CONVOLVE]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def run_convolution(config):
     """Compile, write, print."""
+    for tpu in config.tpus:
+        find_slice(tpu)
     jax.config.update("jax_platforms", "cpu")
     machine, results = describe_machine(("jax", "jaxlib", "libtpu")), read_rows(config.output)
     cases = [(tpu, *shapes) for tpu in config.tpus for shapes in CONVOLUTIONS]
     for tpu, shape, out_channels in tqdm(cases, unit="shape"):
-        row = {name: convolution_costs(tpu, shape, out_channels, name) for name in CONVOLVE}
         case = f"convolution {tpu}, {'x'.join(map(str, shape))} to {out_channels}"
+        case += ", gradients" * config.gradients
+        row = {
+            name: convolution_costs(tpu, shape, out_channels, name, config.gradients)
+            for name in CONVOLVE
+            if not (config.gradients and name == "int8")
+        }
         results = write_rows({case: row}, machine, config.output)
     report(format_convolution(results), config.output)
 

@@ -112,3 +112,27 @@ def test_convolution(tmp_path, monkeypatch, capsys):
     (row,) = json.loads(output.read_text()).values()
     assert 10_000 < row["matmuls"]["cycles"] < 0.8 * row["xla"]["cycles"]
     assert "| v5e-1, 2x16x16x640 to 640 | " in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_options(tmp_path, monkeypatch, capsys):
+    """A block and a whole program, each compiled once."""
+    module, _, _ = tpu.BLOCKS["SDXL, residual block at 32x32"]
+    block = module.clone(out_channels=32), ((2, 8, 8, 32), (2, 64)), False
+    monkeypatch.setitem(tpu.BLOCKS, "SDXL, residual block at 32x32", block)
+    model = make_tiny_pipeline(tmp_path / "model")
+    words = ("--pretrained_model_name_or_path", str(model), "--resolution", "16")
+    monkeypatch.setitem(tpu.JOBS, "unet", ("unet", *words))
+    flags = ["options", "--tpus", "v5e-1", "--blocks", "SDXL, residual block at 32x32"]
+    flags += ["--jobs", "unet", "--options", "default", "scoped VMEM 64 MiB"]
+    flags += ["--output", str(tmp_path / "tpu.json")]
+    tpu.main(flags)
+    results = json.loads((tmp_path / "tpu.json").read_text())
+    assert len(results) == 4 and all(row["cycles"] > 0 for row in results.values())
+    assert results["options v5e-1, unet, scoped VMEM 64 MiB"]["options"] == {
+        "xla_tpu_scoped_vmem_limit_kib": 65536
+    }
+    monkeypatch.setattr(tpu, "compile_program", None)
+    monkeypatch.setattr(tpu, "compile_block", None)
+    tpu.main(flags)
+    assert "| v5e-1, unet, default | " in capsys.readouterr().out

@@ -614,7 +614,7 @@ def test_traffic_of_a_switch_by_hand():
 
 %one (a: f32[1024]) -> f32[1024] {
   %a = f32[1024]{0} parameter(0)
-  ROOT %b = f32[1024]{0} negate(%a)
+  ROOT %b = f32[1024]{0} negate(%a), backend_config={"estimated_cycles":"3"}
 }
 
 %two (c: f32[1024]) -> f32[1024] {
@@ -644,6 +644,7 @@ ENTRY %main (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
     one, two = 2 * 4096, 4 * 4096
     assert hbm_bytes(text, [(0.7, 0.3)]) == 7 * one + 3 * two
     assert hbm_bytes(text) == 10 * (one + two)
+    assert expected_cycles(text, [(0.7, 0.3)]) == 7 * 3
     with pytest.raises(ValueError, match="1 of 2 switches are not in the program"):
         hbm_bytes(text, [(0.7, 0.3), (0.5, 0.5)])
 
@@ -819,13 +820,15 @@ def test_command_line(model, tmp_path):
     ]
     done = run(*command, "--compiler_options", "xla_tpu_nothing=1")
     assert done.returncode == 2 and not output.exists()
-    assert "--compiler_options: INVALID_ARGUMENT: No such compile option" in done.stderr
+    assert done.stderr.startswith("error: XLA does not take the compiler options xla_tpu_nothing=1")
+    assert done.stderr.count("\n") == 1
     done = run(*command, "--compiler_options", "xla_tpu_scoped_vmem_limit_kib=16384")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(output.read_text())
     assert (report["chips"], report["batch_per_chip"]) == (1, 2)
     assert report["interconnect_bytes"] == 0
+    assert f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels" in done.stdout
     assert "\nfits: 2 per chip need " in done.stdout
     memory = report["memory"]
     assert report["memory_total"] == sum(memory.values()) < report["memory_usable"]
@@ -907,7 +910,11 @@ def test_unknown_type():
         ),
         (
             "--tpu v5e-1 --compiler_options xla_tpu_rwb_fusion",
-            "--compiler_options xla_tpu_rwb_fusion has no value; write xla_tpu_rwb_fusion=VALUE",
+            "--compiler_options xla_tpu_rwb_fusion is not NAME=VALUE",
+        ),
+        (
+            "--tpu v5e-1 --compiler_options a=1 a=2",
+            "--compiler_options names a 2 times; give it once",
         ),
         (
             "--tpu v4-8 --gradient_accumulation_steps 3",
