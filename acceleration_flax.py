@@ -46,6 +46,8 @@ class Guidance:
         for name, share in shares.items():
             require(0 <= share <= 1, self, name, "must be from 0 to 1, a share of the steps")
         require(self.start < self.stop, self, "stop", "must be above start")
+        is_used = self.image_stop == 1 or self.image_stop < self.stop
+        require(is_used, self, "image_stop", f"must be below stop ({self.stop:g}), or left out")
         require(0 <= self.sigma_min < self.sigma_max, self, "sigma_max", "must be above sigma_min")
 
     def branches_of(self, i, num_steps, sigma, branches):

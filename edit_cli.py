@@ -88,8 +88,8 @@ class Config:
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
-    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
-    # int8, taesd; see docs/acceleration.md
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
+    # taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
     # also write a preview of every N-th step, decoded by TAESD, next to each image
     preview: int | None = None

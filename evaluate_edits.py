@@ -25,6 +25,7 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
 
 import itertools
 import json
+import os
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ from editing import (
 )
 from executables import peak_memory, step_options, use_compilation_cache
 from images import prepare_images, save_image
+from lora_flax import find_lora, split_weight
 from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
 from pipeline_flax_utils import MODULES
 
@@ -161,13 +163,24 @@ def model_checksum(model):
     files = [Path(model, INDEX_NAME)]
     for part in sorted(PARTS):
         files += sorted(file for file in Path(model, part).glob("*") if file.is_file())
+    return files_checksum(files, model)
+
+
+def files_checksum(files, folder="."):
+    """CRC-32 of files and their names relative to folder."""
     checksum = 0
     for file in files:
-        checksum = zlib.crc32(str(file.relative_to(model)).encode(), checksum)
-        with file.open("rb") as opened:
+        checksum = zlib.crc32(os.path.relpath(file, folder).encode(), checksum)
+        with open(file, "rb") as opened:
             while block := opened.read(1 << 24):
                 checksum = zlib.crc32(block, checksum)
     return f"{checksum:08x}"
+
+
+def lora_checksum(specs):
+    """What identifies the weights of LoRA files, CRC-32; None: there are none."""
+    files = [find_lora(split_weight(spec)[0]) for spec in specs]
+    return files_checksum(files) if files else None
 
 
 def load_results(config, settings, checksums):
@@ -303,8 +316,11 @@ def measure_baseline(references, make_image):
     return {"num_pairs": used} | averages(metrics)
 
 
-def measure_baselines(references, results, save):
-    """Add the rows of what needs no model: the copied input, and the truth itself."""
+def measure_baselines(references, results):
+    """Add the rows of what needs no model: the copied input, and the truth itself.
+
+    They are saved with the first row of a model, so that one that cannot be loaded changes nothing.
+    """
     for name in BASELINES:
         if find_row(results["baselines"], baseline=name) is None:
             make = {
@@ -314,7 +330,6 @@ def measure_baselines(references, results, save):
             row = measure_baseline(references, make)
             if row["num_pairs"]:
                 results["baselines"].append({"baseline": name, "model": None} | row)
-                save()
 
 
 def measure_vae(references, results, save, model, pipeline, params):
@@ -521,6 +536,7 @@ def run(config):
         "eta": config.eta,
         "timestep_spacing": config.timestep_spacing,
         "lora": list(config.lora) or None,
+        "checksum of the LoRAs": lora_checksum(config.lora),
         "accelerate": list(config.accelerate) or None,
         "dtype": str(compute_dtype(config.dtype)),
         "batch_size": config.batch_size,
@@ -547,7 +563,7 @@ def run(config):
     clip = Clip(config.clip_model) if config.clip_model and any(todo.values()) else None
     references = load_references(pairs, clip, config.resolution, factor)
     if any(todo.values()):
-        measure_baselines(references, results, save)
+        measure_baselines(references, results)
     total = len(pairs) * sum(map(len, todo.values()))
     with tqdm(total=total, unit="edit", disable=not total) as bar:
         for model, missing in todo.items():

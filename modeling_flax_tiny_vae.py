@@ -171,10 +171,16 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     config = FlaxAutoencoderTiny.load_config(source, **hub_options)
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
         raise ValueError(
-            f"{source} is a {config.get('_class_name')}, not an AutoencoderTiny; name the "
-            "directory of a TAESD"
+            f"{source} is of class {config.get('_class_name', 'unknown')}, not AutoencoderTiny; "
+            "name the directory of a TAESD"
         )
     tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
+    check_latents(tiny, vae, source)
+    return tiny
+
+
+def check_latents(tiny, vae, source):
+    """Raise a ValueError unless a FlaxAutoencoderTiny decodes the latents of a VAE's config."""
     sizes = [
         (module.latent_channels, 2 ** (len(channels) - 1))
         for module, channels in (
@@ -188,7 +194,6 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
             f"{sizes[0][1]} times as large; the model's have {sizes[1][0]} and {sizes[1][1]}; name "
             "one for this model"
         )
-    return tiny
 
 
 def upsample_nearest(x, factor):

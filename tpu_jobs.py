@@ -15,7 +15,7 @@ from acceleration_flax import count_evaluations, parse, plan_steps
 from caching_flax import switch_shares
 from config_flax import PUBLISHED_CONFIGS, ConfigMixin
 from editing import choose_scheduler
-from modeling_flax_tiny_vae import FlaxAutoencoderTiny, open_tiny_vae
+from modeling_flax_tiny_vae import FlaxAutoencoderTiny, check_latents, open_tiny_vae
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -198,12 +198,13 @@ def open_pipeline(config):
     }
     accelerate = parse(config.accelerate)
     if tiny := accelerate.tiny_decoder:
-        published = PUBLISHED_CONFIGS[cls.tiny_vae_name.split("/")[1]]["vae"]
-        settings["tiny_vae"] = (
-            open_tiny_vae(tiny.path, modules["vae"], dtype)
-            if tiny.path
-            else FlaxAutoencoderTiny.from_config(published, dtype=dtype)
-        )
+        name, vae = cls.tiny_vae_name, modules["vae"]
+        if tiny.path:
+            settings["tiny_vae"] = open_tiny_vae(tiny.path, vae, dtype)
+        else:
+            published = PUBLISHED_CONFIGS[name.split("/")[1]]["vae"]
+            settings["tiny_vae"] = FlaxAutoencoderTiny.from_config(published, dtype=dtype)
+            check_latents(settings["tiny_vae"], vae, name)
     # Prompts are given as tokens, so no tokenizer is needed.
     tokenizers = {
         name.replace("text_encoder", "tokenizer"): True

@@ -167,6 +167,10 @@ def measure(program, args, switches=(), compiler_options=None):
             ) from error
         if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
             raise
+        if compiler_options and "hbm" not in str(error).lower():  # another memory, such as VMEM
+            raise ValueError(
+                f"the program does not compile with these options: {one_line(error, 200)}"
+            ) from error
         needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
         return {"needs": needs, "compile_seconds": time.perf_counter() - started}
     memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()

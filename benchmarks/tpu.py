@@ -346,6 +346,8 @@ def accelerated_flags(config):
     """{job of ACCELERATED: flags of tpu_compile.py}."""
     flags = {}
     for job, (program, *words) in ACCELERATED.items():
+        if "taesd" in words and config.pretrained_model_name_or_path:
+            continue  # the published TAESD may not fit
         words += ["--tpu", "v5e-1", "--num_images", str(config.num_images)]
         if program == "edit" and (model := config.pretrained_model_name_or_path):
             words += ["--pretrained_model_name_or_path", model, "--resolution", "64"]

@@ -427,6 +427,11 @@ def test_accelerated_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch, 
     words = flags(**given | {"accelerate": "guidance:stop=0.5", "guidance_scale": (7, 1)})
     words += ["--image_guidance_scale", "1", "--overwrite_output_dir"]
     assert "guidance" in refused(capsys, words)
+    # Nor does a part that cannot be loaded change them.
+    words = flags(**given | {"accelerate": "taesd:path=nowhere"})
+    with pytest.raises(SystemExit):
+        evaluate_edits.main([*words, "--overwrite_output_dir"])
+    assert "\nerror: the TAESD nowhere does not exist" in capsys.readouterr().err
     assert json.loads((out / "results.json").read_text()) == results
 
 

@@ -388,8 +388,15 @@ def test_flops_of_branches_and_int8(model):
         image_job(accelerated(model, "tgate"), jax.devices()[:1])
 
 
-def test_an_edit_by_the_tiny_decoder(model):
-    found = image_job(accelerated(model, "taesd", "int8:mode=weight"), jax.devices()[:1])
+def test_an_edit_by_the_tiny_decoder(model, tmp_path):
+    sizes = {f"{part}_block_out_channels": [8, 8] for part in ("encoder", "decoder")}
+    sizes |= {f"num_{part}_blocks": [1, 1] for part in ("encoder", "decoder")}
+    config = {"_class_name": "AutoencoderTiny"} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    specs = f"taesd:path={tmp_path}", "int8:mode=weight"
+    found = image_job(accelerated(model, *specs), jax.devices()[:1])
+    with pytest.raises(ValueError, match="madebyollin/taesd decodes latents of 4 channels to"):
+        image_job(accelerated(model, "taesd"), jax.devices()[:1])
     assert {"tiny_vae", "vae", "unet"} < found.held["parameters"].keys()
     kernels = jax.tree.leaves(found.held["parameters"]["unet"])
     assert {x.dtype for x in kernels} == {jnp.dtype(x) for x in ("bfloat16", "float32", "int8")}
