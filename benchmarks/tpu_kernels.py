@@ -188,6 +188,7 @@ class Convolution:
 
     tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
     gradients: bool = False  # forward and backward pass, without int8
+    again: bool = False  # also compile rows that the output has
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -241,6 +242,8 @@ def run_convolution(config):
     for tpu, shape, out_channels in tqdm(cases, unit="shape"):
         case = f"convolution {tpu}, {'x'.join(map(str, shape))} to {out_channels}"
         case += ", gradients" * config.gradients
+        if case in results and not config.again:
+            continue
         row = {
             name: convolution_costs(tpu, shape, out_channels, name, config.gradients)
             for name in CONVOLVE
