@@ -11,7 +11,7 @@ activations are quantized in the program, with their own scales. This is for inf
 layers have no gradients. LoRA factors of an int8 layer stay as they are and are added in `dtype`.
 
 A TPU multiplies int8 at twice the rate of bfloat16, but finding the scales of activations costs two
-passes over them. By the compiler's estimate for a v5e this pays for convolutions and for the first
+passes over them. By the compiler's estimate for a v5e this pays for wide convolutions and the first
 layer of wide feed-forwards (the mode "fast"), not for the other layers. Convolutions are matmuls
 here, because XLA has no integer convolution for GPUs (github.com/jax-ml/jax/issues/7637). On a CPU
 int8 is slow, and in a loop it saves no memory: XLA keeps the kernels that it has cast up.
