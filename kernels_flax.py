@@ -322,6 +322,28 @@ def xla_convolve(x, kernel, stride=1, padding=((1, 1), (1, 1))):
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=names)
 
 
+def sum_of_matmuls(x, kernel, stride, padding, dtype):
+    """A convolution as the sum of one matmul per kernel position.
+
+    Args:
+        x, kernel, stride, padding: as for convolve.
+        dtype: of the sums.
+
+    Returns:
+        (B, h, w, D), in dtype.
+    """
+    size = len(kernel)
+    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    rows, columns = (
+        [slice(i, n - size + i + 1, stride) for i in range(size)] for n in x.shape[1:3]
+    )
+    return sum(
+        jnp.matmul(x[:, rows[i], columns[j]], kernel[i, j], preferred_element_type=dtype)
+        for i in range(size)
+        for j in range(size)
+    )
+
+
 @jax.custom_vjp
 def shifted_matmuls(x, kernel):
     """A 3x3 convolution of stride 1 that keeps height and width: a matmul per kernel position.
@@ -333,19 +355,7 @@ def shifted_matmuls(x, kernel):
     Returns:
         (B, H, W, D), in x's dtype; summed in float32.
     """
-    _, H, W, _ = x.shape
-    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    products = (
-        jnp.einsum(
-            "bhwc,cd->bhwd",
-            x[:, i : i + H, j : j + W],
-            kernel[i, j],
-            preferred_element_type=jnp.float32,
-        )
-        for i in range(3)
-        for j in range(3)
-    )
-    return sum(products).astype(x.dtype)
+    return sum_of_matmuls(x, kernel, 1, ((1, 1), (1, 1)), jnp.float32).astype(x.dtype)
 
 
 def _shifted_matmuls_forward(x, kernel):

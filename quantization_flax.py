@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from kernels_flax import convolve
+from kernels_flax import convolve, sum_of_matmuls
 
 SCALE_NAMES = {
     "fast": "dynamic_scale",
@@ -171,13 +171,4 @@ def int8_convolution(x, kernel, stride, padding):
     Returns:
         int32 (B, h, w, D).
     """
-    size = len(kernel)
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
-    rows, columns = (
-        [slice(i, n - size + i + 1, stride) for i in range(size)] for n in x.shape[1:3]
-    )
-    return sum(
-        int8_matmul(x[:, rows[i], columns[j]], kernel[i, j])
-        for i in range(size)
-        for j in range(size)
-    )
+    return sum_of_matmuls(x, kernel, stride, padding, jnp.int32)
