@@ -15,14 +15,14 @@ peak counts the UNet's FLOPs only. Tiny, a minute each:
     python -m benchmarks.images sdxl --size tiny --image_size 64 --rounds 1 --output images.json
 
     python -m benchmarks.images accelerations
-    python -m benchmarks.images quality --lora demo/output/lcm
+    python -m benchmarks.images quality --lora demo/output/lcm --taesd demo/output/taesd
 
 compare --accelerate's techniques with the plain pipeline. `accelerations`: seconds of an edit with
 Stable Diffusion 1.5's shapes, the techniques in turn in one process; a quarter of an hour at 128
 pixels. `quality`: edits of the demo's held-out images by edit_cli.py and the model of `make demo`;
 their PSNR to the plain edits, edit_error_ratio and instruction_accuracy as in demo/evaluate.py;
 also the PSNR of images that the demo's base model makes from captions; ten minutes.
-docs/acceleration.md has the command of the LoRA.
+docs/acceleration.md has the command of the LoRA, demo/make_tiny_vae.py makes the TAESD.
 
 Rows go to benchmarks/results/images.json. `edit` needs 12 GB of memory, `sdxl` 18 GB and 14 GB of
 disk; a quarter of an hour on two otherwise idle cores.
@@ -376,6 +376,8 @@ class Quality:
     demo_dir: Path = Path("demo/output")  # of `make demo`
     text_to_image_model: Path = Path("demo/base_model")  # makes images of the edits' captions
     lora: Path | None = None  # an LCM-LoRA of distill_lcm.py; also edits in 4, 2 and 1 steps
+    taesd: Path | None = None  # a TAESD of demo/make_tiny_vae.py; None: without taesd
+    techniques: tuple[Literal[tuple(ACCELERATIONS)], ...] = tuple(ACCELERATIONS)
     output: str = "benchmarks/results/images.json"
 
 
@@ -410,14 +412,26 @@ def psnr_db(images, others):
     return -10 * math.log10(error) if error else None
 
 
+def quality_specs(config, of_edits):
+    """{technique: --accelerate}, the plain pipeline first.
+
+    The published TAESD does not fit the demo's latents.
+    """
+    specs = {name: specs[0 if of_edits else 1] for name, specs in ACCELERATIONS.items()}
+    specs["taesd"] = f"taesd:path={config.taesd}" if config.taesd else None
+    names = dict.fromkeys(("plain", *config.techniques))
+    return {name: specs[name] for name in names if specs[name] is not None}
+
+
 def text_to_image_rows(config):
     """Rows of images of the held-out edits' captions with each acceleration."""
     lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
     captions = sorted({json.loads(line)["output_caption"] for line in lines})
     plain = text_to_images(config.text_to_image_model, captions, "")
     rows = {}
-    for name, (_, spec) in tqdm(ACCELERATIONS.items(), "text to image", unit="technique"):
-        if name not in ("plain", "taesd"):
+    specs = quality_specs(config, of_edits=False)
+    for name, spec in tqdm(specs.items(), "text to image", unit="technique"):
+        if name != "plain":
             images = text_to_images(config.text_to_image_model, captions, spec)
             rows[f"text to image {name}"] = {
                 "accelerate": spec,
@@ -434,12 +448,8 @@ def run_quality(config):
     if not config.text_to_image_model.is_dir():
         raise ValueError(f"--text_to_image_model {config.text_to_image_model} is not a directory")
     machine, rows, plain = describe_machine(PACKAGES), {}, None
-    cases = {
-        name: ["--accelerate", *specs[0].split()] if specs[0] else []
-        for name, specs in ACCELERATIONS.items()
-        # TAESD is published for Stable Diffusion's latents, not for the demo's.
-        if specs[0] is not None and name != "taesd"
-    }
+    specs = quality_specs(config, of_edits=True)
+    cases = {name: ["--accelerate", *spec.split()] if spec else [] for name, spec in specs.items()}
     for steps in (4, 2, 1) if config.lora else ():
         few = ["--num_inference_steps", str(steps)]
         name = f"{steps} steps" if steps > 1 else "1 step"
@@ -447,6 +457,9 @@ def run_quality(config):
         few = [*few, "--guidance_scale", "1", "--image_guidance_scale", "1"]
         cases[f"{name}, no guidance"] = few
         cases[f"{name}, LCM-LoRA"] = [*few, "--scheduler", "lcm", "--lora", str(config.lora)]
+    if config.lora and config.taesd:
+        few = [*cases["4 steps, LCM-LoRA"], "--accelerate", "int8", f"taesd:path={config.taesd}"]
+        cases["4 steps, LCM-LoRA, int8, taesd"] = few
     with tempfile.TemporaryDirectory() as temporary:
         for name, flags in tqdm(cases.items(), unit="technique"):
             folder = Path(temporary) / name.replace(" ", "_")
@@ -460,7 +473,7 @@ def run_quality(config):
             ]
             measured = measure(crops)
             rows[f"quality {name}"] = {
-                "accelerate": ACCELERATIONS.get(name, [""])[0],
+                "accelerate": specs.get(name, ""),
                 "flags": " ".join(flags),
                 "psnr": psnr_db(*map(np.stack, zip(*pairs))),
                 "edit_error_ratio": measured["edit_error_ratio"],
@@ -471,18 +484,21 @@ def run_quality(config):
     report(format_quality(results), config.output)
 
 
+def psnr_cell(row):
+    """The PSNR of a row of quality or text to image; empty without one."""
+    return "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
+
+
 def format_quality(results):
     """Markdown of the rows of quality."""
-    lines = ["| | PSNR, dB | edit_error_ratio | instruction_accuracy |", "|---|---|---|---|"]
+    lines = ["| | PSNR | edit_error_ratio | instruction_accuracy |", "|---|---|---|---|"]
     for name, row in rows_of(results, "quality").items():
-        psnr = "" if row["psnr"] is None else f"{row['psnr']:.1f}"
         lines.append(
-            f"| {name} | {psnr} | {row['edit_error_ratio']:.3f} | "
+            f"| {name} | {psnr_cell(row)} | {row['edit_error_ratio']:.3f} | "
             f"{row['instruction_accuracy']:.3f} |"
         )
     for name, row in rows_of(results, "text to image").items():
-        psnr = "" if row["psnr"] is None else f"{row['psnr']:.1f}"
-        lines.append(f"| text to image, {name} | {psnr} | | |")
+        lines.append(f"| text to image, {name} | {psnr_cell(row)} | | |")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable
 
 from benchmarks.harness import GIB, ROOT, read_rows, rows_of
+from benchmarks.images import psnr_cell
 from benchmarks.tpu_kernels import CASES
 from tpu_programs import find_slice, roofline_seconds
 from training_flags import Config as TrainingConfig
@@ -575,8 +576,11 @@ def acceleration_quality_table() -> str:
         row, ratios = quality.get(name), timed.get(name, {}).get("times_as_fast", [])
         cells = ["", "", ""]
         if row:
-            psnr = "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
-            cells = [psnr, f"{row['edit_error_ratio']:.3f}", f"{row['instruction_accuracy']:.3f}"]
+            cells = [
+                psnr_cell(row),
+                f"{row['edit_error_ratio']:.3f}",
+                f"{row['instruction_accuracy']:.3f}",
+            ]
         spec = (row or timed[name])["accelerate"]
         faster = f"{statistics.median(ratios):.2f}" if ratios else ""
         lines.append([name, f"`{spec}`" if spec else "", *cells, faster])
@@ -590,7 +594,7 @@ def acceleration_quality_table() -> str:
 def text_to_image_table() -> str:
     """Images of the demo's base model with each acceleration."""
     lines = [
-        [name, f"`{row['accelerate']}`", "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"]
+        [name, f"`{row['accelerate']}`", psnr_cell(row)]
         for name, row in rows_of(rows("images"), "text to image").items()
     ]
     return table("| `--accelerate` | PSNR to plain", lines)

@@ -212,35 +212,21 @@ def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
     assert_close(value_and_gradients(ours, args), torch_value_and_gradients(theirs, args), 1e-5)
 
 
+@pytest.mark.parametrize(("ours", "tolerance"), [(winograd, 2e-6), (shifted_matmuls, 1e-5)])
 @pytest.mark.parametrize(
     "size", [(5, 7), (1, 1), *(pytest.param(x, marks=pytest.mark.slow) for x in ((6, 8), (2, 9)))]
 )
-def test_winograd(size):
+def test_convolution_algorithms(size, ours, tolerance):
+    """Values and gradients of PyTorch's convolution, in float32 and bfloat16."""
     args = normal(2, *size, 5), normal(3, 3, 5, 7, seed=2)
 
     def theirs(x, kernel):
         return F.conv2d(x.movedim(-1, 1), kernel.permute(3, 2, 0, 1), padding=1).movedim(1, -1)
 
-    found = value_and_gradients(winograd, args)
-    assert_close(found, torch_value_and_gradients(theirs, args), 2e-6)
+    found = value_and_gradients(ours, args)
+    assert_close(found, torch_value_and_gradients(theirs, args), tolerance)
     args = [jnp.asarray(x, jnp.bfloat16) for x in args]
-    found = value_and_gradients(winograd, args)
-    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
-    args = [np.float32(x) for x in args]
-    expected = torch_value_and_gradients(theirs, args)
-    assert_close([np.float32(x) for x in found], expected, 2e-2)
-
-
-def test_shifted_matmuls():
-    args = normal(2, 5, 7, 5), normal(3, 3, 5, 8, seed=2)
-
-    def theirs(x, kernel):
-        return F.conv2d(x.movedim(-1, 1), kernel.permute(3, 2, 0, 1), padding=1).movedim(1, -1)
-
-    found = value_and_gradients(shifted_matmuls, args)
-    assert_close(found, torch_value_and_gradients(theirs, args), 1e-5)
-    args = [jnp.asarray(x, jnp.bfloat16) for x in args]
-    found = value_and_gradients(shifted_matmuls, args)
+    found = value_and_gradients(ours, args)
     assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
     args = [np.float32(x) for x in args]
     expected = torch_value_and_gradients(theirs, args)

@@ -12,13 +12,26 @@ import jax
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderTiny,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
 from PIL import Image
 from safetensors.numpy import load_file
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 
-from demo import compare_families, evaluate, make_base_model, make_dataset, run_demo
+from demo import (
+    compare_families,
+    evaluate,
+    make_base_model,
+    make_dataset,
+    make_tiny_vae,
+    run_demo,
+)
 from demo.evaluate import load_edits, measure, read_image
 from demo.photographs import (
     EDITS,
@@ -29,7 +42,9 @@ from demo.photographs import (
     random_crop,
 )
 from images import crop_corner, scaled_size
+from modeling_flax_tiny_vae import FlaxAutoencoderTiny
 from parquet_processing import ParquetImagePairs
+from pipeline_flax_stable_diffusion import FlaxStableDiffusionPipeline
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -124,11 +139,18 @@ def test_mistakes_and_ctrl_c_are_one_line(tmp_path, monkeypatch, capsys):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "edits.jsonl" in error
+    for flags in (["--num_steps", "0"], ["--vae_dir", str(tmp_path)]):
+        with pytest.raises(SystemExit) as stop:
+            make_tiny_vae.main([*flags, "--output_dir", str(tmp_path / "taesd")])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and flags[1] in error
+    assert not (tmp_path / "taesd").exists()
 
     def interrupt(config):
         raise KeyboardInterrupt
 
-    for script in (run_demo, make_dataset, evaluate, make_base_model):
+    for script in (run_demo, make_dataset, evaluate, make_base_model, make_tiny_vae):
         monkeypatch.setattr(script, "run", interrupt)
         with pytest.raises(SystemExit) as stop:
             script.main([])
@@ -438,3 +460,37 @@ def test_evaluate_edits_ranks_as_the_summary(tmp_path):
     assert sorted(found, key=found.get) == sorted(expected, key=expected.get)
     assert sorted(found, key=found.get) == ["guided", "unguided", "copied input", "untrained"]
     assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+def test_make_tiny_vae(tmp_path):
+    """The loss against PyTorch's models; the command writes a TAESD that a pipeline takes."""
+    command = [sys.executable, "demo/make_tiny_vae.py", "--num_steps", "2"]
+    command += ["--output_dir", tmp_path / "taesd"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    images, *_ = next(make_base_model.image_batches(0, 2, False))
+    vae, key = make_base_model.load_vae(BASE_MODEL / "vae"), jax.random.key(3)
+    _, params = FlaxAutoencoderTiny.from_pretrained(tmp_path / "taesd")
+    found = make_tiny_vae.tiny_vae_loss(params, images, key, vae=vae)
+    theirs = AutoencoderKL.from_pretrained(BASE_MODEL / "vae", dtype=torch.float32)
+    tiny, losses = AutoencoderTiny.from_pretrained(tmp_path / "taesd"), []
+    with torch.no_grad():
+        images = torch.from_numpy(images)
+        posterior, scale = theirs.encode(images).latent_dist, theirs.config.scaling_factor
+        B, C, h, w = posterior.mean.shape
+        noise = torch.tensor(np.asarray(jax.random.normal(key, (B, h, w, C)))).movedim(-1, 1)
+        latents = posterior.mean + posterior.std * noise
+        for student, teacher in (
+            (tiny.encode(images).latents, scale * posterior.mean),
+            (tiny.decode(scale * latents).sample, theirs.decode(latents).sample),
+        ):
+            losses.append(F.l1_loss(student, teacher) + F.mse_loss(student, teacher))
+    np.testing.assert_allclose(found, sum(losses), rtol=1e-4)
+
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
+        BASE_MODEL, accelerate=[f"taesd:path={tmp_path / 'taesd'}"]
+    )
+    inputs = pipeline.prepare_inputs(["a photo of a cat"]), params, jax.random.key(0)
+    assert pipeline(*inputs, 1, height=64, width=64).images.shape == (1, 64, 64, 3)

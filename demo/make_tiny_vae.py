@@ -1,0 +1,92 @@
+"""Train a TAESD for the VAE of the demo's models, for --accelerate taesd:path=demo/output/taesd.
+
+    python demo/make_tiny_vae.py
+
+The published TAESD fits the latents of Stable Diffusion and SDXL. The demo's VAE has other latents;
+here a FlaxAutoencoderTiny of half the published width learns the VAE's latents and images from the
+photographs of make_base_model.py. Eight minutes on two CPU cores.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from command_line import check_writable, run_main  # noqa: E402
+from demo.make_base_model import VAE, fit, image_batches, load_vae  # noqa: E402
+from modeling_flax_tiny_vae import FlaxAutoencoderTiny  # noqa: E402
+
+WIDTHS = (32, 32, 32)
+TINY_VAE = FlaxAutoencoderTiny(
+    encoder_block_out_channels=WIDTHS,
+    decoder_block_out_channels=WIDTHS,
+    latent_channels=VAE.latent_channels,
+    num_encoder_blocks=(1, 3, 3),
+    num_decoder_blocks=(3, 3, 1),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a TAESD for the demo."""
+
+    vae_dir: Path = ROOT / "demo" / "base_model" / "vae"  # of demo/base_model or demo/output/model
+    output_dir: Path = ROOT / "demo" / "output" / "taesd"  # of the model
+    num_steps: int = 1500  # optimizer steps
+    batch_size: int = 8  # images per step
+    learning_rate: float = 1e-2  # peak; warm-up, then cosine to zero
+    seed: int = 0
+
+
+def tiny_vae_loss(params, images, key, *, vae):
+    """Mean absolute plus mean squared error of latents and of decoded images.
+
+    Args:
+        params: of TINY_VAE.
+        images: (B, 3, SIZE, SIZE) in [-1, 1].
+        key: of the noise in the VAE's latents.
+        vae: of load_vae.
+    """
+    variables = {"params": vae["params"]}
+    posterior = VAE.apply(variables, images, method=VAE.encode).latent_dist
+    mode, latents = (
+        jnp.transpose(x, (0, 3, 1, 2)) for x in (posterior.mode(), posterior.sample(key))
+    )
+    decoded = VAE.apply(variables, latents, method=VAE.decode).sample
+    scale = vae["scaling_factor"]
+    student = partial(TINY_VAE.apply, {"params": params})
+    errors = (
+        student(images, method=TINY_VAE.encode).latents - scale * mode,
+        student(scale * latents, method=TINY_VAE.decode).sample - decoded,
+    )
+    return sum(jnp.abs(error).mean() + jnp.square(error).mean() for error in errors)
+
+
+def run(config):
+    """Train and save."""
+    for name in ("num_steps", "batch_size"):
+        if (value := getattr(config, name)) < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    check_writable(f"--output_dir {config.output_dir}", config.output_dir.absolute())
+    vae = load_vae(config.vae_dir)
+    params = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed))
+    batches = (images for images, *_ in image_batches(config.seed + 1, config.batch_size, False))
+    settings = config.num_steps, config.learning_rate, config.seed + 2
+    params = fit(partial(tiny_vae_loss, vae=vae), params, batches, *settings, "TAESD")
+    TINY_VAE.save_pretrained(config.output_dir, jax.device_get(params))
+    print(f"saved {config.output_dir}")
+
+
+def main(args=None):
+    """Command line."""
+    run_main(Config, __doc__, run, args)
+
+
+if __name__ == "__main__":
+    main()
