@@ -616,39 +616,33 @@ def distillation_table() -> str:
 
 
 def acceleration_tpu_table() -> str:
-    """Compiled programs of images and edits."""
-    lines = []
-    results = rows("tpu")
-    for case, row in results.items():
-        is_image = row.get("program") in ("sdxl", "edit") and row["batch_per_chip"] == 1
-        # A row of XLA's default level replaces that of O1.
-        if not is_image or (case.endswith(" O1") and case.removesuffix(" O1") in results):
-            continue
-        chip, flags = find_slice(row["tpu"]).chip, row["flags"]
-        compute = roofline_seconds(chip, row["flops"], 0, int8_flops=row.get("int8_flops", 0))
-        moved, note = f"{row['hbm_bytes'] / 1e9:.0f} GB", ""
-        seconds = row["step_seconds"]
-        if "optimization_level" in flags:  # the default level moves less
-            moved, seconds = f"less than {moved}", compute
-            at_most = roofline_seconds(chip, 0, row["hbm_bytes"])
-            if at_most > compute:
-                note = f", or HBM: less than {at_most:.3g} s"
-        settings = [f"{flags.get('num_inference_steps', 20)} steps"]
-        settings += [f"`{spec}`" for spec in flags.get("accelerate", [])]
-        title = "SDXL, 1024 px" if row["program"] == "sdxl" else "edit, 512 px"
-        limit = ("FLOPs" if compute >= seconds else "HBM") + note
-        lines.append(
-            [
-                f"{title}, {' '.join(settings)}",
-                row["tpu"].partition("-")[0],
-                memory_cells(row),
-                f"{row['flops'] / 1e12:.3g}",
-                moved,
-                f"{seconds:.3g} s",
-                limit,
-            ]
-        )
-    return table("| chip | memory, GiB | TFLOP | HBM | at least | limit", lines)
+    """Compiled programs of images and edits with each acceleration."""
+    results, lines = rows("tpu"), []
+    names = (case.partition(", ")[2] for case in rows_of(results, "acceleration"))
+    for name in dict.fromkeys(names):
+        cells = []
+        for program in ("sdxl", "edit"):
+            for tpu in ("v5e-1", "v6e-1"):
+                case = f"program {tpu} {program}, {name}"
+                cells += compiled_cells(results.get(case) or results.get(f"{case} O1"))
+        lines.append([name, *cells])
+    titles = [f"{program}, {chip}" for program in ("SDXL", "edit") for chip in ("v5e", "v6e")]
+    columns = " | ".join(f"{title}: GiB | HBM | at least" for title in titles)
+    return table(f"| {columns}", lines)
+
+
+def compiled_cells(row: dict | None) -> list[str]:
+    """Memory, traffic and least time of a compiled program; empty if it was not compiled."""
+    if row is None:
+        return [""] * 3
+    chip, flops = find_slice(row["tpu"]).chip, row["flops"]
+    by_flops = roofline_seconds(chip, flops, 0, int8_flops=row["int8_flops"])
+    by_traffic = roofline_seconds(chip, 0, row["hbm_bytes"])
+    memory, moved = f"{row['memory_total'] / GIB:.1f}", f"{row['hbm_bytes'] / 1e9:.0f} GB"
+    if "optimization_level" not in row["flags"]:
+        return [memory, moved, seconds(max(by_flops, by_traffic))]
+    to = f"to {by_traffic:.3g} " if by_traffic > by_flops else ""
+    return [memory, f"< {moved}", f"{by_flops:.3g} {to}s"]
 
 
 TABLES: dict[str, Callable[[], str]] = {
