@@ -624,7 +624,8 @@ def acceleration_tpu_table() -> str:
         for program in ("sdxl", "edit"):
             for tpu in ("v5e-1", "v6e-1"):
                 case = f"program {tpu} {program}, {name}"
-                cells += compiled_cells(results.get(case) or results.get(f"{case} O1"))
+                cases = (f"{case}{level}" for level in ("", " O1", " O0"))  # of XLA
+                cells += compiled_cells(next((results[x] for x in cases if x in results), None))
         lines.append([name, *cells])
     titles = [f"{program}, {chip}" for program in ("SDXL", "edit") for chip in ("v5e", "v6e")]
     columns = " | ".join(f"{title}: GiB | HBM | at least" for title in titles)

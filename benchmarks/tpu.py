@@ -119,7 +119,7 @@ class Programs:
     resolution: int | None = None  # pixels, of training and UNets; None: as described
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
     # XLA's optimization level, see tpu_compile.py; None: XLA's default
-    optimization_level: Literal["O1"] | None = None
+    optimization_level: Literal["O0", "O1"] | None = None
     output: str = "benchmarks/results/tpu.json"
 
 
