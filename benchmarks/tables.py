@@ -90,7 +90,7 @@ def results_table() -> str:
     loader = rows("data")["ratio ours/datasets"]
     ratios = [x["median"] for threads in loader["summary"].values() for x in threads.values()]
     sdxl = rows("tpu")["program v5e-4 sdxl 1"]
-    cached = rows("tpu")["program v5e-1 sdxl, deepcache 2, guidance O1"]
+    cached = rows("tpu")["acceleration sdxl, deepcache 2, guidance"]
     compiling, loading = middle_start("AOT, first start"), middle_start("AOT, executable kept")
     ema = rows("ema")["quality constant"]["summary"]
     with_ema, without = (ema[x]["edit_error_ratio"]["median"] for x in ("late 20%", "none"))
@@ -128,9 +128,8 @@ def results_table() -> str:
         ],
         [
             "the same with DeepCache and guidance in half of the steps",
-            f"{cached['step_seconds']:.2f} s",
-            "python tpu_compile.py sdxl --tpu v5e-1 --optimization_level O1 "
-            "--accelerate deepcache:interval=2 guidance:stop=0.5",
+            f"{cached['seconds']['v5e']:.2f} s",
+            "python -m benchmarks.tpu accelerations",
         ],
         [
             "SDXL executable, loading instead of compiling",
@@ -617,19 +616,23 @@ def distillation_table() -> str:
 
 def acceleration_tpu_table() -> str:
     """Compiled programs of images and edits with each acceleration."""
-    results, lines = rows("tpu"), []
-    names = (case.partition(", ")[2] for case in rows_of(results, "acceleration"))
-    for name in dict.fromkeys(names):
+    lines, counts = [], rows_of(rows("tpu"), "acceleration")
+    for name in dict.fromkeys(case.partition(", ")[2] for case in counts):
         cells = []
         for program in ("sdxl", "edit"):
             for tpu in ("v5e-1", "v6e-1"):
-                case = f"program {tpu} {program}, {name}"
-                cases = (f"{case}{level}" for level in ("", " O1", " O0"))  # of XLA
-                cells += compiled_cells(next((results[x] for x in cases if x in results), None))
+                cells += compiled_cells(compiled_row(tpu, f"{program}, {name}"))
         lines.append([name, *cells])
     titles = [f"{program}, {chip}" for program in ("SDXL", "edit") for chip in ("v5e", "v6e")]
     columns = " | ".join(f"{title}: GiB | HBM | at least" for title in titles)
     return table(f"| {columns}", lines)
+
+
+def compiled_row(tpu: str, job: str) -> dict | None:
+    """A compiled image or edit, of the highest of XLA's levels; None if it was not compiled."""
+    results = rows("tpu")
+    cases = (f"program {tpu} {job}{level}" for level in ("", " O1", " O0"))
+    return next((results[case] for case in cases if case in results), None)
 
 
 def compiled_cells(row: dict | None) -> list[str]:
