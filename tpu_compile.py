@@ -21,8 +21,8 @@ A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes
 --find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
 "jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
 18 GB of memory (27 GB at 32 pairs per chip). --optimization_level O1 says several times faster
-whether a program fits; it prefetches nothing, so its traffic of the memory is too high. Writes JSON
-into the current directory.
+whether a program fits; it keeps nothing in VMEM between operations, so its traffic of the memory is
+too high. Writes JSON into the current directory.
 
 The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
 and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over

@@ -41,7 +41,7 @@ class Target:
 
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
     find_batch: bool = False  # find the largest batch that fits, starting from the one given
-    # XLA's optimization level; O1 compiles faster but prefetches nothing; None: XLA's default
+    # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM; None: default
     optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
     # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
     compiler_options: tuple[str, ...] = ()

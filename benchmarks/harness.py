@@ -173,6 +173,11 @@ def write_rows(rows, machine, output):
     return results
 
 
+def psnr_cell(row):
+    """The PSNR of a row of quality or text to image; empty without one."""
+    return "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
+
+
 def report(table, output):
     """Print the table of a results file."""
     print(f"\n{table}\n\nwrote {output}")

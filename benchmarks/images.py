@@ -59,6 +59,7 @@ from benchmarks.harness import (
     in_new_process,
     make_row,
     on_device,
+    psnr_cell,
     report,
     rows_of,
     time_in_this_process,
@@ -89,6 +90,7 @@ from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from scheduling_flax import make_scheduler, scheduler_from_pretrained
 
 PROMPT = "invert the colors"
+Technique = Literal[tuple(ACCELERATIONS)]
 # int8 convolutions take minutes on a CPU.
 TIMED = tuple(x for x in ACCELERATIONS if x not in ("plain", "tgate", "int8", "int8 in all layers"))
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
@@ -295,7 +297,7 @@ class Accelerations:
     size: Literal["sd15", "tiny"] = "sd15"
     resolution: int = 128  # pixels
     num_inference_steps: int = 20
-    names: tuple[str, ...] = TIMED  # of benchmarks.harness.ACCELERATIONS, besides plain
+    names: tuple[Technique, ...] = TIMED  # besides plain
     rounds: int = 2  # each technique is measured once in each
     seconds: float = 0.0  # of a measurement, at least; one edit at least
     output: str = "benchmarks/results/images.json"
@@ -336,8 +338,6 @@ def measure_accelerations(folder, config):
 def run_accelerations(config):
     """Measure, write, print."""
     check_config(config, "num_inference_steps")
-    if unknown := set(config.names) - ACCELERATIONS.keys():
-        raise ValueError(f"--names {unknown.pop()} is unknown; known: {', '.join(ACCELERATIONS)}")
     machine = describe_machine(PACKAGES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
@@ -376,8 +376,8 @@ class Quality:
     demo_dir: Path = Path("demo/output")  # of `make demo`
     text_to_image_model: Path = Path("demo/base_model")  # makes images of the edits' captions
     lora: Path | None = None  # an LCM-LoRA of distill_lcm.py; also edits in 4, 2 and 1 steps
-    taesd: Path | None = None  # a TAESD of demo/make_tiny_vae.py; None: without taesd
-    techniques: tuple[Literal[tuple(ACCELERATIONS)], ...] = tuple(ACCELERATIONS)
+    taesd: Path | None = None  # a TAESD of demo/make_tiny_vae.py; also decodes with it
+    names: tuple[Technique, ...] = tuple(name for name in ACCELERATIONS if name != "taesd")
     output: str = "benchmarks/results/images.json"
 
 
@@ -398,10 +398,10 @@ def edit_held_out(config, flags, folder):
     return load_edits(config.demo_dir, folder)
 
 
-def text_to_images(model, captions, spec):
+def text_to_images(model, captions, specs):
     """Images of captions by a text-to-image pipeline, 20 steps: float32 (n, 64, 64, 3)."""
     size = {"height": 64, "width": 64}  # of the demo's images
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, accelerate=spec.split())
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, accelerate=specs)
     inputs = pipeline.prepare_inputs(captions), params, jax.random.key(0)
     return np.asarray(pipeline(*inputs, 20, guidance_scale=2.0, **size).images)
 
@@ -412,58 +412,73 @@ def psnr_db(images, others):
     return -10 * math.log10(error) if error else None
 
 
-def quality_specs(config, of_edits):
-    """{technique: --accelerate}, the plain pipeline first.
+def quality_specs(config, family):
+    """What is measured besides the plain pipeline.
 
-    The published TAESD does not fit the demo's latents.
+    Args:
+        config: Quality.
+        family: 0 for edits, 1 for text to image.
+
+    Returns:
+        {technique: specs of --accelerate}. The published TAESD does not fit the demo's latents.
     """
-    specs = {name: specs[0 if of_edits else 1] for name, specs in ACCELERATIONS.items()}
-    specs["taesd"] = f"taesd:path={config.taesd}" if config.taesd else None
-    names = dict.fromkeys(("plain", *config.techniques))
-    return {name: specs[name] for name in names if specs[name] is not None}
+    specs = {name: ACCELERATIONS[name][family] for name in config.names if name != "plain"}
+    specs = {name: tuple(spec.split()) for name, spec in specs.items() if spec is not None}
+    return specs | ({"taesd": (f"taesd:path={config.taesd}",)} if config.taesd else {})
+
+
+def quality_cases(config):
+    """{name: (specs of --accelerate, further flags of edit_cli.py)}, the plain pipeline first."""
+    cases = {"plain": ((), ())}
+    cases |= {name: (specs, ()) for name, specs in quality_specs(config, 0).items()}
+    for steps in (4, 2, 1) if config.lora else ():
+        few = ("--num_inference_steps", str(steps))
+        name = f"{steps} steps" if steps > 1 else "1 step"
+        cases[name] = (), few
+        few += ("--guidance_scale", "1", "--image_guidance_scale", "1")
+        cases[f"{name}, no guidance"] = (), few
+        few += ("--scheduler", "lcm", "--lora", str(config.lora))
+        cases[f"{name}, LCM-LoRA"] = (), few
+        if config.taesd and steps == 4:
+            specs = ("int8", f"taesd:path={config.taesd}")
+            cases[f"{name}, LCM-LoRA, int8, taesd"] = specs, few
+    return cases
 
 
 def text_to_image_rows(config):
     """Rows of images of the held-out edits' captions with each acceleration."""
     lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
     captions = sorted({json.loads(line)["output_caption"] for line in lines})
-    plain = text_to_images(config.text_to_image_model, captions, "")
+    plain = text_to_images(config.text_to_image_model, captions, ())
     rows = {}
-    specs = quality_specs(config, of_edits=False)
-    for name, spec in tqdm(specs.items(), "text to image", unit="technique"):
-        if name != "plain":
-            images = text_to_images(config.text_to_image_model, captions, spec)
-            rows[f"text to image {name}"] = {
-                "accelerate": spec,
-                "num_images": len(captions),
-                "psnr": psnr_db(images, plain),
-            }
+    for name, specs in tqdm(quality_specs(config, 1).items(), "text to image", unit="technique"):
+        images = text_to_images(config.text_to_image_model, captions, specs)
+        rows[f"text to image {name}"] = {
+            "accelerate": " ".join(specs),
+            "num_images": len(captions),
+            "psnr": psnr_db(images, plain),
+        }
     return rows
 
 
 def run_quality(config):
     """Edit, measure, write, print."""
+    if "taesd" in config.names and config.taesd is None:
+        raise ValueError("--names taesd needs --taesd, the directory of demo/make_tiny_vae.py")
     if not (config.demo_dir / "model").is_dir():
         raise ValueError(f"--demo_dir {config.demo_dir} has no model; run `make demo`")
     if not config.text_to_image_model.is_dir():
         raise ValueError(f"--text_to_image_model {config.text_to_image_model} is not a directory")
-    machine, rows, plain = describe_machine(PACKAGES), {}, None
-    specs = quality_specs(config, of_edits=True)
-    cases = {name: ["--accelerate", *spec.split()] if spec else [] for name, spec in specs.items()}
-    for steps in (4, 2, 1) if config.lora else ():
-        few = ["--num_inference_steps", str(steps)]
-        name = f"{steps} steps" if steps > 1 else "1 step"
-        cases[name] = few
-        few = [*few, "--guidance_scale", "1", "--image_guidance_scale", "1"]
-        cases[f"{name}, no guidance"] = few
-        cases[f"{name}, LCM-LoRA"] = [*few, "--scheduler", "lcm", "--lora", str(config.lora)]
-    if config.lora and config.taesd:
-        few = [*cases["4 steps, LCM-LoRA"], "--accelerate", "int8", f"taesd:path={config.taesd}"]
-        cases["4 steps, LCM-LoRA, int8, taesd"] = few
+    for flag in ("lora", "taesd"):
+        if (path := getattr(config, flag)) and not path.is_dir():
+            raise ValueError(f"--{flag} {path} is not a directory")
+    machine, rows, plain, cases = describe_machine(PACKAGES), {}, None, quality_cases(config)
     with tempfile.TemporaryDirectory() as temporary:
-        for name, flags in tqdm(cases.items(), unit="technique"):
+        for name, (specs, flags) in tqdm(cases.items(), unit="technique"):
             folder = Path(temporary) / name.replace(" ", "_")
             folder.mkdir()
+            if specs:
+                flags = (*flags, "--accelerate", *specs)
             crops = edit_held_out(config, flags, folder)
             plain = plain or crops
             pairs = [
@@ -473,7 +488,7 @@ def run_quality(config):
             ]
             measured = measure(crops)
             rows[f"quality {name}"] = {
-                "accelerate": specs.get(name, ""),
+                "accelerate": " ".join(specs),
                 "flags": " ".join(flags),
                 "psnr": psnr_db(*map(np.stack, zip(*pairs))),
                 "edit_error_ratio": measured["edit_error_ratio"],
@@ -482,11 +497,6 @@ def run_quality(config):
     write_rows(rows, machine, config.output)
     results = write_rows(text_to_image_rows(config), machine, config.output)
     report(format_quality(results), config.output)
-
-
-def psnr_cell(row):
-    """The PSNR of a row of quality or text to image; empty without one."""
-    return "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
 
 
 def format_quality(results):

@@ -2,9 +2,9 @@
 
     python demo/make_tiny_vae.py
 
-The published TAESD fits the latents of Stable Diffusion and SDXL. The demo's VAE has other latents;
-here a FlaxAutoencoderTiny of half the published width learns the VAE's latents and images from the
-photographs of make_base_model.py. Six minutes on two CPU cores.
+The published TAESD decodes the latents of Stable Diffusion, taesdxl those of SDXL. The demo's VAE
+has other latents; here a FlaxAutoencoderTiny of half the published width learns the VAE's latents
+and images from the photographs of make_base_model.py. Six minutes on two CPU cores.
 """
 
 import sys
@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from command_line import check_writable, run_main  # noqa: E402
-from demo.make_base_model import VAE, fit, image_batches, load_vae  # noqa: E402
+from demo.make_base_model import (  # noqa: E402
+    BASE_MODEL,
+    VAE,
+    fit,
+    image_batches,
+    load_vae,
+)
 from modeling_flax_tiny_vae import FlaxAutoencoderTiny  # noqa: E402
 
 WIDTHS = (32, 32, 32)
@@ -36,8 +42,7 @@ TINY_VAE = FlaxAutoencoderTiny(
 class Config:
     """Train a TAESD for the demo."""
 
-    vae_dir: Path = ROOT / "demo" / "base_model" / "vae"  # of demo/base_model or demo/output/model
-    output_dir: Path = ROOT / "demo" / "output" / "taesd"  # of the model
+    output_dir: Path = ROOT / "demo" / "output" / "taesd"  # of the TAESD
     num_steps: int = 1000  # optimizer steps
     batch_size: int = 8  # images per step
     learning_rate: float = 2e-3  # peak; warm-up, then cosine to zero
@@ -51,7 +56,10 @@ def tiny_vae_loss(params, images, key, *, vae):
         params: of TINY_VAE.
         images: (B, 3, SIZE, SIZE) in [-1, 1].
         key: of the noise in the VAE's latents.
-        vae: of load_vae.
+        vae: {"params", "scaling_factor"} of load_vae.
+
+    Returns:
+        Scalar, the sum of both errors.
     """
     variables = {"params": vae["params"]}
     posterior = VAE.apply(variables, images, method=VAE.encode).latent_dist
@@ -70,15 +78,15 @@ def tiny_vae_loss(params, images, key, *, vae):
 
 def run(config):
     """Train and save."""
-    for name in ("num_steps", "batch_size"):
-        if (value := getattr(config, name)) < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
+    for name, least in (("num_steps", 2), ("batch_size", 1)):
+        if (value := getattr(config, name)) < least:
+            raise ValueError(f"--{name} {value} must be at least {least}")
     check_writable(f"--output_dir {config.output_dir}", config.output_dir.absolute())
-    vae = load_vae(config.vae_dir)
+    vae = load_vae(BASE_MODEL / "vae")
     params = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed))
     batches = (images for images, *_ in image_batches(config.seed + 1, config.batch_size, False))
-    settings = config.num_steps, config.learning_rate, config.seed + 2
-    params = fit(partial(tiny_vae_loss, vae=vae), params, batches, *settings, "TAESD")
+    loss, seed = partial(tiny_vae_loss, vae=vae), config.seed + 2
+    params = fit(loss, params, batches, config.num_steps, config.learning_rate, seed, "TAESD")
     TINY_VAE.save_pretrained(config.output_dir, jax.device_get(params))
     print(f"saved {config.output_dir}")
 

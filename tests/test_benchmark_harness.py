@@ -68,6 +68,19 @@ def test_accelerated_edits(tmp_path, capsys):
     assert "| cpu tiny_64, spectrum | " in capsys.readouterr().out
 
 
+def test_cases_of_quality():
+    config = images.Quality(lora="lora", taesd="a taesd", names=("deepcache 2", "tgate"))
+    cases, taesd = images.quality_cases(config), "taesd:path=a taesd"
+    assert list(cases)[:3] == ["plain", "deepcache 2", "taesd"]  # no tgate for edits
+    assert cases["plain"] == ((), ()) and cases["taesd"] == ((taesd,), ())
+    assert cases["4 steps"] == ((), ("--num_inference_steps", "4"))
+    specs, flags = cases["4 steps, LCM-LoRA, int8, taesd"]
+    assert specs == ("int8", taesd) and flags[-2:] == ("--lora", "lora")
+    assert cases["1 step, no guidance"][1][-2:] == ("--image_guidance_scale", "1")
+    specs = images.quality_specs(config, 1)
+    assert specs.keys() == {"deepcache 2", "tgate", "taesd"}
+
+
 def test_starts(tmp_path, capsys):
     output = tmp_path / "start.json"
     full_size.main(["starts", "--size", "tiny", "--output", str(output)])
@@ -86,8 +99,9 @@ def test_starts(tmp_path, capsys):
         (images, "sdxl --batch_sizes", "--batch_sizes is empty; give at least one number"),
         (images, "sdxl --output README.md", "README.md cannot be read (Expecting value"),
         (train, "step --output demo/base_model/model_index.json", "is not a results file; name"),
-        (images, "accelerations --names turbo", "--names turbo is unknown; known: plain, guidance"),
+        (images, "accelerations --names turbo", "invalid choice 'turbo' for argument"),
         (images, "quality --demo_dir tests", "--demo_dir tests has no model; run `make demo`"),
+        (images, "quality --names taesd", "--names taesd needs --taesd, the directory of demo/"),
         (images, "sdxl --image_size 8", "--image_size 8 must be a multiple of 64"),
         (ema, "--output README.md", "README.md cannot be read (Expecting value"),
         (full_size, "starts --rounds 0", "--rounds 0 must be at least 1"),

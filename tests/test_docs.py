@@ -7,6 +7,7 @@ import re
 import pytest
 from conftest import ROOT
 
+from benchmarks import tables
 from benchmarks.tables import fill
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -119,3 +120,23 @@ def test_faults_are_found():
 
 def test_readme_is_one_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_compiled_cells(monkeypatch):
+    """The row of XLA's highest level; the least time of FLOPs, and of O0's traffic if longer."""
+    row = {"tpu": "v5e-1", "memory_total": 2**31, "flops": 197e12, "int8_flops": 0, "flags": {}}
+    cells = tables.compiled_cells(row | {"hbm_bytes": 1.64e12})
+    assert cells == ["2.0", "1640 GB", "2 s"]
+    row["flags"] = {"optimization_level": "O0"}
+    assert tables.compiled_cells(row | {"hbm_bytes": 1.64e12})[1:] == ["< 1640 GB", "1 to 2 s"]
+    assert tables.compiled_cells(row | {"hbm_bytes": 0.5e12})[1:] == ["< 500 GB", "1 s"]
+    assert tables.compiled_cells({"tpu": "v5e-1", "memory_total": 2**40})[0] == "does not fit"
+    assert tables.compiled_cells(None) == [""] * 3
+
+    cases = [f"program v5e-1 edit, plain{level}" for level in (" O0", " O1", "")]
+    found = {}
+    monkeypatch.setattr(tables, "rows", lambda name: found)
+    assert tables.compiled_row("v5e-1", "edit, plain") is None
+    for case in cases:
+        found[case] = case
+        assert tables.compiled_row("v5e-1", "edit, plain") == case
