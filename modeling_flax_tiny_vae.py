@@ -167,7 +167,7 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     """
     source, file = locate("the TAESD", source)
     if file:
-        raise ValueError(f"the TAESD {source}/{file} is a file; name its directory")
+        raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
     config = FlaxAutoencoderTiny.load_config(source, **hub_options)
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
         raise ValueError(

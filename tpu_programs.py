@@ -98,17 +98,22 @@ def find_slice(name):
     return types[name]
 
 
+def check_compiler():
+    """Raise a ValueError unless the TPU's compiler is installed."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
+            f'pip install "jax[tpu]=={jax.__version__}"'
+        )
+
+
 def slice_devices(tpu):
     """The devices of a Slice, to compile for.
 
     Raises:
         ValueError: the compiler is not installed.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
-            f'pip install "jax[tpu]=={jax.__version__}"'
-        )
+    check_compiler()
     for name, value in LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options = {"chip_config_name": "megacore"} if tpu.chip.cores == 2 else {}

@@ -465,14 +465,15 @@ def run_quality(config):
     """Edit, measure, write, print."""
     if "taesd" in config.names and config.taesd is None:
         raise ValueError("--names taesd needs --taesd, the directory of demo/make_tiny_vae.py")
-    if not (config.demo_dir / "model").is_dir():
-        raise ValueError(f"--demo_dir {config.demo_dir} has no model; run `make demo`")
+    edits = config.demo_dir / "held_out" / "edits.jsonl"
+    if not ((config.demo_dir / "model").is_dir() and edits.is_file()):
+        raise ValueError(f"--demo_dir {config.demo_dir} is not complete; run `make demo`")
     if not config.text_to_image_model.is_dir():
         raise ValueError(f"--text_to_image_model {config.text_to_image_model} is not a directory")
     for flag in ("lora", "taesd"):
         if (path := getattr(config, flag)) and not path.is_dir():
             raise ValueError(f"--{flag} {path} is not a directory")
-    machine, rows, plain, cases = describe_machine(PACKAGES), {}, None, quality_cases(config)
+    machine, plain, cases = describe_machine(PACKAGES), None, quality_cases(config)
     with tempfile.TemporaryDirectory() as temporary:
         for name, (specs, flags) in tqdm(cases.items(), unit="technique"):
             folder = Path(temporary) / name.replace(" ", "_")
@@ -487,14 +488,14 @@ def run_quality(config):
                 for i in crops[key]["results"]
             ]
             measured = measure(crops)
-            rows[f"quality {name}"] = {
+            row = {
                 "accelerate": " ".join(specs),
                 "flags": " ".join(flags),
                 "psnr": psnr_db(*map(np.stack, zip(*pairs))),
                 "edit_error_ratio": measured["edit_error_ratio"],
                 "instruction_accuracy": measured["instruction_accuracy"],
             }
-    write_rows(rows, machine, config.output)
+            write_rows({f"quality {name}": row}, machine, config.output)
     results = write_rows(text_to_image_rows(config), machine, config.output)
     report(format_quality(results), config.output)
 

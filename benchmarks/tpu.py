@@ -56,6 +56,7 @@ from tpu_compile import count_flops
 from tpu_jobs import Edit, Sdxl, image_job
 from tpu_programs import (
     CHIPS,
+    check_compiler,
     find_slice,
     measure,
     replicated,
@@ -118,8 +119,7 @@ class Programs:
     again: bool = False  # also compile rows that the output has
     resolution: int | None = None  # pixels, of training and UNets; None: as described
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
-    # XLA's optimization level, see tpu_compile.py; None: XLA's default
-    optimization_level: Literal["O0", "O1"] | None = None
+    optimization_level: Literal["O0", "O1"] | None = None  # see tpu_compile.py; None: XLA's default
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -208,6 +208,7 @@ def run_programs(config):
         raise ValueError("--tpus and --jobs need at least one value each")
     for tpu in config.tpus:
         find_slice(tpu)
+    check_compiler()
     machine = describe_machine(("jax", "jaxlib", "libtpu"))
     results = read_rows(config.output)
     for job in config.jobs:
@@ -321,6 +322,7 @@ def run_options(config):
     """Compile the rows that are missing, print all."""
     for tpu in config.tpus:
         find_slice(tpu)
+    check_compiler()
     jax.config.update("jax_platforms", "cpu")
     machine = describe_machine(("jax", "jaxlib", "libtpu"))
     results = read_rows(config.output)

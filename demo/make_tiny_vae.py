@@ -81,6 +81,15 @@ def run(config):
     for name, least in (("num_steps", 2), ("batch_size", 1)):
         if (value := getattr(config, name)) < least:
             raise ValueError(f"--{name} {value} must be at least {least}")
+    if not config.learning_rate > 0:
+        raise ValueError(f"--learning_rate {config.learning_rate} must be above 0")
+    if config.batch_size % (num_devices := jax.device_count()):
+        raise ValueError(
+            f"--batch_size {config.batch_size} must be a multiple of the {num_devices} devices"
+        )
+    saved = config.output_dir / "config.json"
+    if saved.is_file() and TINY_VAE.torch_class_name not in saved.read_text():
+        raise ValueError(f"--output_dir {config.output_dir} has another model; name another")
     check_writable(f"--output_dir {config.output_dir}", config.output_dir.absolute())
     vae = load_vae(BASE_MODEL / "vae")
     params = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed))

@@ -96,6 +96,15 @@ def test_accelerations_are_counted(tmp_path, capsys):
     assert "| edit, spectrum, guidance | " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", ["programs", "options"])
+def test_without_the_compiler(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        tpu.main([words, "--output", str(tmp_path / "tpu.json")])
+    assert stop.value.code == 2
+    assert "error: libtpu, the TPU's compiler, is not installed" in capsys.readouterr().err
+
+
 def test_an_unknown_slice_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         tpu.main(["programs", "--tpus", "v9-4", "--output", str(tmp_path / "tpu.json")])

@@ -139,9 +139,11 @@ def test_mistakes_and_ctrl_c_are_one_line(tmp_path, monkeypatch, capsys):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "edits.jsonl" in error
-    for name, value in (("--num_steps", "1"), ("--batch_size", "0")):
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    mistakes = {"--num_steps": 1, "--batch_size": 0, "--learning_rate": -1.0}
+    for name, value in (mistakes | {"--output_dir": tmp_path}).items():
         with pytest.raises(SystemExit) as stop:
-            make_tiny_vae.main([name, value, "--output_dir", str(tmp_path / "taesd")])
+            make_tiny_vae.main(["--output_dir", str(tmp_path / "taesd"), name, str(value)])
         assert stop.value.code == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {name} {value} ") and error.count("\n") == 1
