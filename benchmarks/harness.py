@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from command_line import run_main
 from executables import replace_leaves
+from tpu_programs import check_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
@@ -152,6 +153,12 @@ def read_rows(output):
     return rows
 
 
+def describe_compiler():
+    """describe_machine with the TPU's compiler; a ValueError if that is not installed."""
+    check_compiler()
+    return describe_machine(("jax", "jaxlib", "libtpu"))
+
+
 def write_rows(rows, machine, output):
     """Write rows into a results file, next to the rows of other cases.
 
@@ -174,7 +181,7 @@ def write_rows(rows, machine, output):
 
 
 def psnr_cell(row):
-    """The PSNR of a row of quality or text to image; empty without one."""
+    """The PSNR of a row of quality or text to image; empty if the images are equal."""
     return "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
 
 

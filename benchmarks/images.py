@@ -381,10 +381,15 @@ class Quality:
     output: str = "benchmarks/results/images.json"
 
 
+def held_out_edits(config):
+    """The demo's edits of held-out images, a list of dicts."""
+    lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def edit_held_out(config, flags, folder):
     """Edit the demo's held-out images into folder by edit_cli.py; returns load_edits' crops."""
-    lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
-    edits = [json.loads(line) for line in lines]
+    edits = held_out_edits(config)
     for edit in edits:
         edit["output"] = str(folder / Path(edit["output"]).name)
     (folder / "edits.jsonl").write_text("".join(json.dumps(edit) + "\n" for edit in edits))
@@ -447,8 +452,7 @@ def quality_cases(config):
 
 def text_to_image_rows(config):
     """Rows of images of the held-out edits' captions with each acceleration."""
-    lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
-    captions = sorted({json.loads(line)["output_caption"] for line in lines})
+    captions = sorted({edit["output_caption"] for edit in held_out_edits(config)})
     plain = text_to_images(config.text_to_image_model, captions, ())
     rows = {}
     for name, specs in tqdm(quality_specs(config, 1).items(), "text to image", unit="technique"):

@@ -13,7 +13,7 @@ results files.
 import re
 import statistics
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from benchmarks.harness import GIB, ROOT, psnr_cell, read_rows, rows_of
 from benchmarks.tpu_kernels import CASES
@@ -23,6 +23,7 @@ from training_flags import Config as TrainingConfig
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
 
+@cache
 def rows(name: str) -> dict:
     """The rows of benchmarks/results/NAME.json."""
     return read_rows(ROOT / "benchmarks" / "results" / f"{name}.json")

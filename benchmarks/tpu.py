@@ -44,6 +44,7 @@ from benchmarks.harness import (
     GIB,
     ROOT,
     command_line,
+    describe_compiler,
     describe_machine,
     read_rows,
     report,
@@ -56,7 +57,6 @@ from tpu_compile import count_flops
 from tpu_jobs import Edit, Sdxl, image_job
 from tpu_programs import (
     CHIPS,
-    check_compiler,
     find_slice,
     measure,
     replicated,
@@ -208,8 +208,7 @@ def run_programs(config):
         raise ValueError("--tpus and --jobs need at least one value each")
     for tpu in config.tpus:
         find_slice(tpu)
-    check_compiler()
-    machine = describe_machine(("jax", "jaxlib", "libtpu"))
+    machine = describe_compiler()
     results = read_rows(config.output)
     for job in config.jobs:
         for tpu in config.tpus:
@@ -322,9 +321,8 @@ def run_options(config):
     """Compile the rows that are missing, print all."""
     for tpu in config.tpus:
         find_slice(tpu)
-    check_compiler()
     jax.config.update("jax_platforms", "cpu")
-    machine = describe_machine(("jax", "jaxlib", "libtpu"))
+    machine = describe_compiler()
     results = read_rows(config.output)
     cases = [
         (f"options {tpu}, {program}, {name}", tpu, program, name)

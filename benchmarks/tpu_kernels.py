@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from benchmarks.harness import (
     command_line,
-    describe_machine,
+    describe_compiler,
     read_rows,
     report,
     rows_of,
@@ -161,7 +161,7 @@ def run_attention(config):
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
         device = slice_devices(tpu)[0]
-        machine = describe_machine(("jax", "jaxlib", "libtpu"))
+        machine = describe_compiler()
         with tqdm(total=len(CASES) * len(VARIANTS), unit="program") as bar:
             for case in CASES:
                 for name, changes in VARIANTS.items():
@@ -237,7 +237,7 @@ def run_convolution(config):
     for tpu in config.tpus:
         find_slice(tpu)
     jax.config.update("jax_platforms", "cpu")
-    machine, results = describe_machine(("jax", "jaxlib", "libtpu")), read_rows(config.output)
+    machine, results = describe_compiler(), read_rows(config.output)
     cases = [(tpu, *shapes) for tpu in config.tpus for shapes in CONVOLUTIONS]
     for tpu, shape, out_channels in tqdm(cases, unit="shape"):
         case = f"convolution {tpu}, {'x'.join(map(str, shape))} to {out_channels}"

@@ -8,7 +8,6 @@ import pytest
 from conftest import ROOT
 
 from benchmarks import tables
-from benchmarks.tables import fill
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -90,7 +89,7 @@ def test_links_and_commands(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_of_the_results_files(page):
     text = page.read_text()
-    assert fill(text) == text, "run python -m benchmarks.tables"
+    assert tables.fill(text) == text, "run python -m benchmarks.tables"
 
 
 def test_faults_are_found():
