@@ -10,6 +10,7 @@ names, parameters and defaults; docs/acceleration.md says what each is worth. `p
 before anything is traced which branches of guidance a step computes, and how.
 """
 
+import math
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
@@ -70,11 +71,12 @@ class DeepCache:
     Args:
         interval: 2 or more: one step in `interval` is a whole one.
         warmup: whole steps at the beginning.
-        center, power: if center >= 0, as many whole steps are denser around step `center`: spaced
-            evenly in sign(x) |x|^(1/power), where x is the distance to it. Where two of them fall
-            on one step, the power is lowered until none do.
+        center, power: if center >= 0, the whole steps are as many, but denser around step `center`:
+            spaced evenly in x^(1/power), where x is the signed distance to it. Where two of them
+            fall on one step, the power is lowered until none do.
 
-    Source: DeepCache (arXiv 2312.00858), sections 3.2 and 3.3 (equation 8).
+    Source: DeepCache (arXiv 2312.00858), sections 3.2 and 3.3. As in the authors' code, a power of
+    a negative distance is complex, and its real part counts.
     """
 
     name: ClassVar[str] = "deepcache"
@@ -87,7 +89,10 @@ class DeepCache:
     def __post_init__(self):
         require(self.interval >= 2, self, "interval", "must be 2 or more")
         require(self.warmup >= 1, self, "warmup", "must be 1 or more")
-        require(1 <= self.power < np.inf, self, "power", "must be 1 or more, and finite")
+        require(self.center >= -1, self, "center", "must be a step, or -1 for equal intervals")
+        require(1 < self.power < np.inf, self, "power", "must be above 1, and finite")
+        is_used = self.center >= 0 or self.power == DeepCache.power
+        require(is_used, self, "power", "has no effect without center")
 
     def kinds(self, num_steps, starts):
         """ "full" or "shallow" of each step; the steps `starts` have no valid cache."""
@@ -96,16 +101,24 @@ class DeepCache:
             for start, stop in pairwise([*starts, num_steps]):
                 full |= set(range(start, stop, self.interval))
         else:
-            number = -(-num_steps // self.interval)
-            ends = np.array([-self.center, num_steps - self.center], float)
-            for power in [*np.arange(self.power, 1, -0.02), 1.0]:
-                grid = np.linspace(*np.sign(ends) * np.abs(ends) ** (1 / power), number + 1)[:-1]
-                grid = np.sign(grid) * np.abs(grid) ** power + self.center
-                dense = set(np.clip(np.round(grid), 0, num_steps - 1).astype(int).tolist())
-                if len(dense) == number:
-                    break
-            full |= dense
+            full |= set(self.around_center(num_steps))
         return ["full" if i in full else "shallow" for i in range(num_steps)]
+
+    def around_center(self, num_steps):
+        """The whole steps, denser around center."""
+        number, power = math.ceil(num_steps / self.interval), self.power
+        require(self.center < num_steps, self, "center", f"must be below the {num_steps} steps")
+        while power > 1:
+            start, stop = ((x + 0j) ** (1 / power) for x in (-self.center, num_steps - self.center))
+            distances = np.linspace(start, stop, number + 1) ** power
+            inner = np.unique(np.trunc(distances.real).astype(int))[1:-1]
+            if len(inner) == number - 1:
+                return [0, *(inner + self.center).tolist()]
+            power -= 0.02
+        raise ValueError(
+            f"--accelerate {describe(self)}: {number} of {num_steps} steps cannot be spaced so; "
+            "change center, or leave it out"
+        )
 
 
 @dataclass(frozen=True)
@@ -328,6 +341,17 @@ class Acceleration:
     int8: Int8 | None = None
     tiny_decoder: TinyDecoder | None = None
 
+    def __post_init__(self):
+        if isinstance(self.cache, TGate):
+            for other, reason in (
+                (self.guidance, "tgate ends guidance at its gate; set tgate:gate=N"),
+                (self.tome, "tgate caches the attention that tome changes; take one of them"),
+            ):
+                if other:
+                    raise ValueError(
+                        f"--accelerate tgate {other.name} do not go together: {reason}"
+                    )
+
     def __str__(self):
         parts = (getattr(self, field.name) for field in fields(self))
         return " ".join(describe(part) for part in parts if part is not None)
@@ -388,15 +412,6 @@ def parse(specs):
             names = first if first == technique.name else f"{first} and {technique.name}"
             raise ValueError(f"--accelerate {names} {reason}; take one of them")
         chosen[technique.slot] = technique
-    if isinstance(chosen.get("cache"), TGate):
-        for slot, reason in (
-            ("guidance", "tgate ends guidance at its gate; set tgate:gate=N"),
-            ("tome", "tgate caches the attention that tome changes; take one of them"),
-        ):
-            if slot in chosen:
-                raise ValueError(
-                    f"--accelerate tgate {chosen[slot].name} do not go together: {reason}"
-                )
     return Acceleration(**chosen)
 
 
@@ -472,10 +487,6 @@ def plan_steps(acceleration, branches, scales):
             "repeats one): with few steps neighbours differ too much; leave the cache out"
         )
     if isinstance(cache, TGate):
-        if "image" in branches or "text" not in branches:
-            raise ValueError(
-                "--accelerate tgate is for text to image; for edits take guidance:stop=0.6"
-            )
         if cache.gate >= num_steps:
             raise ValueError(
                 f"--accelerate tgate:gate={cache.gate} must be below the {num_steps} steps"
@@ -498,6 +509,11 @@ def check_guidance(guidance, branches, chosen):
     if len(branches) == 1:
         raise ValueError(
             f"--accelerate {spec}: these guidance scales need no guidance; leave it out"
+        )
+    if "text" not in branches:
+        raise ValueError(
+            f"--accelerate {spec}: with guidance_scale 0 there is no text branch to end guidance "
+            "with; leave it out"
         )
     if guidance.image_stop < guidance.stop and len(branches) < 3:
         raise ValueError(

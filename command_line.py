@@ -1,11 +1,14 @@
 """What the scripts share: how they run and end, and how they write files."""
 
+import io
 import os
+import re
 import shutil
 import sys
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +38,7 @@ def run_main(
         out_of_memory: what helps against too little device memory; None raises the error.
         explain: the message for an exception, or None.
     """
-    import tyro  # only scripts need it, not the models that import this file's helpers
-
-    config = tyro.cli(config_class, description=description, args=args, use_underscores=True)
+    config = parse_flags(config_class, description, args)
     try:
         work(config)
         return
@@ -68,13 +69,39 @@ def run_main(
     sys.exit(code)
 
 
+def parse_flags(config_class: Any, description: str, args: list[str] | None) -> Any:
+    """An object of config_class, parsed by tyro; arguments as for run_main.
+
+    tyro frames errors over several lines. Here an error is one line: what is wrong, and the flag or
+    the names that would be right.
+    """
+    import tyro  # only scripts need it, not the models that import this file's helpers
+
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            return tyro.cli(config_class, description=description, args=args, use_underscores=True)
+    except SystemExit as stop:
+        if stop.code == 2:
+            sys.stderr.write(f"error: {unframe(printed.getvalue())}\n")
+        raise
+
+
+def unframe(text: str) -> str:
+    """An error of tyro on one line: a title, then parts with rules between them, in a frame."""
+    lines = [line.strip("│╭╮╰╯ ") for line in text.splitlines()]
+    ruled = re.sub(r"^─ (.+?) ─+$", r"\1\n---", "\n".join(lines), flags=re.MULTILINE)
+    _, *parts = re.split(r"\n[─-]+(?:\n|$)", ruled)
+    return "; ".join(one_line(part).rstrip(".") for part in parts if part.strip()) or one_line(text)
+
+
 def is_distributed() -> bool:
     """Whether this process has joined others through jax.distributed."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
-def one_line(error: BaseException, limit: int | None = None) -> str:
+def one_line(error: BaseException | str, limit: int | None = None) -> str:
     """What an exception says, on one line of at most `limit` characters; its type if nothing."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
 

@@ -56,7 +56,7 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     guidance_weights,
 )
 from pipeline_flax_utils import pipeline_class
-from scheduling_flax_alpha import SIGMA_DATA, FlaxLCMScheduler
+from scheduling_flax_alpha import FlaxLCMScheduler, boundary_scalings
 from scheduling_flax_utils import get_sqrt_alpha_prod, predict_x0_and_eps
 from sharding_flax import (
     combine,
@@ -184,10 +184,8 @@ def consistency_function(scheduler, scheduler_state, output, x_t, timesteps):
     """
     alpha, sigma = get_sqrt_alpha_prod(scheduler_state.common, x_t, None, timesteps)
     x_0, _ = predict_x0_and_eps(scheduler.config.prediction_type, alpha, sigma, x_t, output)
-    scaled_t = timesteps.astype(jnp.float32) * scheduler.config.timestep_scaling
-    scaled_t = scaled_t[:, None, None, None]
-    c_skip = SIGMA_DATA**2 / (scaled_t**2 + SIGMA_DATA**2)
-    c_out = scaled_t / jnp.sqrt(scaled_t**2 + SIGMA_DATA**2)
+    t = timesteps[:, None, None, None]
+    c_skip, c_out = boundary_scalings(t, scheduler.config.timestep_scaling)
     return c_skip * x_t + c_out * x_0
 
 

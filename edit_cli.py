@@ -256,7 +256,6 @@ def run(config):
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
     check_outputs(edits, config.grid)
-    preview = preview_files(config, [edit.output for edit in edits], [edit.input for edit in edits])
     use_compilation_cache(config.compilation_cache_dir)
     image_sizes = [
         load_image(edit.input).size
@@ -274,6 +273,8 @@ def run(config):
         config.accelerate,
         (config.guidance_scale, config.image_guidance_scale),
     )
+    outputs, inputs = zip(*((edit.output, edit.input) for edit in edits))
+    preview = preview_files(config, scheduler, outputs, inputs)
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
     pipeline, params = load_model(
@@ -283,7 +284,7 @@ def run(config):
     jax.effects_barrier()  # waits for the previews
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)
-    for path in [edit.output for edit in edits][:10]:
+    for path in outputs[:10]:
         print(path)
     if len(edits) > 10:
         print(f"... {len(edits)} images")

@@ -169,6 +169,7 @@ def check_model(
             f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix "
             "model; train one with flax_train_instruct_pix2pix.py"
         )
+    pipeline_type.check_acceleration(accelerate)
     _, configs = pipeline_type.check(model)
     factor = pixels_per_latent(configs, resolution)
     found, _ = scheduler_from_pretrained(model)
@@ -187,11 +188,19 @@ def check_steps(scheduler, state, steps, accelerate, branches):
         accelerate: Acceleration.
         branches: of guidance.
     """
-    state = scheduler.set_timesteps(
-        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
-    )
+    state = timesteps_of(scheduler, state, steps)
     check_eta(scheduler, steps["eta"])
     plan_steps(accelerate, branches, noise_scales(state))
+
+
+def timesteps_of(scheduler, state, steps):
+    """The scheduler's state for steps; state.timesteps has one more than those with PNDM.
+
+    Arguments as for check_steps.
+    """
+    return scheduler.set_timesteps(
+        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
+    )
 
 
 def compute_dtype(name):
@@ -199,11 +208,12 @@ def compute_dtype(name):
     return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
-def preview_files(config, outputs, inputs=()):
+def preview_files(config, scheduler, outputs, inputs=()):
     """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
 
     Args:
         config: with the flags preview, preview_decoder, seed, num_inference_steps, timesteps, grid.
+        scheduler: of the images.
         outputs: the file of each image, in the order of their keys.
         inputs: files that previews must not replace, besides outputs and grid.
 
@@ -218,7 +228,8 @@ def preview_files(config, outputs, inputs=()):
         if decoder:
             raise ValueError(f"--preview_decoder {decoder} is for --preview; give both or neither")
         return None
-    num_steps = len(config.timesteps) or config.num_inference_steps
+    steps = step_options(config.num_inference_steps, config.timesteps, None)
+    num_steps = len(timesteps_of(scheduler, scheduler.create_state(), steps).timesteps)
     if every >= num_steps:
         raise ValueError(
             f"--preview {every} of {num_steps} steps makes no preview, as the last step makes the "
@@ -282,7 +293,7 @@ def cast_params(pipeline, params):
         pipeline: as from open or from_pretrained.
         params: its parameters, NumPy arrays.
     """
-    for name in MODULES.keys() & params.keys():
+    for name in {*MODULES, "tiny_vae"} & params.keys():
         dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
         replace_leaves(partial(np.asarray, dtype=dtype), params[name])
     pipeline.quantize_params(params)

@@ -37,6 +37,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from acceleration_flax import parse
 from command_line import check_writable, differences, one_line, run_main, write_text
 from config_flax import INDEX_NAME, PARTS, fetch_file
 from edit_metrics import (
@@ -181,6 +182,14 @@ def lora_checksum(specs):
     """What identifies the weights of LoRA files, CRC-32; None: there are none."""
     files = [find_lora(split_weight(spec)[0]) for spec in specs]
     return files_checksum(files) if files else None
+
+
+def tiny_vae_checksum(acceleration):
+    """What identifies the weights of a TAESD in a directory, CRC-32; None: there is none."""
+    path = Path(getattr(acceleration.tiny_decoder, "path", ""))
+    if not path.name or not path.is_dir():
+        return None
+    return files_checksum(sorted(file for file in path.iterdir() if file.is_file()), path)
 
 
 def load_results(config, settings, checksums):
@@ -523,7 +532,7 @@ def run(config):
             scales,
         )
     factor = max(factor for _, factor, _ in opened.values())  # all edit images of the same size
-    devices = jax.local_devices()[: len(pairs)]
+    devices, accelerate = jax.local_devices()[: len(pairs)], parse(config.accelerate)
     settings = {
         "num_pairs": len(pairs),
         "num_truths": sum(pair.truth is not None for pair in pairs),
@@ -537,7 +546,8 @@ def run(config):
         "timestep_spacing": config.timestep_spacing,
         "lora": list(config.lora) or None,
         "checksum of the LoRAs": lora_checksum(config.lora),
-        "accelerate": list(config.accelerate) or None,
+        "accelerate": str(accelerate) or None,
+        "checksum of the TAESD": tiny_vae_checksum(accelerate),
         "dtype": str(compute_dtype(config.dtype)),
         "batch_size": config.batch_size,
         "clip_model": config.clip_model or "none",

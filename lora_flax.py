@@ -20,6 +20,7 @@ import json
 import math
 import re
 from functools import reduce
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from command_line import save_whole
+from command_line import one_line, save_whole
 from config_flax import CONV_IN_FILE, LORA_FILE, fetch_file, locate
 from modeling_flax_utils import flax_to_torch, read_weights
 
@@ -48,6 +49,9 @@ PREFIXES = {
     "text_encoder_2_": "text_encoder_2",
     "text_encoder_": "text_encoder",
 }
+# An adapter that PEFT's save_pretrained wrote: names of its entries, and its files.
+ADAPTER_PREFIX, ADAPTER_STEM = "base_model/model/", "adapter_model"
+ADAPTER_CONFIG = "adapter_config.json"
 REFUSED = {
     "hada_w": "LoHa",
     "lokr_": "LoKr",
@@ -170,6 +174,8 @@ def find_lora(source):
     file = fetch_file(repository, name, None, None)
     if file is None:
         raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")
+    if file.stem == ADAPTER_STEM:
+        fetch_file(repository, str(Path(name).with_name(ADAPTER_CONFIG)), None, None)
     if fetch_file(repository, CONV_IN_FILE, None, None):
         raise ValueError(
             f"--lora {source} has {CONV_IN_FILE} next to it: a run with --lora_rank also trains "
@@ -192,8 +198,9 @@ def read_updates(file, weight):
     Raises:
         ValueError: an entry is not understood, or is of another method than LoRA.
     """
-    downs, ups, alphas = {}, {}, {}
+    downs, ups, alphas, names = {}, {}, {}, []
     for name, x in read_weights(file):
+        names.append(name)
         for mark, method in REFUSED.items():
             if mark in name:
                 raise ValueError(
@@ -204,20 +211,31 @@ def read_updates(file, weight):
         if found := FACTOR.fullmatch(name):
             layer, *words = found.groups()
             is_down = next(word for word in words if word) in DOWN_NAMES
-            (downs if is_down else ups)[layer_of(layer)] = x
+            kind, value = downs if is_down else ups, x
         elif name.endswith("/alpha") and x.size == 1:
-            alphas[layer_of(name.removesuffix("/alpha"))] = float(x.reshape(()))
+            layer, kind, value = name.removesuffix("/alpha"), alphas, float(x.reshape(()))
         else:
             raise ValueError(f"--lora {file}: its entry {name} is not of a LoRA")
+        key = layer_of(layer)
+        if key in kind:
+            raise ValueError(
+                f"--lora {file} has {' '.join(key)} twice, under different names; remove one"
+            )
+        kind[key] = value
     if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
         lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
         problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
         raise ValueError(f"--lora {file}: {problem}; download the file again")
     settings = read_settings(file)
+    if not settings and any(name.startswith(ADAPTER_PREFIX) for name in names):
+        raise ValueError(
+            f"--lora {file} is an adapter of PEFT, whose strength is in {ADAPTER_CONFIG}; put that "
+            f"next to it, and name it {ADAPTER_STEM}{file.suffix}"
+        )
     updates = {}
     for key, down in downs.items():
         up, rank = ups[key], down.shape[-1]
-        if up.shape[-2] != rank or up.size != rank * up.shape[-1]:
+        if not rank or up.shape[-2] != rank or up.size != rank * up.shape[-1]:
             raise ValueError(
                 f"--lora {file}: the factors of {' '.join(key)} have shapes {down.shape} and "
                 f"{up.shape}, which do not fit each other"
@@ -228,11 +246,32 @@ def read_updates(file, weight):
 
 
 def read_settings(file):
-    """PEFT's settings in a safetensors header, {"unet.r": 16, "unet.lora_alpha": 16, ...}."""
-    if file.suffix != ".safetensors":
-        return {}
-    with safe_open(file, "np") as tensors:
-        settings = json.loads((tensors.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    """PEFT's settings of a LoRA, {"unet.r": 16, "unet.lora_alpha": 16, ...}; {} without.
+
+    They are in a safetensors file's header, or in a file next to what PEFT's save_pretrained wrote.
+
+    Raises:
+        ValueError: they are damaged, or of another method than LoRA.
+    """
+    config, settings = file.with_name(ADAPTER_CONFIG), {}
+    try:
+        if file.stem == ADAPTER_STEM and config.is_file():
+            settings = json.loads(config.read_text(encoding="utf-8"))
+            settings = {f"unet.{name}": value for name, value in settings.items()}
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "np") as tensors:
+                metadata = tensors.metadata() or {}
+            settings = dict(json.loads(metadata.get("lora_adapter_metadata", "{}")))
+        for name, value in settings.items():
+            if name.endswith(".alpha_pattern"):
+                settings[name] = {layer: float(alpha) for layer, alpha in (value or {}).items()}
+            elif name.endswith(".lora_alpha"):
+                settings[name] = float(value)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--lora {file}: the settings that PEFT stores with it are damaged "
+            f"({one_line(error)}); download it again"
+        ) from error
     for name, refused in (("use_dora", "DoRA"), ("use_rslora", "a rank-stabilized LoRA")):
         if any(value and key.endswith(name) for key, value in settings.items()):
             raise ValueError(f"--lora {file} is {refused}, which is not supported")
@@ -244,7 +283,7 @@ def alpha_of(key, settings, alphas, rank):
     if key in alphas:
         return alphas[key]
     part, layer = key
-    patterns = settings.get(f"{part}.alpha_pattern") or {}
+    patterns = settings.get(f"{part}.alpha_pattern", {})
     for name, alpha in patterns.items():
         if f"_{layer}".endswith(f"_{name.replace('.', '_')}"):
             return alpha

@@ -24,6 +24,9 @@ from modeling_flax_blocks import Conv
 from modeling_flax_utils import FlaxModelMixin
 from modeling_flax_vae import FlaxDecoderOutput
 
+# Hub ids of the published ones: of Stable Diffusion 1 and 2, of SDXL.
+TINY_VAES = ("madebyollin/taesd", "madebyollin/taesdxl")
+
 
 @struct.dataclass
 class FlaxAutoencoderTinyOutput(ModelOutput):
@@ -152,6 +155,32 @@ class Decoder(nn.Module):
             name="layers",
         )
         return 2 * layers(3 * jnp.tanh(x / 3)) - 1
+
+
+def choose_tiny_vae(decoder, preview, published):
+    """Directory or hub id of the TAESD that previews or --accelerate taesd need; None without.
+
+    Args:
+        decoder: acceleration_flax.TinyDecoder or None.
+        preview: previews_flax.Preview or None.
+        published: of TINY_VAES, the one of the model's family.
+
+    Raises:
+        ValueError: both name one, or it is the published one of the other family.
+    """
+    if not decoder and not preview:
+        return None
+    if decoder and preview and preview.path:
+        raise ValueError(
+            f"--preview_decoder {preview.path} and --accelerate taesd: previews are decoded as the "
+            "images are; leave --preview_decoder out"
+        )
+    source = (decoder or preview).path or published
+    if source in TINY_VAES and source != published:
+        raise ValueError(
+            f"the TAESD {source} is of the other family of models; this one's is {published}"
+        )
+    return source
 
 
 def open_tiny_vae(source, vae, dtype, **hub_options):

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from acceleration_flax import TGate
 from config_flax import read_parts
 from executables import FlaxStableDiffusionPipelineOutput, run, step_options
 from images import pair_up, prepare_images
@@ -144,6 +145,14 @@ class InstructPix2Pix:
     """
 
     check_channels = staticmethod(check_channels)
+
+    @classmethod
+    def check_acceleration(cls, acceleration):
+        """See FlaxDiffusionPipeline.check_acceleration."""
+        if isinstance(acceleration.cache, TGate):
+            raise ValueError(
+                "--accelerate tgate is for text to image; for edits take guidance:stop=0.6"
+            )
 
     def prepare_inputs(self, prompt, image):
         """Turn instructions and images into arrays; a single one of either is repeated.

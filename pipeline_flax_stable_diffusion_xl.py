@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from config_flax import has, read_parts
 from executables import FlaxStableDiffusionXLPipelineOutput
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from modeling_flax_tiny_vae import TINY_VAES
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from pipeline_flax_text_to_image import ImageToImage, TextToImage
@@ -64,7 +65,7 @@ class XLParts(FlaxDiffusionPipeline):
     requires_aesthetics_score: bool = False
 
     text_axes = 2  # of one image's prompt_ids
-    tiny_vae_name = "madebyollin/taesdxl"
+    tiny_vae_name = TINY_VAES[1]
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):

@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,12 @@ from executables import FlaxStableDiffusionPipelineOutput
 from images import to_pil
 from lora_flax import Loras
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from modeling_flax_tiny_vae import FlaxAutoencoderTiny, open_tiny_vae
+from modeling_flax_tiny_vae import (
+    TINY_VAES,
+    FlaxAutoencoderTiny,
+    choose_tiny_vae,
+    open_tiny_vae,
+)
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
 from previews_flax import Preview, make_watch
@@ -86,19 +91,33 @@ class FlaxDiffusionPipeline(ConfigMixin):
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
     preview: Preview | None = field(default=None, kw_only=True)
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
+    tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
     # The programs that `run` has compiled, to log when it compiles again.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
     config_name = INDEX_NAME
-    tiny_vae_name = "madebyollin/taesd"  # hub id of the decoder for previews, --accelerate taesd
+    tiny_vae_name = TINY_VAES[0]  # hub id of the decoder for previews and --accelerate taesd
     torch_class_name = None
     safety_checker = None
     feature_extractor = None
 
     def __post_init__(self):
         object.__setattr__(self, "accelerate", parse(self.accelerate))
+        self.check_acceleration(self.accelerate)
+        if self.accelerate.tome:
+            check_levels(self.accelerate.tome, self.unet)
+        wanted = choose_tiny_vae(self.accelerate.tiny_decoder, self.preview, self.tiny_vae_name)
+        if wanted and (self.tiny_vae is None or self.tiny_vae_source not in (None, wanted)):
+            raise ValueError(
+                f"accelerate or preview need the TAESD {wanted}, which this pipeline has not "
+                "loaded; give from_pretrained this accelerate= and preview="
+            )
+
+    @classmethod
+    def check_acceleration(cls, acceleration):
+        """Raise a ValueError for an Acceleration that is not for this kind of pipeline."""
 
     @classmethod
     def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
@@ -224,24 +243,10 @@ class FlaxDiffusionPipeline(ConfigMixin):
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
-        pipeline = cls(**parts, **absent, **settings, accelerate=accelerate, preview=preview)
-        if source := pipeline._tiny_vae_source:
-            tiny_vae = open_tiny_vae(source, pipeline.vae, dtype, **hub_options)
-            pipeline = replace(pipeline, tiny_vae=tiny_vae)
-        if accelerate.tome:
-            check_levels(accelerate.tome, pipeline.unet)
-        return pipeline
-
-    @property
-    def _tiny_vae_source(self):
-        """Directory or hub id of the TAESD for previews and --accelerate taesd; None without."""
-        decoder, preview = self.accelerate.tiny_decoder, self.preview
-        if decoder and preview and preview.path:
-            raise ValueError(
-                f"--preview_decoder {preview.path} and --accelerate taesd: previews are decoded as "
-                "the images are; leave --preview_decoder out"
-            )
-        return (decoder or preview).path or self.tiny_vae_name if decoder or preview else None
+        if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
+            tiny_vae = open_tiny_vae(source, parts["vae"], dtype, **hub_options)
+            settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
+        return cls(**parts, **absent, **settings, accelerate=accelerate, preview=preview)
 
     def load_params(
         self,
@@ -272,7 +277,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         loras.require_folded()
         if self.tiny_vae is not None:
             _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(
-                self._tiny_vae_source, **hub_options
+                self.tiny_vae_source, **hub_options
             )
         return params
 
@@ -479,8 +484,6 @@ class FlaxDiffusionPipeline(ConfigMixin):
     def _decode(self, params, latents):
         """Images of scaled latents, by the tiny VAE if the acceleration says so; see decode."""
         if self.accelerate.tiny_decoder:
-            if self.tiny_vae is None:
-                raise ValueError("accelerate has taesd; give accelerate= to from_pretrained")
             return decode(self.tiny_vae, params["tiny_vae"], latents)
         return decode(self._vae, params["vae"], latents)
 
@@ -518,8 +521,6 @@ class FlaxDiffusionPipeline(ConfigMixin):
         )
         watch = None
         if self.preview:
-            if self.tiny_vae is None:
-                raise ValueError("preview needs a TAESD; give preview= to from_pretrained")
             tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
             watch = make_watch(self.preview, tiny_decode, prediction_type, scales, keys)
         return denoise(self.scheduler, state, x_t, keys, segments, eta, watch)

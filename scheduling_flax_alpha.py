@@ -110,6 +110,20 @@ def next_timestep(state, timestep):
     return jnp.max(jnp.where(state.timesteps < timestep, state.timesteps, -1))
 
 
+def boundary_scalings(t, timestep_scaling):
+    """(c_skip, c_out) of f(x, t) = c_skip x + c_out x_0, float32; f(x, 0) = x.
+
+    Args:
+        t: timesteps, integers of any shape.
+        timestep_scaling: of the scheduler's config.
+
+    Source: Consistency Models (arXiv 2303.01469), equation 5 and appendix C.
+    """
+    scaled_t = t.astype(jnp.float32) * timestep_scaling
+    c_skip = SIGMA_DATA**2 / (scaled_t**2 + SIGMA_DATA**2)
+    return c_skip, scaled_t / jnp.sqrt(scaled_t**2 + SIGMA_DATA**2)
+
+
 @struct.dataclass
 class FlaxLCMSchedulerOutput(FlaxSchedulerOutput):
     """What FlaxLCMScheduler.step returns."""
@@ -192,9 +206,7 @@ class FlaxLCMScheduler(ConsistencyScheduler):
         next_t = next_timestep(state, t)
         x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         x_0, _ = self._predict(alpha_bar_at(state, t), x_t, model_output)
-        scaled_t = t.astype(jnp.float32) * self.config.timestep_scaling
-        c_skip = SIGMA_DATA**2 / (scaled_t**2 + SIGMA_DATA**2)
-        c_out = scaled_t / jnp.sqrt(scaled_t**2 + SIGMA_DATA**2)
+        c_skip, c_out = boundary_scalings(t, self.config.timestep_scaling)
         denoised = c_out * x_0 + c_skip * x_t
 
         alpha_bar = alpha_bar_at(state, next_t)  # 1 at the end

@@ -20,7 +20,7 @@ Source: SDXL (arXiv 2307.01952).
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -51,6 +51,7 @@ from images import (
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from sampling_flax import keys_per_image
+from scheduling_flax import scheduler_from_pretrained
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -109,19 +110,21 @@ def steps_of(config):
 
 def open_pipeline(config, dtype, outputs):
     """The pipeline with the chosen scheduler, without weights; outputs: the images' files."""
-    preview = preview_files(config, outputs)
+    scheduler, _ = scheduler_from_pretrained(
+        config.pretrained_model_name_or_path, revision=config.revision
+    )
+    scheduler, state = choose_scheduler(
+        scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
+    )
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path,
         revision=config.revision,
         dtype=dtype,
+        scheduler=scheduler,
         given={"unet": config.unet} if config.unet else None,
         accelerate=config.accelerate,
-        preview=preview,
+        preview=preview_files(config, scheduler, outputs),
     )
-    scheduler, state = choose_scheduler(
-        pipeline.scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
-    )
-    pipeline = replace(pipeline, scheduler=scheduler)
     branches = pipeline.guidance_branches(config.guidance_scale)
     check_steps(scheduler, state, steps_of(config), pipeline.accelerate, branches)
     return pipeline

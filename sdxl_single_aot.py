@@ -24,7 +24,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +60,7 @@ from images import (
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from sampling_flax import keys_per_image
+from scheduling_flax import scheduler_from_pretrained
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -114,17 +115,20 @@ def steps_of(config):
 
 def open_pipeline(config, dtype):
     """The pipeline with the chosen scheduler, without weights."""
+    scheduler, _ = scheduler_from_pretrained(
+        config.pretrained_model_name_or_path, revision=config.revision
+    )
+    scheduler, state = choose_scheduler(
+        scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
+    )
     pipeline = FlaxStableDiffusionXLPipeline.open(
         config.pretrained_model_name_or_path,
         revision=config.revision,
         dtype=dtype,
+        scheduler=scheduler,
         given={"unet": config.unet} if config.unet else None,
         accelerate=config.accelerate,
     )
-    scheduler, state = choose_scheduler(
-        pipeline.scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
-    )
-    pipeline = replace(pipeline, scheduler=scheduler)
     branches = pipeline.guidance_branches(config.guidance_scale)
     check_steps(scheduler, state, steps_of(config), pipeline.accelerate, branches)
     return pipeline

@@ -15,7 +15,13 @@ from acceleration_flax import count_evaluations, parse, plan_steps
 from caching_flax import switch_shares
 from config_flax import PUBLISHED_CONFIGS, ConfigMixin
 from editing import choose_scheduler
-from modeling_flax_tiny_vae import FlaxAutoencoderTiny, check_latents, open_tiny_vae
+from modeling_flax_tiny_vae import (
+    TINY_VAES,
+    FlaxAutoencoderTiny,
+    check_latents,
+    choose_tiny_vae,
+    open_tiny_vae,
+)
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -197,14 +203,9 @@ def open_pipeline(config):
         for name in MODULES.keys() & configs.keys()
     }
     accelerate = parse(config.accelerate)
-    if tiny := accelerate.tiny_decoder:
-        name, vae = cls.tiny_vae_name, modules["vae"]
-        if tiny.path:
-            settings["tiny_vae"] = open_tiny_vae(tiny.path, vae, dtype)
-        else:
-            published = PUBLISHED_CONFIGS[name.split("/")[1]]["vae"]
-            settings["tiny_vae"] = FlaxAutoencoderTiny.from_config(published, dtype=dtype)
-            check_latents(settings["tiny_vae"], vae, name)
+    if tiny_vae := choose_tiny_vae(accelerate.tiny_decoder, None, cls.tiny_vae_name):
+        settings["tiny_vae_source"] = tiny_vae
+        settings["tiny_vae"] = tiny_vae_module(tiny_vae, modules["vae"], dtype)
     # Prompts are given as tokens, so no tokenizer is needed.
     tokenizers = {
         name.replace("text_encoder", "tokenizer"): True
@@ -214,6 +215,16 @@ def open_pipeline(config):
     return cls(
         **modules, **tokenizers, **settings, dtype=dtype, scheduler=scheduler, accelerate=accelerate
     )
+
+
+def tiny_vae_module(source, vae, dtype):
+    """The module of a TAESD; the published ones are known without the hub."""
+    if source not in TINY_VAES:
+        return open_tiny_vae(source, vae, dtype)
+    published = PUBLISHED_CONFIGS[source.split("/")[1]]["vae"]
+    module = FlaxAutoencoderTiny.from_config(published, dtype=dtype)
+    check_latents(module, vae, source)
+    return module
 
 
 def pipeline_params(pipeline):

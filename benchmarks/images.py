@@ -46,7 +46,6 @@ from diffusers import StableDiffusionInstructPix2PixPipeline, StableDiffusionXLP
 from PIL import Image
 from tqdm import tqdm
 
-from acceleration_flax import parse
 from benchmarks.harness import (
     ACCELERATIONS,
     PACKAGES,
@@ -319,12 +318,9 @@ def accelerated_edits(folder, config):
 
     contenders = {}
     for name in ("plain", *config.names):
-        pipeline = replace(first, accelerate=parse(ACCELERATIONS[name][0]))
-        these = dict(params)
-        if pipeline.accelerate.tiny_decoder:
-            tiny = FlaxAutoencoderTiny()
-            pipeline = replace(pipeline, tiny_vae=tiny)
-            these["tiny_vae"] = jax.jit(tiny.init_weights)(jax.random.key(0))
+        tiny = FlaxAutoencoderTiny()
+        pipeline = replace(first, accelerate=ACCELERATIONS[name][0], tiny_vae=tiny)
+        these = params | {"tiny_vae": jax.jit(tiny.init_weights)(jax.random.key(0))}
         pipeline.quantize_params(these)
         contenders[name] = (lambda: None, partial(edit, pipeline, these))
     return contenders

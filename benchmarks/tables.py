@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from benchmarks.harness import GIB, ROOT, psnr_cell, read_rows, rows_of
+from benchmarks.tpu import OPTIONS
 from benchmarks.tpu_kernels import CASES
 from tpu_programs import find_slice, roofline_seconds
 from training_flags import Config as TrainingConfig
@@ -652,6 +653,24 @@ def compiled_cells(row: dict | None) -> list[str]:
     return [memory, f"< {moved}", f"{' to '.join(low_high)} s"]
 
 
+def options_table() -> str:
+    """What compiler options change: cycles and HBM traffic, relative to the default options."""
+    costs: dict[str, dict] = {}
+    for case, row in rows_of(rows("tpu"), "options").items():
+        program, _, name = case.rpartition(", ")
+        costs.setdefault(program, {})[name] = row
+    names = [name for name in OPTIONS if name != "default"]
+    lines = []
+    for program, found in costs.items():
+        default, cells = found["default"], []
+        for name in names:
+            row = found.get(name)
+            keys = ("cycles", "hbm_bytes") if row else ()
+            cells.append(", ".join(f"{row[key] / default[key]:.2f}" for key in keys))
+        lines.append([program, *cells])
+    return table(f"| {' | '.join(names)}", lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "results": results_table,
     "demo": demo_table,
@@ -680,6 +699,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceleration_tpu_sdxl": partial(acceleration_tpu_table, "sdxl"),
     "acceleration_tpu_edit": partial(acceleration_tpu_table, "edit"),
     "distillation": distillation_table,
+    "options": options_table,
 }
 
 

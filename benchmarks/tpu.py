@@ -17,9 +17,10 @@ and without; nothing is compiled.
 
     python -m benchmarks.tpu options
 
-compiles blocks of SDXL's UNet, the gradients of Stable Diffusion 1.5's, and both whole UNets with
-the compiler options that Google's SDXL recipes set; rows that the output has are not compiled
-again. Half a minute per block and ten minutes per UNet.
+compiles blocks of SDXL's UNet, its VAE's decoder, blocks of Stable Diffusion 1.5's UNet with their
+gradients, SDXL's whole UNet and the training step with the compiler options of Google's SDXL
+recipes; rows that the output has are not compiled again. Half a minute per block, ten minutes per
+UNet and twenty per training step.
 
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
@@ -53,6 +54,7 @@ from benchmarks.harness import (
 )
 from config_flax import read_json
 from modeling_flax_blocks import ResnetBlock2D, Transformer2D
+from modeling_flax_vae import Decoder
 from tpu_compile import count_flops
 from tpu_jobs import Edit, Sdxl, image_job
 from tpu_programs import (
@@ -220,18 +222,17 @@ def run_programs(config):
     report(format_programs(results), config.output)
 
 
-# MaxDiffusion's for SDXL; the limit of scoped VMEM there is 64 MiB on v5e, 128 MiB on v6e.
+# MaxDiffusion's for SDXL: the fusions on all chips, scoped VMEM of 64 MiB on v5e and 128 on v6e.
+FUSIONS = {"xla_tpu_rwb_fusion": False, "xla_tpu_dot_dot_fusion_duplicated": True}
 OPTIONS = {
     "default": {},
-    "fusions": {"xla_tpu_rwb_fusion": False, "xla_tpu_dot_dot_fusion_duplicated": True},
-    "scoped VMEM 64 MiB": {"xla_tpu_scoped_vmem_limit_kib": 65536},
-    "both": {
-        "xla_tpu_rwb_fusion": False,
-        "xla_tpu_dot_dot_fusion_duplicated": True,
-        "xla_tpu_scoped_vmem_limit_kib": 65536,
-    },
+    "fusions": FUSIONS,
+    "64 MiB": {"xla_tpu_scoped_vmem_limit_kib": 65536},
+    "128 MiB": {"xla_tpu_scoped_vmem_limit_kib": 131072},
+    "fusions + 64 MiB": FUSIONS | {"xla_tpu_scoped_vmem_limit_kib": 65536},
+    "fusions + 128 MiB": FUSIONS | {"xla_tpu_scoped_vmem_limit_kib": 131072},
 }
-BLOCKS = {  # module, shapes of its inputs, whether with gradients
+BLOCKS = {  # module, shapes of its inputs (of its dtype), whether with gradients
     "SDXL, transformers at 64x64": (
         Transformer2D(10, 2, use_linear_projection=True, dtype=jnp.bfloat16),
         ((2, 64, 64, 640), (2, 77, 2048)),
@@ -252,6 +253,11 @@ BLOCKS = {  # module, shapes of its inputs, whether with gradients
         ((2, 32, 32, 1280), (2, 1280)),
         False,
     ),
+    "SDXL, VAE decoder": (
+        Decoder(3, (128, 256, 512, 512), 2, 32, True, jnp.float32),
+        ((1, 128, 128, 4),),
+        False,
+    ),
     "training, transformer at 32x32": (
         Transformer2D(8, dtype=jnp.bfloat16),
         ((8, 32, 32, 320), (8, 77, 768)),
@@ -267,11 +273,11 @@ BLOCKS = {  # module, shapes of its inputs, whether with gradients
 
 @dataclass(frozen=True)
 class Options:
-    """Compiler options on blocks of the UNet and on whole programs."""
+    """Compiler options on blocks of the models and on whole programs."""
 
-    tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
+    tpus: tuple[str, ...] = ("v5e-4", "v6e-4")  # slices; rows have the chip's name
     blocks: tuple[Literal[tuple(BLOCKS)], ...] = tuple(BLOCKS)
-    jobs: tuple[JobName, ...] = ("unet sdxl", "unet")  # whole programs
+    jobs: tuple[JobName, ...] = ("unet sdxl", "train")  # whole programs
     options: tuple[Literal[tuple(OPTIONS)], ...] = tuple(OPTIONS)
     again: bool = False  # also compile rows that the output has
     output: str = "benchmarks/results/tpu.json"
@@ -279,7 +285,7 @@ class Options:
 
 def block_program(module, shapes, with_gradient):
     """(function, its arguments) of a block; the gradients of float32 parameters."""
-    inputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    inputs = [jax.ShapeDtypeStruct(shape, module.dtype) for shape in shapes]
     params = jax.eval_shape(module.init, jax.random.key(0), *inputs)
 
     def loss(params, inputs):
@@ -287,7 +293,7 @@ def block_program(module, shapes, with_gradient):
 
     if with_gradient:
         return jax.grad(loss, (0, 1)), (params, inputs)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, module.dtype), params)
     return (lambda params, inputs: module.apply(params, *inputs)), (params, inputs)
 
 
@@ -325,7 +331,7 @@ def run_options(config):
     machine = describe_compiler()
     results = read_rows(config.output)
     cases = [
-        (f"options {tpu}, {program}, {name}", tpu, program, name)
+        (f"options {tpu.split('-')[0]}, {program}, {name}", tpu, program, name)
         for program in (*config.blocks, *config.jobs)
         for tpu in config.tpus
         for name in config.options
@@ -337,7 +343,7 @@ def run_options(config):
         if "cycles" not in costs:
             raise ValueError(f"{program} does not fit {tpu}; take another slice")
         figures = {key: costs[key] for key in ("cycles", "hbm_bytes", "temporaries")}
-        row = {"options": OPTIONS[name], **figures}
+        row = {"tpu": tpu, "options": OPTIONS[name], **figures}
         results = write_rows({case: row}, machine, config.output)
     report(format_options(results), config.output)
 

@@ -1,7 +1,11 @@
 """Caches, fewer branches and token merging, against the techniques' own PyTorch packages."""
 
+import ast
 import dataclasses
+import importlib.util
+import math
 import warnings
+from pathlib import Path
 
 import diffusers
 import jax
@@ -16,6 +20,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import edit_cli
 import sdxl_single
 import sdxl_single_aot
+import tpu_jobs
 from acceleration_flax import (
     Acceleration,
     DeepCache,
@@ -28,10 +33,11 @@ from acceleration_flax import (
 from config_flax import PUBLISHED_CONFIGS
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from pipeline_flax_stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
+from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from sampling_flax import keys_per_image, normal
 from scheduling_flax import make_scheduler
-from token_merging_flax import check_levels, match, window_offsets
+from token_merging_flax import match, window_offsets
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -94,9 +100,11 @@ def images_of_theirs(theirs, key=3, steps=STEPS, size=64, call=None, factor=4, *
 
 
 def assert_images_agree(found, plain, expected):
-    """The accelerated image is the expected one and differs from the plain one."""
-    assert psnr(found, expected) > 50
-    assert psnr(found, plain) < psnr(found, expected) - 6
+    """The accelerated image is the expected one, much closer than the plain one is to it.
+
+    With these random models other parameters of a technique change an image by 75 to 90 dB.
+    """
+    assert psnr(found, expected) > max(85, psnr(plain, expected) + 30)
 
 
 @pytest.mark.parametrize(
@@ -346,15 +354,24 @@ def test_guidance_in_an_interval(models, model, scheduler):
     assert_images_agree(found, plain, expected)
 
 
-@pytest.mark.parametrize("model", ["edits", pytest.param("xl edits", marks=pytest.mark.slow)])
-def test_edits_go_from_three_branches_to_two_to_one(models, model):
+@pytest.mark.parametrize(
+    ("model", "scales", "numbers"),
+    [
+        ("edits", (7.5, 1.5), [3] * 4 + [2] * 4 + [1] * 4),
+        pytest.param("edits", (1.5, 1.5), [2] * 8 + [1] * 4, marks=pytest.mark.slow),
+        pytest.param("edits", (7.5, 1.0), [2] * 8 + [1] * 4, marks=pytest.mark.slow),
+        pytest.param("xl edits", (7.5, 1.5), [3] * 4 + [2] * 4 + [1] * 4, marks=pytest.mark.slow),
+    ],
+)
+def test_edits_go_from_three_branches_to_two_to_one(models, model, scales, numbers):
     """The guidance of the image ends at step 4, that of the text at step 8."""
-    spec = "guidance:image_stop=0.3,stop=0.6"
+    spec = "guidance:image_stop=0.3,stop=0.6" if numbers[0] == 3 else "guidance:stop=0.6"
     pipeline, params = open_ours(models[model], spec, "euler")
-    plan = plan_steps(pipeline.accelerate, ("text", "image", "null"), np.ones((2, STEPS)))
-    assert [len(step.branches) for step in plan] == [3] * 4 + [2] * 4 + [1] * 4
+    plan = plan_steps(pipeline.accelerate, guidance_branches(*scales), np.ones((2, STEPS)))
+    assert [len(step.branches) for step in plan] == numbers
     image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
     key, options = jax.random.key(3), dict(num_inference_steps=STEPS)
+    options |= dict(guidance_scale=scales[0], image_guidance_scale=scales[1])
     inputs = *pipeline.prepare_inputs(PROMPT, image), params, key
     found = pipeline(*inputs, **options).images
     plain = dataclasses.replace(pipeline, accelerate=Acceleration())(*inputs, **options).images
@@ -364,7 +381,10 @@ def test_edits_go_from_three_branches_to_two_to_one(models, model):
     def drop_branches(module, args, kwargs, output):
         """Guidance ends where the branches that it compares predict the same."""
         i, (text, image, null) = next(calls), output[0].chunk(3)
-        image, null = (image, null) if i < 4 else (image, image) if i < 8 else (text, text)
+        if numbers[i] == 1:
+            image = null = text
+        elif numbers[0] == 3 > numbers[i]:
+            null = image
         return (torch.cat([text, image, null]),)
 
     theirs.unet.register_forward_hook(drop_branches, with_kwargs=True)
@@ -374,7 +394,6 @@ def test_edits_go_from_three_branches_to_two_to_one(models, model):
     shape = (4, *(64 // pipeline.vae_scale_factor,) * 2)
     noise = normal(keys_per_image(key, 1), 0, shape)
     options |= dict(latents=torch.from_numpy(np.array(noise)), output_type="np")
-    options |= dict(guidance_scale=7.5, image_guidance_scale=1.5)
     expected = theirs(PROMPT, image=image, **options).images
     assert_images_agree(found, plain, expected)
 
@@ -445,9 +464,6 @@ def test_plans():
     assert [Spectrum().kinds(n, [0]).count("full") for n in (20, 30, 50)] == [11, 14, 19]
     assert initials(DeepCache(interval=3), 9) == "fssfssfss"
     assert initials(DeepCache(interval=3, warmup=4), 9) == "ffffssfss"
-    dense = [i for i, kind in enumerate(DeepCache(5, center=15).kinds(50, [0])) if kind == "full"]
-    gaps = np.diff(dense)
-    assert len(dense) == 10 and gaps.argmin() in (3, 4, 5) and gaps[-1] > gaps.min()
     # A change of the branches needs a whole step.
     sigmas = np.stack([np.ones(12), np.ones(12)])
     plan = plan_steps(parse("deepcache guidance:stop=0.4"), ("text", "null"), sigmas)
@@ -477,6 +493,9 @@ def test_plans():
         ("guidance:stop=0", "stop=0.0 must be above start"),
         ("int8:mode=fp4", "mode=fp4 must be fast, dynamic or weight"),
         ("tome:random=maybe", "random=maybe is not of type true or false"),
+        ("deepcache:power=2", "power=2.0 has no effect without center"),
+        ("deepcache:center=-7", "center=-7 must be a step, or -1 for equal intervals"),
+        ("deepcache:center=5,power=1", "power=1.0 must be above 1, and finite"),
     ],
 )
 def test_bad_specs(spec, message):
@@ -492,6 +511,8 @@ def test_specs_are_canonical():
     assert str(parse(())) == "" and parse(None) == Acceleration()
     assert parse(DeepCache()) == parse([DeepCache()]) == parse("deepcache")
     assert parse(["taesd:path=a b"]).tiny_decoder.path == "a b"
+    with pytest.raises(ValueError, match="tgate guidance do not go together"):
+        Acceleration(guidance=Guidance(stop=0.5), cache=TGate())
 
 
 BOTH, ALL = ("text", "null"), ("text", "image", "null")
@@ -504,7 +525,9 @@ BOTH, ALL = ("text", "null"), ("text", "image", "null")
         ("guidance:stop=0.5", ("text",), "guidance scales need no guidance; leave it out"),
         ("guidance:image_stop=0.5", BOTH, "image_stop is for edits whose guidance has three"),
         ("guidance:sigma_min=2", ALL, "guidance:sigma_min=2.0 leaves no step with guidance"),
+        ("guidance:stop=0.5", ("image", "null"), "with guidance_scale 0 there is no text branch"),
         ("tgate:gate=20", BOTH, "tgate:gate=20 must be below the 20 steps"),
+        ("deepcache:center=20", BOTH, "deepcache:center=20 must be below the 20 steps"),
     ],
 )
 def test_what_has_no_effect_is_refused(spec, branches, message):
@@ -512,30 +535,38 @@ def test_what_has_no_effect_is_refused(spec, branches, message):
         plan_steps(parse(spec), branches, SCALES)
 
 
-@pytest.mark.parametrize(("num_steps", "interval"), [(20, 5), (50, 2), (50, 5)])
-@pytest.mark.parametrize(("center", "power"), [(0, 1.4), (5, 3.0), (10, 2.0), (30, 1.2)])
-def test_deepcache_around_a_center(num_steps, interval, center, power):
-    """As many whole steps as with equal intervals, denser at the center."""
-    technique = DeepCache(interval=interval, center=min(center, num_steps - 1), power=power)
-    kinds = technique.kinds(num_steps, [0])
-    full = np.array([i for i, kind in enumerate(kinds) if kind == "full"])
-    assert len(full) == -(-num_steps // interval) + (full[1] - full[0] == 0)
-    gaps, middles = np.diff(full), (full[1:] + full[:-1]) / 2
-    near = np.abs(middles - technique.center)
-    assert gaps[near.argmin()] <= gaps[near.argmax()]
+def plan_of_package(num_steps, interval, center, power):
+    """The whole steps by DeepCache's own function; its file does not import with new diffusers."""
+    folder = importlib.util.find_spec("DeepCache").submodule_search_locations[0]
+    tree = ast.parse(Path(folder, "sd", "pipeline_stable_diffusion.py").read_text())
+    name, scope = "sample_from_quad_center", {"np": np}
+    tree.body = [node for node in tree.body if getattr(node, "name", None) == name]
+    exec(compile(tree, name, "exec"), scope)
+    with warnings.catch_warnings(action="ignore", category=np.exceptions.ComplexWarning):
+        return scope[name](num_steps, math.ceil(num_steps / interval), center, power)[0]
 
 
-def test_a_changed_acceleration_needs_its_parameters(models):
+@pytest.mark.parametrize(("num_steps", "interval"), [(20, 5), (50, 2), (50, 3), (50, 5)])
+@pytest.mark.parametrize(("center", "power"), [(0, 1.4), (5, 3.0), (15, 1.4), (10, 2.0), (19, 1.2)])
+def test_deepcache_around_a_center_is_its_pytorch_package(num_steps, interval, center, power):
+    kinds = DeepCache(interval, center=center, power=power).kinds(num_steps, [0])
+    found = [i for i, kind in enumerate(kinds) if kind == "full"]
+    assert found == list(plan_of_package(num_steps, interval, center, power))
+    assert len(found) == -(-num_steps // interval)
+
+
+def test_a_changed_acceleration_needs_its_parameters(models, tmp_path):
     pipeline, params = open_ours(models["sd"])
-    for spec, message in (
-        (
-            "int8",
-            "the UNet's parameters are not int8, accelerate says int8:mode=fast; give from_pretra",
-        ),
-        ("taesd", "accelerate has taesd; give accelerate= to from_pretrained"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            images_of(dataclasses.replace(pipeline, accelerate=spec), params, steps=2)
+    message = "the UNet's parameters are not int8, accelerate says int8:mode=fast; give from_pretra"
+    with pytest.raises(ValueError, match=message):
+        images_of(dataclasses.replace(pipeline, accelerate="int8"), params, steps=2)
+    with pytest.raises(ValueError, match="need the TAESD madebyollin/taesd, which this"):
+        dataclasses.replace(pipeline, accelerate="taesd")
+    save_tiny_vae(tmp_path / "a", (8, 8, 8))
+    tiny, _ = open_ours(models["sd"], f"taesd:path={tmp_path / 'a'}")
+    assert dataclasses.replace(tiny, accelerate="deepcache").tiny_vae is tiny.tiny_vae
+    with pytest.raises(ValueError, match="accelerate or preview need the TAESD another, which"):
+        dataclasses.replace(tiny, accelerate="taesd:path=another")
     assert dataclasses.replace(pipeline, accelerate="deepcache").accelerate.cache == DeepCache()
     unet = pipeline.unet
     with pytest.raises(ValueError, match="int8 needs the UNet's parameters; with unet= leave it"):
@@ -543,23 +574,38 @@ def test_a_changed_acceleration_needs_its_parameters(models):
 
 
 def test_parts_that_do_not_fit_are_refused(models, tmp_path):
-    """A TAESD for other latents; token merging where this UNet has no attention."""
+    """A TAESD for other latents or of the other family; token merging without attention."""
     save_tiny_vae(tmp_path / "tiny", (8, 8))
     message = "of 4 channels to images 2 times as large; the model's have 4 and 4; name one for"
     with pytest.raises(ValueError, match=message):
         open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}")
-    unet = FlaxUNet2DConditionModel(**PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"])
-    check_levels(parse("tome:max_downsample=2").tome, unet)
-    with pytest.raises(ValueError, match="tome:max_downsample=1 has no effect: this UNet has"):
-        check_levels(parse("tome").tome, unet)
+    for model, other in (("sd", "taesdxl"), ("xl", "taesd"), ("edits", "taesdxl")):
+        with pytest.raises(ValueError, match=f"madebyollin/{other} is of the other family"):
+            open_ours(models[model], f"taesd:path=madebyollin/{other}")
+    config = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"]
+    unet = FlaxUNet2DConditionModel.from_config(config)
+    pipeline, _ = open_ours(models["xl"])
+    dataclasses.replace(pipeline, unet=unet, accelerate="tome:max_downsample=2")
+    message = "tome:max_downsample=1 has no effect: this UNet has"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(pipeline, unet=unet, accelerate="tome")
+    with pytest.raises(ValueError, match=message):
+        tpu_jobs.open_pipeline(tpu_jobs.Sdxl(tpu="v5e-1", accelerate=("tome",)))
 
 
-def test_tgate_is_refused_for_edits(models):
-    pipeline, params = open_ours(models["edits"], "tgate")
-    image = np.zeros((32, 32, 3), np.float32)
-    inputs = *pipeline.prepare_inputs(PROMPT, image), params, jax.random.key(3)
+@pytest.mark.parametrize("scales", [("7.5", "1.5"), ("1.5", "1.5"), ("1", "1")])
+def test_tgate_is_refused_for_edits(models, tmp_path, capsys, scales):
+    """Whatever branches of guidance the scales need."""
+    Image.new("RGB", (32, 32)).save(tmp_path / "in.png")
+    flags = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png"), "--edit", PROMPT]
+    flags += ["--resolution", "32", "--accelerate", "tgate"]
+    flags += ["--guidance_scale", scales[0], "--image_guidance_scale", scales[1]]
+    with pytest.raises(SystemExit):
+        edit_cli.main(flags)
+    assert "error: --accelerate tgate is for text to image; for edits" in capsys.readouterr().err
+    pipeline, _ = open_ours(models["edits"])
     with pytest.raises(ValueError, match="tgate is for text to image"):
-        pipeline(*inputs, num_inference_steps=STEPS)
+        dataclasses.replace(pipeline, accelerate="tgate")
 
 
 def save_tiny_vae(folder, channels):

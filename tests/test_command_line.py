@@ -1,9 +1,15 @@
+"""How scripts end, and how they write files."""
+
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from command_line import save_whole, write_text
+import pytest
+
+from command_line import run_main, save_whole, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -39,6 +45,32 @@ def test_ctrl_c_during_a_compilation():
         text=True,
     )
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--promt", "a"], "error: Unrecognized options: --promt, a; Perhaps you meant: --prompt"),
+        (["--spacing", "wide"], "error: invalid choice 'wide' for argument '--spacing'. Expected"),
+        (["--steps", "9.5"], "error: Error parsing --steps: "),
+        (["--steps"], "error: Missing value for argument '--steps'. Expected 1 values; For full"),
+        ([], "error: Missing from "),
+    ],
+)
+def test_wrong_flags_are_one_line(args, message, capsys):
+    @dataclass
+    class Config:
+        model: str
+        prompt: str = "a red panda reading a map in a bamboo forest in the morning, soft light"
+        steps: int = 3
+        spacing: Literal["leading", "trailing"] = "leading"
+
+    with pytest.raises(SystemExit) as stopped:
+        run_main(Config, "", lambda config: None, [*args, *(["--model", "m"] if args else [])])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert said.startswith(message) and said.count("\n") == 1 and "│" not in said
+    assert "--help" in said
 
 
 def test_processes_that_share_a_file_do_not_meet(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import peft
 import pytest
 import torch
 from diffusers import (
@@ -249,6 +250,9 @@ PAIR = {f"{LAYER}.lora_A.weight": (2, 16, 1, 1), f"{LAYER}.lora_B.weight": (16, 
         ({"lora_unet_x.lokr_w1": (2, 2)}, "is LoKr .*which is not supported"),
         (PAIR | {f"{LAYER}.lora_mid.weight": (2, 2, 3, 3)}, "is a LoRA of three factors"),
         (PAIR | {f"{LAYER}.lora_B.weight": (16, 3, 1, 1)}, "which do not fit each other"),
+        ({f"{LAYER}.lora_A.weight": (0, 16), f"{LAYER}.lora_B.weight": (16, 0)}, "do not fit each"),
+        (PAIR | {f"lora_{LAYER.replace('.', '_')}.lora_down.weight": (2, 16)}, "proj_in twice, un"),
+        ({f"base_model.model.{x[5:]}": y for x, y in PAIR.items()}, "is an adapter of PEFT, whose"),
     ],
 )
 def test_broken_files_are_refused(tmp_path, shapes, message):
@@ -276,6 +280,50 @@ def test_settings_that_are_refused(tmp_path):
         save_file(tensors, file, metadata={"lora_adapter_metadata": json.dumps({name: True})})
         with pytest.raises(ValueError, match=message):
             Loras([str(file)])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "{",
+        "[1]",
+        "null",
+        f'{{"{ALPHA}": "x"}}',
+        f'{{"{ALPHA}": null}}',
+        '{"unet.alpha_pattern": [1]}',
+    ],
+)
+def test_damaged_settings_are_one_line(tmp_path, settings):
+    file = tmp_path / "a.safetensors"
+    tensors = {name: torch.zeros(shape) for name, shape in PAIR.items()}
+    save_file(tensors, file, metadata={"lora_adapter_metadata": settings})
+    with pytest.raises(ValueError, match=f"--lora {file}: the settings that PEFT stores with it "):
+        Loras([str(file)])
+
+
+def test_an_adapter_of_peft_has_its_alpha_in_another_file(tmp_path):
+    """PEFT's own save_pretrained, with another alpha for one layer."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 5) for name in ("to_q", "to_v")})
+    before = {name: layer.weight.detach().numpy().T.copy() for name, layer in model.items()}
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=1,
+        target_modules=["to_q", "to_v"],
+        alpha_pattern={"to_v": 3},
+        init_lora_weights=False,
+    )
+    adapted = peft.PeftModel(model, settings)
+    adapted.save_pretrained(tmp_path)
+    adapted.merge_and_unload()
+    loras = Loras([str(tmp_path / "adapter_model.safetensors")])
+    for name, layer in model.items():
+        found = loras.fold("unet", f"{name}/kernel", before[name])
+        np.testing.assert_allclose(found, layer.weight.detach().numpy().T, atol=1e-6)
+        assert np.abs(found - before[name]).max() > 0.05
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "mine.safetensors")
+    with pytest.raises(ValueError, match=r"whose strength is in adapter_config\.json; put that"):
+        Loras([str(tmp_path / "mine.safetensors")])
 
 
 def test_names_that_are_no_files(tmp_path):

@@ -102,9 +102,12 @@ def flags_of(**flags):
     return sdxl_single.Config(seed=0, num_inference_steps=6, **flags)
 
 
+DDIM, _ = make_scheduler("ddim", {})
+
+
 def test_a_preview_that_cannot_be_written_does_not_stop_the_image(tmp_path, caplog):
     warn_once.cache_clear()
-    preview = preview_files(flags_of(preview=1), [tmp_path / "file" / "out.png"])
+    preview = preview_files(flags_of(preview=1), DDIM, [tmp_path / "file" / "out.png"])
     (tmp_path / "file").touch()
     key = np.asarray(jax.random.key_data(keys_per_image(jax.random.key(0), 1)))
     preview.show(1, key, np.zeros((1, 8, 8, 3), np.float32))
@@ -122,18 +125,29 @@ def test_previews_do_not_replace_inputs_or_images(tmp_path):
         (flags_of(preview=4, grid=step_4), [output], []),
     ):
         with pytest.raises(ValueError, match=r"a-step-004\.png would be replaced by a preview"):
-            preview_files(flags, outputs, inputs)
-    preview_files(flags_of(preview=3), [output, step_4])
+            preview_files(flags, DDIM, outputs, inputs)
+    preview_files(flags_of(preview=3), DDIM, [output, step_4])
     step_4.mkdir()
     with pytest.raises(ValueError, match=r"a-step-004\.png is a directory; name a file"):
-        preview_files(flags_of(preview=4), [output])
+        preview_files(flags_of(preview=4), DDIM, [output])
+
+
+@pytest.mark.parametrize(("skip_prk_steps", "number"), [(True, 6), (False, 12)])
+def test_steps_that_pndm_repeats_count(tmp_path, skip_prk_steps, number):
+    """Six steps of PNDM visit 7 timesteps, with the Runge-Kutta start 15."""
+    pndm, _ = make_scheduler("pndm", {"skip_prk_steps": skip_prk_steps})
+    output, last = tmp_path / "a.png", tmp_path / f"a-step-{number:03}.png"
+    with pytest.raises(ValueError, match=f"{last.name} would be replaced by a preview"):
+        preview_files(flags_of(preview=3), pndm, [output], [last])
+    with pytest.raises(ValueError, match=f"--preview {number + 3} of .* steps makes no preview"):
+        preview_files(flags_of(preview=number + 3), pndm, [output])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--preview", "2", "--preview_decoder", "a", "--accelerate", "taesd"], "leave --preview_"),
-        (["--preview", "50", "--num_inference_steps", "50"], "--preview 50 of 50 steps makes no"),
+        (["--preview", "51", "--num_inference_steps", "50"], "--preview 51 of 5"),
         (["--preview", "0"], "--preview 0 must be a whole number, at least 1"),
         (["--preview", "2", "--preview_decoder", "/no/such"], "/no/such"),
         (["--preview_decoder", "/no/such"], "is for --preview; give both or neither"),
