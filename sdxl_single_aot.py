@@ -115,15 +115,17 @@ def steps_of(config):
 
 def open_pipeline(config, dtype):
     """The pipeline with the chosen scheduler, without weights."""
-    scheduler, _ = scheduler_from_pretrained(
-        config.pretrained_model_name_or_path, revision=config.revision
-    )
+    source = {
+        "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
+        "revision": config.revision,
+    }
+    FlaxStableDiffusionXLPipeline.check(**source)
+    scheduler, _ = scheduler_from_pretrained(**source)
     scheduler, state = choose_scheduler(
         scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
     )
     pipeline = FlaxStableDiffusionXLPipeline.open(
-        config.pretrained_model_name_or_path,
-        revision=config.revision,
+        **source,
         dtype=dtype,
         scheduler=scheduler,
         given={"unet": config.unet} if config.unet else None,

@@ -223,7 +223,7 @@ def edit_with_lora(out, family, images, latents):
     ).images
 
 
-@pytest.mark.parametrize("family", ["xl", pytest.param("sd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, capsys, family):
     """Its image is that of the pipeline that the same command writes with --merge_lora."""
     out, model = tmp_path / "out", models[family]

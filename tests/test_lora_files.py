@@ -288,8 +288,8 @@ def test_settings_that_are_refused(tmp_path):
         "{",
         "[1]",
         "null",
-        f'{{"{ALPHA}": "x"}}',
-        f'{{"{ALPHA}": null}}',
+        '{"unet.lora_alpha": "x"}',
+        '{"unet.lora_alpha": null}',
         '{"unet.alpha_pattern": [1]}',
     ],
 )

@@ -175,7 +175,7 @@ def test_bfloat16(folders, xl):
     assert {e.outvars[0].aval.dtype for e in convolutions} <= {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("kind", ["sd", "sd image"])
+@pytest.mark.parametrize("kind", ["sd", pytest.param("sd image", marks=pytest.mark.slow)])
 def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
     pipeline, params = KINDS[kind][1].from_pretrained(folders[kind])
     pipeline = replace_scheduler(pipeline, params, "ddim")

@@ -270,18 +270,18 @@ def variants(module, path, inputs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    ("dim", "positions"), [pytest.param(640, 512, marks=pytest.mark.slow), (1280, 256)]
-)
+@pytest.mark.parametrize(("dim", "positions"), [(640, 512), (1280, 256)])
 def test_full_size_transformer_block(dim, positions):
     block = BasicTransformerBlock(dim, dim // 64)
     inputs = normal(1, positions, dim), normal(1, 77, 2048, seed=1)
     assert min(variants(block, BLOCK, inputs).values()) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("channels", [pytest.param(640, marks=pytest.mark.slow), 1280])
+@pytest.mark.parametrize("channels", [640, 1280])
 def test_full_size_resnet(channels):
     inputs = normal(1, 8, 8, channels), normal(1, 1280, seed=1)
     assert min(variants(ResnetBlock2D(channels), RESNET, inputs).values()) > 30

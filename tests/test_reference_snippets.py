@@ -290,6 +290,7 @@ def test_flax_guide(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_sdxl_guide(tmp_path):
     model = make_tiny_xl(tmp_path / "model")
     names = dict(CHECKPOINT=str(model), CACHE=str(tmp_path / "cache"), SIZE=64)

@@ -359,6 +359,7 @@ def accelerated(model, *accelerate, **more):
     )
 
 
+@pytest.mark.slow
 def test_flops_of_a_cache_are_those_of_its_steps(model):
     """Of 12 steps of three branches 6, 4 and 3 are whole ones, as DeepCache's plan says."""
     counts, evaluations = {}, {}
