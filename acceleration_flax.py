@@ -417,12 +417,14 @@ def parse(specs):
 
 def parse_one(spec):
     """ "NAME:PARAMETER=VALUE,..." -> an object of TECHNIQUES."""
-    name, _, settings = spec.partition(":")
+    name, colon, settings = spec.partition(":")
     if name not in TECHNIQUES:
         raise ValueError(
             f"--accelerate {spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}; several "
             "are separated by spaces, without quotation marks"
         )
+    if colon and not settings:
+        raise ValueError(f"--accelerate {spec} has no parameter after the colon; write {name}")
     cls = TECHNIQUES[name]
     types = {field.name: field.type for field in fields(cls)}
     values = {}
@@ -432,7 +434,7 @@ def parse_one(spec):
             raise ValueError(f"--accelerate {spec}: write {name}:{key}=VALUE")
         if key not in types:
             raise ValueError(
-                f"--accelerate {spec}: {name} has no parameter {setting!r}; write "
+                f"--accelerate {spec}: {name} has no parameter {key!r}; write "
                 f"{name}:PARAMETER=VALUE with {', '.join(types)}"
             )
         if key in values:
@@ -440,8 +442,10 @@ def parse_one(spec):
         try:
             values[key] = convert(text, types[key])
         except ValueError as error:
-            kind = "true or false" if types[key] is bool else types[key].__name__
-            raise ValueError(f"--accelerate {spec}: {key}={text} is not of type {kind}") from error
+            kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+            raise ValueError(
+                f"--accelerate {spec}: {key}={text} is not {kinds[types[key]]}"
+            ) from error
     return cls(**values)
 
 
@@ -483,8 +487,8 @@ def plan_steps(acceleration, branches, scales):
         return [Step(active, "full") for active in chosen]
     if num_steps <= FEW_STEPS:
         raise ValueError(
-            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps} (PNDM "
-            "repeats one): with few steps neighbours differ too much; leave the cache out"
+            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps}: with "
+            "few steps neighbours differ too much; leave the cache out"
         )
     if isinstance(cache, TGate):
         if cache.gate >= num_steps:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 def run_main(
@@ -77,6 +77,14 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     """
     import tyro  # only scripts need it, not the models that import this file's helpers
 
+    words = sys.argv[1:] if args is None else args
+    for name in list_flags(config_class):
+        count = sum(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in words)
+        if count > 1:
+            sys.stderr.write(
+                f"error: --{name} is given {count} times; write all values after one --{name}\n"
+            )
+            sys.exit(2)
     printed = io.StringIO()
     try:
         with redirect_stderr(printed):
@@ -87,12 +95,23 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
         raise
 
 
+def list_flags(config_class: Any) -> set[str]:
+    """The flags of a dataclass, or of a union of them, that take several values."""
+    return {
+        name
+        for cls in get_args(config_class) or (config_class,)
+        for name, hint in get_type_hints(cls).items()
+        if get_origin(hint) is tuple
+    }
+
+
 def unframe(text: str) -> str:
     """An error of tyro on one line: a title, then parts with rules between them, in a frame."""
     lines = [line.strip("│╭╮╰╯ ") for line in text.splitlines()]
     ruled = re.sub(r"^─ (.+?) ─+$", r"\1\n---", "\n".join(lines), flags=re.MULTILINE)
     _, *parts = re.split(r"\n[─-]+(?:\n|$)", ruled)
-    return "; ".join(one_line(part).rstrip(".") for part in parts if part.strip()) or one_line(text)
+    parts = [part.split("\n\n")[0].strip() for part in parts]
+    return "; ".join(one_line(part).rstrip(".") for part in parts if part) or one_line(text)
 
 
 def is_distributed() -> bool:

@@ -251,8 +251,7 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
             f"{source} is not a directory and cannot be a hub id (owner/name); check the path"
         ) from None
     except HfHubHTTPError as error:
-        reason = one_line(error)
-        message = f"{source} is not a directory, and the hub refuses it: {reason}"
+        message = f"{source} is not a directory, and the hub refuses it: {one_line(error)}"
         raise ValueError(message) from error
 
 
@@ -268,7 +267,8 @@ def locate(flag, source):
         return str(path), None
     owner, _, rest = str(source).partition("/")
     repository, _, file = rest.partition("/")
-    if not (owner and repository) or owner.startswith((".", "~")):
+    is_file = repository.endswith(WEIGHTS_SUFFIXES) or (file and path.parent.is_dir())
+    if not (owner and repository) or owner.startswith((".", "~")) or is_file:
         raise ValueError(f"{flag} {source} does not exist; check the path")
     return f"{owner}/{repository}", file or None
 
@@ -466,6 +466,7 @@ def checked_option(name, value, default):
 # Pipeline directories
 
 INDEX_NAME = "model_index.json"
+WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".msgpack")
 LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
 CONV_IN_FILE = "conv_in.safetensors"  # of training with LoRA: the first convolution, in full
 # The file that shows that a part of a pipeline directory exists.

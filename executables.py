@@ -72,7 +72,7 @@ class ExecutableStore:
         if not is_private(status):
             raise ValueError(
                 f"{self.folder} belongs to another user or may be written to by others, who can "
-                f"run code as you; chmod 700 {self.folder}, or name another directory"
+                f"run code as you; name another directory, such as {self.folder / 'executables'}"
             )
         for parent in self.folder.parents:
             mode = parent.stat().st_mode

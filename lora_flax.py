@@ -172,8 +172,13 @@ def find_lora(source):
     repository, name = locate("--lora", source)
     name = name or LORA_FILE
     file = fetch_file(repository, name, None, None)
-    if file is None:
+    if file is None and Path(repository).is_dir():
         raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")
+    if file is None:
+        raise ValueError(
+            f"--lora {source} is not on this machine, and {name} of {repository} cannot be read "
+            "from the hub; check the name, or the connection"
+        )
     if file.stem == ADAPTER_STEM:
         fetch_file(repository, str(Path(name).with_name(ADAPTER_CONFIG)), None, None)
     if fetch_file(repository, CONV_IN_FILE, None, None):
@@ -198,9 +203,9 @@ def read_updates(file, weight):
     Raises:
         ValueError: an entry is not understood, or is of another method than LoRA.
     """
-    downs, ups, alphas, names = {}, {}, {}, []
+    downs, ups, alphas, is_adapter = {}, {}, {}, False
     for name, x in read_weights(file):
-        names.append(name)
+        is_adapter |= name.startswith(ADAPTER_PREFIX)
         for mark, method in REFUSED.items():
             if mark in name:
                 raise ValueError(
@@ -227,7 +232,7 @@ def read_updates(file, weight):
         problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
         raise ValueError(f"--lora {file}: {problem}; download the file again")
     settings = read_settings(file)
-    if not settings and any(name.startswith(ADAPTER_PREFIX) for name in names):
+    if is_adapter and not settings:
         raise ValueError(
             f"--lora {file} is an adapter of PEFT, whose strength is in {ADAPTER_CONFIG}; put that "
             f"next to it, and name it {ADAPTER_STEM}{file.suffix}"

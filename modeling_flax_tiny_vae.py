@@ -197,7 +197,13 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     source, file = locate("the TAESD", source)
     if file:
         raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
-    config = FlaxAutoencoderTiny.load_config(source, **hub_options)
+    try:
+        config = FlaxAutoencoderTiny.load_config(source, **hub_options)
+    except ValueError as error:
+        raise ValueError(
+            f"the TAESD {source} cannot be opened; name the directory of another one with "
+            f"--accelerate taesd:path=DIRECTORY or --preview_decoder ({error})"
+        ) from error
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
         raise ValueError(
             f"{source} is of class {config.get('_class_name', 'unknown')}, not AutoencoderTiny; "

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
