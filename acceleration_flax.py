@@ -71,9 +71,10 @@ class DeepCache:
     Args:
         interval: 2 or more: one step in `interval` is a whole one.
         warmup: whole steps at the beginning.
-        center, power: if center >= 0, the whole steps are as many, but denser around step `center`:
-            spaced evenly in x^(1/power), where x is the signed distance to it. Where two of them
-            fall on one step, the power is lowered until none do.
+        center, power: if center >= 0, there are as many whole steps as with equal intervals, but
+            denser around step `center`: spaced evenly in x^(1/power), where x is the signed
+            distance to it. While two of them fall on one step, power is lowered by 0.02; it is an
+            error if they do at 1. power is at most 10.
 
     Source: DeepCache (arXiv 2312.00858), sections 3.2 and 3.3. As in the authors' code, a power of
     a negative distance is complex, and its real part counts.
@@ -90,7 +91,7 @@ class DeepCache:
         require(self.interval >= 2, self, "interval", "must be 2 or more")
         require(self.warmup >= 1, self, "warmup", "must be 1 or more")
         require(self.center >= -1, self, "center", "must be a step, or -1 for equal intervals")
-        require(1 < self.power < np.inf, self, "power", "must be above 1, and finite")
+        require(1 < self.power <= 10, self, "power", "must be above 1 and at most 10")
         is_used = self.center >= 0 or self.power == DeepCache.power
         require(is_used, self, "power", "has no effect without center")
 
@@ -116,8 +117,8 @@ class DeepCache:
                 return [0, *(inner + self.center).tolist()]
             power -= 0.02
         raise ValueError(
-            f"--accelerate {describe(self)}: {number} of {num_steps} steps cannot be spaced so; "
-            "change center, or leave it out"
+            f"--accelerate {describe(self)}: {number} whole steps of {num_steps} do not fit around "
+            f"step {self.center}; change center, power or interval"
         )
 
 
@@ -464,8 +465,8 @@ def plan_steps(acceleration, branches, scales):
     Args:
         acceleration: Acceleration.
         branches: of guidance in a plain run, "text" the one that remains without guidance.
-        scales: alpha and sigma of each step, as from caching_flax.noise_scales. PNDM has one more
-            than steps, as it repeats one.
+        scales: alpha and sigma of each step, as from caching_flax.noise_scales. A timestep that
+            PNDM repeats is a step.
 
     Returns:
         List of Step.
@@ -487,8 +488,8 @@ def plan_steps(acceleration, branches, scales):
         return [Step(active, "full") for active in chosen]
     if num_steps <= FEW_STEPS:
         raise ValueError(
-            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps}: with "
-            "few steps neighbours differ too much; leave the cache out"
+            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps} (with "
+            "those that PNDM repeats): with few steps neighbours differ too much; leave it out"
         )
     if isinstance(cache, TGate):
         if cache.gate >= num_steps:

@@ -91,7 +91,7 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
             return tyro.cli(config_class, description=description, args=args, use_underscores=True)
     except SystemExit as stop:
         if stop.code == 2:
-            sys.stderr.write(f"error: {unframe(printed.getvalue())}\n")
+            sys.stderr.write(f"error: {unframe(printed.getvalue(), words)}\n")
         raise
 
 
@@ -105,13 +105,25 @@ def list_flags(config_class: Any) -> set[str]:
     }
 
 
-def unframe(text: str) -> str:
-    """An error of tyro on one line: a title, then parts with rules between them, in a frame."""
-    lines = [line.strip("│╭╮╰╯ ") for line in text.splitlines()]
+def unframe(text: str, words: list[str]) -> str:
+    """An error of tyro on one line, without the help texts of the flags that it suggests.
+
+    Args:
+        text: a title, then parts with rules between them, in a frame.
+        words: of the command line; the frame breaks long ones.
+    """
+    lines = [line for line in text.splitlines() if not re.match(r".{2} {8}\S", line)]
+    lines = [line.strip("│╭╮╰╯ ") for line in lines]
     ruled = re.sub(r"^─ (.+?) ─+$", r"\1\n---", "\n".join(lines), flags=re.MULTILINE)
     _, *parts = re.split(r"\n[─-]+(?:\n|$)", ruled)
-    parts = [part.split("\n\n")[0].strip() for part in parts]
-    return "; ".join(one_line(part).rstrip(".") for part in parts if part) or one_line(text)
+    parts = [one_line(part.split("\n\n")[0]).rstrip(".") for part in parts if part.strip()]
+    if any(part.startswith("Available subcommands") for part in parts):
+        parts = [part for part in parts if not part.startswith("Perhaps you meant")]
+    message = "; ".join(parts) or one_line(text)
+    for word in words:
+        if len(word) > 40:
+            message = re.sub(" ?".join(map(re.escape, word)), lambda _, word=word: word, message)
+    return message
 
 
 def is_distributed() -> bool:

@@ -194,7 +194,7 @@ def check_steps(scheduler, state, steps, accelerate, branches):
 
 
 def timesteps_of(scheduler, state, steps):
-    """The scheduler's state for steps; state.timesteps has one more than those with PNDM.
+    """The scheduler's state; its timesteps are all that it visits, PNDM's repeated ones included.
 
     Arguments as for check_steps.
     """

@@ -186,8 +186,9 @@ def lora_checksum(specs):
 
 def tiny_vae_checksum(acceleration):
     """What identifies the weights of a TAESD in a directory, CRC-32; None: there is none."""
-    path = Path(getattr(acceleration.tiny_decoder, "path", ""))
-    if not path.name or not path.is_dir():
+    source = getattr(acceleration.tiny_decoder, "path", "")
+    path = Path(source).expanduser()
+    if not source or not path.is_dir():
         return None
     return files_checksum(sorted(file for file in path.iterdir() if file.is_file()), path)
 
@@ -532,7 +533,8 @@ def run(config):
             scales,
         )
     factor = max(factor for _, factor, _ in opened.values())  # all edit images of the same size
-    devices, accelerate = jax.local_devices()[: len(pairs)], parse(config.accelerate)
+    devices = jax.local_devices()[: len(pairs)]
+    accelerate = parse(config.accelerate)
     settings = {
         "num_pairs": len(pairs),
         "num_truths": sum(pair.truth is not None for pair in pairs),

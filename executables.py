@@ -44,6 +44,7 @@ from config_flax import ModelOutput, warn_once
 from sampling_flax import as_keys, keys_per_image
 
 SUFFIX = ".executable"
+SAFE_FOLDER = "~/.cache/jax_executables"
 # Settings of jax that do not change programs.
 NO_EFFECT = re.compile("cache|_dir|dump|log|traceback|profil|timeout|transfer|debug_leaked|explain")
 CODE = ("*_flax.py", "*_flax_*.py")
@@ -72,14 +73,15 @@ class ExecutableStore:
         if not is_private(status):
             raise ValueError(
                 f"{self.folder} belongs to another user or may be written to by others, who can "
-                f"run code as you; name another directory, such as {self.folder / 'executables'}"
+                f"run code as you; name another directory, such as {SAFE_FOLDER}"
             )
         for parent in self.folder.parents:
             mode = parent.stat().st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 raise ValueError(
                     f"{parent} may be written to by others, who could replace "
-                    f"{self.folder} and run code as you; name another directory"
+                    f"{self.folder} and run code as you; name another directory, such as "
+                    f"{SAFE_FOLDER}"
                 )
         if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
             raise ValueError(

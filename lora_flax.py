@@ -52,6 +52,7 @@ PREFIXES = {
 # An adapter that PEFT's save_pretrained wrote: names of its entries, and its files.
 ADAPTER_PREFIX, ADAPTER_STEM = "base_model/model/", "adapter_model"
 ADAPTER_CONFIG = "adapter_config.json"
+CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's init_lora_weights
 REFUSED = {
     "hada_w": "LoHa",
     "lokr_": "LoKr",
@@ -203,7 +204,7 @@ def read_updates(file, weight):
     Raises:
         ValueError: an entry is not understood, or is of another method than LoRA.
     """
-    downs, ups, alphas, is_adapter = {}, {}, {}, False
+    downs, ups, alphas, names, is_adapter = {}, {}, {}, {}, False
     for name, x in read_weights(file):
         is_adapter |= name.startswith(ADAPTER_PREFIX)
         for mark, method in REFUSED.items():
@@ -227,14 +228,15 @@ def read_updates(file, weight):
                 f"--lora {file} has {' '.join(key)} twice, under different names; remove one"
             )
         kind[key] = value
+        names[key] = layer.removeprefix(ADAPTER_PREFIX).removeprefix(f"{key[0]}/")
     if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
         lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
         problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
         raise ValueError(f"--lora {file}: {problem}; download the file again")
     settings = read_settings(file)
-    if is_adapter and not settings:
+    if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
         raise ValueError(
-            f"--lora {file} is an adapter of PEFT, whose strength is in {ADAPTER_CONFIG}; put that "
+            f"--lora {file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
             f"next to it, and name it {ADAPTER_STEM}{file.suffix}"
         )
     updates = {}
@@ -245,7 +247,8 @@ def read_updates(file, weight):
                 f"--lora {file}: the factors of {' '.join(key)} have shapes {down.shape} and "
                 f"{up.shape}, which do not fit each other"
             )
-        scale = alpha_of(key, settings, alphas, rank) / rank
+        alpha = alphas[key] if key in alphas else alpha_of(key[0], names[key], settings, rank)
+        scale = alpha / rank
         updates[key] = Update(down, up.reshape(rank, -1), weight * scale, str(file))
     return updates
 
@@ -269,28 +272,41 @@ def read_settings(file):
             settings = dict(json.loads(metadata.get("lora_adapter_metadata", "{}")))
         for name, value in settings.items():
             if name.endswith(".alpha_pattern"):
-                settings[name] = {layer: float(alpha) for layer, alpha in (value or {}).items()}
+                settings[name] = {
+                    re.compile(rf"(.*\.)?({pattern})$"): finite(alpha)
+                    for pattern, alpha in (value or {}).items()
+                }
             elif name.endswith(".lora_alpha"):
-                settings[name] = float(value)
-    except (ValueError, TypeError, AttributeError) as error:
+                settings[name] = finite(value)
+    except (ValueError, TypeError, AttributeError, RecursionError, re.error) as error:
         raise ValueError(
             f"--lora {file}: the settings that PEFT stores with it are damaged "
-            f"({one_line(error)}); download it again"
+            f"({one_line(error, 200)}); download it again"
         ) from error
-    for name, refused in (("use_dora", "DoRA"), ("use_rslora", "a rank-stabilized LoRA")):
-        if any(value and key.endswith(name) for key, value in settings.items()):
-            raise ValueError(f"--lora {file} is {refused}, which is not supported")
+    for name, value in settings.items():
+        _, _, setting = name.rpartition(".")
+        changes_model = setting == "init_lora_weights" and str(value).startswith(CHANGES_MODEL)
+        if changes_model or (value and setting in ("use_dora", "use_rslora")):
+            raise ValueError(
+                f"--lora {file} has PEFT's setting {setting}={value}, which is not supported; "
+                "merge it into its model with PEFT"
+            )
     return settings
 
 
-def alpha_of(key, settings, alphas, rank):
-    """alpha of a layer: of its own entry, of PEFT's settings, or the rank."""
-    if key in alphas:
-        return alphas[key]
-    part, layer = key
-    patterns = settings.get(f"{part}.alpha_pattern", {})
-    for name, alpha in patterns.items():
-        if f"_{layer}".endswith(f"_{name.replace('.', '_')}"):
+def finite(value):
+    """A number as a float; a ValueError unless it is finite."""
+    if not math.isfinite(value := float(value)):
+        raise ValueError(f"{value} is not finite")
+    return value
+
+
+def alpha_of(part, layer, settings, rank):
+    """alpha of a layer by PEFT's settings; without them, the rank."""
+    # PyTorch's name of the layer: attentions.0.proj_in, time_embedding.linear_1
+    torch_name = re.sub(r"(?<!linear)_(?=\d+(\.|$))", ".", layer.replace("/", "."))
+    for pattern, alpha in settings.get(f"{part}.alpha_pattern", {}).items():
+        if pattern.match(torch_name):
             return alpha
     return settings.get(f"{part}.lora_alpha", rank)
 

@@ -166,7 +166,7 @@ def choose_tiny_vae(decoder, preview, published):
         published: of TINY_VAES, the one of the model's family.
 
     Raises:
-        ValueError: both name one, or it is the published one of the other family.
+        ValueError: both name one, it does not exist, or is the published one of the other family.
     """
     if not decoder and not preview:
         return None
@@ -180,6 +180,9 @@ def choose_tiny_vae(decoder, preview, published):
         raise ValueError(
             f"the TAESD {source} is of the other family of models; this one's is {published}"
         )
+    source, file = locate("the TAESD", source)
+    if file:
+        raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
     return source
 
 
@@ -194,15 +197,14 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     Raises:
         ValueError: its config is missing, or it does not decode these latents.
     """
-    source, file = locate("the TAESD", source)
-    if file:
-        raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
     try:
         config = FlaxAutoencoderTiny.load_config(source, **hub_options)
     except ValueError as error:
+        if source not in TINY_VAES:
+            raise
         raise ValueError(
-            f"the TAESD {source} cannot be opened; name the directory of another one with "
-            f"--accelerate taesd:path=DIRECTORY or --preview_decoder ({error})"
+            f"the TAESD {source} cannot be read from the hub; name a copy's directory with "
+            "--accelerate taesd:path=DIRECTORY or --preview_decoder DIRECTORY"
         ) from error
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
         raise ValueError(

@@ -661,13 +661,14 @@ def options_table() -> str:
         costs.setdefault(program, {})[name] = row
     names = [name for name in OPTIONS if name != "default"]
     lines = []
-    for program, found in costs.items():
-        default, cells = found["default"], []
-        for name in names:
+    for program, found in sorted(costs.items()):
+        default, cells = found.pop("default", None), []
+        for name in names if default else ():
             row = found.get(name)
-            keys = ("cycles", "hbm_bytes") if row else ()
+            keys = ("cycles", "hbm_bytes") if row and row["tpu"] == default["tpu"] else ()
             cells.append(", ".join(f"{row[key] / default[key]:.2f}" for key in keys))
-        lines.append([program, *cells])
+        if any(cells):
+            lines.append([program, *cells])
     return table(f"| {' | '.join(names)}", lines)
 
 

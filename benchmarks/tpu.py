@@ -222,16 +222,10 @@ def run_programs(config):
     report(format_programs(results), config.output)
 
 
-# MaxDiffusion's for SDXL: the fusions on all chips, scoped VMEM of 64 MiB on v5e and 128 on v6e.
+# MaxDiffusion's for SDXL: two options of fusions on every chip, and a limit of scoped VMEM in KiB.
 FUSIONS = {"xla_tpu_rwb_fusion": False, "xla_tpu_dot_dot_fusion_duplicated": True}
-OPTIONS = {
-    "default": {},
-    "fusions": FUSIONS,
-    "64 MiB": {"xla_tpu_scoped_vmem_limit_kib": 65536},
-    "128 MiB": {"xla_tpu_scoped_vmem_limit_kib": 131072},
-    "fusions + 64 MiB": FUSIONS | {"xla_tpu_scoped_vmem_limit_kib": 65536},
-    "fusions + 128 MiB": FUSIONS | {"xla_tpu_scoped_vmem_limit_kib": 131072},
-}
+VMEM = {"v5e": 64 * 1024, "v6e": 128 * 1024}
+OPTIONS = ("default", "fusions", "VMEM", "fusions + VMEM")
 BLOCKS = {  # module, shapes of its inputs (of its dtype), whether with gradients
     "SDXL, transformers at 64x64": (
         Transformer2D(10, 2, use_linear_projection=True, dtype=jnp.bfloat16),
@@ -275,12 +269,19 @@ BLOCKS = {  # module, shapes of its inputs (of its dtype), whether with gradient
 class Options:
     """Compiler options on blocks of the models and on whole programs."""
 
-    tpus: tuple[str, ...] = ("v5e-4", "v6e-4")  # slices; rows have the chip's name
+    tpus: tuple[str, ...] = ("v5e-4", "v6e-4")  # slices of v5e or v6e; rows have the chip's name
     blocks: tuple[Literal[tuple(BLOCKS)], ...] = tuple(BLOCKS)
     jobs: tuple[JobName, ...] = ("unet sdxl", "train")  # whole programs
-    options: tuple[Literal[tuple(OPTIONS)], ...] = tuple(OPTIONS)
+    options: tuple[Literal[OPTIONS], ...] = OPTIONS
     again: bool = False  # also compile rows that the output has
     output: str = "benchmarks/results/tpu.json"
+
+
+def compiler_options(chip, name):
+    """The options of OPTIONS that a name stands for on a chip."""
+    fusions = FUSIONS if "fusions" in name else {}
+    vmem = {"xla_tpu_scoped_vmem_limit_kib": VMEM[chip]} if "VMEM" in name else {}
+    return fusions | vmem
 
 
 def block_program(module, shapes, with_gradient):
@@ -298,7 +299,7 @@ def block_program(module, shapes, with_gradient):
 
 
 def format_options(results):
-    """Markdown of the rows of options, relative to the default options."""
+    """Markdown of the rows of options."""
     rows = rows_of(results, "options")
     lines = ["| | thousand cycles | HBM, MB | temporaries, MB |", "|---|---|---|---|"]
     for name, row in rows.items():
@@ -325,25 +326,34 @@ def compile_with_options(tpu, job, options):
 
 def run_options(config):
     """Compile the rows that are missing, print all."""
-    for tpu in config.tpus:
-        find_slice(tpu)
+    chips = {tpu: find_slice(tpu).chip.topology for tpu in config.tpus}
+    if len(set(chips.values())) < len(chips):
+        raise ValueError("--tpus has two slices of one chip; name one")
+    if unknown := set(chips.values()) - set(VMEM):
+        known = " and ".join(VMEM)
+        raise ValueError(f"--tpus: the recipes name no options for {unknown.pop()}, only {known}")
     jax.config.update("jax_platforms", "cpu")
     machine = describe_compiler()
     results = read_rows(config.output)
     cases = [
-        (f"options {tpu.split('-')[0]}, {program}, {name}", tpu, program, name)
+        (f"options {chips[tpu]}, {program}, {name}", tpu, program, name)
         for program in (*config.blocks, *config.jobs)
         for tpu in config.tpus
         for name in config.options
     ]
-    cases = [case for case in cases if config.again or case[0] not in results]
+    cases = [
+        (case, tpu, *words)
+        for case, tpu, *words in cases
+        if config.again or results.get(case, {}).get("tpu") != tpu
+    ]
     for case, tpu, program, name in tqdm(cases, unit="program"):
+        options = compiler_options(chips[tpu], name)
         compile_case = compile_block if program in BLOCKS else compile_with_options
-        costs = compile_case(tpu, program, OPTIONS[name])
+        costs = compile_case(tpu, program, options)
         if "cycles" not in costs:
             raise ValueError(f"{program} does not fit {tpu}; take another slice")
         figures = {key: costs[key] for key in ("cycles", "hbm_bytes", "temporaries")}
-        row = {"tpu": tpu, "options": OPTIONS[name], **figures}
+        row = {"tpu": tpu, "options": options, **figures}
         results = write_rows({case: row}, machine, config.output)
     report(format_options(results), config.output)
 

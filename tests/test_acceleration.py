@@ -100,11 +100,11 @@ def images_of_theirs(theirs, key=3, steps=STEPS, size=64, call=None, factor=4, *
 
 
 def assert_images_agree(found, plain, expected):
-    """The accelerated image is the expected one, much closer than the plain one is to it.
+    """The accelerated image has 60 dB more PSNR to the expected one than the plain image has.
 
-    With these random models other parameters of a technique change an image by 75 to 90 dB.
+    Neighbouring parameters of a technique give at most 26 dB more with these random models.
     """
-    assert psnr(found, expected) > max(85, psnr(plain, expected) + 30)
+    assert psnr(found, expected) > psnr(plain, expected) + 60
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,19 @@ def test_deepcache_is_its_pytorch_package(models, model, scheduler):
 
 @pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_tgate_is_its_pytorch_package(models, model):
-    pipeline, params = open_ours(models[model], "tgate:gate=7,interval=3", "ddim")
+    pipeline, params = open_ours(models[model], "tgate:gate=8,interval=4,warmup=1", "ddim")
     found = images_of(pipeline, params)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
     theirs = open_theirs(models[model], pipeline.scheduler)
     loader = tgate.TgateSDLoader if model == "sd" else tgate.TgateSDXLLoader
-    theirs = loader(theirs, gate_step=7, sp_interval=3, fi_interval=1, warm_up=2)
+    theirs = loader(theirs, gate_step=8, sp_interval=4, fi_interval=1, warm_up=1)
     expected = images_of_theirs(
         theirs,
         factor=pipeline.vae_scale_factor,
         call=theirs.tgate,
-        gate_step=7,
-        sp_interval=3,
-        warm_up=2,
+        gate_step=8,
+        sp_interval=4,
+        warm_up=1,
         guidance_scale=7.5,
     )
     assert_images_agree(found, plain, expected)
@@ -316,6 +316,8 @@ def test_an_image_does_not_depend_on_its_batch_or_devices(models, spec):
     keys = keys_per_image(jax.random.key(1), 4)
     options = dict(num_inference_steps=STEPS, height=32, width=32)
     together = pipeline(prompt_ids, params, keys, **options).images
+    alone = pipeline(prompt_ids[1:2], params, keys[1:2], **options).images
+    np.testing.assert_allclose(alone, together[1:2], atol=2e-4)
     again = pipeline(prompt_ids, params, keys, **options).images
     np.testing.assert_array_equal(together, again)
     replicated = jax.tree.map(lambda x: jnp.stack([x] * 2), params)
@@ -494,7 +496,7 @@ def test_plans():
         ("deepcache:", "has no parameter after the colon; write deepcache"),
         ("deepcache:power=2", "power=2.0 has no effect without center"),
         ("deepcache:center=-7", "center=-7 must be a step, or -1 for equal intervals"),
-        ("deepcache:center=5,power=1", "power=1.0 must be above 1, and finite"),
+        ("deepcache:center=5,power=1", "power=1.0 must be above 1 and at most 10"),
     ],
 )
 def test_bad_specs(spec, message):
@@ -554,7 +556,7 @@ def test_deepcache_around_a_center_is_its_pytorch_package(num_steps, interval, c
     assert len(found) == -(-num_steps // interval)
 
 
-def test_a_changed_acceleration_needs_its_parameters(models, tmp_path):
+def test_a_changed_acceleration_needs_its_parameters(models, tmp_path, monkeypatch):
     pipeline, params = open_ours(models["sd"])
     message = "the UNet's parameters are not int8, accelerate says int8:mode=fast; give from_pretra"
     with pytest.raises(ValueError, match=message):
@@ -562,10 +564,13 @@ def test_a_changed_acceleration_needs_its_parameters(models, tmp_path):
     with pytest.raises(ValueError, match="need the TAESD madebyollin/taesd, which this"):
         dataclasses.replace(pipeline, accelerate="taesd")
     save_tiny_vae(tmp_path / "a", (8, 8, 8))
-    tiny, _ = open_ours(models["sd"], f"taesd:path={tmp_path / 'a'}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny, _ = open_ours(models["sd"], "taesd:path=~/a")
     assert dataclasses.replace(tiny, accelerate="deepcache").tiny_vae is tiny.tiny_vae
-    with pytest.raises(ValueError, match="accelerate or preview need the TAESD another, which"):
-        dataclasses.replace(tiny, accelerate="taesd:path=another")
+    with pytest.raises(ValueError, match="accelerate or preview need the TAESD some/other, which"):
+        dataclasses.replace(tiny, accelerate="taesd:path=some/other")
+    with pytest.raises(ValueError, match="the TAESD nothing does not exist; check the path"):
+        dataclasses.replace(tiny, accelerate="taesd:path=nothing")
     assert dataclasses.replace(pipeline, accelerate="deepcache").accelerate.cache == DeepCache()
     unet = pipeline.unet
     with pytest.raises(ValueError, match="int8 needs the UNet's parameters; with unet= leave it"):

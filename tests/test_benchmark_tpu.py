@@ -133,14 +133,12 @@ def test_options(tmp_path, monkeypatch, capsys):
     words = ("--pretrained_model_name_or_path", str(model), "--resolution", "16")
     monkeypatch.setitem(tpu.JOBS, "unet", ("unet", *words))
     flags = ["options", "--tpus", "v5e-1", "--blocks", "SDXL, residual block at 32x32"]
-    flags += ["--jobs", "unet", "--options", "default", "64 MiB"]
+    flags += ["--jobs", "unet", "--options", "default", "VMEM"]
     flags += ["--output", str(tmp_path / "tpu.json")]
     tpu.main(flags)
     results = json.loads((tmp_path / "tpu.json").read_text())
     assert len(results) == 4 and all(row["cycles"] > 0 for row in results.values())
-    assert results["options v5e, unet, 64 MiB"]["options"] == {
-        "xla_tpu_scoped_vmem_limit_kib": 65536
-    }
+    assert results["options v5e, unet, VMEM"]["options"] == {"xla_tpu_scoped_vmem_limit_kib": 65536}
     monkeypatch.setattr(tpu, "compile_program", None)
     monkeypatch.setattr(tpu, "compile_block", None)
     tpu.main(flags)

@@ -1,6 +1,7 @@
 """How scripts end, and how they write files."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -50,7 +51,11 @@ def test_ctrl_c_during_a_compilation():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--promt", "a"], "error: Unrecognized options: --promt, a; Perhaps you meant: --prompt"),
+        (
+            ["--promt", "a"],
+            "error: Unrecognized options: --promt, a; Perhaps you meant: --prompt STR; For full",
+        ),
+        (["--promt", "a" * 200], f"error: Unrecognized options: --promt, {'a' * 200}; Perhaps "),
         (["--spacing", "wide"], "error: invalid choice 'wide' for argument '--spacing'. Expected"),
         (["--steps", "9.5"], "error: Error parsing --steps: "),
         (
@@ -75,6 +80,23 @@ def test_wrong_flags_are_one_line(args, message, capsys):
     said = capsys.readouterr().err
     assert stopped.value.code == 2
     assert said.startswith(message) and said.count("\n") == 1 and "│" not in said
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_wrong_subcommand_is_one_line(encoding):
+    done = subprocess.run(
+        [sys.executable, "tpu_compile.py", "trian", "--tpu", "v5e-4"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"error: Unrecognized or misplaced options: trian .*; Available subcommands: train, unet, "
+        r"sdxl, edit; For full helptext, run tpu_compile\.py --help\n",
+        done.stderr,
+    )
 
 
 def test_processes_that_share_a_file_do_not_meet(tmp_path):

@@ -252,7 +252,7 @@ PAIR = {f"{LAYER}.lora_A.weight": (2, 16, 1, 1), f"{LAYER}.lora_B.weight": (16, 
         (PAIR | {f"{LAYER}.lora_B.weight": (16, 3, 1, 1)}, "which do not fit each other"),
         ({f"{LAYER}.lora_A.weight": (0, 16), f"{LAYER}.lora_B.weight": (16, 0)}, "do not fit each"),
         (PAIR | {f"lora_{LAYER.replace('.', '_')}.lora_down.weight": (2, 16)}, "proj_in twice, un"),
-        ({f"base_model.model.{x[5:]}": y for x, y in PAIR.items()}, "is an adapter of PEFT, whose"),
+        ({f"base_model.model.{x[5:]}": y for x, y in PAIR.items()}, "without lora_alpha; put PEFT"),
     ],
 )
 def test_broken_files_are_refused(tmp_path, shapes, message):
@@ -276,9 +276,14 @@ def test_loras_of_other_models_are_refused(models, tmp_path):
 
 def test_settings_that_are_refused(tmp_path):
     file, tensors = tmp_path / "a.safetensors", {n: torch.zeros(s) for n, s in PAIR.items()}
-    for name, message in (("use_dora", "is DoRA"), ("use_rslora", "is a rank-stabilized LoRA")):
-        save_file(tensors, file, metadata={"lora_adapter_metadata": json.dumps({name: True})})
-        with pytest.raises(ValueError, match=message):
+    for name, value in (
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("unet.init_lora_weights", "pissa_niter_4"),
+    ):
+        save_file(tensors, file, metadata={"lora_adapter_metadata": json.dumps({name: value})})
+        setting = name.removeprefix("unet.")
+        with pytest.raises(ValueError, match=f"has PEFT's setting {setting}={value}, which is not"):
             Loras([str(file)])
 
 
@@ -290,7 +295,10 @@ def test_settings_that_are_refused(tmp_path):
         "null",
         '{"unet.lora_alpha": "x"}',
         '{"unet.lora_alpha": null}',
+        '{"unet.lora_alpha": NaN}',
         '{"unet.alpha_pattern": [1]}',
+        '{"unet.alpha_pattern": {"(": 1}}',
+        "[" * 100_000,
     ],
 )
 def test_damaged_settings_are_one_line(tmp_path, settings):
@@ -301,29 +309,39 @@ def test_damaged_settings_are_one_line(tmp_path, settings):
         Loras([str(file)])
 
 
-def test_an_adapter_of_peft_has_its_alpha_in_another_file(tmp_path):
-    """PEFT's own save_pretrained, with another alpha for one layer."""
+@pytest.mark.parametrize("pattern", ["to_v", "attns.1.to_[qv]", r"^attns\.\d\.to_v"])
+def test_an_adapter_of_peft_has_its_alpha_in_another_file(tmp_path, pattern):
+    """PEFT's own save_pretrained, with another alpha for the layers of a pattern."""
     torch.manual_seed(0)
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 5) for name in ("to_q", "to_v")})
-    before = {name: layer.weight.detach().numpy().T.copy() for name, layer in model.items()}
+    model = torch.nn.Module()
+    model.attns = torch.nn.ModuleList(
+        torch.nn.ModuleDict({name: torch.nn.Linear(6, 5) for name in ("to_q", "to_v")})
+        for _ in range(2)
+    )
+    layers = {
+        f"attns_{i}/{name}": layer
+        for i, attn in enumerate(model.attns)
+        for name, layer in attn.items()
+    }
+    before = {name: layer.weight.detach().numpy().T.copy() for name, layer in layers.items()}
     settings = peft.LoraConfig(
         r=4,
         lora_alpha=1,
         target_modules=["to_q", "to_v"],
-        alpha_pattern={"to_v": 3},
+        alpha_pattern={pattern: 3},
         init_lora_weights=False,
     )
     adapted = peft.PeftModel(model, settings)
     adapted.save_pretrained(tmp_path)
     adapted.merge_and_unload()
     loras = Loras([str(tmp_path / "adapter_model.safetensors")])
-    for name, layer in model.items():
+    for name, layer in layers.items():
         found = loras.fold("unet", f"{name}/kernel", before[name])
         np.testing.assert_allclose(found, layer.weight.detach().numpy().T, atol=1e-6)
         assert np.abs(found - before[name]).max() > 0.05
-    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "mine.safetensors")
-    with pytest.raises(ValueError, match=r"whose strength is in adapter_config\.json; put that"):
-        Loras([str(tmp_path / "mine.safetensors")])
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is an adapter of PEFT without lora_alpha; put PEFT's "):
+        Loras([str(tmp_path / "adapter_model.safetensors")])
 
 
 def test_names_that_are_no_files(tmp_path):
