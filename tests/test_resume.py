@@ -392,8 +392,9 @@ def killed_run(model, data, out):
     return config
 
 
+@pytest.mark.slow
 def test_sdxl_is_killed_and_moved_to_two_processes(sdxl, data, sdxl_run, tmp_path):
-    """On four devices it ends bit-identical.
+    """After SIGKILL it ends bit-identical on four devices, and with equal losses in two processes.
 
     The losses are those of one run, so no row is repeated in an epoch: test_parquet_processing.py
     checks the order of the rows.
