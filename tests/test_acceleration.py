@@ -100,11 +100,11 @@ def images_of_theirs(theirs, key=3, steps=STEPS, size=64, call=None, factor=4, *
 
 
 def assert_images_agree(found, plain, expected):
-    """The accelerated image has 60 dB more PSNR to the expected one than the plain image has.
+    """The accelerated image has 50 dB more PSNR to the expected one than the plain image has.
 
     Neighbouring parameters of a technique give at most 26 dB more with these random models.
     """
-    assert psnr(found, expected) > psnr(plain, expected) + 60
+    assert psnr(found, expected) > psnr(plain, expected) + 50
 
 
 @pytest.mark.parametrize(
