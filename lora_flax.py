@@ -52,7 +52,8 @@ PREFIXES = {
 # An adapter that PEFT's save_pretrained wrote: names of its entries, and its files.
 ADAPTER_PREFIX, ADAPTER_STEM = "base_model/model/", "adapter_model"
 ADAPTER_CONFIG = "adapter_config.json"
-CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")  # PEFT's init_lora_weights
+# Values of PEFT's init_lora_weights that also change the weights of the base model.
+CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 REFUSED = {
     "hada_w": "LoHa",
     "lokr_": "LoKr",
@@ -302,7 +303,7 @@ def finite(value):
 
 
 def alpha_of(part, layer, settings, rank):
-    """alpha of a layer by PEFT's settings; without them, the rank."""
+    """The alpha of a layer in PEFT's settings; the rank if they have none."""
     # PyTorch's name of the layer: attentions.0.proj_in, time_embedding.linear_1
     torch_name = re.sub(r"(?<!linear)_(?=\d+(\.|$))", ".", layer.replace("/", "."))
     for pattern, alpha in settings.get(f"{part}.alpha_pattern", {}).items():

@@ -662,8 +662,10 @@ def options_table() -> str:
     names = [name for name in OPTIONS if name != "default"]
     lines = []
     for program, found in sorted(costs.items()):
-        default, cells = found.pop("default", None), []
-        for name in names if default else ():
+        if "default" not in found:
+            continue
+        default, cells = found["default"], []
+        for name in names:
             row = found.get(name)
             keys = ("cycles", "hbm_bytes") if row and row["tpu"] == default["tpu"] else ()
             cells.append(", ".join(f"{row[key] / default[key]:.2f}" for key in keys))

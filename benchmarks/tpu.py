@@ -269,7 +269,7 @@ BLOCKS = {  # module, shapes of its inputs (of its dtype), whether with gradient
 class Options:
     """Compiler options on blocks of the models and on whole programs."""
 
-    tpus: tuple[str, ...] = ("v5e-4", "v6e-4")  # slices of v5e or v6e; rows have the chip's name
+    tpus: tuple[str, ...] = ("v5e-4", "v6e-4")  # slices of v5e or v6e; rows are named by the chip
     blocks: tuple[Literal[tuple(BLOCKS)], ...] = tuple(BLOCKS)
     jobs: tuple[JobName, ...] = ("unet sdxl", "train")  # whole programs
     options: tuple[Literal[OPTIONS], ...] = OPTIONS
@@ -299,7 +299,7 @@ def block_program(module, shapes, with_gradient):
 
 
 def format_options(results):
-    """Markdown of the rows of options."""
+    """Markdown table of the cycles and the memory of each row of options."""
     rows = rows_of(results, "options")
     lines = ["| | thousand cycles | HBM, MB | temporaries, MB |", "|---|---|---|---|"]
     for name, row in rows.items():
