@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import typing
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
@@ -24,8 +25,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
 from command_line import one_line
@@ -230,6 +232,40 @@ def place_in_words(source, subfolder, revision):
     return f"{where} (not a directory, so looked up on the hub, revision {revision or 'main'})"
 
 
+ASK_AGAIN_AFTER = 60  # seconds, after which a hub that did not answer is asked again
+_hub = {"asked": None, "answers": True}  # time.monotonic() of the question, and its result
+
+
+def hub_answers(source, name, token):
+    """Whether the hub can be reached, asked once for all files.
+
+    hf_hub_download waits and retries for every file that is not in the cache, such as optional
+    ones, so a cached model would take minutes to open.
+
+    Args:
+        source, name: hub id and a file in it, existing or not.
+        token: as for hf_hub_download.
+    """
+    now = time.monotonic()
+    if _hub["asked"] is not None and (_hub["answers"] or now - _hub["asked"] < ASK_AGAIN_AFTER):
+        return _hub["answers"]
+    reason = None
+    try:
+        url, timeout = hf_hub_url(source, name), constants.HF_HUB_ETAG_TIMEOUT
+        get_hf_file_metadata(url, token=token, timeout=timeout)
+    except HfHubHTTPError as error:  # not found and no access are answers as well
+        status = error.response.status_code
+        reason = f"HTTP {status}" if status >= 500 else None
+    except httpx2.TransportError as error:
+        reason = type(error).__name__
+    _hub.update(asked=time.monotonic(), answers=reason is None)
+    if reason:
+        logger.warning(
+            f"{constants.ENDPOINT} does not answer ({reason}); models are read from the cache"
+        )
+    return reason is None
+
+
 def fetch_file(source, name, subfolder, revision, **hub_options):
     """Path of a file of a directory or hub repository, downloaded if necessary; None if missing.
 
@@ -239,6 +275,9 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         file = Path(source, subfolder or "", name)
         return file if file.is_file() else None
     try:
+        offline = constants.HF_HUB_OFFLINE or hub_options.get("local_files_only")
+        if not offline and not hub_answers(str(source), name, hub_options.get("token")):
+            hub_options["local_files_only"] = True
         return Path(
             hf_hub_download(
                 str(source), name, subfolder=subfolder or None, revision=revision, **hub_options
@@ -253,6 +292,21 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
     except HfHubHTTPError as error:
         message = f"{source} is not a directory, and the hub refuses it: {one_line(error)}"
         raise ValueError(message) from error
+
+
+def fetch_directory(source, names, subfolder=None, revision=None, **hub_options):
+    """The directory that has files of a directory or hub repository; missing files are left out.
+
+    transformers, given a hub id, asks the hub for many files more, and waits for each of them.
+
+    Raises:
+        ValueError: none of the files exists.
+    """
+    files = [fetch_file(source, name, subfolder, revision, **hub_options) for name in names]
+    if not any(files):
+        where = place_in_words(source, subfolder, revision)
+        raise ValueError(f"none of {', '.join(names)} is in {where}")
+    return next(file.parent for file in files if file)
 
 
 def locate(flag, source):

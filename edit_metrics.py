@@ -24,12 +24,15 @@ from PIL import Image
 from acceleration_flax import plan_steps
 from caching_flax import switch_shares
 from command_line import one_line
+from config_flax import fetch_directory, fetch_file
 from editing import fit_image, read_jsonl
 from executables import matmul_flops
 from images import decode_image
 from kernels_flax import plain_operations
+from modeling_flax_utils import find_weights
 from parquet_shards import latents_metadata, list_row_groups
 from sampling_flax import decode
+from tokenization_clip import TOKENIZER_FILES
 
 JSONL_NAMES = {  # accepted keys of a line; the first that is present is used
     "input": ("input",),
@@ -42,6 +45,10 @@ CAPTION_COLUMNS = {
     "original_prompt_column": "original_prompt",
     "edited_prompt_column": "edited_prompt",
 }
+CLIP_FILES = (
+    *("config.json", "preprocessor_config.json", "processor_config.json"),
+    *TOKENIZER_FILES,
+)
 PIXEL_METRICS = ("l1", "mse", "error_ratio", "l1_to_input")
 CLIP_METRICS = (
     *("image_similarity", "direction_similarity"),
@@ -286,11 +293,14 @@ class Clip:
 
         remedy = 'name a directory or hub id of a CLIP model, or "" to leave CLIP out'
         try:
-            kind = AutoConfig.from_pretrained(name).model_type
+            folder = fetch_directory(name, CLIP_FILES)
+            kind = AutoConfig.from_pretrained(folder).model_type
             if kind != "clip":
                 raise ValueError(f"it is a model of type {kind}")
-            self.processor = CLIPProcessor.from_pretrained(name)
-            self.model, info = CLIPModel.from_pretrained(name, output_loading_info=True)
+            fetch = partial(fetch_file, name, subfolder=None, revision=None)
+            find_weights(fetch, "model", None, True, name)
+            self.processor = CLIPProcessor.from_pretrained(folder)
+            self.model, info = CLIPModel.from_pretrained(folder, output_loading_info=True)
             if info["missing_keys"]:
                 raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]} and others")
         except Exception as error:  # the libraries raise errors of many types

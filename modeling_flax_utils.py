@@ -342,7 +342,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
         files = [Path(pretrained_model_name_or_path)]
         if not files[0].is_file():
-            files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
+            files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
         flat = {
             key: array if convert is None else convert(key, array)
             for file in files
@@ -486,7 +486,7 @@ def _reason(error):
     return one_line(error, 200) if is_ours else f"{type(error).__name__}: {one_line(error, 200)}"
 
 
-def _find_weights(fetch, weights_name, variant, from_pt, where):
+def find_weights(fetch, weights_name, variant, from_pt, where):
     """The files that hold the weights, in the first format that exists.
 
     If no weights have the variant, those without it: the published classes ignored the argument,
