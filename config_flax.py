@@ -532,17 +532,35 @@ PART_FILES = {
 PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
 
 
-def weights_pattern(names, dot_variant=""):
-    """Pattern of the safetensors files of a model: single, sharded, index.
+def index_names(stem, suffix, dot_variant=""):
+    """Names of the index of a sharded checkpoint: today's, diffusers' older one, huggingface_hub's.
 
     Args:
-        names: weights_name, or several as alternatives of a pattern.
+        stem, suffix: of the single file, "model" and "safetensors".
         dot_variant: "" or the variant with its dot, ".fp16".
     """
-    variant = re.escape(dot_variant)
-    return re.compile(
-        rf"({names})({variant}(-\d{{5}}-of-\d{{5}})?\.safetensors|\.safetensors\.index{variant}\.json)"
+    return list(
+        dict.fromkeys(
+            (
+                f"{stem}.{suffix}.index{dot_variant}.json",
+                f"{stem}.{suffix}{dot_variant}.index.json",
+                f"{stem}{dot_variant}.{suffix}.index.json",
+            )
+        )
     )
+
+
+def weights_pattern(stem, dot_variant=""):
+    """Pattern of the safetensors files of a model: single, sharded, index, under all names.
+
+    Args:
+        stem: weights_name.
+        dot_variant: as for index_names.
+    """
+    variant, number = re.escape(dot_variant), r"(-\d{5}-of-\d{5})?"
+    files = [f"{stem}({variant}{number}|{number}{variant})[.]safetensors"]
+    indices = [re.escape(name) for name in index_names(stem, "safetensors", dot_variant)]
+    return re.compile("|".join(files + indices))
 
 
 def read_index(path, revision=None, **hub_options):
@@ -643,10 +661,10 @@ def writing_pipeline(save_directory):
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
     (folder / INDEX_NAME).unlink(missing_ok=True)
     # PyTorch prefers the index of an earlier save to a single file.
-    old_weights = weights_pattern("diffusion_pytorch_model|model")
+    old_weights = [weights_pattern(stem) for stem in ("diffusion_pytorch_model", "model")]
     for part in {file.parts[0] for file in files if len(file.parts) > 1}:
         for old in (folder / part).glob("*"):
-            if old_weights.fullmatch(old.name):
+            if any(pattern.fullmatch(old.name) for pattern in old_weights):
                 old.unlink()
     for file in sorted(files, key=lambda file: (file.name == INDEX_NAME, file)):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
