@@ -857,7 +857,7 @@ def test_pytorch_opens_our_shards(tmp_path):
 
 
 def older_shards(folder):
-    """Shards of a variant as older versions of diffusers named them; PyTorch prefers their index."""
+    """Shards of a variant as older diffusers named them; PyTorch prefers their index."""
     torch_model("unet_conv").save_pretrained(folder, variant="v", max_shard_size="20KB")
     stem = "diffusion_pytorch_model"
     index = folder / f"{stem}.safetensors.index.v.json"
