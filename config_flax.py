@@ -589,32 +589,35 @@ def has(index, part):
     return (index.get(part) or [None])[0] is not None
 
 
-def read_parts(path, parts, revision=None, **hub_options):
+def read_parts(path, parts, revision=None, given=None, **hub_options):
     """Read the settings of a pipeline directory, no weights.
 
     Args:
         path: directory or hub id.
         parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
         revision: branch, tag or commit on the hub.
+        given: {part: its config} of parts that replace the directory's, which are not read.
         hub_options: see fetch_file.
 
     Returns:
-        (model_index.json's content; {part: the content of its PART_FILES}).
+        (model_index.json's content; {part: the content of its PART_FILES, or the given config}).
 
     Raises:
         ValueError: the pipeline or some of its parts are missing.
     """
     index = read_index(path, revision, **hub_options)
-    parts = parts(index) if callable(parts) else parts
+    parts, given = parts(index) if callable(parts) else parts, given or {}
     files = {
-        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options) for part in parts
+        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options)
+        for part in parts
+        if part not in given
     }
     if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
         raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
     configs = {part: read_json(file) for part, file in files.items()}
-    if not isinstance(configs["vae"].get("block_out_channels"), list):
+    if "vae" in files and not isinstance(configs["vae"].get("block_out_channels"), list):
         raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
-    return index, configs
+    return index, configs | given
 
 
 @contextmanager

@@ -24,10 +24,7 @@ from acceleration_flax import TGate
 from config_flax import read_parts
 from executables import FlaxStableDiffusionPipelineOutput, run, step_options
 from images import pair_up, prepare_images
-from pipeline_flax_utils import (
-    MODULES,
-    StableDiffusionParts,
-)
+from pipeline_flax_utils import MODULES, StableDiffusionParts, given_configs, source_of
 from sampling_flax import (
     keys_per_image,
     rescale_guidance,
@@ -341,18 +338,19 @@ class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusio
     text_axes = 1  # of one image's prompt_ids
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
         """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models other than SDXL."""
         path = pretrained_model_name_or_path
         parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        index, configs = read_parts(path, parts, revision, **hub_options)
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(
                 f"{path} is a {class_name}; open it with FlaxStableDiffusionXLInstructPix2Pix"
                 "Pipeline (pipeline_flax_stable_diffusion_xl_instruct_pix2pix.py)"
             )
-        check_channels(path, configs)
+        check_channels(source_of(path, "unet", given), configs)
         return index, configs
 
     def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):

@@ -12,9 +12,7 @@ from config_flax import read_parts
 from executables import run, step_options
 from images import pair_up, prepare_images
 from modeling_flax_unet import guidance_embedding
-from pipeline_flax_utils import (
-    FlaxDiffusionPipeline,
-)
+from pipeline_flax_utils import FlaxDiffusionPipeline, given_configs, source_of
 from sampling_flax import (
     encode,
     guidance_branches,
@@ -59,18 +57,19 @@ class TextToImage(FlaxDiffusionPipeline):
     check_channels = staticmethod(check_channels)
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
         """See FlaxDiffusionPipeline.check; accepts Stable Diffusion 1.x and 2.x."""
         path = pretrained_model_name_or_path
         parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        index, configs = read_parts(path, parts, revision, **hub_options)
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(
                 f"{path} is a {class_name}; this pipeline is for Stable Diffusion 1.x and 2.x; for "
                 "XL use FlaxStableDiffusionXLPipeline (sdxl_single.py)"
             )
-        cls.check_channels(path, configs)
+        cls.check_channels(source_of(path, "unet", given), configs)
         return index, configs
 
     def prepare_inputs(self, prompt):
