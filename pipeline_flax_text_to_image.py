@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from config_flax import read_parts
-from executables import run, step_options
+from executables import output_options, run, step_options
 from images import pair_up, prepare_images
 from modeling_flax_unet import guidance_embedding
 from pipeline_flax_utils import FlaxDiffusionPipeline, given_configs, source_of
@@ -157,12 +157,8 @@ class TextToImage(FlaxDiffusionPipeline):
         self, jit, output_type, return_dict, guidance_scale, guidance_rescale, arrays, options
     ):
         """Common to all calls: choose the branches, run, make the output."""
-        if output_type not in (None, "np", "pil", "latent"):
-            raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
-        options = options | {
-            "branches": self.guidance_branches(guidance_scale),
-            "return_latents": output_type == "latent",
-        }
+        options = options | output_options(output_type)
+        options |= {"branches": self.guidance_branches(guidance_scale)}
         shared = {"guidance_rescale": guidance_rescale}
         if np.ndim(guidance_scale):
             arrays = arrays | {"guidance_scale": guidance_scale}
