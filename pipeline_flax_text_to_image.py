@@ -257,9 +257,9 @@ class ImageToImage(TextToImage):
     """Text and an image to begin with in, image out.
 
     An image's noise is not that which TextToImage draws for the same key, so one key can make an
-    image and continue from it. With PNDM, the scheduler of Stable Diffusion 1.x,
-    and strength below 1 it differs from PyTorch, whose steps are then one timestep late (38 dB
-    apart at strength 0.7); with other schedulers, or at strength 1, it does not.
+    image and continue from it. With strength below 1 it differs from PyTorch for two schedulers:
+    PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS takes
+    coefficients for derivatives that it does not have.
 
     Source: SDEdit (arXiv 2108.01073), algorithm 1.
     """

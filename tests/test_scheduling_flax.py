@@ -125,6 +125,20 @@ def test_whole_trajectories_match_pytorch(name, monkeypatch):
                 )
 
 
+def test_lms_begins_in_the_middle_with_order_1(monkeypatch):
+    """A first step of Euler; PyTorch takes coefficients for derivatives that it does not have."""
+    first_step, config = 5, STABLE_DIFFUSION
+    timesteps, samples = flax_trajectory("lms", config, 12, first_step=first_step)
+    theirs = torch_class("lms").from_config(config)
+    theirs.set_timesteps(12)
+    sigma, next_sigma = theirs.sigmas.numpy()[first_step : first_step + 2]
+    derivative = model(START / np.sqrt(sigma**2 + 1), timesteps[0])  # of epsilon
+    expected = START + (next_sigma - sigma) * derivative
+    np.testing.assert_allclose(samples[0], expected, rtol=1e-5, atol=1e-5)
+    _, others = torch_trajectory("lms", config, 12, monkeypatch, first_step=first_step)
+    assert np.abs(others[0] - expected).max() > 0.1
+
+
 @pytest.mark.parametrize("name", [name for name in SCHEDULERS if name not in ("pndm", "lms")])
 def test_beginning_in_the_middle_matches_pytorch(name, monkeypatch):
     """As in image-to-image; multistep methods start without history."""
