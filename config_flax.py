@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import typing
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
@@ -25,12 +24,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
 from command_line import one_line
+from hub import hub_answers
 
 logger = logging.getLogger(__name__)
 
@@ -230,40 +229,6 @@ def place_in_words(source, subfolder, revision):
     if os.path.isdir(source):
         return where
     return f"{where} (not a directory, so looked up on the hub, revision {revision or 'main'})"
-
-
-ASK_AGAIN_AFTER = 60  # seconds, after which a hub that did not answer is asked again
-_hub = {"asked": None, "answers": True}  # time.monotonic() of the question, and its result
-
-
-def hub_answers(source, name, token):
-    """Whether the hub can be reached, asked once for all files.
-
-    hf_hub_download waits and retries for every file that is not in the cache, such as optional
-    ones, so a cached model would take minutes to open.
-
-    Args:
-        source, name: hub id and a file in it, existing or not.
-        token: as for hf_hub_download.
-    """
-    now = time.monotonic()
-    if _hub["asked"] is not None and (_hub["answers"] or now - _hub["asked"] < ASK_AGAIN_AFTER):
-        return _hub["answers"]
-    reason = None
-    try:
-        url, timeout = hf_hub_url(source, name), constants.HF_HUB_ETAG_TIMEOUT
-        get_hf_file_metadata(url, token=token, timeout=timeout)
-    except HfHubHTTPError as error:  # not found and no access are answers as well
-        status = error.response.status_code
-        reason = f"HTTP {status}" if status >= 500 else None
-    except httpx2.TransportError as error:
-        reason = type(error).__name__
-    _hub.update(asked=time.monotonic(), answers=reason is None)
-    if reason:
-        logger.warning(
-            f"{constants.ENDPOINT} does not answer ({reason}); models are read from the cache"
-        )
-    return reason is None
 
 
 def fetch_file(source, name, subfolder, revision, **hub_options):

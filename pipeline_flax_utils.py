@@ -569,15 +569,15 @@ def given_configs(given, **hub_options):
 
     given: as for FlaxDiffusionPipeline.check. A file of weights has the directory's config.
     """
-    configs = {name: {} for name in PART_FILES.keys() & (given or {}).keys()}
-    for name in configs.keys() & {"unet", "vae"}:
-        configs[name] = given[name]
-        if not isinstance(given[name], str | Path):
-            configs[name] = dict(given[name].config)
-        else:
-            folder, file = locate("--unet", given[name])
-            configs[name] = None if file else MODULES[name].load_config(folder, **hub_options)
-    return {name: config for name, config in configs.items() if config is not None}
+    configs = {}
+    for name, part in (given or {}).items():
+        if isinstance(part, str | Path):
+            folder, file = locate("--unet", part)
+            if file is None:
+                configs[name] = MODULES[name].load_config(folder, **hub_options)
+        elif name in PART_FILES and part is not None:
+            configs[name] = dict(part.config) if name in ("unet", "vae") else {}
+    return configs
 
 
 def source_of(path, part, given):

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from tiny_models import make_tiny_pipeline, make_tiny_xl, write_tokenizer
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
-import config_flax
+import hub
 from acceleration_flax import parse
 from edit_metrics import Clip
 from modeling_flax_clip import FlaxCLIPTextModel
@@ -34,16 +34,16 @@ class ModelHub:
 
     def __init__(self, folder):
         self.requests, self.status = [], 404  # of files that are not there
-        hub = self
+        this = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                hub.requests.append(self.path)
+                this.requests.append(self.path)
                 path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/(?:main|c{40})/(.+)", self.path)
                 file = path and folder / path[1] / path[2]
                 if not (file and file.is_file()):
-                    code = {"X-Error-Code": "EntryNotFound"} if hub.status == 404 else {}
-                    return send(self, hub.status, headers=code | {"X-Repo-Commit": COMMIT})
+                    code = {"X-Error-Code": "EntryNotFound"} if this.status == 404 else {}
+                    return send(self, this.status, headers=code | {"X-Repo-Commit": COMMIT})
                 content = file.read_bytes()
                 etag = hashlib.sha256(content).hexdigest()
                 send(self, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
@@ -79,7 +79,7 @@ def use_hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(config_flax, "_hub", {"asked": None, "answers": True})
+        monkeypatch.setattr(hub, "_hub", {"asked": None, "answers": True})
 
     return use
 
@@ -156,28 +156,28 @@ def test_what_a_model_needs_is_downloaded(use_hub, tmp_path):
     """A later process asks the same hub again; one with the cache alone makes no request."""
     folder = make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")
     make_clip(tmp_path / "hub" / "someone" / "clip")
-    with ModelHub(tmp_path / "hub") as hub:
-        use_hub(hub.port)
+    with ModelHub(tmp_path / "hub") as server:
+        use_hub(server.port)
         pipeline, _ = FlaxDiffusionPipeline.from_pretrained("someone/tiny")
         expected = FlaxStableDiffusionInstructPix2PixPipeline.open(folder)
         ids = pipeline.prepare_text_inputs("make it red")
         assert (ids == expected.prepare_text_inputs("make it red")).all()
         assert Clip("someone/clip").dim == 512
-        count = len(hub.requests)
+        count = len(server.requests)
         FlaxDiffusionPipeline.from_pretrained("someone/tiny", local_files_only=True)
-        assert len(hub.requests) == count
+        assert len(server.requests) == count
 
 
 @pytest.mark.parametrize("status", [503, 404])
 def test_a_hub_that_fails_and_a_file_that_is_missing(use_hub, tmp_path, caplog, status):
     """Errors of the server leave the cache; a missing file is an answer."""
-    with ModelHub(tmp_path / "empty") as hub:
-        hub.status = status
-        use_hub(hub.port)
+    with ModelHub(tmp_path / "empty") as server:
+        server.status = status
+        use_hub(server.port)
         put_in_cache(make_tiny_pipeline(tmp_path / "tiny"), "someone/tiny")
         if status == 503:
             FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-            assert len(hub.requests) == 1 and "does not answer (HTTP 503)" in caplog.text
+            assert len(server.requests) == 1 and "does not answer (HTTP 503)" in caplog.text
         else:
             with pytest.raises(ValueError, match=r"has no model_index\.json"):
                 FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
@@ -187,14 +187,14 @@ def test_a_hub_that_fails_and_a_file_that_is_missing(use_hub, tmp_path, caplog, 
 def test_a_hub_is_asked_again(use_hub, tmp_path, monkeypatch):
     """A process that began without the network downloads once it is back."""
     make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")
-    with ModelHub(tmp_path / "hub") as hub, unreachable("closed") as (port, _):
+    with ModelHub(tmp_path / "hub") as server, unreachable("closed") as (port, _):
         use_hub(port)
         with pytest.raises(ValueError, match=r"has no model_index\.json"):
             FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-        state = config_flax._hub
-        use_hub(hub.port)
-        monkeypatch.setattr(config_flax, "_hub", state)
+        state = hub._hub
+        use_hub(server.port)
+        monkeypatch.setattr(hub, "_hub", state)
         with pytest.raises(ValueError, match=r"has no model_index\.json"):
             FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-        state["asked"] -= config_flax.ASK_AGAIN_AFTER
+        state["asked"] -= hub.ASK_AGAIN_AFTER
         FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
