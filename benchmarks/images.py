@@ -29,7 +29,6 @@ disk; a quarter of an hour on two otherwise idle cores.
 """
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -59,6 +58,7 @@ from benchmarks.harness import (
     make_row,
     on_device,
     psnr_cell,
+    psnr_db,
     report,
     rows_of,
     time_in_this_process,
@@ -405,12 +405,6 @@ def text_to_images(model, captions, specs):
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, accelerate=specs)
     inputs = pipeline.prepare_inputs(captions), params, jax.random.key(0)
     return np.asarray(pipeline(*inputs, 20, guidance_scale=2.0, **size).images)
-
-
-def psnr_db(images, others):
-    """PSNR of all pixels of float images in [0, 1], dB; None: they are equal."""
-    error = np.mean(np.square(images - others))
-    return -10 * math.log10(error) if error else None
 
 
 def quality_specs(config, family):

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable
 from functools import cache, partial
 
+from benchmarks.gpu import PLANS
 from benchmarks.harness import GIB, ROOT, psnr_cell, read_rows, rows_of
 from benchmarks.tpu import OPTIONS
 from benchmarks.tpu_kernels import CASES
@@ -82,6 +83,41 @@ def pytorch_table() -> str:
             cells += ["", ""]
         lines.append(cells)
     return table("| rounds | ours | of the peak | PyTorch | speed-up", lines)
+
+
+def gpu_plan_table() -> str:
+    """The plan of benchmarks/gpu.py."""
+    lines = [
+        [f"`{name}`", *(f"{x:.0f} s" if x else "" for x in plan)] for name, plan in PLANS.items()
+    ]
+    return table("row | XLA compiles | `torch.compile` | measurement", lines)
+
+
+def gpu_table() -> str:
+    """benchmarks/gpu.py's rows: ours, PyTorch's and the accelerated image, in turn."""
+    results, lines = rows("gpu"), []
+    for case, row in results.items():
+        if "summary" not in row:
+            continue
+        middle = {name: statistics.median(x) for name, x in row["seconds"].items()}
+        for name in [x for x in middle if x.startswith("ours")]:
+            ratios = [
+                f"{middle[x] / middle[name]:.2f}" if x in middle else ""
+                for x in ("torch eager", "torch compiled")
+            ]
+            rate = f"{row['batch_size'] / middle[name]:.3g}"
+            share = f"{row['summary'][name]['peak_share']:.0%}" if name == "ours" else ""
+            title = f"{case}{name.removeprefix('ours')}"
+            lines.append([title, seconds(middle[name]), rate, share, *ratios])
+    if not lines:
+        return "No GPU has been measured.\n"
+    header = "| a pass | samples/s | of the peak | to eager PyTorch | to `torch.compile`"
+    agreement = []
+    for case, row in results.items():
+        if "psnr" in row:
+            cells = [f"{k} {psnr_cell({'psnr': v}) or 'equal'}" for k, v in row["psnr"].items()]
+            agreement.append(f"{case}: {', '.join(cells)}.\n")
+    return "\n".join([table(header, lines), *agreement])
 
 
 def results_table() -> str:
@@ -679,6 +715,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "demo_evaluation": demo_evaluation_table,
     "pytorch": pytorch_table,
+    "gpu_plan": gpu_plan_table,
+    "gpu": gpu_table,
     "first_steps": first_steps_table,
     "operations": operations_table,
     "profile": profile_table,
