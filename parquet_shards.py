@@ -267,7 +267,8 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
                 is_struct = pa.types.is_struct(file.schema_arrow.field(name).type)
                 leaf = f"{name}.bytes" if is_struct else name
                 parts = file.iter_batches(READ_ROWS, [group.index], [leaf], use_threads=False)
-                parts = (part.column(0) for part in parts)
+                # A column of its own may also be named leaf, and is then read too.
+                parts = (part.column(name) for part in parts)
                 if is_struct:
                     parts = (pc.struct_field(part, "bytes") for part in parts)
                 if len(columns) < 2:

@@ -26,6 +26,7 @@ from PIL import Image, ImageOps
 import parquet_dataset
 import parquet_processing
 import parquet_shards
+from edit_metrics import pairs_of_shards
 from images import LINE_HEIGHT, crop_square, decode_image, encoded_size
 from parquet_dataset import epoch_order
 from parquet_processing import ParquetImagePairs
@@ -892,6 +893,27 @@ def test_every_type_of_text_and_of_bytes(tmp_path, text):
         cells = parquet_shards.read_row_group(group)
         rows += [parquet_shards.pair_at(cells, row) for row in range(group.num_rows)]
     assert [row[:3] for row in rows] == list(zip(originals, edits, prompts)) * len(BYTES)
+
+
+@pytest.mark.parametrize("copy_first", [False, True])
+def test_a_struct_beside_its_flattened_copy(tmp_path, copy_first):
+    """Both columns have a leaf with the dotted name original_image.bytes."""
+    struct, flat, edits = ([f"{name}{n}".encode() for n in range(40)] for name in "abc")
+    columns = {
+        "original_image": pa.array([{"bytes": x, "path": "x"} for x in struct], IMAGE),
+        "original_image.bytes": pa.array(flat, pa.binary()),
+        "edit_prompt": pa.array(list(map(str, range(40)))),
+        "edited_image": pa.array([{"bytes": x, "path": "x"} for x in edits], IMAGE),
+    }
+    names = sorted(columns, key="original_image.bytes".__ne__) if copy_first else columns
+    pq.write_table(pa.table({name: columns[name] for name in names}), tmp_path / "a.parquet")
+    for chosen, originals in {"": struct, "original_image.bytes": flat}.items():
+        (group,) = parquet_shards.list_row_groups(tmp_path, chosen)
+        cells = parquet_shards.read_row_group(group)
+        rows = [parquet_shards.pair_at(cells, row)[:3] for row in range(40)]
+        assert rows == list(zip(originals, edits, map(str, range(40))))
+        pairs = pairs_of_shards(tmp_path, (chosen, "", ""), ("", ""))
+        assert [(pair.original, pair.truth) for pair in pairs] == list(zip(originals, edits))
 
 
 # Bad input
