@@ -163,8 +163,13 @@ def model_checksum(model):
         return fetch_file(model, INDEX_NAME, None, None).parent.name
     files = [Path(model, INDEX_NAME)]
     for part in sorted(PARTS):
-        files += sorted(file for file in Path(model, part).glob("*") if file.is_file())
+        files += visible_files(Path(model, part))
     return files_checksum(files, model)
+
+
+def visible_files(folder):
+    """The files of a directory that are not hidden, by name; .DS_Store is no part of a model."""
+    return sorted(file for file in folder.glob("[!.]*") if file.is_file())
 
 
 def files_checksum(files, folder="."):
@@ -190,7 +195,7 @@ def tiny_vae_checksum(acceleration):
     path = Path(source).expanduser()
     if not source or not path.is_dir():
         return None
-    return files_checksum(sorted(file for file in path.iterdir() if file.is_file()), path)
+    return files_checksum(visible_files(path), path)
 
 
 def load_results(config, settings, checksums):

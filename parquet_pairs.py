@@ -168,9 +168,9 @@ def parse_texts(row: dict, required: tuple[str, ...]) -> dict[str, str | None]:
 
 
 def index_images(folder: Path) -> dict[str, list[Path]]:
-    """Map file names, with and without extension, to the files of a directory."""
+    """Map file names, with and without extension, to the visible files of a directory."""
     files = defaultdict(list)
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("[!.]*")):
         for name in {path.name, path.stem}:
             files[name].append(path)
     return files
@@ -427,10 +427,14 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
 
 
 def check_empty(given: str, directory: Path) -> None:
-    """Raise a ValueError, naming the flag as given, unless directory is empty or new."""
+    """Raise a ValueError, naming the flag as given, unless directory is empty or new.
+
+    Hidden files do not count, except those of an unfinished program.
+    """
     check_writable(given, directory)
-    if directory.exists() and (first := next(directory.iterdir(), None)):
-        raise ValueError(f"{given} is not empty ({first.name}); name another, or remove it")
+    for pattern in ("[!.]*", f"{UNFINISHED}*"):
+        if first := next(directory.glob(pattern), None):
+            raise ValueError(f"{given} is not empty ({first.name}); name another, or remove it")
 
 
 @contextmanager

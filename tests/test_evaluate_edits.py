@@ -333,6 +333,18 @@ def write_jsonl(path, num_pairs=2, drop=(), **changes):
     return path
 
 
+def test_hidden_files_are_no_weights(tmp_path):
+    for name in ("model_index.json", "unet/weights", "other/weights"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    before = evaluate_edits.model_checksum(tmp_path)
+    for name in ("unet/.DS_Store", "unet/._weights", "other/new"):
+        (tmp_path / name).touch()
+    assert evaluate_edits.model_checksum(tmp_path) == before
+    (tmp_path / "unet" / "new").touch()
+    assert evaluate_edits.model_checksum(tmp_path) != before
+
+
 def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     out = tmp_path / "out"

@@ -313,6 +313,25 @@ def test_bad_lists(tmp_path, capsys, name, content, words):
     assert not (tmp_path / "data").exists()
 
 
+def test_hidden_files_do_not_count(tmp_path, caplog):
+    """Among the images, where macOS writes ._NAME beside NAME, and in the output directories."""
+    source, data, held_out = (tmp_path / name for name in ("own", "data", "held"))
+    for name in ("original/a.png", "edited/a.png", "original/b.png", "edited/b.png"):
+        path = save(source / name)
+        path.with_name(f"._{path.name}").write_bytes(b"of macOS")
+        path.with_name(".DS_Store").touch()
+    write_list(source / "captions.jsonl", [{"name": n, "edit": f"edit {n}"} for n in "ab"])
+    for folder in (data, held_out):
+        folder.mkdir()
+        (folder / ".DS_Store").touch()
+    write_pairs(source, data, num_held_out=1, held_out_dir=held_out)
+    assert not caplog.records
+    assert len(parquet_shards.list_row_groups(data)) == 1
+    assert len(edits_of_jsonl(held_out / "edits.jsonl")) == 1
+    with pytest.raises(ValueError, match=r"data is not empty \(train-00000-of-00001\.parquet\)"):
+        write_pairs(source, data)
+
+
 def test_bad_directories(tmp_path, capsys, caplog):
     flags = ("--pairs", tmp_path, "--output_dir", tmp_path / "data")
     assert "or a directory with original/, edited/ and captions" in error_of(capsys, *flags)

@@ -916,6 +916,18 @@ def test_a_struct_beside_its_flattened_copy(tmp_path, copy_first):
         assert [(pair.original, pair.truth) for pair in pairs] == list(zip(originals, edits))
 
 
+def test_hidden_files_are_no_shards(numbered, tmp_path):
+    """Neither an unreadable one nor one that would add rows; .unfinished still stops the loader."""
+    for path in numbered.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "._shard-0.parquet").write_bytes(b"\0\5\x16\7 of macOS")
+    (tmp_path / ".x.parquet").write_bytes((numbered / "shard-1.parquet").read_bytes())
+    assert ParquetImagePairs(tmp_path, batch_size=53, resolution=8).num_rows == 53
+    (tmp_path / ".unfinished").mkdir()
+    with pytest.raises(ValueError, match="is not complete"):
+        ParquetImagePairs(tmp_path, batch_size=53, resolution=8)
+
+
 # Bad input
 
 
@@ -936,6 +948,7 @@ def all_broken(folder):
 BAD_FOLDERS = {
     "missing": (Path.rmdir, ["is not a directory"]),
     "no shards": (lambda folder: (folder / "a.txt").touch(), ["no *.parquet"]),
+    "hidden shards": (lambda folder: (folder / "._a.parquet").touch(), ["no *.parquet"]),
     "truncated": (truncated, ["1 of 2 shards", "shard-1.parquet"]),
     "zero bytes": (lambda folder: (folder / "a.parquet").touch(), ["a.parquet", "0 bytes"]),
     "not parquet": (
