@@ -13,7 +13,8 @@ With the model of `make demo`, on a CPU, in a minute and without CLIP:
 Every model edits every pair at every combination of the two scales and every seed. --data_dir is a
 directory of parquet shards as for training. --pairs_jsonl has lines {"input": "a.jpg",
 "instruction": "make it red", "truth": "a_red.jpg", "input_caption": "an apple",
-"output_caption": "a red apple"}, of which the last three are optional.
+"output_caption": "a red apple"}, of which the last three are optional, with paths relative to the
+list; docs/data.md has the table of keys.
 
 Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
 curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
