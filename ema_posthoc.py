@@ -233,7 +233,7 @@ def output_folders(config):
     for folder in folders.values():
         if folder.is_file():
             raise ValueError(f"{folder} is a file; name a directory as --output_dir")
-        if folder.is_dir() and any(folder.glob("[!.]*")) and not config.overwrite_output_dir:
+        if folder.is_dir() and any(folder.iterdir()) and not config.overwrite_output_dir:
             raise ValueError(
                 f"{folder} is not empty; name another --output_dir, or replace its model with "
                 "--overwrite_output_dir"

@@ -313,9 +313,7 @@ def check_output_dir(config: Config) -> None:
         if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
             raise ValueError(f"{given} is or contains {flag(config, name)}; name another directory")
     has_model = any((output_dir / name).exists() for name in FINAL_FILES)
-    if not any(
-        output_dir.glob("checkpoints/[!.]*")
-    ):  # otherwise a crash while the files were written
+    if not any(output_dir.glob("checkpoints/*")):  # otherwise a crash while the files were written
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()
     if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
         raise ValueError(
