@@ -238,12 +238,13 @@ def encoded_size(data: bytes) -> tuple[int, int]:
     if data.startswith(b"\xff\xd8"):
         with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
             height, width = simplejpeg.decode_jpeg_header(data)[:2]
-            return (width, height) if exif_orientation(data) >= 5 else (height, width)
+            is_turned = exif_orientation(data) in (5, 6, 7, 8)
+            return (width, height) if is_turned else (height, width)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    orientation = image.getexif().get(ORIENTATION, 1)
-    if orientation in (5, 6, 7, 8) and image.format != "TIFF":  # Pillow has applied TIFF's
-        return image.width, image.height
-    return image.height, image.width
+    is_turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    if image.format == "TIFF":  # Pillow has applied it
+        is_turned = False
+    return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
 def exif_orientation(data: bytes) -> int:
