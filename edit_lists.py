@@ -1,6 +1,6 @@
 """Lists of edits and of image pairs, one reader for all programs.
 
-    rows = read_list("--edits_jsonl edits.jsonl", Path("edits.jsonl"), ("original_image", "output"))
+    rows = read_list("--edits_jsonl FILE", Path(FILE), ("original_image", "edit_prompt", "output"))
 
 parquet_processing.py --pairs, edit_cli.py --edits_jsonl and evaluate_edits.py --pairs_jsonl read
 them. A list is a .csv file whose first line names the columns, or else a file with one JSON object
