@@ -7,11 +7,9 @@ for batch, images, seconds in edit_batches(pipeline, params, devices, edits, siz
     ...
 """
 
-import json
 import math
 import time
 from collections import defaultdict
-from contextlib import suppress
 from functools import partial
 from threading import Lock
 
@@ -35,31 +33,6 @@ from pipeline_flax_utils import MODULES, pipeline_class
 from previews_flax import Preview
 from sampling_flax import check_eta, keys_per_image
 from scheduling_flax import SCHEDULERS, scheduler_from_config
-
-
-def read_jsonl(flag, file):
-    """Read a list of JSON objects, one per line; empty lines are skipped.
-
-    Args:
-        flag: that names the file, for error messages.
-        file: path.
-
-    Yields:
-        (line number from 1, the line, its content; {} if that is not a JSON object).
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--{flag} {file} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            row = None
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-            yield number, line, row if isinstance(row, dict) else {}
 
 
 def edit_size(size, resolution, factor):

@@ -333,6 +333,18 @@ def write_jsonl(path, num_pairs=2, drop=(), **changes):
     return path
 
 
+def test_hidden_files_are_no_weights(tmp_path):
+    for name in ("model_index.json", "unet/weights", "other/weights"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    before = evaluate_edits.model_checksum(tmp_path)
+    for name in ("unet/.DS_Store", "unet/._weights", "other/new"):
+        (tmp_path / name).touch()
+    assert evaluate_edits.model_checksum(tmp_path) == before
+    (tmp_path / "unet" / "new").touch()
+    assert evaluate_edits.model_checksum(tmp_path) != before
+
+
 def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
@@ -492,11 +504,17 @@ def test_curve_and_table_of_given_rows(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pairs_jsonl": "empty.jsonl"}, "empty.jsonl has no pairs"),
+        ({"pairs_jsonl": "empty.jsonl"}, "empty.jsonl has no rows"),
         ({"pairs_jsonl": "none.jsonl"}, "none.jsonl cannot be read"),
-        ({"pairs_jsonl": "lacking.jsonl"}, "lacking.jsonl, line 1 is not a JSON object with the"),
-        ({"pairs_jsonl": "blank.jsonl"}, "blank.jsonl, line 1 is not a JSON object with the"),
-        ({"pairs_jsonl": "lost.jsonl"}, "lost.jsonl, line 1: nowhere.png cannot be read: No such"),
+        (
+            {"pairs_jsonl": "lacking.jsonl"},
+            "lacking.jsonl has 1 problem: line 1: no edit_prompt or edit or",
+        ),
+        ({"pairs_jsonl": "blank.jsonl"}, "blank.jsonl has 1 problem: line 1: instruction is empty"),
+        (
+            {"pairs_jsonl": "lost.jsonl"},
+            "lost.jsonl has 1 problem: line 1: nowhere.png does not exist",
+        ),
         ({"pairs_jsonl": "text.jsonl"}, "text.jsonl: no known image format"),
         ({"data_dir": "data"}, "give one of --data_dir and --pairs_jsonl"),
         ({"pairs_jsonl": None}, "give one of --data_dir and --pairs_jsonl"),
@@ -530,7 +548,7 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, me
     Path("empty.jsonl").write_text("\n\n")
     write_jsonl(Path("p.jsonl"), 1)
     write_jsonl(Path("lacking.jsonl"), 1, drop=("instruction",))
-    write_jsonl(Path("blank.jsonl"), 1, truth=" ")
+    write_jsonl(Path("blank.jsonl"), 1, instruction=" ")
     write_jsonl(Path("lost.jsonl"), 1, truth="nowhere.png")
     write_jsonl(Path("text.jsonl"), 1, input="text.jsonl")
     write_jsonl(Path("bare.jsonl"), 1, drop=("truth",))
