@@ -2,5 +2,6 @@
 
 import os
 
-# PyTorch's pipelines import image processors; that torchvision is not installed does not matter.
+# PyTorch's pipelines warn of a missing torchvision, which they do not need, and of casts.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")

@@ -35,10 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# Their warnings are of torchvision and of casts by to().
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-
 import jax
 import jax.numpy as jnp
 import numpy as np
