@@ -124,6 +124,25 @@ def gpu_table() -> str:
     return "\n".join([table(header, lines), *agreement])
 
 
+def gpu_memory_table() -> str:
+    """Full fine-tuning on one GPU: the memory of a chip that is compiled for as if it were alone."""
+    lines, results = [], rows("train")
+    parts = ("parameters", "optimizer", "ema", "frozen models", "batches", "temporaries")
+    parts += ("padding", "outputs", "code")
+    for gpu, pairs, variant in (
+        ("24 GB", 32, "bf16, checkpointing"),
+        ("40 GB", 32, "bf16"),
+        ("80 GB", 128, "bf16, checkpointing"),
+        ("80 GB", 64, "bf16"),
+    ):
+        row = results[f"memory v5p-8 one chip, {pairs} pairs, ema full {variant}"]
+        total, temporaries = sum(row[part] for part in parts), row["temporaries"]
+        flags = "`--gradient_checkpointing`" if "checkpointing" in variant else ""
+        lines.append([gpu, str(pairs), flags, f"{total / GIB:.1f}", f"{temporaries / GIB:.1f}"])
+    header = "GPU | `--train_batch_size` | flags | memory, GiB | of which temporaries"
+    return table(header, lines)
+
+
 def results_table() -> str:
     """README's measured results, each with its command."""
     demo = rows("demo")["fine-tuned, guidance 2 and 1.2"]
@@ -720,6 +739,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pytorch": pytorch_table,
     "gpu_plan": gpu_plan_table,
     "gpu": gpu_table,
+    "gpu_memory": gpu_memory_table,
     "first_steps": first_steps_table,
     "operations": operations_table,
     "profile": profile_table,
