@@ -49,6 +49,7 @@ from sharding_flax import (
     reduce_scatter_stages,
     replicate,
     shard_axes,
+    shard_batch,
     start_state,
     to_host,
 )
@@ -631,6 +632,22 @@ def test_every_device_holds_its_shard(parallel):
         sizes[name] = sum(x.nbytes for x in jax.tree.leaves(tree)) / NUM_DEVICES
     total = sum(x.nbytes for x in whole.values())
     assert sizes["params"] == sizes["moments"] < 0.26 * total  # a few small arrays do not divide
+
+
+def test_a_batch_is_divided_over_the_devices():
+    batch = {"x": np.arange(24).reshape(8, 3), "y": np.zeros((8, 0))}
+    for name, x in shard_batch(batch).items():
+        np.testing.assert_array_equal(x, batch[name].reshape(4, 2, -1))
+    with pytest.raises(
+        ValueError, match="of 6 rows cannot be divided over 4 devices; give it 4 or 8"
+    ):
+        shard_batch({"x": np.zeros((6, 2))})
+    with pytest.raises(
+        ValueError, match="of 3 rows cannot be divided over 4 devices; give it 4 rows"
+    ):
+        shard_batch({"x": np.zeros((3, 4))})
+    with pytest.raises(ValueError, match="as many rows in every array; .*'x': 8, 'y': 4"):
+        shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)})
 
 
 def test_shard_axes():
