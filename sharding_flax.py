@@ -304,8 +304,8 @@ def shard_batch(batch):
     if B % n:
         sizes = " or ".join(str(size) for size in (B // n * n, -(-B // n) * n) if size)
         raise ValueError(
-            f"a batch of {B} rows cannot be divided over {n} devices; give it {sizes} rows and drop "
-            "a shorter last batch"
+            f"a batch of {B} rows cannot be divided over {n} devices; give it {sizes} rows, and "
+            "drop a shorter last batch"
         )
     return {
         name: _place(list(x.reshape(n, 1, B // n, *x.shape[1:])), devices)

@@ -646,7 +646,7 @@ def test_a_batch_is_divided_over_the_devices():
         ValueError, match="of 3 rows cannot be divided over 4 devices; give it 4 rows"
     ):
         shard_batch({"x": np.zeros((3, 4))})
-    with pytest.raises(ValueError, match="as many rows in every array; .*'x': 8, 'y': 4"):
+    with pytest.raises(ValueError, match=r"as many rows in every array; .*'x': 8, 'y': 4"):
         shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)})
 
 
