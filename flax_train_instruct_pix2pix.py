@@ -13,9 +13,10 @@ the demo's model and data (run `make demo` once), in about one minute on a CPU:
 
 After SIGTERM, Ctrl-C or a crash the same command resumes from the newest checkpoint in
 OUTPUT_DIR/checkpoints. The final weights are bit-identical; if the number of devices changes, they
-differ by rounding. On a TPU slice, run the same command on every worker; workers have either
-different shards (script.py, script.sh) or all shards. Slurm and Open MPI are detected; on other
-clusters also give --coordinator_address, --num_processes and --process_id.
+differ by rounding. With more --max_train_steps a finished run continues. On a TPU slice, run the
+same command on every worker; workers have either different shards (script.py, script.sh) or all
+shards. Slurm and Open MPI are detected; on other clusters also give --coordinator_address,
+--num_processes and --process_id.
 
 Memory for Stable Diffusion 1.5: 3.4 GB each for float32 parameters, gradients, two Adam moments and
 the EMA, sharded over all devices; on every device the parameters in the compute dtype and the

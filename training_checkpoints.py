@@ -285,18 +285,20 @@ def find_checkpoint(config, identity):
             "with --resume_from_checkpoint none"
         )
     if max_train_steps != saved["max_train_steps"]:
-        check_new_length(config, step, saved["max_train_steps"], max_train_steps)
+        place = checkpoints.folder / str(step)
+        check_new_length(config, place, saved["max_train_steps"], max_train_steps)
     return checkpoints, step, run
 
 
-def check_new_length(config, step, num_steps, new_num_steps):
+def check_new_length(config, checkpoint, num_steps, new_num_steps):
     """Raise a ValueError if a run cannot go on to another last step.
 
     Args:
         config: Config.
-        step: of the checkpoint.
+        checkpoint: Path, RUN/checkpoints/STEP.
         num_steps, new_num_steps: length of the run before and from now on.
     """
+    step = int(checkpoint.name)
     change = f"the run had {num_steps} steps and is to have {new_num_steps}"
     if new_num_steps < step:
         raise ValueError(
@@ -304,17 +306,19 @@ def check_new_length(config, step, num_steps, new_num_steps):
             "--output_dir, or start again with --resume_from_checkpoint none"
         )
     if config.lr_scheduler != "constant" and step > config.lr_warmup_steps:
-        unet = Path(config.output_dir, "unet")
-        remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
-        if final_file(config) == INDEX_NAME and step < num_steps:
+        further = f"--unet_model_name_or_path {checkpoint.parent.parent / 'unet'}"
+        is_lora = final_file(config) != INDEX_NAME  # which no run starts from
+        if is_lora or new_num_steps < num_steps:
+            remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
+        elif step == num_steps or has_newer_model(config, checkpoint):
+            remedy = (
+                f"start another run from its UNet: {further} --max_train_steps "
+                f"{new_num_steps - num_steps} and another --output_dir"
+            )
+        else:
             remedy = (
                 f"finish the run with {num_steps} steps, then start another one from its UNet with "
-                f"--unet_model_name_or_path {unet} and another --output_dir"
-            )
-        elif final_file(config) == INDEX_NAME:
-            remedy = (
-                f"start another run from its UNet: --unet_model_name_or_path {unet} "
-                f"--max_train_steps {new_num_steps - step} and another --output_dir"
+                f"{further} and another --output_dir"
             )
         raise ValueError(
             f"{change}, but {flag(config, 'lr_scheduler')} has lowered the learning rate for "

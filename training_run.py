@@ -249,7 +249,7 @@ class TrainRun:
         config, plan, num_steps = self.config, self.plan, self.max_train_steps
         num_averages, num_saved = self._averages_at(self.start_step), self.num_saved_averages
         if num_saved > num_averages:
-            print("the average of the shorter run is dropped; the last weights are trained further")
+            print("the checkpoint's average is dropped; its last weights are trained further")
         if plan.first_step is None:
             if config.ema != "none":
                 print(
