@@ -1,4 +1,4 @@
-"""Reports of a training run: metrics, validation images, the model card, the upload to the hub.
+"""Reports of a training run: metrics and their plot, validation images, the model card, the hub.
 
 huggingface_hub and wandb handle their own tokens.
 """
