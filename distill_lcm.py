@@ -94,9 +94,7 @@ class Config:
     guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # of the teacher: similarity to the input, >= 0
     # data
-    train_data_dir: str = per_process(
-        "data"
-    )  # directory of *.parquet shards of images or of latents
+    train_data_dir: str = per_process("data")  # directory of *.parquet shards or of latents
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt
