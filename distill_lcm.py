@@ -18,8 +18,8 @@ and latents (run `make demo` once), in one minute on a CPU:
 
 The guidance scales of the teacher are distilled into the LoRA: to sample with others, distil again.
 The result is OUTPUT_DIR/pytorch_lora_weights.safetensors, a PEFT file for --lora of edit_cli.py and
-load_lora_weights of PyTorch's pipelines. It is written at the end; a run that stops early has to be
-started again.
+load_lora_weights of PyTorch's pipelines. After SIGTERM, Ctrl-C or a crash the same command resumes
+from the newest checkpoint in OUTPUT_DIR/checkpoints and ends with bit-identical weights.
 
 Runs on all TPU chips, GPUs or CPU devices of one machine. The LoRA and its Adam moments are sharded
 over the devices, and every device holds the frozen model in the compute dtype. A step takes the
@@ -29,7 +29,9 @@ student) and once backward.
 Papers: Latent Consistency Models (arXiv 2310.04378), LCM-LoRA (arXiv 2311.05556).
 """
 
-import time
+import json
+import logging
+import shlex
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -38,12 +40,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from tqdm import tqdm
 
 from command_line import run_main
 from config_flax import LORA_FILE
 from editing import check_scale
+from ema_flax import ema_plan
 from executables import replace_leaves, use_compilation_cache
 from lora_flax import save_lora
 from parquet_dataset import ParquetImagePairs
@@ -60,16 +61,13 @@ from scheduling_flax_alpha import FlaxLCMScheduler, boundary_scalings
 from scheduling_flax_utils import get_sqrt_alpha_prod, predict_x0_and_eps
 from sharding_flax import (
     combine,
-    first_replica,
     gather,
     global_norm,
     replicate,
-    shard_axes,
-    start_state,
-    to_host,
+    update_shards,
 )
 from training_flags import Config as TrainingConfig
-from training_flags import check_config
+from training_flags import check_config, may_change, per_process
 from training_latents import check_vae
 from training_models import (
     cast_frozen,
@@ -79,8 +77,10 @@ from training_models import (
     load_models,
     lora_options,
 )
-from training_report import MetricsLog
-from training_run import Batches, write_flags
+from training_optimizer import make_optimizer
+from training_output import lock_output_dir, remove_replaced_model
+from training_report import this_command, write_readme
+from training_run import TrainRun
 
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
 SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as ParquetImagePairs' names
@@ -88,13 +88,13 @@ SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as Parque
 
 @dataclass(frozen=True)
 class Config:
-    # model
-    pretrained_model_name_or_path: str  # directory of the InstructPix2Pix pipeline to distil
-    variant: str | None = None  # e.g. fp16, of the model's files
+    # model; on resume, directories may change but not the weights in them
+    pretrained_model_name_or_path: str = per_process()  # InstructPix2Pix pipeline directory
+    variant: str | None = may_change(None)  # e.g. fp16, of the model's files
     guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # of the teacher: similarity to the input, >= 0
     # data
-    train_data_dir: str = "data"  # directory of *.parquet shards of images or of latents
+    train_data_dir: str = per_process("data")  # directory of *.parquet shards or of latents
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt
@@ -102,7 +102,7 @@ class Config:
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
-    dataloader_num_workers: int = 0  # decoding threads; 0: one per core
+    dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
     # LoRA
     lora_rank: int = 64  # rank of the updates
     lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
@@ -119,13 +119,17 @@ class Config:
     adam_weight_decay: float = 1e-2  # decoupled, as in AdamW; 0: off
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; the LoRA stays float32
-    gradient_checkpointing: bool = False  # less memory, slower
+    gradient_checkpointing: bool = may_change(False)  # less memory, slower
     seed: int = 42  # of the LoRA's initial values, data order, augmentation and noise
     # output
-    output_dir: str = "lcm-lora"  # for the LoRA, config.json and metrics.jsonl
-    overwrite_output_dir: bool = False  # replace an existing LoRA
-    logging_steps: int = 50  # steps between lines of metrics.jsonl
-    compilation_cache_dir: str = "~/.cache/jax"  # cache of compiled programs; "": none
+    output_dir: str = per_process("lcm-lora")  # for the LoRA, checkpoints and metrics
+    overwrite_output_dir: bool = may_change(False)  # replace an existing LoRA
+    # steps between lines of metrics.jsonl; None: 50, in short runs a twentieth of the run
+    logging_steps: int | None = may_change(None)
+    checkpointing_steps: int = may_change(500)  # steps between checkpoints; 0: only when stopped
+    checkpoints_total_limit: int | None = may_change(2)  # newest checkpoints to keep; None: all
+    resume_from_checkpoint: str = may_change("latest")  # latest, none, or DIR/checkpoints/STEP
+    compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
 
 
 def predict(params, unet, x_t, timesteps, condition, text):
@@ -271,22 +275,9 @@ def train_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, max_
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     grad_norm = global_norm(grads, axes)
     grads = jax.tree.map(lambda g: g * jnp.minimum(1, max_grad_norm / grad_norm), grads)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
-
-
-def make_optimizer(config: Config):
-    """AdamW without clipping; returns (optax optimizer, schedule: step -> learning rate)."""
-    peak, num_warmup_steps = config.learning_rate, config.lr_warmup_steps
-    schedule = optax.constant_schedule(peak)
-    if config.lr_scheduler == "cosine":
-        schedule = optax.cosine_decay_schedule(peak, config.max_train_steps - num_warmup_steps)
-    if num_warmup_steps:
-        warmup = optax.linear_schedule(0.0, peak, num_warmup_steps)
-        schedule = optax.join_schedules([warmup, schedule], [num_warmup_steps])
-    return optax.adamw(schedule, weight_decay=config.adam_weight_decay), schedule
 
 
 def training_config(config: Config):
@@ -343,78 +334,152 @@ def open_dataset(shared: TrainingConfig):
     )
 
 
+class DistillationRun(TrainRun):
+    """A run whose result is a LoRA file with its model card; flags is a Config of this program."""
+
+    def save_model(self, weights):
+        """Write the card and the LoRA; the LoRA last, as it marks a finished run."""
+        config, output_dir = self.flags, self.output_dir
+        introduction = introduce(config, self.pipeline.torch_class_name)
+        metrics = self.metrics_log.last_row
+        write_readme(
+            output_dir,
+            config.output_dir,
+            ["lora", "lcm"],
+            introduction,
+            this_command(),
+            asdict(config),
+            metrics,
+        )
+        remove_replaced_model(self.config, self.pipeline)
+        options = lora_options(self.config)
+        save_lora(output_dir / LORA_FILE, weights["unet"], **options, run=asdict(config))
+
+
+def introduce(config: Config, pipeline_class):
+    """What the LoRA does and how to use it, Markdown for the model card.
+
+    Args:
+        config: of the run.
+        pipeline_class: the PyTorch class of the teacher.
+    """
+    teacher, R = config.pretrained_model_name_or_path, config.resolution
+    size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
+    return f"""\
+Edits images in 2 to 8 steps: an LCM-LoRA of the InstructPix2Pix model `{teacher}`, distilled with
+guidance scale {config.guidance_scale:g} and image guidance scale {config.image_guidance_scale:g}.
+
+## Use
+
+With PyTorch diffusers:
+
+```python
+import torch
+from diffusers import LCMScheduler, {pipeline_class}
+from diffusers.utils import load_image
+
+pipeline = {pipeline_class}.from_pretrained(
+    {json.dumps(teacher)}, dtype=torch.float16
+)
+pipeline.scheduler = LCMScheduler.from_config(pipeline.scheduler.config)
+pipeline.load_lora_weights({json.dumps(config.output_dir)})
+pipeline.to("cuda")
+image = load_image("in.jpg")
+edited = pipeline(
+    "make it red", image{size}, num_inference_steps=4, guidance_scale=1, image_guidance_scale=1
+).images[0]
+edited.save("out.png")
+```
+
+On TPU, GPU or CPU, with `edit_cli.py` from the scripts that distilled the model:
+
+```sh
+python edit_cli.py --model {shlex.quote(teacher)} --lora {shlex.quote(config.output_dir)} \\
+    --scheduler lcm --num_inference_steps 4 --guidance_scale 1 --image_guidance_scale 1 \\
+    --resolution {R} --input in.jpg --edit "make it red" --output out.png
+```
+"""
+
+
 def distill(config: Config):
-    """Load the model, run the loop and write the LoRA to config.output_dir."""
+    """Distil a model and write the LoRA to config.output_dir."""
     shared = training_config(config)
-    use_compilation_cache(config.compilation_cache_dir)
+    with lock_output_dir(shared):
+        run_distillation(config, shared)
+
+
+def run_distillation(config: Config, shared: TrainingConfig):
+    """Load the model, start or resume, run the loop, and save."""
+    if use_compilation_cache(config.compilation_cache_dir):
+        # Saving runs many small programs; a preemption leaves no time to compile them.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
     # Data and models, on the host
     dataset = open_dataset(shared)  # first, to report errors before gigabytes are loaded
     models, pipeline, frozen, lora = load_teacher(shared)
     check_vae(dataset, frozen["vae"], shared)
 
-    # State and frozen weights go to the devices
-    tx, schedule = make_optimizer(config)
-    axes = shard_axes(lora, jax.device_count())
+    # Optimizer, output directory
+    tx, schedule = make_optimizer(shared, config.max_train_steps)
+    run = DistillationRun(
+        shared,
+        max_train_steps=config.max_train_steps,
+        models=models,
+        pipeline=pipeline,
+        frozen=frozen,
+        params=lora,
+        tx=tx,
+        dtype=compute_dtype(shared),
+        dataset=dataset,
+        plan=ema_plan("none", config.max_train_steps),
+        flags=config,
+    )
     options = dict(
         scales=(config.guidance_scale, config.image_guidance_scale),
         max_grad_norm=config.max_grad_norm,
     )
     p_train_step = jax.pmap(
-        partial(train_step, models=models, tx=tx, axes=axes, **options),
+        partial(train_step, models=models, tx=tx, axes=run.axes, **options),
         axis_name="batch",
         donate_argnums=0,
     )
+
+    # Frozen weights in the compute dtype, batches and sharded state go to the devices
     p_frozen = cast_frozen(frozen, models)
     if dataset.latents:
         del p_frozen["vae"]
     del frozen
     replace_leaves(replicate, p_frozen)  # one by one, so that the host's copies can be freed
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
-    state = start_state(lora, tx, axes)
-    batches = Batches(dataset, pipeline.prepare_text_inputs)
+    start_step = run.find_start()
+    batches = run.next_batches(pipeline.prepare_text_inputs)
+    state, _ = run.start_or_resume(lora)
+    del lora
 
     # Loop
-    output_dir = Path(config.output_dir)
-    write_flags(config)
-    metrics_log, unlogged, loop_start = MetricsLog(output_dir, {}), [], time.time()
-    with tqdm(total=config.max_train_steps, desc="distill", unit="step") as progress:
-        for step in range(1, config.max_train_steps + 1):
-            state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
-            jax.block_until_ready(unlogged[-1:])  # the host is one step ahead of the devices
-            unlogged.append(metrics)
-            progress.update()
-            if step % config.logging_steps and step != config.max_train_steps:
-                continue
-            losses, norms = (
-                np.array([float(first_replica(row[name])) for row in unlogged])
-                for name in ("loss", "grad_norm")
-            )
-            if not np.isfinite(losses + norms).all():
-                raise ValueError(
-                    f"the loss or gradient is not finite in the {len(unlogged)} steps until {step};"
-                    " no LoRA was written; start again with a lower --learning_rate, or without "
-                    "--mixed_precision bf16"
-                )
-            row = {"step": step, "loss": losses.mean(), "lr": float(schedule(step - 1))}
-            row |= {"grad_norm": norms[-1], "seconds": time.time() - loop_start}
-            metrics_log.write(row)
-            progress.set_postfix_str(f"loss={row['loss']:.5f}")
-            unlogged.clear()
-    batches.close()
-    file, lora = output_dir / LORA_FILE, to_host(state.params, axes)
-    save_lora(file, lora, **lora_options(config), run=asdict(config))
-    print(f"saved {file}; sample with --scheduler lcm and both guidance scales 1")
+    for step in run.steps(start_step):
+        state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
+        run.log(step + 1, metrics, schedule)
+        if run.save_due(step + 1):
+            run.save(step + 1, state, [])
+
+    weights = run.final_weights(state, [])
+    del state, p_frozen  # free device memory
+    run.finish(weights)
+    print("sample with --scheduler lcm and both guidance scales 1")
 
 
 def main(args=None):
     """Run the command line."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    for name in ("absl", "asyncio"):  # orbax logs every action twice
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     run_main(
         Config,
         __doc__,
         distill,
         args,
-        interrupted="no LoRA was written",
+        interrupted="run the same command to resume from the last checkpoint",
         out_of_memory="lower --train_batch_size, or use --mixed_precision bf16, "
         "--gradient_checkpointing or a lower --lora_rank",
     )

@@ -33,7 +33,7 @@ def ema_update(ema_params, params, decay):
 
 
 def window_decay(window):
-    """The default decay for a window of updates: 1 - 5 / window, at least 0.
+    """The default decay for a window of steps: 1 - 5 / window, at least 0.
 
     Source: MosaicML's Stable Diffusion 2: 0.9999 over the last 50k of 1.4M steps.
     """
@@ -104,7 +104,8 @@ def ema_plan(
     """Plan the averages of a run: none, one, or the two of "power".
 
     The default decay is 1 - 5 / window: for any length of the run, the initial weights have
-    e^-5 = 0.7% of the average.
+    e^-5 = 0.7% of the average. A window of 5 steps or fewer has the decay 0, so that the average
+    would be the last weights; there is none then.
 
     Args:
         ema: "none", "late" (in the final stage), "full" (from the first step) or "power" (two
@@ -153,8 +154,8 @@ def ema_plan(
     if ema == "power":
         gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
         return EmaPlan(start, every, lambda n: [power_decay(n, gamma) for gamma in gammas])
-    if decay is None:
-        decay = window_decay(window)
+    if decay is None and (decay := window_decay(window)) == 0:
+        return EmaPlan(None, 1, lambda n: [])
     if not 0 <= decay < 1:
         raise ValueError(f"--ema_decay {decay} must be at least 0 and below 1")
     decay **= every

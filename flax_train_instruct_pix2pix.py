@@ -13,9 +13,10 @@ the demo's model and data (run `make demo` once), in about one minute on a CPU:
 
 After SIGTERM, Ctrl-C or a crash the same command resumes from the newest checkpoint in
 OUTPUT_DIR/checkpoints. The final weights are bit-identical; if the number of devices changes, they
-differ by rounding. On a TPU slice, run the same command on every worker; workers have either
-different shards (script.py, script.sh) or all shards. Slurm and Open MPI are detected; on other
-clusters also give --coordinator_address, --num_processes and --process_id.
+differ by rounding. With more --max_train_steps a finished run continues. On a TPU slice, run the
+same command on every worker; workers have either different shards (script.py, script.sh) or all
+shards. Slurm and Open MPI are detected; on other clusters also give --coordinator_address,
+--num_processes and --process_id.
 
 Memory for Stable Diffusion 1.5: 3.4 GB each for float32 parameters, gradients, two Adam moments and
 the EMA, sharded over all devices; on every device the parameters in the compute dtype and the
@@ -32,7 +33,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental.multihost_utils import process_allgather
 
 from command_line import one_line, run_main
@@ -63,13 +63,9 @@ from training_models import (
     load_validation_images,
     open_modules,
 )
-from training_run import (
-    TrainRun,
-    lock_output_dir,
-    make_update_average,
-    merge_finished_run,
-    start_average,
-)
+from training_optimizer import make_optimizer
+from training_output import lock_output_dir, merge_finished_run
+from training_run import TrainRun, make_update_average, start_average
 
 # Errors of a process whose peer has died.
 LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
@@ -268,35 +264,6 @@ def step_options(config: Config):
         if config.gather_by_block
         else gather,
     )
-
-
-def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
-    """Schedule with linear warm-up, then "constant", or "linear" or "cosine" decay to zero."""
-    num_decay_steps = max_train_steps - num_warmup_steps
-    after = {
-        "constant": optax.constant_schedule(learning_rate),
-        "linear": optax.linear_schedule(learning_rate, 0.0, num_decay_steps),
-        "cosine": optax.cosine_decay_schedule(learning_rate, num_decay_steps),
-    }[name]
-    if num_warmup_steps == 0:
-        return after
-    warmup = optax.linear_schedule(0.0, learning_rate, num_warmup_steps)
-    return optax.join_schedules([warmup, after], [num_warmup_steps])
-
-
-def make_optimizer(config: Config, max_train_steps):
-    """AdamW without clipping; returns (optax optimizer, schedule: step -> learning rate)."""
-    schedule = lr_schedule(
-        config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, max_train_steps
-    )
-    tx = optax.adamw(
-        schedule,
-        b1=config.adam_beta1,
-        b2=config.adam_beta2,
-        eps=config.adam_epsilon,
-        weight_decay=config.adam_weight_decay,
-    )
-    return tx, schedule
 
 
 def open_dataset(config: Config):

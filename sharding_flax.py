@@ -285,10 +285,32 @@ def shard(tree, axes, devices=None):
 
 
 def shard_batch(batch):
-    """Put equal shares of this process's rows, dict of (B, ...), on its devices."""
+    """Put equal shares of this process's rows on its devices.
+
+    Args:
+        batch: dict of NumPy arrays (B, ...); B is a multiple of the number of local devices.
+
+    Returns:
+        dict of arrays (local devices, B / local devices, ...), for a pmapped function.
+
+    Raises:
+        ValueError: the arrays have different numbers of rows, or one that cannot be divided.
+    """
     devices = jax.local_devices()
-    shape = len(devices), 1, -1
-    return {k: _place(list(x.reshape(*shape, *x.shape[1:])), devices) for k, x in batch.items()}
+    rows, n = {name: len(x) for name, x in batch.items()}, len(devices)
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"a batch needs as many rows in every array; this one has {rows}")
+    B = next(iter(rows.values()), 0)
+    if B % n:
+        sizes = " or ".join(str(size) for size in (B // n * n, -(-B // n) * n) if size)
+        raise ValueError(
+            f"a batch of {B} rows cannot be divided over {n} devices; give it {sizes} rows, and "
+            "drop a shorter last batch"
+        )
+    return {
+        name: _place(list(x.reshape(n, 1, B // n, *x.shape[1:])), devices)
+        for name, x in batch.items()
+    }
 
 
 def to_host(tree, axes):

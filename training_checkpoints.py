@@ -23,10 +23,10 @@ import jax
 import numpy as np
 
 from command_line import differences, one_line
-from config_flax import INDEX_NAME, LORA_FILE, PARTS
+from config_flax import INDEX_NAME
 from processes_flax import from_process_0, wait_for_all
 from sharding_flax import TrainState, replicate, shard, shard_axes
-from training_flags import CONV_IN_FILE, final_file, fixed_flags
+from training_flags import final_file, fixed_flags, flag
 from training_models import checksums
 
 ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
@@ -173,15 +173,18 @@ class Checkpoints:
         )
 
 
-def run_identity(config, max_train_steps, dataset, models, params, frozen):
-    """A flat JSON dict of all flags, data and weights that must not change on resume."""
+def run_identity(flags, max_train_steps, dataset, models, params, frozen):
+    """A flat JSON dict of the flags, data and weights that must not change on resume.
+
+    Of these max_train_steps alone may change, see check_new_length.
+    """
     data = dataset.state_dict()
     encoders = models.text_encoder
     first, *second = encoders if isinstance(encoders, tuple) else [encoders]
     modules = models._asdict() | {"text_encoder": first.module}
     modules |= {f"text_encoder_{i}": encoder.module for i, encoder in enumerate(second, 2)}
     configs = {name: dict(module.config) for name, module in modules.items()}
-    return fixed_flags(config, "may_change") | {
+    return fixed_flags(flags, "may_change") | {
         "max_train_steps": max_train_steps,
         "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
         "columns of train_data_dir": data["columns"],
@@ -190,14 +193,58 @@ def run_identity(config, max_train_steps, dataset, models, params, frozen):
     }
 
 
-def find_checkpoint(output_dir, resume_from, identity, final):
+def newest_run(output_dir):
+    """The newest checkpoint of OUTPUT_DIR/checkpoints, (Checkpoints, step, run); None: none."""
+    folder = Path(output_dir, "checkpoints")
+    if not folder.is_dir():
+        return None
+    checkpoints = Checkpoints(folder)
+    step = checkpoints.latest()
+    return None if step is None else (checkpoints, step, checkpoints.read_run(step))
+
+
+def has_newer_model(config, checkpoint):
+    """Whether output_dir has a model that was written after the checkpoint, a Path."""
+    final = Path(config.output_dir, final_file(config))
+    return final.exists() and final.stat().st_mtime > checkpoint.stat().st_mtime
+
+
+def check_goes_on(config, max_train_steps=None):
+    """Check that a run goes on over the model in output_dir: it was killed, or gets more steps.
+
+    Args:
+        config: Config, without --overwrite_output_dir.
+        max_train_steps: length of the run; None: not known yet.
+
+    Raises:
+        ValueError: the model is of a finished run of this length or more, or of no known run.
+    """
+    refusal = (
+        f"{flag(config, 'output_dir')} contains a model; name another directory, or replace the "
+        "model with --overwrite_output_dir"
+    )
+    newest = None
+    if config.resume_from_checkpoint == "latest":
+        newest = newest_run(config.output_dir)
+    if newest is None:
+        unet = Path(config.output_dir, "unet")
+        if unet.is_dir():
+            refusal += f"; another run trains it further with --unet_model_name_or_path {unet}"
+        raise ValueError(refusal)
+    checkpoints, step, run = newest
+    checkpoints.close()
+    num_steps = run["identity"]["max_train_steps"]
+    is_longer = max_train_steps is None or max_train_steps > num_steps
+    if not is_longer and has_newer_model(config, checkpoints.folder / str(step)):
+        raise ValueError(f"{refusal}; its run had {num_steps} steps, give more to train it longer")
+
+
+def find_checkpoint(config, identity):
     """Find the checkpoint to resume from.
 
     Args:
-        output_dir: the run's directory; its checkpoints are in OUTPUT_DIR/checkpoints.
-        resume_from: "latest", "none", or the directory of a checkpoint.
+        config: Config that check_config has accepted.
         identity: the run's run_identity.
-        final: path of the file that the run writes last.
 
     Returns:
         (Checkpoints, step, run), with run as it was saved; (None, 0, {}) to start from step 0.
@@ -205,21 +252,19 @@ def find_checkpoint(output_dir, resume_from, identity, final):
     Raises:
         ValueError: the checkpoint is missing, damaged, or belongs to another run.
     """
+    resume_from, max_train_steps = config.resume_from_checkpoint, identity["max_train_steps"]
     if resume_from == "none":
         return None, 0, {}
     if resume_from == "latest":
-        folder = Path(output_dir, "checkpoints")
-        if not folder.is_dir():
+        newest = newest_run(config.output_dir)
+        if newest is None:
             return None, 0, {}
-        checkpoints = Checkpoints(folder)
-        step = checkpoints.latest()
-        if step is None:
-            return None, 0, {}
-        run = checkpoints.read_run(step)
-        is_last = step == run["identity"]["max_train_steps"]
-        saved_at = (folder / str(step)).stat().st_mtime
-        if is_last and final.exists() and final.stat().st_mtime > saved_at:
-            return None, 0, {}  # the run is finished; --overwrite_output_dir starts a new one
+        checkpoints, step, run = newest
+        if has_newer_model(config, checkpoints.folder / str(step)):
+            if not config.overwrite_output_dir:
+                check_goes_on(config, max_train_steps)
+            elif step == run["identity"]["max_train_steps"]:
+                return None, 0, {}  # the run is finished; a new one replaces it
     else:
         path = Path(resume_from)
         if not (path.is_dir() and path.name.isdecimal()):
@@ -232,13 +277,53 @@ def find_checkpoint(output_dir, resume_from, identity, final):
 
     saved = run["identity"]
     current = json.loads(json.dumps(identity))  # tuples become lists
+    current["max_train_steps"] = saved["max_train_steps"]  # see check_new_length
     if different := differences(saved, dict.fromkeys(saved) | current):
         raise ValueError(
             f"checkpoint {checkpoints.folder / str(step)} belongs to another run: "
             f"{'; '.join(different)}. Change that back, name another --output_dir, or start again "
             "with --resume_from_checkpoint none"
         )
+    if max_train_steps != saved["max_train_steps"]:
+        place = checkpoints.folder / str(step)
+        check_new_length(config, place, saved["max_train_steps"], max_train_steps)
     return checkpoints, step, run
+
+
+def check_new_length(config, checkpoint, num_steps, new_num_steps):
+    """Raise a ValueError if a run cannot go on to another last step.
+
+    Args:
+        config: Config.
+        checkpoint: Path, RUN/checkpoints/STEP.
+        num_steps, new_num_steps: length of the run before and from now on.
+    """
+    step = int(checkpoint.name)
+    change = f"the run had {num_steps} steps and is to have {new_num_steps}"
+    if new_num_steps < step:
+        raise ValueError(
+            f"{change}, but its checkpoint has done {step}; give {step} or more, name another "
+            "--output_dir, or start again with --resume_from_checkpoint none"
+        )
+    if config.lr_scheduler != "constant" and step > config.lr_warmup_steps:
+        further = f"--unet_model_name_or_path {checkpoint.parent.parent / 'unet'}"
+        is_lora = final_file(config) != INDEX_NAME  # which no run starts from
+        if is_lora or new_num_steps < num_steps:
+            remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
+        elif step == num_steps or has_newer_model(config, checkpoint):
+            remedy = (
+                f"start another run from its UNet: {further} --max_train_steps "
+                f"{new_num_steps - num_steps} and another --output_dir"
+            )
+        else:
+            remedy = (
+                f"finish the run with {num_steps} steps, then start another one from its UNet with "
+                f"{further} and another --output_dir"
+            )
+        raise ValueError(
+            f"{change}, but {flag(config, 'lr_scheduler')} has lowered the learning rate for "
+            f"{num_steps} steps; {remedy}"
+        )
 
 
 def flatten_by_name(tree):
@@ -286,25 +371,3 @@ def release_memory():
     """Return freed memory to the system, of which glibc otherwise retains gigabytes."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)
-
-
-def remove_replaced_model(config, pipeline):
-    """Remove the files of a model under --overwrite_output_dir that the new model lacks.
-
-    Args:
-        config: Config of the run.
-        pipeline: that the run trains.
-    """
-    output_dir, is_lora_only = Path(config.output_dir), final_file(config) == LORA_FILE
-    parts = {} if is_lora_only else pipeline.components
-    index = output_dir / INDEX_NAME
-    if index.exists():  # without it, directories of these names are not parts of a model
-        for name in PARTS:
-            if parts.get(name) is None:
-                part = output_dir / name
-                if part.is_symlink():
-                    part.unlink()
-                else:
-                    shutil.rmtree(part, ignore_errors=True)  # a mount point stays, empty
-    for file in [index] if is_lora_only else [output_dir / LORA_FILE, output_dir / CONV_IN_FILE]:
-        file.unlink(missing_ok=True)

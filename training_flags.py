@@ -87,7 +87,8 @@ class Config:
     output_dir: str = per_process("instruct-pix2pix-model")  # for model, checkpoints and metrics
     overwrite_output_dir: bool = may_change(False)  # replace an existing model
     save_raw_unet: bool = may_change(False)  # also save the UNet without EMA, in unet_raw/
-    logging_steps: int = may_change(50)  # steps between lines of metrics.jsonl
+    # steps between lines of metrics.jsonl; None: 50, in short runs a twentieth of the run
+    logging_steps: int | None = may_change(None)
     report_to: Literal["none", "wandb"] = may_change("none")  # service besides metrics.jsonl
     tracker_project_name: str = may_change("instruct-pix2pix")  # wandb project
     checkpointing_steps: int = may_change(500)  # steps between checkpoints; 0: only when stopped
@@ -106,10 +107,15 @@ class Config:
     process_id: int | None = per_process(None)  # index of this process, from 0
 
 
-def fixed_flags(config: Config, unless: str) -> dict[str, Any]:
-    """The flags, {name: value}, without the metadata `unless` ("may_change" or "per_process")."""
+def fixed_flags(config: Any, unless: str) -> dict[str, Any]:
+    """The flags of a dataclass, {name: value}, without metadata `unless`.
+
+    Args:
+        config: dataclass.
+        unless: "may_change" or "per_process".
+    """
     return {
-        f.name: getattr(config, f.name) for f in fields(Config) if not f.metadata.get(unless, False)
+        f.name: getattr(config, f.name) for f in fields(config) if not f.metadata.get(unless, False)
     }
 
 
@@ -292,6 +298,11 @@ def ema_flags(config: Config, max_train_steps: int) -> tuple:
     )
 
 
+def steps_between_rows(config: Config, max_train_steps: int) -> int:
+    """Steps between lines of metrics.jsonl."""
+    return config.logging_steps or min(50, max(1, max_train_steps // 20))
+
+
 def snapshot_steps(config: Config, max_train_steps: int) -> int:
     """Steps between EMA snapshots, a multiple of ema_every; 0: no snapshots."""
     if config.ema != "power":
@@ -316,10 +327,9 @@ def check_output_dir(config: Config) -> None:
     if not any(output_dir.glob("checkpoints/*")):  # otherwise a crash while the files were written
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()
     if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
-        raise ValueError(
-            f"{given} contains a model; name another directory, or replace the model with "
-            "--overwrite_output_dir"
-        )
+        from training_checkpoints import check_goes_on  # imports jax
+
+        check_goes_on(config, None if config.num_train_epochs else config.max_train_steps)
     overwritten = [name for name in ("README.md", "config.json") if (output_dir / name).exists()]
     if (
         overwritten

@@ -1,12 +1,15 @@
-"""Reports of a training run: metrics, validation images, the model card, the upload to the hub.
+"""Reports of a training run: metrics and their plot, validation images, the model card, the hub.
 
 huggingface_hub and wandb handle their own tokens.
 """
 
+import contextlib
 import json
+import math
 import re
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,10 @@ from command_line import one_line, save_whole, write_text
 from images import captioned, load_image, tile_grid
 from training_flags import CONV_IN_FILE
 
+LOSS_PLOT = "loss.png"
+LOSS_SPAN = 20  # the smoothed loss averages over about this fraction, 1 / 20, of the rows
+GRID_MARGIN = 8  # pixels
+GRID_SIDE = 256  # of an image in a validation grid, pixels, at least
 GIF_SIDE = 1024  # pixels of a frame's longer side, at most
 GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
@@ -41,6 +48,8 @@ UNPUBLISHED_PATTERNS = (
 class MetricsLog:
     """Write metrics to FOLDER/metrics.jsonl, one JSON object per line, and optionally to wandb.
 
+    FOLDER/loss.png is a plot of the losses, if matplotlib is installed.
+
     Args:
         folder: the run's directory; must exist.
         config: dict of the run's flags, for wandb.
@@ -58,6 +67,9 @@ class MetricsLog:
         self.wandb_run = None
         if report_to == "wandb":
             self.wandb_run = start_wandb(folder, config, project, resume=first_step > 0)
+        self.plotter, self.plot = ThreadPoolExecutor(1), None
+        if first_step == 0:
+            (folder / LOSS_PLOT).unlink(missing_ok=True)
         self.path = folder / "metrics.jsonl"
         lines = lines_until_step(self.path, first_step)
         self.last_row = json.loads(lines[-1]) if lines else None
@@ -78,6 +90,16 @@ class MetricsLog:
 
             self.wandb_run.log({name: wandb.Image(str(path), caption=caption), "step": step})
 
+    def draw(self):
+        """Draw the losses in another thread; skipped while the last plot is not finished."""
+        if self.plot is None or self.plot.done():
+            self.plot = self.plotter.submit(draw_losses, self.path)
+
+    def finish_plot(self):
+        """Draw the losses of all rows and wait."""
+        self.plotter.shutdown()
+        draw_losses(self.path)
+
     def close(self):
         """Finish the wandb run, which wandb otherwise marks as failed."""
         if self.wandb_run is not None:
@@ -96,6 +118,37 @@ def lines_until_step(path, last_step):
         if isinstance(row, dict) and row.get("step", last_step + 1) <= last_step:
             valid_lines.append(f"{line}\n")
     return valid_lines
+
+
+def draw_losses(metrics):
+    """Draw the losses of a metrics.jsonl, a Path, over the steps; without matplotlib do nothing."""
+    try:
+        from matplotlib.figure import Figure  # seconds to import; without pyplot no display is used
+    except ImportError:
+        return
+    rows = [json.loads(line) for line in lines_until_step(metrics, math.inf)]
+    if not rows:
+        return
+    steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    plot = figure.add_subplot()
+    plot.plot(steps, losses, ".-", color="C0", alpha=0.35, label="loss")
+    plot.plot(steps, smoothed(losses), color="C0", linewidth=2, label="smoothed")
+    plot.set(xlabel="step", ylabel="loss")
+    plot.grid(alpha=0.3)
+    plot.legend()
+    with contextlib.suppress(OSError):  # the run is worth more than its plot
+        save_whole(metrics.with_name(LOSS_PLOT), partial(figure.savefig, format="png", dpi=110))
+
+
+def smoothed(values):
+    """The exponential average of the values up to each of them, unbiased, over 1 / LOSS_SPAN."""
+    decay = 1 - 1 / max(1, len(values) / LOSS_SPAN)
+    average, averages = 0.0, []
+    for n, value in enumerate(values, start=1):
+        average = decay * average + (1 - decay) * value
+        averages.append(average / (1 - decay**n))
+    return averages
 
 
 def check_finite(numbers, first_step):
@@ -129,21 +182,24 @@ def start_wandb(folder, config, project, resume):
 
 
 def validation_grid(pairs, prompts):
-    """Draw one row per edit: before and after, with the instruction below.
+    """Draw a tile per edit: before and after, with the instruction below.
 
     Args:
-        pairs: list of (before, after) PIL images; all are padded to the size of the first.
+        pairs: list of (before, after) PIL images; all are fitted into the size of the first, small
+            ones enlarged.
         prompts: list of instructions of equal length.
 
     Returns:
         PIL image, RGB.
     """
-    size = pairs[0][0].size
+    side = max(GRID_SIDE, *pairs[0][0].size)
+    size = ImageOps.contain(pairs[0][0], (side, side)).size
     tiles = []
     for pair, prompt in zip(pairs, prompts):
         images = [ImageOps.pad(image.convert("RGB"), size, color="white") for image in pair]
         tiles.append(captioned(images, prompt))
-    return tile_grid(tiles, columns=1)
+    # A tile is about twice as wide as high.
+    return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)
 
 
 def step_images(folder):
@@ -192,7 +248,7 @@ def write_progress(folder):
 
 
 def write_card(config, pipeline, metrics, repo_id=None):
-    """Write the model card of a finished run with its last validation images, OUTPUT_DIR/README.md.
+    """Write the model card of a finished run, OUTPUT_DIR/README.md, with its last images and plot.
 
     Args:
         config: Config of the run.
@@ -204,13 +260,18 @@ def write_card(config, pipeline, metrics, repo_id=None):
     write_model_card(
         config.output_dir,
         name=repo_id or config.output_dir,
-        command=shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=this_command(),
         config=asdict(config),
         pipeline_class=pipeline.torch_class_name,
         in_channels=pipeline.unet.in_channels,
         metrics=metrics,
         image=f"validation/{images[-1].name}" if images else None,
     )
+
+
+def this_command():
+    """The shell command that started this program."""
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def write_model_card(
@@ -224,7 +285,7 @@ def write_model_card(
     metrics=None,
     image=None,
 ):
-    """Write the model card, FOLDER/README.md.
+    """Write the card of an edit model, FOLDER/README.md.
 
     Args:
         folder: pipeline directory.
@@ -235,17 +296,8 @@ def write_model_card(
         in_channels: of the UNet.
         metrics: last row of metrics.jsonl, or None.
         image: path of a validation grid relative to folder, or None.
-
-    Source: hub documentation, "Model Cards". The license field is empty: the base model's applies.
     """
     base_model, dataset = config["pretrained_model_name_or_path"], config["train_data_dir"]
-    data = ModelCardData(
-        base_model=None if Path(base_model).exists() else base_model,  # a hub id
-        library_name="diffusers",
-        pipeline_tag="image-to-image",
-        tags=["stable-diffusion", "instruct-pix2pix", "image-to-image", "diffusers", "jax"],
-        inference=True,
-    )
     is_lora = config.get("lora_rank") is not None and not config["merge_lora"]
     if is_lora:
         open_pipeline = open_with_lora(name, pipeline_class, in_channels, config)
@@ -267,10 +319,7 @@ python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
             "The training command below with `--merge_lora` writes a complete pipeline, for "
             "`edit_cli.py`.\n"
         )
-    last_metrics = f"### Last metrics\n\n{markdown_table(metrics)}\n" if metrics else ""
-    text = f"""
-# {name}
-
+    introduction = f"""\
 Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on `{dataset}` with JAX.
 
 {shown}
@@ -288,7 +337,43 @@ edited = pipeline(
 edited.save("out.png")
 ```
 
-{with_jax}
+{with_jax}"""
+    write_readme(folder, name, [], introduction, command, config, metrics)
+
+
+def write_readme(folder, name, tags, introduction, command, config, metrics):
+    """Write a model card, FOLDER/README.md.
+
+    Args:
+        folder: directory of the model.
+        name: title.
+        tags: for the hub, besides those of every edit model.
+        introduction: Markdown: what the model does and how to use it.
+        command, config, metrics: as for write_model_card.
+
+    Source: hub documentation, "Model Cards". The license field is empty: the base model's applies.
+    """
+    base_model = config["pretrained_model_name_or_path"]
+    data = ModelCardData(
+        base_model=None if Path(base_model).exists() else base_model,  # a hub id
+        library_name="diffusers",
+        pipeline_tag="image-to-image",
+        tags=["stable-diffusion", "instruct-pix2pix", "image-to-image", "diffusers", "jax", *tags],
+        inference=True,
+    )
+    last_metrics = ""
+    if metrics:
+        rounded = {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in metrics.items()
+        }
+        last_metrics = f"### Last metrics\n\n{markdown_table(rounded)}\n"
+    if Path(folder, LOSS_PLOT).exists():
+        last_metrics = f"![loss of the steps]({LOSS_PLOT})\n\n{last_metrics}"
+    text = f"""
+# {name}
+
+{introduction}
 ## Training
 
 ```sh

@@ -17,7 +17,6 @@ writes files.
 import contextlib
 import itertools
 import json
-import math
 import shutil
 import signal
 import sys
@@ -32,15 +31,14 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
-from command_line import save_whole, write_text
-from ema_flax import SIGMA_RELS, ema_start, ema_update
+from command_line import save_whole
+from ema_flax import HORIZONS, SIGMA_RELS, ema_plan, ema_start, ema_update
 from executables import peak_memory
 from lora_flax import save_conv_in, save_lora
 from processes_flax import (
     StopSignal,
     check_agreement,
     from_process_0,
-    lock_folder,
     on_process_0,
     wait_for_all,
 )
@@ -61,21 +59,19 @@ from training_checkpoints import (
     flatten_by_name,
     read_state,
     release_memory,
-    remove_replaced_model,
     run_identity,
 )
 from training_flags import (
     CONV_IN_FILE,
     LORA_FILE,
-    Config,
-    final_file,
+    ema_flags,
     fixed_flags,
     profiled_steps,
     snapshot_steps,
+    steps_between_rows,
 )
 from training_models import (
     WEIGHTS,
-    compute_dtype,
     edit_images,
     lora_identity,
     lora_options,
@@ -83,12 +79,12 @@ from training_models import (
     merged_unet,
     pipeline_params,
 )
+from training_output import remove_replaced_model, write_flags
 from training_report import (
     MetricsLog,
     check_finite,
     check_hub,
     drop_step_images,
-    lines_until_step,
     push_to_hub,
     validation_grid,
     write_card,
@@ -111,6 +107,8 @@ class TrainRun:
         dataset: ParquetImagePairs.
         plan: EmaPlan.
         validation_images: see load_validation_images.
+        flags: the flags of a program that is not the trainer, a dataclass; they identify the run
+            in place of config's.
 
     Raises:
         ValueError: processes have different flags or data, or the model cannot be uploaded.
@@ -129,9 +127,11 @@ class TrainRun:
         dtype,
         dataset,
         plan,
-        validation_images,
+        validation_images=(),
+        flags=None,
     ):
         self.config, self.max_train_steps = config, max_train_steps
+        self.flags = flags or config
         self.models, self.pipeline = models, pipeline
         if config.lora_rank is None:  # to save with the UNet; --merge_lora reads the files again
             self.frozen_params = pipeline_params(frozen)
@@ -142,11 +142,12 @@ class TrainRun:
         self.axes = shard_axes(self.shapes, jax.device_count())
         self.p_gather = jax.pmap(partial(gather, axes=self.axes, dtype=dtype), axis_name="batch")
         self.snapshot_steps = snapshot_steps(config, max_train_steps)
+        self.logging_steps = steps_between_rows(config, max_train_steps)
         self.validation_images = validation_images
         prompts = list(config.validation_prompt)  # one for each image, or one for all
         self.validation_prompts = prompts * (len(validation_images) if len(prompts) == 1 else 1)
-        self.identity = run_identity(config, max_train_steps, dataset, models, params, frozen)
-        shared = fixed_flags(config, "per_process")
+        self.identity = run_identity(self.flags, max_train_steps, dataset, models, params, frozen)
+        shared = fixed_flags(self.flags, "per_process")
         check_agreement(json.dumps([self.identity, shared, bool(dataset.latents)]))
         if config.push_to_hub:
             self.repo_id = on_process_0(partial(check_hub, config.hub_model_id, self.output_dir))
@@ -154,7 +155,7 @@ class TrainRun:
         self.unfetched_metrics = deque()  # of steps that may still run on the devices
         self.unlogged_metrics = []  # [loss, grad_norm] of each step since the last logged row
         self.num_bad_before = 0  # undecodable pairs before the run was resumed
-        self.num_timed_images, self.clock_start = 0, None
+        self.num_timed_pairs, self.clock_start = 0, None
         self.is_stopping = False
 
     def find_start(self):
@@ -163,11 +164,12 @@ class TrainRun:
         Raises:
             ValueError: the checkpoint is damaged or belongs to another run.
         """
-        resume_from = self.config.resume_from_checkpoint
-        final = self.output_dir / final_file(self.config)
-        find = partial(find_checkpoint, self.output_dir, resume_from, self.identity, final)
+        find = partial(find_checkpoint, self.config, self.identity)
         self.source, start_step, self.saved_run = on_process_0(find) or (None, 0, {})
         self.start_step = int(from_process_0(np.int32(start_step)))
+        due = self._averages_at(self.start_step)  # what the checkpoint has unless the plan differs
+        num_averages = np.int32(self.saved_run.get("num_averages", due))
+        self.num_saved_averages = int(from_process_0(num_averages))
         epoch, batch = divmod(self.start_step, len(self.dataset))
         position = {"epoch": epoch, "batch": batch}
         self.dataset.load_state_dict(self.dataset.state_dict() | position)
@@ -186,11 +188,12 @@ class TrainRun:
             ValueError: the checkpoint is damaged.
         """
         if self.start_step:
-            first_step = self.plan.first_step
-            has_averages = first_step is not None and self.start_step > first_step
-            num_averages = len(self.plan.decays(1)) if has_averages else 0
-            shapes = checkpoint_shapes(self.shapes, self.tx, num_averages)
+            num_averages = self._averages_at(self.start_step)
+            num_to_read = min(num_averages, self.num_saved_averages)
+            shapes = checkpoint_shapes(self.shapes, self.tx, num_to_read)
             state, averages = read_state(self.source, self.start_step, shapes)
+            if num_to_read < num_averages:  # the run was longer before, and its average later
+                averages = [start_average(state.params) for _ in range(num_averages)]
             if self.source:
                 self.source.close()
             self.unlogged_metrics = self.saved_run.get("losses", [])
@@ -203,13 +206,18 @@ class TrainRun:
             self._announce()
         return state, averages
 
+    def _averages_at(self, step):
+        """The number of averages that a run of this plan has after a number of steps."""
+        first_step = self.plan.first_step
+        return len(self.plan.decays(1)) if first_step is not None and step > first_step else 0
+
     def _open_files(self):
         """Open the run's files; metrics.jsonl first, because it marks the directory of a run."""
-        config, output_dir, flags = self.config, self.output_dir, asdict(self.config)
+        config, output_dir, flags = self.config, self.output_dir, asdict(self.flags)
         self.metrics_log = MetricsLog(
             output_dir, flags, config.report_to, config.tracker_project_name, self.start_step
         )
-        write_flags(config)
+        write_flags(output_dir, self.flags)
         self.checkpoints = Checkpoints(
             output_dir / "checkpoints", config.checkpoints_total_limit, self.start_step
         )
@@ -223,7 +231,7 @@ class TrainRun:
         batch_size, num_devices = self.config.train_batch_size, jax.device_count()
         multiple = num_devices * self.config.gradient_accumulation_steps
         print(
-            f"training {num_params / 1e6:.1f}M parameters on "
+            f"training {num_params:,} parameters on "
             f"{self.dataset.describe_epoch(multiple)}: "
             f"{batch_size} pairs per step on {num_devices} device(s), "
             f"{jax.devices()[0].device_kind}"
@@ -231,10 +239,37 @@ class TrainRun:
         if self.start_step:
             saved_on = self.saved_run.get("num_devices", num_devices)
             change = "" if saved_on == num_devices else f", which ran on {saved_on} device(s)"
+            num_steps = self.saved_run["identity"]["max_train_steps"]
+            if num_steps != self.max_train_steps:
+                change += f"; the run had {num_steps} steps and has {self.max_train_steps}"
             print(f"resuming after step {self.start_step}{change}")
-        if self.plan.first_step is not None:
-            decays = ", ".join(f"{d:.6g}" for d in self.plan.decays(self.max_train_steps))
-            print(f"averaging the weights from step {self.plan.first_step} with decay {decays}")
+        self._announce_average()
+
+    def _announce_average(self):
+        """Print when the average starts, and what happens to the checkpoint's average."""
+        config, plan, num_steps = self.config, self.plan, self.max_train_steps
+        num_averages, num_saved = self._averages_at(self.start_step), self.num_saved_averages
+        if num_saved > num_averages:
+            print("the checkpoint's average is dropped; its last weights are trained further")
+        if plan.first_step is None:
+            if config.ema != "none":
+                print(
+                    f"no average of the weights: it needs more than {HORIZONS} steps; give a "
+                    "larger --ema_fraction, or more steps"
+                )
+            return
+
+        def decays(plan):
+            return ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
+
+        first_step, change = plan.first_step, ""
+        if num_averages > num_saved:
+            first_step = self.start_step
+        elif num_averages:
+            before = ema_plan(*ema_flags(config, self.saved_run["identity"]["max_train_steps"]))
+            if decays(before) != decays(plan):
+                change = f", until step {self.start_step} with decay {decays(before)}"
+        print(f"averaging the weights from step {first_step} with decay {decays(plan)}{change}")
 
     def next_batches(self, tokenize):
         """The training batches from step find_start() on, a Batches."""
@@ -275,9 +310,10 @@ class TrainRun:
         return step == self.max_train_steps
 
     def log(self, step, metrics, schedule):
-        """Record a step's metrics; every logging_steps append a row to metrics.jsonl.
+        """Record a step's metrics; append a row to metrics.jsonl if one is due.
 
-        Metrics are fetched only when a row is due, so that the host need not wait for each step.
+        Rows are due at the first step, every logging_steps and at the last step. Only then are
+        metrics fetched, so that the host need not wait for each step.
 
         Args:
             step: number of completed steps.
@@ -287,7 +323,6 @@ class TrainRun:
         Raises:
             FloatingPointError: a loss or gradient since the last row is not finite.
         """
-        config = self.config
         self.unfetched_metrics.append(metrics)
         if self.clock_start is None:  # the first step includes compilation
             jax.block_until_ready(metrics)
@@ -296,13 +331,14 @@ class TrainRun:
             # The host must not run far ahead, or the progress bar would show steps not yet done.
             if len(self.unfetched_metrics) > MAX_STEPS_IN_FLIGHT:
                 jax.block_until_ready(self.unfetched_metrics[-1 - MAX_STEPS_IN_FLIGHT])
-            self.num_timed_images += config.train_batch_size
+            self.num_timed_pairs += self.config.train_batch_size
         self.progress.update()
-        if step % config.logging_steps and not self._is_last_step(step):
+        if step > 1 and step % self.logging_steps and not self._is_last_step(step):
             return
         self._fetch_metrics(step)
         seconds = time.perf_counter() - self.clock_start
-        plan, timed = self.plan, self.num_timed_images > 0
+        plan, timed = self.plan, self.num_timed_pairs > 0
+        rate = self.num_timed_pairs / seconds if timed else None
         is_averaging = plan.first_step is not None and step > plan.first_step
         num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
         row = {
@@ -310,7 +346,8 @@ class TrainRun:
             "loss": float(np.mean(self.unlogged_metrics, axis=0)[0]),
             "lr": float(schedule(step - 1)),
             "grad_norm": self.unlogged_metrics[-1][1],
-            "images_per_second": self.num_timed_images / seconds if timed else None,
+            "pairs_per_second": rate,
+            "images_per_second": 2 * rate if timed else None,  # input and edit
             "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
             "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
@@ -320,13 +357,11 @@ class TrainRun:
         self._restart_clock()
         if self.is_main:
             self.metrics_log.write(row)
-            rate = row["images_per_second"]
-            self.progress.set_postfix_str(
-                f"loss={row['loss']:.4f}" + (f", {rate:.1f} images/s" if rate else "")
-            )
+            speed = f", {rate:.3g} pairs/s" if timed else ""
+            self.progress.set_postfix_str(f"loss={row['loss']:.4f}{speed}")
 
     def _restart_clock(self):
-        self.num_timed_images, self.clock_start = 0, time.perf_counter()
+        self.num_timed_pairs, self.clock_start = 0, time.perf_counter()
         self.batches.seconds_waited = 0.0
 
     def _fetch_metrics(self, step):
@@ -393,9 +428,11 @@ class TrainRun:
                 "losses": self.unlogged_metrics,
                 "num_bad": self._total_bad(),
                 "num_devices": jax.device_count(),
+                "num_averages": len(averages),
             }
             if self.is_main:
                 self.checkpoints.save(step, content, metadata)
+                self.metrics_log.draw()
                 if jax.default_backend() == "cpu":  # the next step overwrites the arrays' memory
                     self.checkpoints.wait()
                     release_memory()
@@ -452,9 +489,11 @@ class TrainRun:
         """
         release_memory()
         if self.is_main:
+            self.checkpoints.close()  # before the model, whose file is then the newest
+            self.metrics_log.finish_plot()
             if weights:
-                self._save_model(weights)
-            self.checkpoints.close()
+                self.save_model(weights)
+                print(f"saved {self.output_dir}")
             self.metrics_log.close()
             if self.config.push_to_hub and weights:
                 print(f"uploaded {push_to_hub(self.output_dir, self.repo_id)}")
@@ -470,8 +509,8 @@ class TrainRun:
         )
         sys.exit(128 + number)
 
-    def _save_model(self, weights):
-        """Write the model; final_file(config) last, because it marks a finished run."""
+    def save_model(self, weights):
+        """Write the model and its card; final_file(config) last, as it marks a finished run."""
         config, output_dir = self.config, self.output_dir
         if "unet_raw" in weights:
             params = weights["unet_raw"]
@@ -490,7 +529,6 @@ class TrainRun:
         else:
             params = {"unet": weights["unet"], **self.frozen_params}
             self.pipeline.save_pretrained(output_dir, params)
-        print(f"saved {config.output_dir}")
 
 
 class Batches:
@@ -535,58 +573,6 @@ class Batches:
         """Stop the dataset's threads and free the batches."""
         self.stream.close()
         self.queue.clear()
-
-
-@contextlib.contextmanager
-def lock_output_dir(config: Config):
-    """A context that locks --output_dir for this run; all processes must enter it together.
-
-    Raises:
-        ValueError: another run uses the directory or has just written a model to it.
-    """
-    output_dir = Path(config.output_dir)
-    final = output_dir / final_file(config)
-    model_before = modified_at(final)
-    with contextlib.ExitStack() as stack:
-
-        def lock():
-            stack.enter_context(lock_folder(output_dir))
-            # --overwrite_output_dir covers only models that existed before the lock was requested.
-            if modified_at(final) != model_before:
-                raise ValueError(
-                    f"a run that has just ended has written a model to --output_dir {output_dir}; "
-                    "name another directory, or replace the model with --overwrite_output_dir"
-                )
-
-        on_process_0(lock)
-        yield
-
-
-def merge_finished_run(config: Config):
-    """Write the merged pipeline of a finished run with LoRA; all processes call it together."""
-    output_dir = Path(config.output_dir)
-
-    def merge():
-        repo_id = check_hub(config.hub_model_id, output_dir) if config.push_to_hub else None
-        pipeline = merge_lora(config, compute_dtype(config))
-        rows = lines_until_step(output_dir / "metrics.jsonl", math.inf)
-        write_card(config, pipeline, json.loads(rows[-1]) if rows else None, repo_id)
-        write_flags(config)
-        print(f"merged {output_dir / LORA_FILE} without training; saved {output_dir}")
-        if repo_id:
-            print(f"uploaded {push_to_hub(output_dir, repo_id)}")
-
-    on_process_0(merge)
-
-
-def write_flags(config: Config):
-    """Write OUTPUT_DIR/config.json, the flags of the run."""
-    write_text(Path(config.output_dir, "config.json"), json.dumps(asdict(config), indent=2) + "\n")
-
-
-def modified_at(path):
-    """Modification time of a file in ns, or None."""
-    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def start_average(params):

@@ -77,11 +77,12 @@ RESOLUTION = 64  # of the demo
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
 NUM_SNAPSHOTS = 8  # of a run with --ema power
 COST_DEVICES = 4
+RATIO_TICKS = (0.5, 0.7, 1, 1.4, 2, 3, 5)  # of the plot
 MEASURES = ("loss", "edit_error_ratio", "instruction_accuracy")
 
 COST_PLANS = {
     "none": ema_plan("none", 10**6),
-    "late, before its start": ema_plan("late", 10**6, start_step=10**6 - 1),
+    "late, before its start": ema_plan("late", 10**6, start_step=10**6 - 6),
     "late, after its start": ema_plan("late", 10**6, start_step=0),
     "full": ema_plan("full", 10**6, decay=0.9999),
 }
@@ -534,7 +535,6 @@ def draw(quality, sigma_rels):
     titles = ("held-out loss, to none", "edit error, to none")
     for row, (measured, title) in enumerate(zip(MEASURES[:2], titles)):
         curve, dots = axes[row]
-        shown = []
         for i, (lr_scheduler, study) in enumerate(quality.items()):
             summary = study["summary"]
             key, color = f"{measured}_to_none", f"C{i}"
@@ -549,16 +549,14 @@ def draw(quality, sigma_rels):
                 for run in study["runs"]:
                     ratio = run["variants"][name][measured] / run["variants"]["none"][measured]
                     dots.plot(x + 0.15 * i, ratio, "o", color=color, alpha=0.7)
-            shown += [*least, *largest, *(summary[n][key]["mean"] for n in others)]
-        # What is far off, as an average that still holds the first weights, would hide the rest.
-        bottom, top = min(shown), min(max(shown), 1.5)
-        margin = 0.1 * (top - bottom)
-        curve.set_ylim(bottom - margin, top + margin)
         curve.axhline(1, color="gray", linewidth=0.8)
         dots.axhline(1, color="gray", linewidth=0.8)
         curve.set(xscale="log", xlabel="post-hoc: sigma_rel", ylabel=title)
         curve.set_xticks(sigma_rels, [str(s) for s in sigma_rels], minor=False)
+        curve.set_yscale("log")  # an average that still has the first weights is far from the rest
+        curve.set_yticks(RATIO_TICKS, [str(ratio) for ratio in RATIO_TICKS])
         curve.minorticks_off()
+        dots.minorticks_off()
         dots.set_xticks(range(len(others)), others, rotation=30, ha="right")
         curve.legend()
     return figure

@@ -125,7 +125,7 @@ def gpu_table() -> str:
 
 
 def gpu_memory_table() -> str:
-    """Full fine-tuning on one GPU: the memory of a chip that is compiled for as if it were alone."""
+    """Full fine-tuning on one GPU: memory as compiled for a chip as if it were alone."""
     lines, results = [], rows("train")
     parts = ("parameters", "optimizer", "ema", "frozen models", "batches", "temporaries")
     parts += ("padding", "outputs", "code")

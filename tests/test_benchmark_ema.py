@@ -204,6 +204,18 @@ def test_summaries():
     assert summary["none"]["max"] == 1
 
 
+def test_the_plot_shows_every_ratio():
+    """Also one far from the rest."""
+    losses = {"none": 1.0, "full 0.9999": 9.0, "late 20%": 0.3, "post-hoc 0.05": 0.6}
+    numbers = {name: {"edit_error_ratio": x, "loss": x} for name, x in losses.items()}
+    runs = [{"variants": {name: x | {"instruction_accuracy": 1.0} for name, x in numbers.items()}}]
+    study = {"summary": summarize_quality(runs), "runs": runs}
+    for axes in ema.draw({"constant": study}, [0.05]).axes:
+        ratios = [y for line in axes.lines for y in line.get_ydata()]
+        least, largest = axes.get_ylim()
+        assert ratios and least < min(ratios) and max(ratios) < largest
+
+
 @pytest.mark.slow
 def test_command_line(tmp_path):
     """The command line with tiny settings."""

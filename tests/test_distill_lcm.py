@@ -1,6 +1,12 @@
 """LCM-LoRA distillation: PyTorch and NumPy references, devices, the command line, bad input."""
 
 import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 
 import jax
@@ -24,10 +30,13 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import distill_lcm
 import edit_cli
+import processes_flax
 from lora_flax import add_lora
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch
+from processes_flax import lock_folder
 from sharding_flax import replicate, shard_axes, start_state, to_host
+from training_checkpoints import Checkpoints
 from training_flags import LORA_FILE
 from training_models import Models
 
@@ -61,8 +70,8 @@ def lenient_optimizer(monkeypatch):
     """Disables strict dtype promotion inside Optax only."""
     make_optimizer = distill_lcm.make_optimizer
 
-    def make_lenient_optimizer(config):
-        tx, schedule = make_optimizer(config)
+    def make_lenient_optimizer(*args):
+        tx, schedule = make_optimizer(*args)
         update = jax.numpy_dtype_promotion("standard")(tx.update)
         return optax.GradientTransformation(tx.init, update), schedule
 
@@ -266,7 +275,7 @@ def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
     distill_lcm.main(flags(model, data, out))
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert rows[0].keys() == {"step", "loss", "lr", "grad_norm", "seconds"}
+    assert {"step", "loss", "lr", "grad_norm", "pairs_per_second"} <= rows[0].keys()
     assert json.loads((out / "config.json").read_text())["lora_rank"] == RANK
     assert not list(out.glob(".unfinished*"))
     tensors = load_file(out / LORA_FILE)
@@ -292,11 +301,99 @@ def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
         edits[name] = np.float32(Image.open(file))
     assert np.abs(edits["lcm"] - edits["plain"]).mean() > 1
 
+    card = (out / "README.md").read_text()
+    compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
+    words = shlex.split(card.split("```sh\n")[1].split("```")[0])
+    assert words[:6] == ["python", "edit_cli.py", "--model", str(model), "--lora", str(out)]
+    assert "guidance scale 3 and image guidance scale 1.4" in card and "](loss.png)" in card
+
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         distill_lcm.main(flags(model, data, out))
     assert stop.value.code == 2
     assert "contains a model; name another directory" in capsys.readouterr().err
+
+
+def assert_same_run(out, expected):
+    """The LoRA, the last checkpoint's state and the losses are bit-identical."""
+    (found, wanted) = (load_file(folder / LORA_FILE) for folder in (out, expected))
+    assert found.keys() == wanted.keys()
+    assert all(found[name].tobytes() == x.tobytes() for name, x in wanted.items())
+    states, losses = [], []
+    for folder in (out, expected):
+        checkpoints = Checkpoints(folder / "checkpoints")
+        state = checkpoints.read_state(checkpoints.latest())
+        checkpoints.close()
+        states.append({name: x.tobytes() for name, x in state.items()})
+        rows = read_metrics(folder)
+        losses.append([(row["step"], row["loss"], row["grad_norm"]) for row in rows])
+    assert states[0] == states[1] and losses[0] == losses[1]
+    assert {name.split("/")[0] for name in states[0]} == {"params", "opt_state"}
+
+
+def test_a_stopped_or_crashed_run_resumes_and_may_be_longer(
+    models, data, tmp_path, lenient_optimizer, capsys
+):
+    """Ctrl-C after step 1, a crash after step 3, the end after step 5 instead of 4."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    options = ("--checkpointing_steps", 2, "--checkpoints_total_limit", 5)
+    distill_lcm.main(flags(models["epsilon"], data, whole, *options, "--max_train_steps", 5))
+    command = flags(models["epsilon"], data, out, *options)
+    log = distill_lcm.DistillationRun.log
+
+    def log_and_end(run, step, *args):
+        log(run, step, *args)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if step == 3:
+            raise ValueError("a crash")
+
+    def error_of(args):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            distill_lcm.main(args)
+        return stop.value.code, "".join(capsys.readouterr())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill_lcm.DistillationRun, "log", log_and_end)
+        code, text = error_of(command)
+        assert code == 130 and "stopped by SIGINT after step 1 of 4, which is saved" in text
+        code, text = error_of(command)
+        assert code == 2 and "resuming after step 1\n" in text and "a crash" in text
+    assert not (out / LORA_FILE).exists() and not (out / ".lock").exists()
+    code, text = error_of([*command, "--image_guidance_scale", "5"])
+    assert code == 2 and "another run: image_guidance_scale was 1.4 and is 5.0. Change" in text
+    capsys.readouterr()
+    distill_lcm.main(flags(models["epsilon"], data, out, *options, "--max_train_steps", 5))
+    assert "resuming after step 2; the run had 4 steps and has 5\n" in capsys.readouterr().out
+    assert_same_run(out, whole)
+    assert json.loads((out / "config.json").read_text())["max_train_steps"] == 5
+
+
+def test_one_run_per_directory(models, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(processes_flax, "LOCK_SECONDS", 0)
+    with lock_folder(tmp_path), pytest.raises(SystemExit) as stop:
+        distill_lcm.main(flags(models["epsilon"], data, tmp_path))
+    assert stop.value.code == 2 and " is in use by process " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_by_the_same_command(models, data, tmp_path):
+    """SIGKILL after step 3, by the command line."""
+    options = ("--checkpointing_steps", 2, "--max_train_steps", 6)
+    command = [sys.executable, distill_lcm.__file__]
+    for name in ("whole", "out"):
+        args = flags(models["epsilon"], data, tmp_path / name, *options)
+        metrics = tmp_path / name / "metrics.jsonl"
+        process = subprocess.Popen([*command, *args])
+        while name == "out" and process.poll() is None:
+            if metrics.exists() and '"step": 3,' in metrics.read_text():
+                process.kill()
+            time.sleep(0.001)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "out" / LORA_FILE).exists()
+    subprocess.run([*command, *args], check=True)
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -337,7 +434,7 @@ def test_not_finite_loss_writes_nothing(models, data, tmp_path, lenient_optimize
     out = tmp_path / "lora"
     with pytest.raises(SystemExit) as stop:
         distill_lcm.main(flags(models["epsilon"], data, out, "--learning_rate", 1e30))
-    assert stop.value.code == 2
+    assert stop.value.code == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: the loss or gradient is not finite") and "rate" in error
     assert not (out / LORA_FILE).exists()

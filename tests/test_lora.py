@@ -43,9 +43,9 @@ from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch, torch_to_flax
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from sharding_flax import combine
-from training_checkpoints import remove_replaced_model
 from training_flags import CONV_IN_FILE, LORA_FILE
 from training_models import checksums, load_models, lora_identity, lora_options
+from training_output import remove_replaced_model
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -89,6 +89,9 @@ def repeat(batch, num_steps=300):
 batches = repeat(batch)
 '''
 CHECKS = """
+assert loss == float(metrics["loss"][1])
+for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(trained), strict=True):
+    assert after.shape == before.shape and after.dtype == np.float32 and (after != before).any()
 assert jax.device_count() == NUM_DEVICES
 assert np.asarray(state.step).tolist() == [300] * NUM_DEVICES
 print(np.mean(losses[:10]), np.mean(losses[-50:]))
@@ -105,7 +108,10 @@ def test_the_pasted_functions_train_toy_models(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     pasted = (trainer.conditioning_dropout, trainer.diffusion_loss, trainer.train_step)
     program = imports + "\n\n" + "\n\n".join(map(inspect.getsource, pasted))
-    program += TOYS + loop + CHECKS
+    (after,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
+    )
+    program += TOYS + loop + after + CHECKS
     (tmp_path / "pasted.py").write_text(program)
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

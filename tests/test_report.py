@@ -67,8 +67,49 @@ def test_resume_drops_what_is_repeated(tmp_path, torn):
 
 def test_new_run_starts_empty(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "loss.png").touch()
     MetricsLog(tmp_path, {})
     assert rows_of(tmp_path) == []
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_the_plot_shows_all_losses(tmp_path):
+    """Drawn meanwhile and at the end; a full disk or a missing matplotlib costs only the plot."""
+    log = MetricsLog(tmp_path, {})
+    log.draw()  # nothing to draw yet
+    sizes = set()
+    for step, loss in ((1, 2.0), (2, 1.0), (40, 0.5)):
+        log.write({"step": step, "loss": loss})
+        log.draw()
+        log.plot.result()
+        sizes.add((tmp_path / "loss.png").read_bytes())
+    assert len(sizes) == 3  # each row changes it
+    log.finish_plot()
+    with Image.open(tmp_path / "loss.png") as plot:
+        colors = plot.convert("RGB").getcolors(maxcolors=100_000)
+    assert sum(blue > red + 100 for _, (red, _, blue) in colors)  # the lines
+    (tmp_path / "loss.png").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_report, "save_whole", full_disk)
+        training_report.draw_losses(tmp_path / "metrics.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        training_report.draw_losses(tmp_path / "metrics.jsonl")
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def full_disk(*args):
+    raise OSError("no space left on device")
+
+
+def test_smoothed_losses():
+    """Short runs as they are; long ones by the closed form of an unbiased exponential average."""
+    assert training_report.smoothed([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
+    values = np.random.default_rng(0).uniform(size=80)
+    decay = 1 - 20 / 80
+    for n, found in enumerate(training_report.smoothed(list(values)), start=1):
+        weights = decay ** np.arange(n)[::-1]
+        assert found == pytest.approx(weights @ values[:n] / weights.sum())
 
 
 def test_wandb_is_imported_only_if_asked_for():
@@ -194,22 +235,33 @@ def test_validation_grid():
     pairs = [(image("red"), image("lime")), (image("blue", (30, 60)), image("black"))]
     prompts = ["make it green", "a long instruction that does not fit into a single line"]
     grid = np.asarray(validation_grid(pairs, prompts))
-    height = len(grid) // 2
-    assert grid.shape[1] == 128 and height > 48 + 2 * LINE_HEIGHT
-    assert (grid[:48, :64] == (255, 0, 0)).all() and (grid[:48, 64:] == (0, 255, 0)).all()
+    # Enlarged from 64x48 to 256x192, with margins of 8.
+    assert grid.shape[1] == 8 + 2 * 256 + 8
+    height = (len(grid) - 8) // 2
+    assert height >= 192 + LINE_HEIGHT + 8
+    margins = (grid[:8], grid[-8:], grid[:, :8], grid[:, -8:], grid[height : height + 8])
+    assert all((margin == 255).all() for margin in margins)
+    assert (grid[8:200, 8:264] == (255, 0, 0)).all()
+    assert (grid[8:200, 264:520] == (0, 255, 0)).all()
     for row in range(2):
-        caption = grid[row * height + 48 : (row + 1) * height]
-        assert (caption < 64).any() and (caption[-1] == 255).all()
-    assert (grid[height : height + 48, 20:44] == (0, 0, 255)).all()  # narrower: white at its sides
-    assert (grid[height : height + 48, :16] == 255).all()
-    assert (grid[height : height + 48, 64:] == 0).all()
+        caption = grid[200 + row * height : (row + 1) * height]
+        assert (caption < 64).any()
+    second = grid[8 + height : 200 + height]
+    assert (second[:, 90:182] == (0, 0, 255)).all()  # narrower: white at its sides
+    assert (second[:, 8:80] == 255).all()
+    assert (second[:, 264:520] == 0).all()
+
+
+def test_large_validation_images_keep_their_size():
+    grid = validation_grid([(image("red", (300, 300)), image("lime", (300, 300)))] * 8, ["x"] * 8)
+    assert grid.width == 2 * (600 + 8) + 8  # two columns
 
 
 def test_validation_grid_shows_its_own_instruction():
     pair = [(image("red"), image("red"))]
     one, other = (np.asarray(validation_grid(pair, [text])) for text in ("abc", "xyz"))
     assert one.shape == other.shape and (one != other).any()
-    np.testing.assert_array_equal(one[:48], other[:48])
+    np.testing.assert_array_equal(one[:200], other[:200])
     assert np.asarray(validation_grid(pair, [""])).shape == one.shape
 
 
@@ -321,7 +373,7 @@ def card_of(folder, **changes):
             "validation_prompt": "make it\n| red",
             "variant": None,
         },
-        "metrics": {"step": 50, "loss": 0.125},
+        "metrics": {"step": 50, "loss": 0.12345678},
         "image": "validation/step-50.png",
     }
     write_model_card(folder, **(options | changes))
@@ -339,7 +391,11 @@ def test_model_card(tmp_path):
     assert "python flax_train_instruct_pix2pix.py --validation_prompt 'make it | red'" in lines
     assert "| learning_rate | `5e-05` |" in lines
     assert r"| validation_prompt | `'make it\n\| red'` |" in lines
-    assert "| loss | `0.125` |" in lines
+    assert "| loss | `0.1235` |" in lines and "| step | `50` |" in lines
+    assert "loss.png" not in card.text
+    (tmp_path / "loss.png").touch()
+    assert "](loss.png)" in card_of(tmp_path).text
+    (tmp_path / "loss.png").unlink()
     assert "](validation/step-50.png)" in card.text
     assert os.listdir(tmp_path) == ["README.md"]
 

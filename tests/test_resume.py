@@ -120,7 +120,7 @@ def contents(out):
         for file in sorted(Path(out, part).iterdir())
     }
     files["model_index.json"] = index
-    timings = ("images_per_second", "data_wait", "memory_gb")
+    timings = ("pairs_per_second", "images_per_second", "data_wait", "memory_gb")
     rows = [{k: v for k, v in row.items() if k not in timings} for row in read_metrics(out)]
     return arrays, files, rows
 
@@ -554,7 +554,12 @@ def remove_saved_run(out):
         ),
         ({"train_batch_size": 4}, "train_batch_size was 8 and is 4"),
         ({"ema": "none", "ema_start_step": None, "ema_decay": None}, "ema was late and is none"),
-        ({"max_train_steps": 6}, "max_train_steps was 4 and is 6"),
+        (
+            {"max_train_steps": 6},
+            "the run had 4 steps and is to have 6, but --lr_scheduler cosine has lowered the "
+            "learning rate for 4 steps; start another run from its UNet: "
+            "--unet_model_name_or_path ",
+        ),
         ({"model": 1}, "weights of unet_model_name_or_path was"),
         ({"data": 1}, "shards of train_data_dir was"),
         (
@@ -602,6 +607,78 @@ def test_any_checkpoint_can_be_the_start(model, data, tmp_path, capsys):
     run_here(config_of(model, data, out, **SHORT, resume_from_checkpoint="none"))
     assert "resuming" not in capsys.readouterr().out
     assert contents(out)[0] == expected[0] and contents(out)[2] == expected[2]
+
+
+CONSTANT = SHORT | dict(
+    lr_scheduler="constant",
+    lr_warmup_steps=1,
+    max_train_steps=3,
+    ema_start_step=None,
+    ema_fraction=0.5,
+)
+
+
+@pytest.fixture(scope="module")
+def finished(model, data, tmp_path_factory):
+    """The folder of a run of three steps, one epoch, that averages from the second one on."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    run_here(config_of(model, data, out, **CONSTANT))
+    return out
+
+
+def test_a_finished_run_goes_on_as_if_it_had_been_longer(model, data, finished, tmp_path, capsys):
+    """By two epochs instead of one, and killed once before its next checkpoint."""
+    out, whole = shutil.copytree(finished, tmp_path / "out"), tmp_path / "whole"
+    options = CONSTANT | {"checkpointing_steps": 4}
+    run_here(config_of(model, data, whole, **options | {"max_train_steps": 6}))
+    epochs = {"max_train_steps": trainer.Config.max_train_steps, "num_train_epochs": 2}
+    config = config_of(model, data, out, **options | epochs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.TrainRun, "save_due", lambda run, step: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_here(config)
+    assert (out / "model_index.json").exists()  # of the shorter run, until the longer one has ended
+    capsys.readouterr()
+    run_here(config)
+    assert "resuming after step 3; the run had 3 steps and has 6\n" in capsys.readouterr().out
+    (*found, rows), (*expected, whole_rows) = contents(out), contents(whole)
+    assert found == expected
+    assert [(row["step"], row["loss"]) for row in rows] == [
+        (row["step"], row["loss"]) for row in whole_rows
+    ]
+    with pytest.raises(ValueError, match="its run had 6 steps, give more to train it longer"):
+        run_here(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {},
+            "contains a model; name another .*; its run had 3 steps, give more to train it longer",
+        ),
+        ({"max_train_steps": 2}, "contains a model; .*; its run had 3 steps, give more"),
+        ({"max_train_steps": 6, "seed": 5}, "belongs to another run: seed was 3 and is 5. Change"),
+        (
+            {"max_train_steps": 6, "resume_from_checkpoint": "none"},
+            "contains a model; name another",
+        ),
+    ],
+)
+def test_a_finished_run_is_not_replaced(model, data, finished, options, message):
+    before = sorted(map(str, finished.rglob("*")))
+    config = config_of(model, data, finished, **CONSTANT | options)
+    with pytest.raises(ValueError, match=message):
+        run_here(config)
+    assert sorted(map(str, finished.rglob("*"))) == before
+
+
+def test_fewer_steps_than_done_are_refused(model, data, finished, tmp_path):
+    start = {"resume_from_checkpoint": str(finished / "checkpoints" / "3")}
+    config = config_of(model, data, tmp_path, **CONSTANT | {"max_train_steps": 2} | start)
+    message = "had 3 steps and is to have 2, but its checkpoint has done 3; give 3 or more, name"
+    with pytest.raises(ValueError, match=message):
+        run_here(config)
 
 
 def test_full_disk_is_reported_before_saving(model, data, tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 import flax_train_instruct_pix2pix as trainer
 from ema_flax import ema_plan, ema_start, ema_update
+from images import to_pil
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch
@@ -48,11 +49,13 @@ from sharding_flax import (
     reduce_scatter_stages,
     replicate,
     shard_axes,
+    shard_batch,
     start_state,
     to_host,
 )
 from training_flags import LORA_FILE
 from training_models import Models, cast_frozen, compute_dtype, encode_text, load_models
+from training_optimizer import lr_schedule
 
 SCRIPT = Path(trainer.__file__)
 NUM_DEVICES = 4  # conftest.py's
@@ -306,7 +309,7 @@ def compare_losses(model, prediction_type, ours, theirs):
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
 def test_learning_rates_are_diffusers(name, warmup):
     num_steps, peak = 12, 3e-4
-    schedule = trainer.lr_schedule(name, peak, warmup, num_steps)
+    schedule = lr_schedule(name, peak, warmup, num_steps)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     reference = get_scheduler(
         "constant_with_warmup" if name == "constant" else name,
@@ -631,6 +634,22 @@ def test_every_device_holds_its_shard(parallel):
     assert sizes["params"] == sizes["moments"] < 0.26 * total  # a few small arrays do not divide
 
 
+def test_a_batch_is_divided_over_the_devices():
+    batch = {"x": np.arange(24).reshape(8, 3), "y": np.zeros((8, 0))}
+    for name, x in shard_batch(batch).items():
+        np.testing.assert_array_equal(x, batch[name].reshape(4, 2, -1))
+    with pytest.raises(
+        ValueError, match="of 6 rows cannot be divided over 4 devices; give it 4 or 8"
+    ):
+        shard_batch({"x": np.zeros((6, 2))})
+    with pytest.raises(
+        ValueError, match="of 3 rows cannot be divided over 4 devices; give it 4 rows"
+    ):
+        shard_batch({"x": np.zeros((3, 4))})
+    with pytest.raises(ValueError, match=r"as many rows in every array; .*'x': 8, 'y': 4"):
+        shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)})
+
+
 def test_shard_axes():
     shapes = [(3, 3, 320, 640), (3, 3, 320, 4), (3, 3, 4, 4), (8,), ()]
     trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -757,9 +776,11 @@ def test_ema_plan():
         pytest.approx((1 - 1e-3) ** 17.97, abs=1e-4),
         pytest.approx((1 - 1e-3) ** 7.94, abs=1e-4),
     )
-    # Windows shorter than five steps are the last step alone; there is always one to average.
-    assert plan(steps=10) == (9, 0.0)
-    assert plan(steps=10, fraction=1e-9) == (9, 0.0)
+    # A window of five steps or fewer would be the last step alone.
+    assert plan(steps=30) == plan("full", steps=5) == plan(start=995) == (None,)
+    assert plan(start=994) == (994, pytest.approx(1 / 6))
+    # With a decay of the user's, there is always a step to average.
+    assert plan(steps=10, decay=0.5) == plan(steps=10, fraction=1e-9, decay=0.5) == (9, 0.5)
     assert plan(fraction=1.0) == (0, pytest.approx(0.995))
 
     average = ema_plan("late", 20, start_step=10, every=3)
@@ -849,17 +870,20 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     assert [row["ema_decay"] for row in rows] == [None, None, decay, decay, decay]
     assert [row["num_bad"] for row in rows] == num_bad[:5]
     # The first step includes compiling, so it has no speed.
-    assert rows[0]["images_per_second"] is None
-    assert all(row["images_per_second"] > 0 for row in rows[1:])
+    assert rows[0]["images_per_second"] is rows[0]["pairs_per_second"] is None
+    assert all(row["images_per_second"] == 2 * row["pairs_per_second"] > 0 for row in rows[1:])
     assert all(0 <= row["data_wait"] < 1 for row in rows[1:])
     assert all(0.1 < row["memory_gb"] < 100 for row in rows)
-    assert all(len(row) == 9 for row in rows)
+    assert all(len(row) == 10 for row in rows)
     assert json.loads((out / "config.json").read_text()) == json.loads(json.dumps(asdict(config)))
     assert set(os.listdir(out)) == {
         *("unet", "unet_raw", "vae", "text_encoder", "tokenizer", "scheduler"),
         *("model_index.json", "config.json", "metrics.jsonl", "README.md", "checkpoints"),
+        "loss.png",
     }
     output = capsys.readouterr().out
+    num_params = sum(x.size for x in raw.values())
+    assert f"training {num_params:,} parameters on " in output
     assert "8 pairs per step on 4 device(s)" in output
     assert "averaging the weights from step 2 with decay 0.6" in output
 
@@ -899,12 +923,101 @@ def test_what_the_loop_saves_and_logs(model, data, tmp_path, monkeypatch, option
             np.testing.assert_allclose(p, before[name] + num_steps, rtol=1e-5)
 
     rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows] == [4, 8, 10]
-    assert [row["loss"] for row in rows] == [1.5, 5.5, 8.5]  # means since the row before
-    averaging = [start is not None and step > start for step in (4, 8, 10)]
+    assert [row["step"] for row in rows] == [1, 4, 8, 10]
+    assert [row["loss"] for row in rows] == [0, 2, 5.5, 8.5]  # means since the row before
+    averaging = [start is not None and step > start for step in (1, 4, 8, 10)]
     assert [row["ema_decay"] for row in rows] == [
         pytest.approx(decay) if on else None for on in averaging
     ]
+
+
+def run_counting(model, data, out, **options):
+    """A run in this process in which every step adds 1 to all weights."""
+    defaults = dict(
+        lr_scheduler="constant", lr_warmup_steps=0, checkpointing_steps=4, logging_steps=None
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", count_up)
+        trainer.train(config_of(model, data, out, **defaults | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "first_length", "decays", "start", "message"),
+    [
+        # Both lengths from the first step: the average goes on with the new decay.
+        (
+            {"ema": "full"},
+            10,
+            [0.5] * 10 + [0.75] * 10,
+            0,
+            "from step 0 with decay 0.75, until step 10 with decay 0.5\n",
+        ),
+        # The first from step 4, the second from 8, which is past: it goes on, too.
+        (
+            {"ema_fraction": 0.6},
+            10,
+            [1 / 6] * 6 + [7 / 12] * 10,
+            4,
+            "from step 8 with decay 0.583333, until step 10 with decay 0.166667\n",
+        ),
+        # The second from step 12: it starts again.
+        (
+            {"ema_fraction": 0.4, "ema_decay": 0.5},
+            8,
+            [0.5] * 8,
+            12,
+            "from step 12 with decay 0.5\n",
+        ),
+    ],
+)
+def test_a_longer_run_averages(
+    model, data, tmp_path, capsys, options, first_length, decays, start, message
+):
+    """A finished run goes on to step 20; its average is the closed form."""
+    run_counting(model, data, tmp_path, max_train_steps=first_length, **options)
+    capsys.readouterr()
+    run_counting(model, data, tmp_path, max_train_steps=20, **options)
+    output = capsys.readouterr().out
+    resuming = f"resuming after step {first_length}; the run had {first_length} steps and has 20"
+    assert resuming in output and message in output
+    assert ("is dropped" in output) == (start == 12)
+    average = start
+    for step, decay in enumerate(decays, start + 1):
+        average = decay * average + (1 - decay) * step
+    before = params_of(model, "unet")
+    for name, p in params_of(tmp_path, "unet").items():
+        np.testing.assert_allclose(p, before[name] + average, rtol=1e-5)
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 21))
+
+
+def test_a_shorter_run_averages_from_its_checkpoint(model, data, tmp_path, capsys):
+    """The average would have begun at step 2, before the checkpoint of step 4, which has none."""
+    options = dict(ema="late", ema_fraction=0.8, checkpoints_total_limit=None)
+    run_counting(model, data, tmp_path / "long", max_train_steps=20, **options)
+    capsys.readouterr()
+    checkpoint = str(tmp_path / "long" / "checkpoints" / "4")
+    short = dict(max_train_steps=8, resume_from_checkpoint=checkpoint)
+    run_counting(model, data, tmp_path / "short", **options | short)
+    output = capsys.readouterr().out
+    assert "the run had 20 steps and has 8" in output
+    assert "averaging the weights from step 4 with decay 0.166667\n" in output
+    average = 4
+    for step in range(5, 9):
+        average += 5 / 6 * (step - average)
+    before = params_of(model, "unet")
+    for name, p in params_of(tmp_path / "short", "unet").items():
+        np.testing.assert_allclose(p, before[name] + average, rtol=1e-5)
+
+
+def test_a_short_run_says_what_it_leaves_out_and_shows_its_losses(model, data, tmp_path, capsys):
+    run_counting(model, data, tmp_path, max_train_steps=41)
+    assert "no average of the weights: it needs more than 5 steps" in capsys.readouterr().out
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, *range(2, 41, 2), 41]
+    assert all(row["ema_decay"] is None for row in rows)
+    before = params_of(model, "unet")
+    for name, p in params_of(tmp_path, "unet").items():
+        np.testing.assert_allclose(p, before[name] + 41, rtol=1e-5)
 
 
 def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, capsys):
@@ -991,12 +1104,13 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     inputs = pipeline.prepare_inputs(["make it red"] * 2, originals)
     images = pipeline(*inputs, params, jax.random.key(config.seed), num_inference_steps=20).images
     grid = np.asarray(Image.open(out / "validation" / "step-000005.png"))
-    height = len(grid) // 2
+    height = (len(grid) - 8) // 2
     for k, (original, image) in enumerate(zip(originals, images)):
-        row = grid[k * height : k * height + 16]
-        np.testing.assert_array_equal(row[:, :16], np.asarray(original))
+        row = grid[8 + k * height :][:256, 8:]  # enlarged from 16 to 256 pixels, with margins of 8
+        np.testing.assert_array_equal(row[:, :256], np.asarray(original.resize((256, 256))))
+        (image,) = to_pil(image)
         # This model amplifies rounding, so single pixels may be 3 of 255 apart.
-        assert np.abs(row[:, 16:32] - np.asarray(image) * 255).mean() < 1
+        assert np.abs(np.float32(row[:, 256:512]) - np.asarray(image.resize((256, 256)))).mean() < 1
 
     card = (out / "README.md").read_text()
     assert f"--output_dir={out}" in card and "make it red" in card
@@ -1016,7 +1130,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
     assert last_line.startswith(
         "error: the loss or gradient is not finite at step 7 (2 of the last 4 steps)"
     )
-    assert [row["step"] for row in read_metrics(tmp_path)] == [4]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 4]
     assert set(os.listdir(tmp_path)) == {"config.json", "metrics.jsonl", "checkpoints"}
     assert not list((tmp_path / "checkpoints").iterdir())
 
