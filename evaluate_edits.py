@@ -38,7 +38,7 @@ import numpy as np
 from tqdm import tqdm
 
 from acceleration_flax import parse
-from command_line import check_writable, differences, one_line, run_main, write_text
+from command_line import check_output_dir, differences, one_line, run_main, write_text
 from config_flax import INDEX_NAME, PARTS, fetch_file
 from edit_metrics import (
     CLIP_METRICS,
@@ -154,7 +154,7 @@ def check_flags(config):
     for seed in config.seeds:
         check_seed("seeds", seed)
     check_scheduler(config.scheduler)
-    check_writable(f"--output_dir {config.output_dir}", config.output_dir)
+    check_output_dir("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 
 def model_checksum(model):

@@ -147,13 +147,22 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
         unfinished.replace(path)
 
 
-def write_latents(config, output_dir, batch_size=None):
+def is_outdated(path, metadata):
+    """Whether a file is a shard of latents that was made with other settings than metadata."""
+    if not path.exists():
+        return False
+    existing = latents_metadata(pq.read_metadata(path))
+    return existing is not None and existing != metadata
+
+
+def write_latents(config, output_dir, batch_size=None, overwrite=False):
     """Write all missing shards of latents.
 
     Args:
         config: Config of cache_latents.py or of the trainer.
         output_dir: directory of the shards.
         batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
+        overwrite: replace shards of latents that were made with other settings.
 
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
@@ -209,16 +218,21 @@ def write_latents(config, output_dir, batch_size=None):
     if config.max_train_samples is not None:
         selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}
         groups = [group for group in groups if group.path in selected]
-    missing = []
+    missing, outdated = [], []
     for path, shard_groups in group_by_shard(groups):
         latent_path = output_dir / path.name
         metadata = made_with | describe_source(path, shard_groups)
-        if latent_path.exists():
+        if overwrite and is_outdated(latent_path, metadata):
+            outdated.append(latent_path)
+            missing.append((latent_path, shard_groups, metadata))
+        elif latent_path.exists():
             check_existing_shard(latent_path, metadata)
         else:
             missing.append((latent_path, shard_groups, metadata))
     output_dir.mkdir(parents=True, exist_ok=True)
     remove_leftovers(output_dir)
+    for path in outdated:
+        path.unlink(missing_ok=True)
     if not missing:
         return
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))
