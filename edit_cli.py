@@ -28,6 +28,7 @@ import math
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,7 @@ from tqdm import tqdm
 
 from command_line import run_main
 from editing import (
+    announce_edits,
     check_model,
     check_scale,
     check_scheduler,
@@ -59,6 +61,7 @@ from images import (
     save_image,
     tile_grid,
 )
+from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
 
 GRID_EDITS = 64  # at most; more cannot be looked at in one image
 GRID_IMAGE_SIZE = 256  # pixels, longer side
@@ -232,6 +235,7 @@ def run_edits(pipeline, params, edits, sizes, config):
             negative_prompt=config.negative_prompt,
             timesteps=config.timesteps,
             eta=config.eta,
+            lora=config.lora,
         )
         for batch, images, _ in batches:
             for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
@@ -277,8 +281,16 @@ def run(config):
     preview = preview_files(config, scheduler, outputs, inputs)
     sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
+    branches = guidance_branches(config.guidance_scale, config.image_guidance_scale)
     pipeline, params = load_model(
-        config.model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, preview
+        config.model,
+        pipeline_type,
+        scheduler,
+        dtype,
+        config.lora,
+        config.accelerate,
+        preview,
+        partial(announce_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
     )
     run_edits(pipeline, params, edits, sizes, config)
     jax.effects_barrier()  # waits for the previews

@@ -55,6 +55,7 @@ from edit_metrics import (
 )
 from edit_report import write_report
 from editing import (
+    announce_edits,
     check_model,
     check_scale,
     check_scheduler,
@@ -381,8 +382,10 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     pipeline_type, _, scheduler = opened
     dtype = compute_dtype(config.dtype)
     bar.set_description(f"loading {model}")
+    branches = max((guidance_branches(*scales) for *scales, _ in todo), key=len)
+    check = partial(announce_edits, sizes=sizes, batch_size=config.batch_size, branches=branches)
     pipeline, params = load_model(
-        model, pipeline_type, scheduler, dtype, config.lora, config.accelerate
+        model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, check=check
     )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     results["models"][model] |= {
@@ -418,6 +421,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
             num_inference_steps=config.num_inference_steps,
             timesteps=config.timesteps,
             eta=config.eta,
+            lora=config.lora,
             **scales,
         )
         branches = guidance_branches(**scales)

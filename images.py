@@ -294,12 +294,12 @@ def image_files(output, num_images, grid=None):
         ValueError: output is one file for several images, cannot be written, or is the grid too.
     """
     is_folder = output.is_dir() or not (output.suffix or output.is_file())
-    if num_images == 1 and not is_folder:
+    if is_one_file := num_images == 1 and not is_folder:
         files = [output]
     elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
         raise ValueError(
-            f"--output {output} is one file for {num_images} images; give a directory, or "
-            "--num_images 1 to make one image instead of a batch"
+            f"--output {output} is one file for {num_images} images; give a directory, or one "
+            "prompt and --num_images 1 to make one image"
         )
     else:
         numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
@@ -307,7 +307,7 @@ def image_files(output, num_images, grid=None):
         files = [output / f"{first + i:03}.png" for i in range(num_images)]
     if grid and grid.resolve() in [file.resolve() for file in files]:
         raise ValueError(f"--grid {grid} is an image of --output too; give it another name")
-    for file in files:
+    for file in files if is_one_file else files[:1]:  # the others are new in the same directory
         check_image_file(file)
     return files
 

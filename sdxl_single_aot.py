@@ -35,10 +35,13 @@ from tqdm import tqdm
 
 from command_line import one_line, run_main
 from editing import (
+    announce,
     cast_params,
+    check_finite,
     check_scheduler,
     check_seed,
     check_steps,
+    check_xl,
     choose_scheduler,
     compute_dtype,
 )
@@ -119,7 +122,7 @@ def open_pipeline(config, dtype):
         "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
         "revision": config.revision,
     }
-    FlaxStableDiffusionXLPipeline.check(**source)
+    check_xl(config.pretrained_model_name_or_path, config.revision, config.unet)
     scheduler, _ = scheduler_from_pretrained(**source)
     scheduler, state = choose_scheduler(
         scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
@@ -294,6 +297,9 @@ def run(config):
     pipeline = open_pipeline(config, dtype)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
+    branches = pipeline.guidance_branches(config.guidance_scale)
+    height, width = pipeline.image_size(config.height, config.width)
+    announce(pipeline, devices, len(prompts), batch_size, branches, (width, height))
     params = load(pipeline, config)
     cast_params(pipeline, params)  # 2. Cast
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
@@ -316,11 +322,7 @@ def run(config):
             started = time.perf_counter()
             images = generate(p_generate, p_params, batch, config)[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
-            if not np.isfinite(images).all():
-                raise ValueError(
-                    f"images from {indices[0]} on are NaN; try --dtype float32, and if "
-                    "that does not help, the model is broken"
-                )
+            check_finite(images, f"images from {indices[0]} on", config.lora)
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
                 if config.grid:

@@ -231,7 +231,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--grid", "o.txt"], "o.txt ends in .txt"),
         ([*ONE, "--scheduler", "eular"], f"choose from {', '.join(SCHEDULERS)}"),
         ([*ONE, "--num_inference_steps", "0"], "--num_inference_steps 0 must be at least 1"),
-        ([*ONE, "--num_inference_steps", "1001"], "num_inference_steps=1001"),
+        ([*ONE, "--num_inference_steps", "1001"], "--num_inference_steps 1001 must"),
         ([*ONE, "--batch_size", "0"], "--batch_size 0 must be at least 1"),
         ([*ONE, "--guidance_scale", "-1"], "--guidance_scale -1.0 must be 0 or more"),
         ([*ONE, "--seed", "-1"], "--seed -1"),
@@ -239,7 +239,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--model", "nowhere/model"], "nowhere/model has no model_index.json"),
         (
             [*ONE, "--model", "narrow"],
-            "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
+            "narrow is a text-to-image model (StableDiffusionPipeline), not an InstructPix2Pix",
         ),
         (["--edits_jsonl", "none.jsonl"], "none.jsonl cannot be read"),
         (["--edits_jsonl", "empty.jsonl"], "empty.jsonl has no edits"),
