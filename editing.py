@@ -1,6 +1,6 @@
 """What the programs that make images share: flags, memory, opening a model, edits over all devices.
 
-pipeline_type, factor, scheduler = check_model("MODEL", resolution=512, num_inference_steps=50)
+pipeline_type, factor, resolution, scheduler = check_model("MODEL", None, num_inference_steps=50)
 pipeline, params = load_model("MODEL", pipeline_type, scheduler, jnp.bfloat16)
 replicate_params(params, devices)
 for batch, images, seconds in edit_batches(pipeline, params, devices, edits, sizes, load, ...):
@@ -30,7 +30,7 @@ from caching_flax import noise_scales
 from command_line import in_bytes
 from config_flax import locate, read_index, warn_once
 from executables import replace_leaves, step_options
-from images import check_image_file, load_image, save_image, to_pil
+from images import check_image_file, load_image, made_by, save_image, to_pil
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     InstructPix2Pix,
     guidance_branches,
@@ -40,6 +40,8 @@ from pipeline_flax_utils import MODULES, pipeline_class
 from previews_flax import Preview
 from sampling_flax import check_eta, keys_per_image
 from scheduling_flax import SCHEDULERS, scheduler_from_pretrained
+
+PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
 
 
 def read_jsonl(flag, file):
@@ -152,7 +154,7 @@ def check_model(
 
     Args:
         model: directory or hub id of an InstructPix2Pix pipeline, SD or SDXL.
-        resolution: of the longer side, pixels.
+        resolution: of the longer side, pixels; None: the size that the model was made for.
         num_inference_steps: of the scheduler.
         scheduler: a name of SCHEDULERS; None: the model's own.
         timesteps, eta: of the pipeline's call.
@@ -161,7 +163,7 @@ def check_model(
         guidance_scales: of the instruction and the image.
 
     Returns:
-        (pipeline class, pixels per latent along a side, scheduler).
+        (pipeline class, pixels per latent along a side, resolution, scheduler).
 
     Raises:
         ValueError: it is no such model, resolution is too small for it, or the scheduler does not
@@ -177,12 +179,16 @@ def check_model(
         )
     pipeline_type.check_acceleration(accelerate)
     _, configs = pipeline_type.check(model)
+    if resolution is None:
+        side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
+        side = max(side) if isinstance(side, list) else side
+        resolution = side * 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
     factor = pixels_per_latent(configs, resolution)
     found, _ = scheduler_from_pretrained(model)
     found, state = choose_scheduler(found, scheduler, timestep_spacing)
     steps = step_options(num_inference_steps, timesteps, eta)
     check_steps(found, state, steps, accelerate, guidance_branches(*guidance_scales))
-    return pipeline_type, factor, found
+    return pipeline_type, factor, resolution, found
 
 
 def check_xl(model, revision, unet):
@@ -262,6 +268,8 @@ def compute_dtype(name):
 def preview_files(config, scheduler, outputs, inputs=()):
     """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
 
+    They replace previews of an earlier run, and no other file.
+
     Args:
         config: with the flags preview, preview_decoder, seed, num_inference_steps, timesteps, grid.
         scheduler: of the images.
@@ -291,7 +299,7 @@ def preview_files(config, scheduler, outputs, inputs=()):
         preview_file(x, i) for x in outputs for i in range(every, num_steps, max(1, every))
     ):
         check_image_file(path)
-        if path.resolve() in kept:
+        if path.resolve() in kept or (path.exists() and not made_by(path, PREVIEW)):
             raise ValueError(f"{path} would be replaced by a preview; give it another name")
     keys = jax.random.key_data(keys_per_image(jax.random.key(config.seed), len(outputs)))
     files = {key.tobytes(): file for key, file in zip(np.asarray(keys), outputs)}
@@ -301,7 +309,7 @@ def preview_files(config, scheduler, outputs, inputs=()):
         with one_at_a_time:
             for key, image in zip(keys, to_pil(images)):
                 try:
-                    save_image(image, preview_file(files[key.tobytes()], step))
+                    save_image(image, preview_file(files[key.tobytes()], step), PREVIEW)
                 except OSError as error:  # the image itself may still be written
                     warn_once(f"a preview cannot be written: {error}")
 

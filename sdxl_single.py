@@ -44,6 +44,7 @@ from editing import (
 )
 from executables import replace_leaves, step_options, use_compilation_cache
 from images import (
+    GRID_IMAGES,
     check_image_file,
     image_files,
     image_grid,
@@ -79,8 +80,8 @@ class Config:
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
-    height: int | None = None  # pixels; default: the model's (1024)
-    width: int | None = None  # pixels; default: the model's (1024)
+    height: int | None = None  # pixels; default: the model's
+    width: int | None = None  # pixels; default: the model's
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
@@ -95,11 +96,11 @@ class Config:
     preview: int | None = None
     # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
     preview_decoder: str = ""
-    latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
+    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
-    grid: Path | None = None  # also write all images into one file
+    grid: Path | None = None  # also write the first 64 images into one file
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
@@ -255,13 +256,13 @@ def run(config):
             check_finite(images, f"images from {indices[0]} on", config.lora)
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
-                if config.grid:
+                if config.grid and i < GRID_IMAGES:
                     batch_images.append(image)
             bar.set_description("generating")
             bar.update(len(indices))
     jax.effects_barrier()  # waits for the previews
     if config.grid:
-        save_image(image_grid(batch_images), config.grid)
+        save_image(image_grid(batch_images, prompts), config.grid)
     for path in outputs[:10]:
         print(path)
     if len(outputs) > 10:

@@ -53,6 +53,7 @@ from executables import (
     surroundings,
 )
 from images import (
+    GRID_IMAGES,
     check_image_file,
     image_files,
     image_grid,
@@ -88,8 +89,8 @@ class Config:
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
-    height: int | None = None  # pixels; default: the model's (1024)
-    width: int | None = None  # pixels; default: the model's (1024)
+    height: int | None = None  # pixels; default: the model's
+    width: int | None = None  # pixels; default: the model's
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
@@ -100,11 +101,11 @@ class Config:
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
-    latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
+    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
-    grid: Path | None = None  # also write all images into one file
+    grid: Path | None = None  # also write the first 64 images into one file
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
@@ -325,11 +326,11 @@ def run(config):
             check_finite(images, f"images from {indices[0]} on", config.lora)
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
-                if config.grid:
+                if config.grid and i < GRID_IMAGES:
                     batch_images.append(image)
             bar.update(len(indices))
     if config.grid:
-        save_image(image_grid(batch_images), config.grid)
+        save_image(image_grid(batch_images, prompts), config.grid)
     for path in outputs[:10]:
         print(path)
     if len(outputs) > 10:

@@ -16,7 +16,7 @@ from tiny_models import make_tiny_pipeline
 
 import edit_cli
 from edit_cli import edit_size, edits_of_flags, load_fitted, save_image
-from images import load_image
+from images import GRID_MARGIN, load_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -94,7 +94,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypat
 
     # The first tile: before, after and instruction.
     grid = Image.open(input_images / "grid.png")
-    margin = edit_cli.GRID_MARGIN
+    margin = GRID_MARGIN
     before = ImageOps.contain(load_fitted(input_images / "a.png", (32, 24)), (256, 256))
     corner = grid.crop((margin, margin, margin + 256, margin + 192))
     np.testing.assert_array_equal(np.asarray(corner), np.asarray(before))

@@ -25,6 +25,7 @@ from executables import (
     surroundings,
     use_compilation_cache,
 )
+from images import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import FlaxModelMixin
 
@@ -80,9 +81,17 @@ def test_images_and_grid(made):
     found = images(made)
     assert [x.shape for x in found] == [(64, 64, 3)] * 6
     assert len({x.tobytes() for x in found}) == 6
-    grid = np.asarray(Image.open(made / "grid.png"))
-    assert grid.shape == (2 * 64, 3 * 64, 3)
-    np.testing.assert_array_equal(grid[64:, :64], found[3])
+    grid, margin, line = np.asarray(Image.open(made / "grid.png")), GRID_MARGIN, LINE_HEIGHT
+    side = GRID_IMAGE_SIZE  # of the images, enlarged
+    assert grid.shape == (2 * (side + line + margin) + margin, 3 * (side + margin) + margin, 3)
+    top = margin + side + line + margin
+    enlarged = Image.fromarray(found[3]).resize((side, side), Image.Resampling.LANCZOS)
+    np.testing.assert_array_equal(grid[top : top + side, margin : margin + side], enlarged)
+    captions = grid[margin + side : margin + side + line]
+    assert captions[:, :margin].min() == 255 and captions[:, margin : margin + side].min() < 80
+    np.testing.assert_array_equal(  # of the two images of the first prompt
+        captions[:, margin : margin + side], captions[:, 2 * margin + side : 2 * (margin + side)]
+    )
 
 
 def assert_alike(found, expected):
