@@ -127,8 +127,7 @@ def layout_help(text: str, description: str, width: int) -> str:
     """
     paragraphs = description.strip().split("\n\n")
     paragraphs = [x if x.startswith(" ") else fill(x, width) for x in paragraphs]
-    text = text.replace("{None}|", "").replace("{None,", "{")
-    text = re.sub(r"\[(\w+) \[\1 \.\.\.\]\]", r"[\1 ...]", text)
+    text = plain_types(text)
     lines, flag = [], ""
     for line in map(str.rstrip, text.splitlines()):
         if re.fullmatch(" -+", line):
@@ -144,6 +143,12 @@ def layout_help(text: str, description: str, width: int) -> str:
             lines.append(line.replace("•", " "))
     text = "\n".join(lines).strip() + "\n"
     return re.sub(r"\n{3,}", "\n\n", text.replace(DESCRIPTION, "\n\n".join(paragraphs)))
+
+
+def plain_types(text: str) -> str:
+    """A text of tyro with the types of flags as users write them: INT, {a,b}, [INT ...]."""
+    text = text.replace("{None}|", "").replace("{None,", "{")
+    return re.sub(r"\[(\w+) \[\1 \.\.\.\]\]", r"[\1 ...]", text)
 
 
 def layout_flag(flag: str, text: str, width: int) -> list[str]:
@@ -193,7 +198,10 @@ def unframe(text: str, words: list[str]) -> str:
     parts = [one_line(part.split("\n\n")[0]).rstrip(".") for part in parts if part.strip()]
     if any(part.startswith("Available subcommands") for part in parts):
         parts = [part for part in parts if not part.startswith("Perhaps you meant")]
-    message = "; ".join(parts) or one_line(text)
+    message = plain_types("; ".join(parts) or one_line(text))
+    if found := re.search(r"Expected one of \((.*?)\)", message):  # in no order
+        names = sorted(set(re.findall("'(.*?)'", found[1])) - {"None"})
+        message = message.replace(found[0], f"Expected one of {', '.join(names)}")
     for word in words:
         if len(word) > 40:
             message = re.sub(" ?".join(map(re.escape, word)), lambda _, word=word: word, message)
@@ -221,9 +229,17 @@ def differences(saved: dict, current: dict) -> list[str]:
 
 
 def with_flags(error: Exception, config: Any) -> str:
-    """What an exception says, on one line; the library's NAME=VALUE is --NAME VALUE of a flag."""
+    """What an exception says, on one line; the library's NAME=VALUE is --NAME VALUE of a flag.
+
+    A tuple (1, 2) is 1 2.
+    """
     names = "|".join(vars(config)) or "-"
     message = re.sub(rf"(?<![\w.-])({names})=True\b", r"--\1", one_line(error))
+    message = re.sub(
+        rf"(?<![\w.-])({names})=\(([^()]+)\)",
+        lambda found: f"--{found[1]} {found[2].replace(',', '')}",
+        message,
+    )
     return re.sub(rf"(?<![\w.-])({names})=(?=\S)", r"--\1 ", message)
 
 

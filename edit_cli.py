@@ -130,6 +130,11 @@ def edits_of_flags(inputs, instructions, output):
         raise ValueError("no edits; give --input and --edit, or --edits_jsonl")
     if not all(map(str.strip, instructions)):
         raise ValueError('an --edit is empty; say what to change, such as "make it red"')
+    for path in inputs:
+        if path.is_dir():
+            raise ValueError(
+                f"--input {path} is a directory; name images, such as {path / '*.png'}"
+            )
     if len(instructions) not in (1, len(inputs)):
         raise ValueError(
             f"{len(instructions)} --edit do not fit {len(inputs)} --input; give one per input, "

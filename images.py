@@ -275,12 +275,12 @@ def crop_square(
 
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a file")
     if path.suffix.lower() not in IMAGE_FORMATS:
         raise ValueError(
             f"{path} ends in {path.suffix or 'no extension'}; name it {' or '.join(IMAGE_FORMATS)}"
         )
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory; name a file")
     check_writable(str(path), path.absolute().parent)
 
 

@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import check_writable, one_line
+from command_line import check_output_dir, one_line
 from images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
 from parquet_shards import UNFINISHED
 
@@ -426,13 +426,6 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
     (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def check_empty(given: str, directory: Path) -> None:
-    """Raise a ValueError, naming the flag as given, unless directory is empty or new."""
-    check_writable(given, directory)
-    if directory.exists() and (first := next(directory.iterdir(), None)):
-        raise ValueError(f"{given} is not empty ({first.name}); name another, or remove it")
-
-
 @contextmanager
 def move_when_complete(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory whose content moves to `folder` at the end.
@@ -485,9 +478,9 @@ def write_pairs(
         ValueError: the list or an image is invalid (names the first ten problems), or a directory
             is not empty or not writable. Nothing is written in these cases.
     """
-    check_empty(f"--output_dir {output_dir}", output_dir)
+    check_output_dir("output_dir", output_dir, overwrite=None)
     if held_out_dir:
-        check_empty(f"--held_out_dir {held_out_dir}", held_out_dir)
+        check_output_dir("held_out_dir", held_out_dir, overwrite=None)
         if held_out_dir.resolve() == output_dir.resolve():
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)

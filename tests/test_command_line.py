@@ -61,6 +61,10 @@ def test_ctrl_c_during_a_compilation():
         ),
         (["--promt", "a" * 200], f"error: Unrecognized options: --promt, {'a' * 200}; Perhaps "),
         (["--spacing", "wide"], "error: invalid choice 'wide' for argument '--spacing'. Expected"),
+        (
+            ["--dtype", "a"],
+            "error: invalid choice 'a' for argument '--dtype'. Expected one of b, c; ",
+        ),
         (["--steps", "9.5"], "error: Error parsing --steps: "),
         (
             ["--sizes", "1", "--sizes=2"],
@@ -78,6 +82,7 @@ def test_wrong_flags_are_one_line(args, message, capsys):
         steps: int = 3
         sizes: tuple[int, ...] = ()
         spacing: Literal["leading", "trailing"] = "leading"
+        dtype: Literal["b", "c"] | None = None
 
     with pytest.raises(SystemExit) as stopped:
         run_main(Config, "", lambda config: None, [*args, *(["--model", "m"] if args else [])])
@@ -200,12 +205,16 @@ def test_a_full_disk_is_named(error, message, tmp_path, capsys):
 
 def test_errors_of_the_library_name_flags(capsys):
     def work(config):
-        raise ValueError("num_steps=2000 must be less; overwrite_output_dir=True; x.num_steps=1")
+        raise ValueError(
+            "num_steps=2000 must be less; overwrite_output_dir=True; x.num_steps=1; "
+            "output_dir=(1, 2)"
+        )
 
     with pytest.raises(SystemExit):
         run_main(OutputConfig, "", work, [])
     assert capsys.readouterr().err == (
-        "error: --num_steps 2000 must be less; --overwrite_output_dir; x.num_steps=1\n"
+        "error: --num_steps 2000 must be less; --overwrite_output_dir; x.num_steps=1; "
+        "--output_dir 1 2\n"
     )
 
 

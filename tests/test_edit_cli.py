@@ -219,7 +219,10 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "wide.tif cannot be read as an image: image mode I (integer) has values from 0 to 70",
         ),
         (["--input", "float.tif", "--edit", "red"], "float.tif cannot be read as an image: image"),
-        (["--input", ".", "--edit", "red", "--output=o.png"], ". cannot be read as an image"),
+        (
+            ["--input", ".", "--edit", "red", "--output=o.png"],
+            "--input . is a directory; name images, such as *.png",
+        ),
         ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
         ([*ONE, "blue"], "2 --edit do not fit 1 --input"),
         ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a directory"),
