@@ -135,8 +135,10 @@ def layout_help(text: str, description: str, width: int) -> str:
         elif found := re.match(r"  (-\S.*?)(?:  +(.*))?$", line):  # a flag, and its text or not
             flag, line = found.groups()
             lines += [] if line is None else layout_flag(flag, line, width)
-        elif line.startswith(" " * 20):  # the text of the flag in the line before
+            flag = flag if line is None else ""
+        elif flag and line.strip():  # the text of the flag in the line before
             lines += layout_flag(flag, line.strip(), width)
+            flag = ""
         elif line.startswith("usage: "):
             lines.append(fill(line, width, subsequent_indent=" " * 7))
         else:

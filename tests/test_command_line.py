@@ -125,14 +125,21 @@ class HelpConfig:
     kind: Literal["a", "b"] | None = None  # of model
     sizes: tuple[int, ...] = ()  # pixels
     seed: int = 3  # of the noise
+    optional_flag: str = ""  # "": the model's own
+
+
+@dataclass
+class LongHelpConfig(HelpConfig):
+    flag_with_a_name_that_is_longer_than_the_others: int | None = None  # of images; None: all
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_help_is_wrapped_and_names_defaults(width, capsys, monkeypatch):
+@pytest.mark.parametrize("config", [HelpConfig, LongHelpConfig])
+def test_help_is_wrapped_and_names_defaults(config, width, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program.py"])
     monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit) as stopped:
-        run_main(HelpConfig, HELP, lambda config: None, ["--help"])
+        run_main(config, HELP, lambda config: None, ["--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and os.environ["COLUMNS"] == str(width)
     example = HELP.splitlines()[2]
@@ -148,6 +155,7 @@ def test_help_is_wrapped_and_names_defaults(width, capsys, monkeypatch):
         "--kind {a,b} of model (default: none)",
         "--sizes [INT ...] pixels (default: none)",
         "--seed INT of the noise (default: 3)",
+        "--optional_flag STR default: the model's own",
     ):
         assert text in words
     assert "None" not in said
