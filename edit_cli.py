@@ -39,7 +39,6 @@ from tqdm import tqdm
 
 from command_line import run_main
 from editing import (
-    announce_edits,
     check_model,
     check_scale,
     check_scheduler,
@@ -49,6 +48,7 @@ from editing import (
     edit_size,
     load_fitted,
     load_model,
+    plan_edits,
     preview_files,
     read_jsonl,
     replicate_params,
@@ -295,7 +295,7 @@ def run(config):
         config.lora,
         config.accelerate,
         preview,
-        partial(announce_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
+        partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
     )
     run_edits(pipeline, params, edits, sizes, config)
     jax.effects_barrier()  # waits for the previews

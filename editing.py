@@ -329,7 +329,7 @@ def load_model(
     lora=(),
     accelerate=(),
     preview=None,
-    check=lambda pipeline: None,
+    plan=lambda pipeline: "",
 ):
     """Read a model.
 
@@ -339,7 +339,8 @@ def load_model(
         lora: files to fold into the weights, see lora_flax.Loras.
         accelerate: see acceleration_flax.parse.
         preview: Preview or None.
-        check: called with the pipeline before the weights are read.
+        plan: called with the pipeline before the weights are read; returns a line to print after
+            that, or "".
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
@@ -347,14 +348,16 @@ def load_model(
     pipeline = pipeline_type.open(
         model, dtype=dtype, scheduler=scheduler, accelerate=accelerate, preview=preview
     )
-    check(pipeline)
+    planned = plan(pipeline)
     params = pipeline.load_params(model, lora=lora)
     cast_params(pipeline, params)
+    if planned:
+        tqdm.write(planned, file=sys.stderr)
     return pipeline, params
 
 
-def announce(pipeline, devices, num_images, batch_size, branches, size, up_to=""):
-    """Say what will be made, and refuse what cannot fit into memory; reads no weights.
+def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to=""):
+    """What will be made, in words; what cannot fit into memory is refused. Reads no weights.
 
     Args:
         pipeline: as from open.
@@ -363,6 +366,9 @@ def announce(pipeline, devices, num_images, batch_size, branches, size, up_to=""
         branches: of guidance.
         size: (width, height) of the images of a batch, pixels.
         up_to: "up to " if there are smaller ones.
+
+    Returns:
+        A line for the user, with a lower bound on the memory.
 
     Raises:
         ValueError: a lower bound on the memory is more than there is.
@@ -388,14 +394,14 @@ def announce(pipeline, devices, num_images, batch_size, branches, size, up_to=""
             f"{what} take {memory}, of which the weights are {in_bytes(params)}; lower "
             "--batch_size or the size"
         )
-    tqdm.write(f"{what}; memory: {memory}", file=sys.stderr)
+    return f"{what}; memory: {memory}"
 
 
-def announce_edits(pipeline, sizes, batch_size, branches):
-    """announce for edit_batches.
+def plan_edits(pipeline, sizes, batch_size, branches):
+    """plan_images for edit_batches.
 
     Args:
-        pipeline, batch_size, branches: as for announce.
+        pipeline, batch_size, branches: as for plan_images.
         sizes: (width, height) of each edit.
     """
     devices = jax.local_devices()[: len(sizes)]
@@ -405,7 +411,7 @@ def announce_edits(pipeline, sizes, batch_size, branches):
     }
     size = max(at_once, key=lambda size: at_once[size] * math.prod(size))
     up_to = "up to " if len(at_once) > 1 else ""
-    announce(pipeline, devices, len(sizes), at_once[size], branches, size, up_to)
+    return plan_images(pipeline, devices, len(sizes), at_once[size], branches, size, up_to)
 
 
 def num_bytes_of_params(pipeline):

@@ -55,7 +55,6 @@ from edit_metrics import (
 )
 from edit_report import write_report
 from editing import (
-    announce_edits,
     check_model,
     check_scale,
     check_scheduler,
@@ -64,6 +63,7 @@ from editing import (
     edit_batches,
     edit_size,
     load_model,
+    plan_edits,
     replicate_params,
 )
 from executables import peak_memory, step_options, use_compilation_cache
@@ -399,9 +399,9 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     dtype = compute_dtype(config.dtype)
     bar.set_description(f"loading {model}")
     branches = max((guidance_branches(*scales) for *scales, _ in todo), key=len)
-    check = partial(announce_edits, sizes=sizes, batch_size=config.batch_size, branches=branches)
+    plan = partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches)
     pipeline, params = load_model(
-        model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, check=check
+        model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, plan=plan
     )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     results["models"][model] |= {

@@ -19,6 +19,7 @@ Source: SDXL (arXiv 2307.01952).
 """
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,6 @@ from tqdm import tqdm
 
 from command_line import run_main
 from editing import (
-    announce,
     cast_params,
     check_finite,
     check_scheduler,
@@ -40,6 +40,7 @@ from editing import (
     check_xl,
     choose_scheduler,
     compute_dtype,
+    plan_images,
     preview_files,
 )
 from executables import replace_leaves, step_options, use_compilation_cache
@@ -234,7 +235,7 @@ def run(config):
     latents = read_latents(config.latents, shape) if config.latents else None
     branches = pipeline.guidance_branches(config.guidance_scale)
     height, width = pipeline.image_size(config.height, config.width)
-    announce(pipeline, devices, len(prompts), batch_size, branches, (width, height))
+    planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
     params = load(pipeline, config)
     cast_params(pipeline, params)  # 2. Cast
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
@@ -246,6 +247,7 @@ def run(config):
         "latents": latents,
     }
 
+    print(planned, file=sys.stderr)
     # 7. The first batch compiles. 8. The following ones are fast.
     batch_images = []
     with tqdm(total=len(prompts), desc="compiling", unit="image") as bar:

@@ -35,7 +35,6 @@ from tqdm import tqdm
 
 from command_line import one_line, run_main
 from editing import (
-    announce,
     cast_params,
     check_finite,
     check_scheduler,
@@ -44,6 +43,7 @@ from editing import (
     check_xl,
     choose_scheduler,
     compute_dtype,
+    plan_images,
 )
 from executables import (
     ExecutableStore,
@@ -300,7 +300,7 @@ def run(config):
     latents = read_latents(config.latents, shape) if config.latents else None
     branches = pipeline.guidance_branches(config.guidance_scale)
     height, width = pipeline.image_size(config.height, config.width)
-    announce(pipeline, devices, len(prompts), batch_size, branches, (width, height))
+    planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
     params = load(pipeline, config)
     cast_params(pipeline, params)  # 2. Cast
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
@@ -312,6 +312,7 @@ def run(config):
         "latents": latents,
     }
 
+    print(planned, file=sys.stderr)
     # 8. All batches are fast, as the program is compiled.
     _, batch = next(to_batches(arrays, len(devices), batch_size))
     p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)

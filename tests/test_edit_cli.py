@@ -85,6 +85,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypat
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [edit[2] for edit in EDITS]
     assert "5/5" in done.stderr
+    assert "5 images of up to 32x24 pixels, 3 at once on each of 1 cpu; memory: at" in done.stderr
     assert list((input_images / "programs").glob("*-cache")) != []
     found = [Image.open(input_images / edit[2]) for edit in EDITS]
     assert [image.format for image in found] == ["PNG", "PNG", "PNG", "JPEG", "PNG"]

@@ -208,7 +208,7 @@ def test_sdxl_scripts(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--eta", "0.5"], "eta=0.5 is not an option of FlaxEulerDiscreteScheduler"),
+        (["--eta", "0.5"], "--eta 0.5 is not an option of FlaxEulerDiscreteScheduler"),
         (["--timesteps", "499", "999"], "must decrease and be from 999 to 0"),
         (["--lora", "/no/such.safetensors"], "--lora /no/such.safetensors does not exist"),
         (["--scheduler", "lcm", "--timestep_spacing", "trailing"], "has no effect with FlaxLCM"),

@@ -119,6 +119,7 @@ def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_
     kept = ["--executable_dir", store]
     errors = run("sdxl_single_aot.py", model, tmp_path / "first", *OPTIONS, *kept)
     assert "compiled (no executable of these settings is saved) in" in errors
+    assert "6 images of 64x64 pixels, 1 at once on each of 4 cpu; memory: at least " in errors
     assert store.stat().st_mode & 0o777 == 0o700
     errors = run("sdxl_single_aot.py", model, tmp_path / "second", *OPTIONS, *kept)
     assert "loaded in" in errors
