@@ -402,6 +402,16 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
     assert not (tmp_path / "out").exists()
 
 
+def test_a_result_that_is_not_finite_suspects_the_lora_first():
+    images = np.zeros((2, 8, 8, 3))
+    editing.check_finite(images, "images from 0 on", ("a.safetensors",))
+    images[1, 2, 3, 0] = np.nan
+    with pytest.raises(ValueError, match=r"^images from 0 on are NaN; try it with --dtype float32"):
+        editing.check_finite(images, "images from 0 on")
+    with pytest.raises(ValueError, match=r"try it without --lora a b:2, then with --dtype float32"):
+        editing.check_finite(images, "images from 0 on", ("a", "b:2"))
+
+
 def test_the_bound_on_memory_is_below_what_xla_allocates():
     """A UNet of three levels, so that features of all sizes wait for the up blocks."""
     unet = FlaxUNet2DConditionModel(
