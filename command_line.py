@@ -20,6 +20,9 @@ UNFINISHED_PREFIX = ".unfinished-"  # of files while they are written
 LEFTOVERS = (UNFINISHED_PREFIX, ".saving-")  # of killed programs
 DESCRIPTION = "@@@"  # its place in tyro's help
 
+# Flags, paths and examples stay whole.
+fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+
 
 def run_main(
     config_class: Any,
@@ -111,10 +114,6 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
         raise
     finally:
         os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
-
-
-# Flags, paths and examples stay whole.
-fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 
 
 def layout_help(text: str, description: str, width: int) -> str:
@@ -235,14 +234,14 @@ def with_flags(error: Exception, config: Any) -> str:
 
     A tuple (1, 2) is 1 2.
     """
-    names = "|".join(vars(config)) or "-"
-    message = re.sub(rf"(?<![\w.-])({names})=True\b", r"--\1", one_line(error))
+    name = rf"(?<![\w.:,?&-])({'|'.join(vars(config)) or '-'})"  # not a part of another word
+    message = re.sub(rf"{name}=True\b", r"--\1", one_line(error))
     message = re.sub(
-        rf"(?<![\w.-])({names})=\(([^()]+)\)",
+        rf"{name}=\(([^()]+)\)",
         lambda found: f"--{found[1]} {found[2].replace(',', '')}",
         message,
     )
-    return re.sub(rf"(?<![\w.-])({names})=(?=\S)", r"--\1 ", message)
+    return re.sub(rf"{name}=(?=\S)", r"--\1 ", message)
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from command_line import check_writable
+from command_line import check_writable, differences
 from images import num_usable_cores
 from parquet_dataset import MIN_ROWS_FOR_BAD_FRACTION
 from parquet_shards import (
@@ -149,10 +149,11 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
 
 def is_outdated(path, metadata):
     """Whether a file is a shard of latents that was made with other settings than metadata."""
-    if not path.exists():
+    try:
+        existing = latents_metadata(pq.read_metadata(path))
+    except (pa.ArrowException, OSError):  # missing, or unreadable, see check_existing_shard
         return False
-    existing = latents_metadata(pq.read_metadata(path))
-    return existing is not None and existing != metadata
+    return existing is not None and bool(differences(existing, metadata))
 
 
 def write_latents(config, output_dir, batch_size=None, overwrite=False):

@@ -214,14 +214,14 @@ def test_a_full_disk_is_named(error, message, tmp_path, capsys):
 def test_errors_of_the_library_name_flags(capsys):
     def work(config):
         raise ValueError(
-            "num_steps=2000 must be less; overwrite_output_dir=True; x.num_steps=1; "
+            "num_steps=2000 must be less; overwrite_output_dir=True; tome:num_steps=1; "
             "output_dir=(1, 2)"
         )
 
     with pytest.raises(SystemExit):
         run_main(OutputConfig, "", work, [])
     assert capsys.readouterr().err == (
-        "error: --num_steps 2000 must be less; --overwrite_output_dir; x.num_steps=1; "
+        "error: --num_steps 2000 must be less; --overwrite_output_dir; tome:num_steps=1; "
         "--output_dir 1 2\n"
     )
 
