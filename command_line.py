@@ -203,6 +203,12 @@ def unframe(text: str, words: list[str]) -> str:
     if found := re.search(r"Expected one of \((.*?)\)", message):  # in no order
         names = sorted(set(re.findall("'(.*?)'", found[1])) - {"None"})
         message = message.replace(found[0], f"Expected one of {', '.join(names)}")
+    message = re.sub(
+        r"Error parsing (\S+): (?:invalid literal for int\(\) with base 10|"
+        r"could not convert string to (float)): (.*?);",
+        lambda found: f"{found[1]} {found[3]} is not a {'number' if found[2] else 'whole number'};",
+        message,
+    )
     for word in words:
         if len(word) > 40:
             message = re.sub(" ?".join(map(re.escape, word)), lambda _, word=word: word, message)

@@ -65,7 +65,8 @@ def test_ctrl_c_during_a_compilation():
             ["--dtype", "a"],
             "error: invalid choice 'a' for argument '--dtype'. Expected one of b, c; ",
         ),
-        (["--steps", "9.5"], "error: Error parsing --steps: "),
+        (["--steps", "9.5"], "error: --steps '9.5' is not a whole number; Argument help"),
+        (["--share", "half"], "error: --share 'half' is not a number; Argument help"),
         (
             ["--sizes", "1", "--sizes=2"],
             "error: --sizes is given 2 times; write all values ",
@@ -83,6 +84,7 @@ def test_wrong_flags_are_one_line(args, message, capsys):
         sizes: tuple[int, ...] = ()
         spacing: Literal["leading", "trailing"] = "leading"
         dtype: Literal["b", "c"] | None = None
+        share: float = 0.5
 
     with pytest.raises(SystemExit) as stopped:
         run_main(Config, "", lambda config: None, [*args, *(["--model", "m"] if args else [])])
