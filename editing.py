@@ -173,9 +173,9 @@ def check_model(
     pipeline_type = pipeline_class(model)
     if not issubclass(pipeline_type, InstructPix2Pix):
         raise ValueError(
-            f"--model {model} is a text-to-image model ({pipeline_type.torch_class_name}), not an "
-            "InstructPix2Pix model; flax_train_instruct_pix2pix.py trains one, and sdxl_single.py "
-            "makes images with SDXL"
+            f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix model; "
+            "train one with flax_train_instruct_pix2pix.py, or make images from text with "
+            "sdxl_single.py and an SDXL model"
         )
     pipeline_type.check_acceleration(accelerate)
     _, configs = pipeline_type.check(model)

@@ -243,7 +243,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--model", "nowhere/model"], "nowhere/model has no model_index.json"),
         (
             [*ONE, "--model", "narrow"],
-            "narrow is a text-to-image model (StableDiffusionPipeline), not an InstructPix2Pix",
+            "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
         ),
         (["--edits_jsonl", "none.jsonl"], "none.jsonl cannot be read"),
         (["--edits_jsonl", "empty.jsonl"], "empty.jsonl has no edits"),

@@ -574,7 +574,7 @@ def test_labels_of_near_points_do_not_overlap(num_labels):
         ({"model": "nowhere/model"}, "nowhere/model has no model_index.json"),
         (
             {"model": "narrow"},
-            "narrow is a text-to-image model (StableDiffusionPipeline), not an InstructPix2Pix",
+            "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
         ),
         ({"model": ("sd", "sd")}, "--model sd sd has a value twice"),
         ({"guidance_scale": (1, -1)}, "--guidance_scale -1.0 must be 0 or more"),
