@@ -17,7 +17,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 HELP_COLUMN = 24  # of the help texts
 UNFINISHED_PREFIX = ".unfinished-"  # of files while they are written
-LEFTOVERS = (UNFINISHED_PREFIX, ".saving-")  # of killed programs
 DESCRIPTION = "@@@"  # its place in tyro's help
 
 # Flags, paths and examples stay whole.
@@ -325,7 +324,8 @@ def check_output_dir(
         flag: that names the directory.
         directory: as given.
         overwrite: --overwrite_output_dir, which replaces files of the program and leaves others;
-            None: the program has no such flag. False refuses a directory with files.
+            None: the program has no such flag. False refuses a directory with files that are not
+            hidden.
         continues: pattern of the files of an earlier start that the program continues.
     """
     given, folder = f"--{flag} {directory}", Path(directory)
@@ -337,7 +337,7 @@ def check_output_dir(
     if overwrite or not folder.is_dir() or (continues and any(folder.glob(continues))):
         return
     names = sorted(file.name for file in folder.iterdir())
-    names = [name for name in names if not name.startswith(LEFTOVERS)]
+    names = [name for name in names if not name.startswith(".")]
     if names:
         more = f" and {len(names) - 3} more" * (len(names) > 3)
         remedy = ", or replace this program's files in it with --overwrite_output_dir"

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
 from command_line import one_line
+from hub import hub_answers
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,9 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         file = Path(source, subfolder or "", name)
         return file if file.is_file() else None
     try:
+        offline = constants.HF_HUB_OFFLINE or hub_options.get("local_files_only")
+        if not offline and not hub_answers(str(source), name, hub_options.get("token")):
+            hub_options["local_files_only"] = True
         return Path(
             hf_hub_download(
                 str(source), name, subfolder=subfolder or None, revision=revision, **hub_options
@@ -253,6 +257,21 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
     except HfHubHTTPError as error:
         message = f"{source} is not a directory, and the hub refuses it: {one_line(error)}"
         raise ValueError(message) from error
+
+
+def fetch_directory(source, names, subfolder=None, revision=None, **hub_options):
+    """The directory that has files of a directory or hub repository; missing files are left out.
+
+    transformers, given a hub id, asks the hub for many files more, and waits for each of them.
+
+    Raises:
+        ValueError: none of the files exists.
+    """
+    files = [fetch_file(source, name, subfolder, revision, **hub_options) for name in names]
+    if not any(files):
+        where = place_in_words(source, subfolder, revision)
+        raise ValueError(f"none of {', '.join(names)} is in {where}")
+    return next(file.parent for file in files if file)
 
 
 def locate(flag, source):
@@ -478,17 +497,35 @@ PART_FILES = {
 PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
 
 
-def weights_pattern(names, dot_variant=""):
-    """Pattern of the safetensors files of a model: single, sharded, index.
+def index_names(stem, suffix, dot_variant=""):
+    """Names of the index of a sharded checkpoint: today's, diffusers' older one, huggingface_hub's.
 
     Args:
-        names: weights_name, or several as alternatives of a pattern.
+        stem, suffix: of the single file, "model" and "safetensors".
         dot_variant: "" or the variant with its dot, ".fp16".
     """
-    variant = re.escape(dot_variant)
-    return re.compile(
-        rf"({names})({variant}(-\d{{5}}-of-\d{{5}})?\.safetensors|\.safetensors\.index{variant}\.json)"
+    return list(
+        dict.fromkeys(
+            (
+                f"{stem}.{suffix}.index{dot_variant}.json",
+                f"{stem}.{suffix}{dot_variant}.index.json",
+                f"{stem}{dot_variant}.{suffix}.index.json",
+            )
+        )
     )
+
+
+def weights_pattern(stem, dot_variant=""):
+    """Pattern of the safetensors files of a model: single, sharded, index, under all names.
+
+    Args:
+        stem: weights_name.
+        dot_variant: as for index_names.
+    """
+    variant, number = re.escape(dot_variant), r"(-\d{5}-of-\d{5})?"
+    files = [f"{stem}({variant}{number}|{number}{variant})[.]safetensors"]
+    indices = [re.escape(name) for name in index_names(stem, "safetensors", dot_variant)]
+    return re.compile("|".join(files + indices))
 
 
 def read_index(path, revision=None, **hub_options):
@@ -517,32 +554,35 @@ def has(index, part):
     return (index.get(part) or [None])[0] is not None
 
 
-def read_parts(path, parts, revision=None, **hub_options):
+def read_parts(path, parts, revision=None, given=None, **hub_options):
     """Read the settings of a pipeline directory, no weights.
 
     Args:
         path: directory or hub id.
         parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
         revision: branch, tag or commit on the hub.
+        given: {part: its config} of parts that replace the directory's, which are not read.
         hub_options: see fetch_file.
 
     Returns:
-        (model_index.json's content; {part: the content of its PART_FILES}).
+        (model_index.json's content; {part: the content of its PART_FILES, or the given config}).
 
     Raises:
         ValueError: the pipeline or some of its parts are missing.
     """
     index = read_index(path, revision, **hub_options)
-    parts = parts(index) if callable(parts) else parts
+    parts, given = parts(index) if callable(parts) else parts, given or {}
     files = {
-        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options) for part in parts
+        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options)
+        for part in parts
+        if part not in given
     }
     if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
         raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
     configs = {part: read_json(file) for part, file in files.items()}
-    if not isinstance(configs["vae"].get("block_out_channels"), list):
+    if "vae" in files and not isinstance(configs["vae"].get("block_out_channels"), list):
         raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
-    return index, configs
+    return index, configs | given
 
 
 @contextmanager
@@ -589,10 +629,10 @@ def writing_pipeline(save_directory):
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
     (folder / INDEX_NAME).unlink(missing_ok=True)
     # PyTorch prefers the index of an earlier save to a single file.
-    old_weights = weights_pattern("diffusion_pytorch_model|model")
+    old_weights = [weights_pattern(stem) for stem in ("diffusion_pytorch_model", "model")]
     for part in {file.parts[0] for file in files if len(file.parts) > 1}:
         for old in (folder / part).glob("*"):
-            if old_weights.fullmatch(old.name):
+            if any(pattern.fullmatch(old.name) for pattern in old_weights):
                 old.unlink()
     for file in sorted(files, key=lambda file: (file.name == INDEX_NAME, file)):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,8 @@
     python edit_cli.py --model MODEL --input a.jpg b.jpg --edit "make it red" --output edited/
     python edit_cli.py --model MODEL --edits_jsonl edits.jsonl --batch_size 8 --grid grid.png
 
-The last takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"}. With the
-model of `make demo`, on a CPU:
+The last takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
+relative to the list; docs/data.md has the table of keys. With the model of `make demo`, on a CPU:
 
     python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
         --edit "invert the colors" --output inverted.png \\
@@ -26,7 +26,6 @@ Source: InstructPix2Pix (arXiv 2211.09800).
 """
 
 import math
-import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +37,7 @@ from PIL import ImageOps
 from tqdm import tqdm
 
 from command_line import run_main
+from edit_lists import read_list
 from editing import (
     check_model,
     check_scale,
@@ -50,7 +50,6 @@ from editing import (
     load_model,
     plan_edits,
     preview_files,
-    read_jsonl,
     replicate_params,
 )
 from executables import use_compilation_cache
@@ -153,24 +152,10 @@ def edits_of_flags(inputs, instructions, output):
 
 
 def edits_of_jsonl(file):
-    """Read a list of edits: one JSON object {"input", "edit", "output"} per line.
-
-    Paths are relative to the working directory; empty lines are skipped.
-    """
-    edits = []
-    for number, line, row in read_jsonl("edits_jsonl", file):
-        values = [row.get(key) for key in ("input", "edit", "output")]
-        if not all(isinstance(value, str) and value.strip() for value in values):
-            raise ValueError(
-                f'{file}, line {number} is not a JSON object with the texts "input", "edit" and '
-                f'"output", none of them empty: {textwrap.shorten(line, 60)}'
-            )
-        edits.append(Edit(len(edits), Path(values[0]), values[1], Path(values[2])))
-    if not edits:
-        raise ValueError(
-            f'--edits_jsonl {file} has no edits; write a line {{"input": ..., "edit": ...}} each'
-        )
-    return edits
+    """Read a list of edits, rows of {"input", "edit", "output"}; see edit_lists.py."""
+    names = ("original_image", "edit_prompt", "output")
+    rows = read_list(f"--edits_jsonl {file}", file, names)
+    return [Edit(i, *(row[name] for name in names)) for i, row in enumerate(rows)]
 
 
 def check_outputs(edits, grid):

@@ -10,10 +10,8 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 4.1; MagicBrush (arXiv 2306.
 
 import hashlib
 import json
-import textwrap
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +22,25 @@ from PIL import Image
 from acceleration_flax import plan_steps
 from caching_flax import switch_shares
 from command_line import one_line
-from editing import fit_image, read_jsonl
+from config_flax import fetch_directory, fetch_file
+from edit_lists import CAPTIONS, IMAGES, read_list
+from editing import fit_image
 from executables import matmul_flops
 from images import decode_image
 from kernels_flax import plain_operations
+from modeling_flax_utils import find_weights
 from parquet_shards import latents_metadata, list_row_groups
 from sampling_flax import decode
+from tokenization_clip import TOKENIZER_FILES
 
-JSONL_NAMES = {  # accepted keys of a line; the first that is present is used
-    "input": ("input",),
-    "instruction": ("instruction", "edit", "edit_prompt"),
-    "truth": ("truth", "edited_image"),
-    "input_caption": ("input_caption", "original_prompt"),
-    "output_caption": ("output_caption", "edited_prompt"),
-}
 CAPTION_COLUMNS = {
     "original_prompt_column": "original_prompt",
     "edited_prompt_column": "edited_prompt",
 }
+CLIP_FILES = (
+    *("config.json", "preprocessor_config.json", "processor_config.json"),
+    *TOKENIZER_FILES,
+)
 PIXEL_METRICS = ("l1", "mse", "error_ratio", "l1_to_input")
 CLIP_METRICS = (
     *("image_similarity", "direction_similarity"),
@@ -90,9 +89,7 @@ class HeldOutPair:
 
 
 def pairs_of_jsonl(file, max_pairs=None):
-    """Read a list of pairs: one JSON object per line with the keys of JSONL_NAMES.
-
-    Input and instruction are required. Paths are relative to the working directory.
+    """Read a list of pairs; see edit_lists.py. Image to edit and instruction are required.
 
     Args:
         file: path.
@@ -102,47 +99,24 @@ def pairs_of_jsonl(file, max_pairs=None):
         List of HeldOutPair.
 
     Raises:
-        ValueError: a line lacks a required key or has a value that is not text, or a file cannot be
+        ValueError: a row lacks a required key or has a value that is not text, or a file cannot be
             read.
     """
+    required, optional = ("original_image", "edit_prompt"), ("edited_image", *CAPTIONS)
     pairs = []
-    for number, line, row in read_jsonl("pairs_jsonl", file):
-        if len(pairs) == max_pairs:
-            break
-        texts = {
-            name: next((row[key] for key in keys if row.get(key) is not None), None)
-            for name, keys in JSONL_NAMES.items()
-        }
-        required = [texts["input"], texts["instruction"]]
-        given = [text for text in texts.values() if text is not None]
-        if None in required or not all(isinstance(x, str) and x.strip() for x in given):
-            raise ValueError(
-                f'{file}, line {number} is not a JSON object with the texts "input" and '
-                '"instruction" (or "edit"), and optionally "truth", "input_caption" and '
-                f'"output_caption", none of them empty: {textwrap.shorten(line, 60)}'
-            )
+    for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
         data = {}
-        for name in ("input", "truth"):
+        for name in IMAGES:
             try:
-                data[name] = Path(texts[name]).read_bytes() if texts[name] else None
+                data[name] = row[name].read_bytes() if row[name] else None
             except OSError as error:
                 raise ValueError(
-                    f"{file}, line {number}: {texts[name]} cannot be read: "
+                    f"{file} line {row['line']}: {row[name]} cannot be read: "
                     f"{error.strerror or error}; check the path"
                 ) from error
-        pairs.append(
-            HeldOutPair(
-                len(pairs),
-                texts["input"],
-                texts["instruction"],
-                data["input"],
-                data["truth"],
-                texts["input_caption"],
-                texts["output_caption"],
-            )
-        )
-    if not pairs:
-        raise ValueError(f"--pairs_jsonl {file} has no pairs; write one JSON object per line")
+        captions = (row[name] for name in CAPTIONS)
+        name = str(row["original_image"])
+        pairs.append(HeldOutPair(len(pairs), name, row["edit_prompt"], *data.values(), *captions))
     return pairs
 
 
@@ -286,11 +260,14 @@ class Clip:
 
         remedy = 'name a directory or hub id of a CLIP model, or "" to leave CLIP out'
         try:
-            kind = AutoConfig.from_pretrained(name).model_type
+            folder = fetch_directory(name, CLIP_FILES)
+            kind = AutoConfig.from_pretrained(folder).model_type
             if kind != "clip":
                 raise ValueError(f"it is a model of type {kind}")
-            self.processor = CLIPProcessor.from_pretrained(name)
-            self.model, info = CLIPModel.from_pretrained(name, output_loading_info=True)
+            fetch = partial(fetch_file, name, subfolder=None, revision=None)
+            find_weights(fetch, "model", None, True, name)
+            self.processor = CLIPProcessor.from_pretrained(folder)
+            self.model, info = CLIPModel.from_pretrained(folder, output_loading_info=True)
             if info["missing_keys"]:
                 raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]} and others")
         except Exception as error:  # the libraries raise errors of many types

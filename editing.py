@@ -7,13 +7,11 @@ for batch, images, seconds in edit_batches(pipeline, params, devices, edits, siz
     ...
 """
 
-import json
 import math
 import re
 import sys
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -39,34 +37,9 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
 from pipeline_flax_utils import MODULES, pipeline_class
 from previews_flax import Preview
 from sampling_flax import check_eta, keys_per_image
-from scheduling_flax import SCHEDULERS, scheduler_from_pretrained
+from scheduling_flax import SCHEDULERS, scheduler_from_config
 
 PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
-
-
-def read_jsonl(flag, file):
-    """Read a list of JSON objects, one per line; empty lines are skipped.
-
-    Args:
-        flag: that names the file, for error messages.
-        file: path.
-
-    Yields:
-        (line number from 1, the line, its content; {} if that is not a JSON object).
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--{flag} {file} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            row = None
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-            yield number, line, row if isinstance(row, dict) else {}
 
 
 def edit_size(size, resolution, factor):
@@ -115,28 +88,26 @@ def check_scheduler(name):
         raise ValueError(f"--scheduler {name} is unknown; choose from {', '.join(SCHEDULERS)}")
 
 
-def choose_scheduler(scheduler, name=None, timestep_spacing=None, prediction_type=None):
+def choose_scheduler(config, source, name=None, timestep_spacing=None, prediction_type=None):
     """Build (scheduler, state) of --scheduler, --timestep_spacing and --prediction_type.
 
     Args:
-        scheduler: the model's own.
-        name: of SCHEDULERS; None: the class of scheduler.
+        config, source: content of the model's scheduler_config.json, and the model.
+        name: of SCHEDULERS; None: the class that the config names.
         timestep_spacing, prediction_type: None: as in the config.
 
     Raises:
-        ValueError: the scheduler does not use timestep_spacing.
+        ValueError: the scheduler does not use timestep_spacing, or is not supported.
     """
     changes = {"timestep_spacing": timestep_spacing, "prediction_type": prediction_type}
     changes = {option: value for option, value in changes.items() if value}
-    if name or changes:
-        cls = SCHEDULERS[name] if name else type(scheduler)
-        if timestep_spacing and cls in (SCHEDULERS["lcm"], SCHEDULERS["tcd"]):
-            raise ValueError(
-                f"--timestep_spacing {timestep_spacing} has no effect with {cls.__name__}, which "
-                "visits timesteps of the distillation; leave it out"
-            )
-        scheduler = cls.from_config(scheduler.config, **changes)
-    return scheduler, scheduler.create_state()
+    scheduler, state = scheduler_from_config(config, source, name, **changes)
+    if timestep_spacing and isinstance(scheduler, (SCHEDULERS["lcm"], SCHEDULERS["tcd"])):
+        raise ValueError(
+            f"--timestep_spacing {timestep_spacing} has no effect with "
+            f"{type(scheduler).__name__}, which visits timesteps of the distillation; leave it out"
+        )
+    return scheduler, state
 
 
 def check_model(
@@ -184,8 +155,7 @@ def check_model(
         side = max(side) if isinstance(side, list) else side
         resolution = side * 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
     factor = pixels_per_latent(configs, resolution)
-    found, _ = scheduler_from_pretrained(model)
-    found, state = choose_scheduler(found, scheduler, timestep_spacing)
+    found, state = choose_scheduler(configs["scheduler"], model, scheduler, timestep_spacing)
     steps = step_options(num_inference_steps, timesteps, eta)
     check_steps(found, state, steps, accelerate, guidance_branches(*guidance_scales))
     return pipeline_type, factor, resolution, found

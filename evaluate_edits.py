@@ -13,7 +13,8 @@ With the model of `make demo`, on a CPU, in a minute and without CLIP:
 Every model edits every pair at every combination of the two scales and every seed. --data_dir is a
 directory of parquet shards as for training. --pairs_jsonl has lines {"input": "a.jpg",
 "instruction": "make it red", "truth": "a_red.jpg", "input_caption": "an apple",
-"output_caption": "a red apple"}, of which the last three are optional.
+"output_caption": "a red apple"}, of which the last three are optional, with paths relative to the
+list; docs/data.md has the table of keys.
 
 Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
 curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
@@ -164,8 +165,13 @@ def model_checksum(model):
         return fetch_file(model, INDEX_NAME, None, None).parent.name
     files = [Path(model, INDEX_NAME)]
     for part in sorted(PARTS):
-        files += sorted(file for file in Path(model, part).glob("*") if file.is_file())
+        files += visible_files(Path(model, part))
     return files_checksum(files, model)
+
+
+def visible_files(folder):
+    """The files of a directory that are not hidden, by name; .DS_Store is no part of a model."""
+    return sorted(file for file in folder.glob("[!.]*") if file.is_file())
 
 
 def files_checksum(files, folder="."):
@@ -191,7 +197,7 @@ def tiny_vae_checksum(acceleration):
     path = Path(source).expanduser()
     if not source or not path.is_dir():
         return None
-    return files_checksum(sorted(file for file in path.iterdir() if file.is_file()), path)
+    return files_checksum(visible_files(path), path)
 
 
 def load_results(config, settings, checksums):

@@ -391,6 +391,13 @@ def step_options(num_inference_steps, timesteps, eta):
     return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)
 
 
+def output_options(output_type):
+    """The option of _generate for an output_type, "np" (or None), "pil" or "latent"."""
+    if output_type not in (None, "np", "pil", "latent"):
+        raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
+    return {"return_latents": output_type == "latent"}
+
+
 def run(pipeline, jit, arrays, shared, options):
     """Call pipeline._generate, compiled, on one device or on all devices.
 

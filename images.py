@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import unicodedata
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,11 @@ EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow read
 MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
 # Formats that Pillow may decode; others run external programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+# Warnings of libjpeg after which it fills in pixels. simplejpeg raises the first of a file.
+LOST_PIXELS = (
+    *("Premature end", "premature end", "bad Huffman code", "bad arithmetic code"),
+    *("instead of RST", "Inconsistent progression"),
+)
 IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 JPEG_QUALITY = 95
 CAPTION_SIZE = 14  # of the font, pixels
@@ -145,7 +151,7 @@ def prepare_masks(mask):
 
 
 def load_image(path):
-    """Read an image file and apply its EXIF orientation.
+    """Read an image file of any format of Pillow and apply its EXIF orientation.
 
     Args:
         path: of the file.
@@ -157,15 +163,15 @@ def load_image(path):
         ValueError: the file is missing, damaged or not an image; the message starts with path.
     """
     try:
-        with Image.open(path) as image:
-            return to_rgb(ImageOps.exif_transpose(image))
+        with open(path, "rb") as file:
+            return Image.fromarray(decode_upright(file.read(), formats=None))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; check the path") from None
     except UnidentifiedImageError:
         raise ValueError(
             f"{path} is not an image that Pillow can read; convert it to PNG or JPEG"
         ) from None
-    except Exception as error:  # Pillow's decoders raise errors of many types
+    except Exception as error:  # decoders raise errors of many types
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
@@ -186,18 +192,7 @@ def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) 
         ValueError: the data are not an image, damaged, or of a mode that `to_rgb` does not support.
     """
     try:
-        if data.startswith(b"\xff\xd8") and exif_orientation(data) == 1:
-            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-            if colorspace in ("YCbCr", "RGB", "Gray") and height * width <= Image.MAX_IMAGE_PIXELS:
-                side = min_side if min(height, width) >= 2 * min_side else 0
-                size = simplejpeg.decode_jpeg_header(data, side, side)[:2]
-                fits = out is not None and out.shape[:2] == size
-                # Strict by default: a warning of libjpeg (premature end, corrupt data) is an error.
-                return simplejpeg.decode_jpeg(
-                    data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
-                )
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
-        return np.asarray(to_rgb(image))
+        return decode_upright(data, min_side, out)
     except UnidentifiedImageError:
         raise ValueError(f"no known image format ({len(data)} bytes)") from None
     except MemoryError:  # says nothing about the image
@@ -206,17 +201,63 @@ def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) 
         raise ValueError(one_line(error, 200)) from error
 
 
+def decode_upright(data, min_side=0, out=None, formats=FORMATS):
+    """decode_image without its one type of error; formats: that Pillow may decode, None: all."""
+    if data.startswith(b"\xff\xd8"):
+        pixels = decode_jpeg(data, min_side, out)
+        if pixels is not None:
+            return pixels
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=formats))
+    return np.asarray(to_rgb(image))
+
+
+def decode_jpeg(data, min_side, out):
+    """Decode an upright RGB or grey JPEG by simplejpeg, which raises a warning of libjpeg.
+
+    Args:
+        data, min_side, out: see decode_image.
+
+    Returns:
+        uint8 (H, W, 3), or None: the JPEG is left to Pillow, which ignores warnings.
+
+    Raises:
+        ValueError: pixels are missing.
+    """
+    orientation = exif_orientation(data)
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        if height * width > Image.MAX_IMAGE_PIXELS:  # Pillow warns of them or refuses them
+            return None
+        if colorspace not in ("YCbCr", "RGB", "Gray"):
+            simplejpeg.decode_jpeg(data, "CMYK", min_height=1, min_width=1)  # only for its warning
+            return None
+        if orientation != 1:
+            simplejpeg.decode_jpeg(data, "Gray", min_height=1, min_width=1)
+            return None
+        side = min_side if min(height, width) >= 2 * min_side else 0
+        size = simplejpeg.decode_jpeg_header(data, side, side)[:2]
+        fits = out is not None and out.shape[:2] == size
+        return simplejpeg.decode_jpeg(
+            data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
+        )
+    except ValueError as error:
+        if any(loss in str(error) for loss in LOST_PIXELS):
+            raise
+        return None  # e.g. an unknown JFIF version, or stray bytes before a marker
+
+
 def encoded_size(data: bytes) -> tuple[int, int]:
     """Height and width of an encoded image that decode_image has decoded, upright, at full size."""
     if data.startswith(b"\xff\xd8"):
-        height, width = simplejpeg.decode_jpeg_header(data)[:2]
-        orientation = exif_orientation(data)
-    else:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        (width, height), orientation = image.size, image.getexif().get(ORIENTATION, 1)
-        if image.format == "TIFF":  # Pillow has applied it
-            orientation = 1
-    return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
+        with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
+            height, width = simplejpeg.decode_jpeg_header(data)[:2]
+            is_turned = exif_orientation(data) in (5, 6, 7, 8)
+            return (width, height) if is_turned else (height, width)
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    is_turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    if image.format == "TIFF":  # Pillow has applied it
+        is_turned = False
+    return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
 def exif_orientation(data: bytes) -> int:

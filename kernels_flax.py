@@ -66,6 +66,8 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
         if fits_cudnn(query.shape, key.shape, query.dtype, jax.devices()[0]):
             kernels["cuda"] = partial(_attention, implementation="cudnn")
         kernels["cpu"] = blockwise
+    elif query.dtype == jnp.float16:
+        kernels["cpu"] = partial(_attention_in_float32, mask=mask, is_causal=is_causal)
     xla = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
     out = by_platform(query, key, value, default=xla, **kernels)
     return out.reshape(*out.shape[:2], -1)
@@ -74,6 +76,12 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
 def _attention(query, key, value, **options):
     with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes bfloat16 implicitly
         return jax.nn.dot_product_attention(query, key, value, **options)
+
+
+def _attention_in_float32(*args, **options):
+    """For float16 on CPUs, which do not have jax.nn's sums of float16 products in float32."""
+    out = _attention(*(x.astype(jnp.float32) for x in args), implementation="xla", **options)
+    return out.astype(args[0].dtype)
 
 
 def fits_cudnn(query_shape, key_shape, dtype, device):

@@ -21,7 +21,7 @@ from flax.core import FrozenDict, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from command_line import one_line
-from config_flax import refuse_push_to_hub, take_hub_options
+from config_flax import fetch_directory, refuse_push_to_hub, take_hub_options
 from modeling_flax_utils import RUNTIME_FIELDS, FloatingCasts
 
 # Config entries that choose what a call returns, not what it computes; their defaults.
@@ -262,7 +262,8 @@ class FlaxPreTrainedModel(FloatingCasts):
         entries = _without_call_settings(overrides)
         if config is not None:
             if isinstance(config, str | Path):
-                config = cls.config_class.from_pretrained(config)
+                folder = fetch_directory(config, ["config.json"])
+                config = cls.config_class.from_pretrained(folder)
             config = cls._checked_config(config)
             config = copy.deepcopy(config) if overrides else config
             for name, value in overrides.items():

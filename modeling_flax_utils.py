@@ -35,6 +35,7 @@ from config_flax import (
     FrozenConfig,
     fetch_file,
     has_type,
+    index_names,
     lists_to_tuples,
     place_in_words,
     read_json,
@@ -342,7 +343,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
         files = [Path(pretrained_model_name_or_path)]
         if not files[0].is_file():
-            files = _find_weights(fetch, cls.weights_name, variant, from_pt, where)
+            files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
         flat = {
             key: array if convert is None else convert(key, array)
             for file in files
@@ -399,7 +400,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         flax_keys = {flax_to_torch(key, array)[0]: key for key, array in flat.items()}
         dot_variant = f".{variant}" if variant else ""
         stem = f"{self.weights_name}{dot_variant}"
-        index_name = f"{self.weights_name}.safetensors.index{dot_variant}.json"
+        index_name = index_names(self.weights_name, "safetensors", dot_variant)[0]
         shards = split_state_dict_into_shards_factory(
             {torch_key: flat[key] for torch_key, key in flax_keys.items()},
             get_storage_size=num_bytes,
@@ -435,7 +436,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
         # PyTorch would prefer a left-over index to the new single file.
         for file in folder.iterdir():
-            is_old = weights_pattern(re.escape(self.weights_name), dot_variant).fullmatch(file.name)
+            is_old = weights_pattern(self.weights_name, dot_variant).fullmatch(file.name)
             if is_old and file.name not in written:
                 file.unlink()
 
@@ -496,7 +497,7 @@ def _reason(error):
     return one_line(error, 200) if is_ours else f"{type(error).__name__}: {one_line(error, 200)}"
 
 
-def _find_weights(fetch, weights_name, variant, from_pt, where):
+def find_weights(fetch, weights_name, variant, from_pt, where):
     """The files that hold the weights, in the first format that exists.
 
     If no weights have the variant, those without it: the published classes ignored the argument,
@@ -518,7 +519,8 @@ def _weight_files(fetch, stem, suffix, dot_variant):
     """One file, or all shards; [] if there are neither."""
     if file := fetch(f"{stem}{dot_variant}.{suffix}"):
         return [file]
-    index = fetch(f"{stem}.{suffix}.index{dot_variant}.json")
+    names = index_names(stem, suffix, dot_variant)
+    index = next((file for name in names if (file := fetch(name))), None)
     if index is None:
         return []
     shards = {name: fetch(name) for name in shard_names(index)}

@@ -39,6 +39,7 @@ from parquet_shards import (
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.
 DEFAULT_PARTS = 4
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
+MIN_LEFT_OUT = 0.01  # share of an epoch's pairs for which a better batch size is looked up
 logger = logging.getLogger(__name__)
 
 
@@ -335,6 +336,31 @@ class ParquetImagePairs:
             "latents": self.latents and self.latents["vae"],
             "data": hashlib.sha256(str(sorted(directories)).encode()).hexdigest()[:16],
         }
+
+    def describe_epoch(self, multiple: int = 1) -> str:
+        """Say how many pairs an epoch uses, and a smaller batch that would leave out fewer.
+
+        Args:
+            multiple: the global batch size must be a multiple of it.
+
+        Returns:
+            "16 of 24 pairs per epoch (24 with --train_batch_size 12)"; the part in parentheses if
+            a batch of at least half the size leaves out fewer, and more than MIN_LEFT_OUT are.
+        """
+        global_batch_size = self._stream_identity["global_batch_size"]
+        processes = global_batch_size // self.batch_size
+        sharing = processes if len(self.directory_rows) == 1 else 1  # processes per directory
+
+        def num_used(size):
+            return min(self.directory_rows) // (size // processes * sharing) * size
+
+        used, step = num_used(global_batch_size), math.lcm(multiple, processes)
+        smaller = range(global_batch_size - step, (global_batch_size - 1) // 2, -step)
+        best = max(smaller, key=num_used, default=global_batch_size)  # the largest of equals
+        text = f"{used} of {self.num_rows} pairs per epoch"
+        if used < min(num_used(best), (1 - MIN_LEFT_OUT) * self.num_rows):
+            text += f" ({num_used(best)} with --train_batch_size {best})"
+        return text
 
     def __len__(self) -> int:
         """Batches per epoch of every process."""

@@ -3,23 +3,15 @@
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
 The list is a .jsonl file with one object per line, a .csv file whose first line names the columns,
-or a directory with original/, edited/ and captions.jsonl or captions.csv. Accepted keys or column
-names; if a row has several names of one line of this table, the first one is used:
+or a directory with original/, edited/ and captions.jsonl or captions.csv, in which file_name names
+the file in original/ and the one in edited/, whose extension may differ. docs/data.md has the table
+of keys, edit_lists.py reads them.
 
-    original image   original_image, input_image, original, input
-    edited image     edited_image, output_image, edited, output
-    instruction      edit_prompt, edit, instruction
-    captions         original_prompt or original_caption, edited_prompt or edited_caption; optional
-    file name        file_name, file, name: in a directory, replaces the two images; names the file
-                     in original/ and the one in edited/, whose extension may differ
-
-Paths are relative to the list. Several pairs may share an instruction or an original image. Image
-files are copied unchanged; the loader applies their EXIF orientation. The shards have the schema of
+Several pairs may share an instruction or an original image. Image files are copied unchanged; the
+loader applies their EXIF orientation. The shards have the schema of
 timbrooks/instructpix2pix-clip-filtered.
 """
 
-import csv
-import io
 import json
 import logging
 import math
@@ -28,7 +20,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -40,17 +31,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from command_line import check_output_dir, one_line
+from edit_lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
 from parquet_shards import UNFINISHED
 
-ACCEPTED_NAMES = {  # column of the shards -> accepted names in a list
-    "original_image": ("original_image", "input_image", "original", "input"),
-    "edited_image": ("edited_image", "output_image", "edited", "output"),
-    "edit_prompt": ("edit_prompt", "edit", "instruction"),
-    "original_prompt": ("original_prompt", "original_caption"),
-    "edited_prompt": ("edited_prompt", "edited_caption"),
-    "file_name": ("file_name", "file", "name"),
-}
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 SCHEMA = pa.schema(
     {
@@ -67,7 +51,6 @@ MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 ROW_GROUP_ROWS = 100
 ROW_GROUP_BYTES = 32 << 20
 SHARD_BYTES = 256 << 20
-MAX_NAMED_PROBLEMS = 10  # in an error message
 
 logger = logging.getLogger(__name__)
 
@@ -83,94 +66,10 @@ class ListedPair(NamedTuple):
     edited_prompt: str | None
 
 
-def read_rows(file: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict | str]]:
-    """Read the rows of a list.
-
-    Args:
-        file: .jsonl or .csv file in UTF-8.
-        required: keys of ACCEPTED_NAMES that every row needs.
-
-    Yields:
-        (line on which the row begins, {name: value} or a description of the problem).
-
-    Raises:
-        ValueError: the file is not UTF-8, or a CSV file has no header.
-    """
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file} line {line} is not UTF-8; save the file as UTF-8") from None
-
-    if file.suffix.lower() == ".jsonl":
-        for line, row in enumerate(text.split("\n"), start=1):
-            if not row.strip():
-                continue
-            try:
-                row = json.loads(row)
-            except (ValueError, RecursionError) as error:
-                yield line, f"not JSON ({getattr(error, 'msg', error)})"
-            else:
-                yield line, row if isinstance(row, dict) else "not a JSON object"
-        return
-
-    rows = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-    header, line = None, 1
-    try:
-        for values in rows:
-            if header is None:
-                header = [name.strip() for name in values]
-                problem = missing_names(header, required)
-                if len(set(header)) < len(header):
-                    problem = "two columns have the same name"
-                if problem:
-                    raise ValueError(
-                        f"{file} line {line} names the columns {', '.join(header)}: {problem}"
-                    )
-            elif len(values) == len(header):
-                yield line, dict(zip(header, values))
-            elif values:
-                yield line, f"{len(values)} values, but {len(header)} columns"
-            line = rows.line_num + 1
-    except csv.Error as error:
-        yield line, f"not CSV ({error})"
-
-
-def missing_names(names: list[str], required: tuple[str, ...]) -> str:
-    """Name the required keys or columns that are missing; "" if none is."""
-    missing = [role for role in required if not set(ACCEPTED_NAMES[role]) & set(names)]
-    return "; ".join(f"no {' or '.join(ACCEPTED_NAMES[role])}" for role in missing)
-
-
-def parse_texts(row: dict, required: tuple[str, ...]) -> dict[str, str | None]:
-    """A row's texts by their keys in ACCEPTED_NAMES; missing optional texts are None.
-
-    Raises:
-        ValueError: a text is missing, empty or not a string.
-    """
-    if problem := missing_names(list(row), required):
-        raise ValueError(problem)
-    texts = {}
-    for role, names in ACCEPTED_NAMES.items():
-        name = next((name for name in names if name in row), None)
-        text = row.get(name)
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"{name} is {json.dumps(text)[:40]}, not text")
-        text = (text or "").strip()
-        if role in required and not text:
-            raise ValueError(f"{name} is empty")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name} is not valid Unicode: it has an unpaired surrogate") from None
-        texts[role] = text or None
-    return texts
-
-
 def index_images(folder: Path) -> dict[str, list[Path]]:
-    """Map file names, with and without extension, to the files of a directory."""
+    """Map file names, with and without extension, to the visible files of a directory."""
     files = defaultdict(list)
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("[!.]*")):
         for name in {path.name, path.stem}:
             files[name].append(path)
     return files
@@ -235,34 +134,26 @@ def list_pairs(
     Raises:
         ValueError: the file is not a list or has no rows.
     """
-    required, folders = ("original_image", "edited_image", "edit_prompt"), {}
+    required, folders = (*IMAGES, "edit_prompt"), {}
     if in_folders:
         required = ("file_name", "edit_prompt")
         folders = {name: index_images(file.parent / name) for name in IMAGE_DIRS}
-    pairs, problems, lines = [], [], {}
-    for line, row in islice(read_rows(file, required), max_pairs):
-        try:
-            if isinstance(row, str):
-                raise ValueError(row)
-            texts = parse_texts(row, required)
-            if folders:
-                name = texts["file_name"]
-                images = [find_image(folders[folder], name, folder) for folder in folders]
-            else:
-                images = [file.parent / texts[role] for role in required[:2]]
-            if any("\0" in str(path) for path in images):
-                raise ValueError("a path has a null byte")
-            images = [path.resolve() for path in images]  # two spellings of a path are one file
-        except ValueError as error:
-            problems.append((line, str(error)))
-            continue
-        captions = (texts["original_prompt"], texts["edited_prompt"])
-        pair = ListedPair(line, *images, texts["edit_prompt"], *captions)
-        if (first := lines.setdefault(pair[1:4], line)) != line:
-            problems.append((line, f"repeats line {first}"))
+    rows, problems = list_rows(f"--pairs {file}", file, required, CAPTIONS, max_pairs)
+    pairs, lines = [], {}
+    for row in rows:
+        if in_folders:
+            try:
+                for image, folder in zip(IMAGES, folders):
+                    row[image] = find_image(folders[folder], row["file_name"], folder)
+            except ValueError as error:
+                problems.append((row["line"], str(error)))
+                continue
+        # Two spellings of a path are one file.
+        row |= {image: row[image].resolve() for image in IMAGES}
+        pair = ListedPair(row["line"], *(row[name] for name in (*IMAGES, "edit_prompt", *CAPTIONS)))
+        if (first := lines.setdefault(pair[1:4], pair.line)) != pair.line:
+            problems.append((pair.line, f"repeats line {first}"))
         pairs.append(pair)
-    if not pairs and not problems:
-        raise ValueError(f"{file} lists no pairs; add rows")
     if in_folders and max_pairs is None and not problems:
         unlisted = {path.resolve() for paths in folders["original"].values() for path in paths}
         unlisted -= {pair.original for pair in pairs}
@@ -426,6 +317,18 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
     (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
+def check_empty(flag: str, directory: Path) -> None:
+    """Raise a ValueError unless the directory that a flag names is empty or new.
+
+    Hidden files do not count, except those of an unfinished program.
+    """
+    check_output_dir(flag, directory, overwrite=None)
+    if first := next(directory.glob(f"{UNFINISHED}*"), None):
+        raise ValueError(
+            f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
+        )
+
+
 @contextmanager
 def move_when_complete(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory whose content moves to `folder` at the end.
@@ -478,21 +381,15 @@ def write_pairs(
         ValueError: the list or an image is invalid (names the first ten problems), or a directory
             is not empty or not writable. Nothing is written in these cases.
     """
-    check_output_dir("output_dir", output_dir, overwrite=None)
+    check_empty("output_dir", output_dir)
     if held_out_dir:
-        check_output_dir("held_out_dir", held_out_dir, overwrite=None)
+        check_empty("held_out_dir", held_out_dir)
         if held_out_dir.resolve() == output_dir.resolve():
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
     problems = sorted(problems + check_images(pairs))
-    if problems:
-        named = [f"line {line}: {problem}" for line, problem in problems[:MAX_NAMED_PROBLEMS]]
-        named += [f"and {len(problems) - MAX_NAMED_PROBLEMS} more"] * (
-            len(problems) > MAX_NAMED_PROBLEMS
-        )
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ValueError(f"{file} has {count}: {'; '.join(named)}")
+    raise_problems(file, problems)
     training, held_out = split_held_out(pairs, num_held_out, seed)
 
     with move_when_complete(output_dir) as folder:

@@ -76,7 +76,8 @@ def list_row_groups(
     """Open every shard of a directory, check its columns and list its row groups.
 
     Args:
-        train_data_dir: directory of *.parquet files, read in the order of their names.
+        train_data_dir: directory of *.parquet files, read in the order of their names; hidden
+            files do not count.
         original_image_column: column of the image to edit; "": the names in KNOWN_COLUMNS.
         edited_image_column: column of the edited image; "" likewise.
         edit_prompt_column: column of the instruction; "" likewise.
@@ -98,7 +99,7 @@ def list_row_groups(
             f"remove {directory / UNFINISHED} if it belongs to another plan; if "
             f"parquet_processing.py --pairs was killed, remove {directory} and run that again"
         )
-    paths = sorted(directory.glob("*.parquet"))
+    paths = shard_files(directory)
     if not paths:
         raise ValueError(
             f"{flag} {directory} contains no *.parquet file; download shards to it "
@@ -132,6 +133,11 @@ def list_row_groups(
             f"the {len(paths)} shards in {directory} have 0 rows; name another directory"
         )
     return groups
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """The shards of a directory by name. Hidden files, such as ._a.parquet of macOS, are none."""
+    return sorted(directory.glob("[!.]*.parquet"))
 
 
 def latents_metadata(metadata: pq.FileMetaData) -> dict | None:
@@ -267,7 +273,8 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
                 is_struct = pa.types.is_struct(file.schema_arrow.field(name).type)
                 leaf = f"{name}.bytes" if is_struct else name
                 parts = file.iter_batches(READ_ROWS, [group.index], [leaf], use_threads=False)
-                parts = (part.column(0) for part in parts)
+                # A column of its own may also be named leaf, and is then read too.
+                parts = (part.column(name) for part in parts)
                 if is_struct:
                     parts = (pc.struct_field(part, "bytes") for part in parts)
                 if len(columns) < 2:

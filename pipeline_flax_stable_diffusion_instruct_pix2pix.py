@@ -22,12 +22,14 @@ import numpy as np
 
 from acceleration_flax import TGate
 from config_flax import read_parts
-from executables import FlaxStableDiffusionPipelineOutput, run, step_options
-from images import pair_up, prepare_images
-from pipeline_flax_utils import (
-    MODULES,
-    StableDiffusionParts,
+from executables import (
+    FlaxStableDiffusionPipelineOutput,
+    output_options,
+    run,
+    step_options,
 )
+from images import pair_up, prepare_images
+from pipeline_flax_utils import MODULES, StableDiffusionParts, given_configs, source_of
 from sampling_flax import (
     keys_per_image,
     rescale_guidance,
@@ -185,6 +187,7 @@ class InstructPix2Pix:
         neg_prompt_ids=None,
         return_dict=True,
         jit=False,
+        output_type="np",
         guidance_rescale=0.0,
         timesteps=None,
         eta=None,
@@ -212,6 +215,7 @@ class InstructPix2Pix:
                 for SDXL zeros.
             return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
             guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16; 0: off.
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers.
@@ -219,10 +223,11 @@ class InstructPix2Pix:
 
         Returns:
             FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
-            (devices, B, H, W, 3), float32 in [0, 1].
+            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the result's
+            scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
 
         Raises:
-            ValueError: invalid shapes, sizes, scales or steps.
+            ValueError: invalid shapes, sizes, scales or steps, or an unknown output_type.
         """
         if image.dtype == np.uint8:
             raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")
@@ -242,13 +247,14 @@ class InstructPix2Pix:
             ),
             shared=scales | {"guidance_rescale": float(guidance_rescale)},
             options=step_options(num_inference_steps, timesteps, eta)
+            | output_options(output_type)
             | dict(
                 height=height,
                 width=width,
                 branches=guidance_branches(**scales, guidance_rescale=guidance_rescale),
             ),
         )
-        return self._output(images, params, jit, "np", return_dict)
+        return self._output(images, params, jit, output_type, return_dict)
 
     def _generate(
         self,
@@ -267,6 +273,7 @@ class InstructPix2Pix:
         guidance_rescale=0.0,
         timesteps=None,
         eta=None,
+        return_latents=False,
     ):
         """The edit as one pure function of arrays, for one device; jit or pmap it.
 
@@ -275,7 +282,8 @@ class InstructPix2Pix:
                 zero, all three if the scales are traced. The other arguments are those of __call__.
 
         Returns:
-            images, float32 (B, H, W, 3) in [0, 1].
+            images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
+            float32 (B, 4, H / 8, W / 8).
         """
         if branches is None:
             branches = guidance_branches(guidance_scale, image_guidance_scale, guidance_rescale)
@@ -325,7 +333,7 @@ class InstructPix2Pix:
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
         x_0 = self._denoise_steps(params, schedule, x_T, keys, branches, inputs, guide, eta)
-        return self._decode(params, x_0)
+        return x_0 if return_latents else self._decode(params, x_0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,18 +349,19 @@ class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusio
     text_axes = 1  # of one image's prompt_ids
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
         """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models other than SDXL."""
         path = pretrained_model_name_or_path
         parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        index, configs = read_parts(path, parts, revision, **hub_options)
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(
                 f"{path} is a {class_name}; open it with FlaxStableDiffusionXLInstructPix2Pix"
                 "Pipeline (pipeline_flax_stable_diffusion_xl_instruct_pix2pix.py)"
             )
-        check_channels(path, configs)
+        check_channels(source_of(path, "unet", given), configs)
         return index, configs
 
     def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):

@@ -36,6 +36,8 @@ from pipeline_flax_utils import (
     PIPELINE_FILES,
     TEXT_ENCODERS,
     FlaxDiffusionPipeline,
+    given_configs,
+    source_of,
 )
 from sampling_flax import rows_per_image
 from scheduling_flax import Scheduler
@@ -68,7 +70,7 @@ class XLParts(FlaxDiffusionPipeline):
     tiny_vae_name = TINY_VAES[1]
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
         """See FlaxDiffusionPipeline.check; accepts SDXL, and its refiner for image to image."""
         path = pretrained_model_name_or_path
 
@@ -90,17 +92,19 @@ class XLParts(FlaxDiffusionPipeline):
             names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
             return [name for name in names if name not in absent]
 
-        index, configs = read_parts(path, parts, revision, **hub_options)
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
+        unet_source, vae_source = (source_of(path, name, given) for name in ("unet", "vae"))
         if configs["unet"].get("addition_embed_type") != "text_time":
             raise ValueError(
-                f"{path}/unet/config.json has no addition_embed_type='text_time': it is not SDXL"
+                f"the UNet of {unet_source} has no addition_embed_type='text_time': it is not SDXL"
             )
         if configs["vae"].get("scaling_factor", SD_SCALING_FACTOR) == SD_SCALING_FACTOR:
             raise ValueError(
-                f"{path}/vae/config.json has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
-                "Diffusion's VAE; copy SDXL's there"
+                f"the VAE of {vae_source} has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
+                "Diffusion's VAE; take SDXL's"
             )
-        cls.check_channels(path, configs)
+        cls.check_channels(unet_source, configs)
         return index, configs
 
     @classmethod

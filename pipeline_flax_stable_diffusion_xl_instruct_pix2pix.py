@@ -28,10 +28,11 @@ class FlaxStableDiffusionXLInstructPix2PixPipeline(InstructPix2Pix, XLParts):
     torch_class_name = "StableDiffusionXLInstructPix2PixPipeline"
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
         """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models of SDXL."""
-        index, configs = super().check(pretrained_model_name_or_path, revision, **hub_options)
-        refuse_cosxl(pretrained_model_name_or_path, index, "use an InstructPix2Pix model of SDXL")
+        path = pretrained_model_name_or_path
+        index, configs = super().check(path, revision, given, **hub_options)
+        refuse_cosxl(path, index, "use an InstructPix2Pix model of SDXL")
         return index, configs
 
     def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):

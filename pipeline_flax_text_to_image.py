@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from config_flax import read_parts
-from executables import run, step_options
+from executables import output_options, run, step_options
 from images import pair_up, prepare_images
 from modeling_flax_unet import guidance_embedding
-from pipeline_flax_utils import (
-    FlaxDiffusionPipeline,
-)
+from pipeline_flax_utils import FlaxDiffusionPipeline, given_configs, source_of
 from sampling_flax import (
     encode,
     guidance_branches,
@@ -59,18 +57,19 @@ class TextToImage(FlaxDiffusionPipeline):
     check_channels = staticmethod(check_channels)
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
         """See FlaxDiffusionPipeline.check; accepts Stable Diffusion 1.x and 2.x."""
         path = pretrained_model_name_or_path
         parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        index, configs = read_parts(path, parts, revision, **hub_options)
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(
                 f"{path} is a {class_name}; this pipeline is for Stable Diffusion 1.x and 2.x; for "
                 "XL use FlaxStableDiffusionXLPipeline (sdxl_single.py)"
             )
-        cls.check_channels(path, configs)
+        cls.check_channels(source_of(path, "unet", given), configs)
         return index, configs
 
     def prepare_inputs(self, prompt):
@@ -158,12 +157,8 @@ class TextToImage(FlaxDiffusionPipeline):
         self, jit, output_type, return_dict, guidance_scale, guidance_rescale, arrays, options
     ):
         """Common to all calls: choose the branches, run, make the output."""
-        if output_type not in (None, "np", "pil", "latent"):
-            raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
-        options = options | {
-            "branches": self.guidance_branches(guidance_scale),
-            "return_latents": output_type == "latent",
-        }
+        options = options | output_options(output_type)
+        options |= {"branches": self.guidance_branches(guidance_scale)}
         shared = {"guidance_rescale": guidance_rescale}
         if np.ndim(guidance_scale):
             arrays = arrays | {"guidance_scale": guidance_scale}
@@ -262,9 +257,9 @@ class ImageToImage(TextToImage):
     """Text and an image to begin with in, image out.
 
     An image's noise is not that which TextToImage draws for the same key, so one key can make an
-    image and continue from it. With PNDM, the scheduler of Stable Diffusion 1.x,
-    and strength below 1 it differs from PyTorch, whose steps are then one timestep late (38 dB
-    apart at strength 0.7); with other schedulers, or at strength 1, it does not.
+    image and continue from it. With strength below 1 it differs from PyTorch for two schedulers:
+    PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS takes
+    coefficients for derivatives that it does not have.
 
     Source: SDEdit (arXiv 2108.01073), algorithm 1.
     """

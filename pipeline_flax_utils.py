@@ -53,7 +53,7 @@ from modeling_flax_vae import FlaxAutoencoderKL
 from previews_flax import Preview, make_watch
 from quantization_flax import mode_of, quantize
 from sampling_flax import decode, denoise
-from scheduling_flax import Scheduler, scheduler_from_pretrained
+from scheduling_flax import Scheduler, scheduler_from_config
 from token_merging_flax import check_levels
 from tokenization_clip import load_tokenizer, tokenize
 
@@ -120,11 +120,16 @@ class FlaxDiffusionPipeline(ConfigMixin):
         """Raise a ValueError for an Acceleration that is not for this kind of pipeline."""
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, **hub_options):
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
         """Read a directory's configs without weights; raise an error if it is of another class.
 
+        Args:
+            pretrained_model_name_or_path, revision: as for from_pretrained.
+            given: {part: object} that replace the directory's; "unet" as in from_pretrained.
+
         Returns:
-            (model_index.json's content; {part: the content of its JSON file}).
+            (model_index.json's content; {part: the content of its JSON file}); unet and vae have
+            the config of the given ones.
 
         Raises:
             ValueError: the directory or parts are missing, or it is another kind of pipeline.
@@ -224,17 +229,14 @@ class FlaxDiffusionPipeline(ConfigMixin):
             raise ValueError(
                 f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
             )
-        index, configs = cls.check(path, revision, **hub_options)
         parts, unet_source = dict(given or {}), None
+        if scheduler is not None:
+            parts["scheduler"] = scheduler
+        index, configs = cls.check(path, revision, parts, **hub_options)
         if isinstance(parts.get("unet"), str | Path):
             unet_source = str(parts.pop("unet"))
-            folder, file = locate("--unet", unet_source)
-            if file is None:  # else it has the config of the directory's UNet
-                configs["unet"] = MODULES["unet"].load_config(folder, **hub_options)
-                cls.check_channels(unet_source, configs)
         if scheduler is None:
-            scheduler, _ = scheduler_from_pretrained(path, revision=revision, **hub_options)
-        parts["scheduler"] = scheduler
+            parts["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
         for name in MODULES.keys() & configs.keys() - parts.keys():
             parts[name] = MODULES[name].from_config(configs[name], dtype=dtype)
         for name in TEXT_ENCODERS.keys() & configs.keys() - parts.keys():
@@ -560,6 +562,30 @@ class FlaxDiffusionPipeline(ConfigMixin):
             images.reshape(-1, *images.shape[-3:]), self.feature_extractor, params
         )
         return checked.reshape(images.shape), flags
+
+
+def given_configs(given, **hub_options):
+    """{part: its config} of parts that replace a directory's; of unet and vae, others are {}.
+
+    given: as for FlaxDiffusionPipeline.check. A file of weights has the directory's config.
+    """
+    configs = {}
+    for name, part in (given or {}).items():
+        if isinstance(part, str | Path):
+            folder, file = locate("--unet", part)
+            if file is None:
+                configs[name] = MODULES[name].load_config(folder, **hub_options)
+        elif name in PART_FILES and part is not None:
+            configs[name] = dict(part.config) if name in ("unet", "vae") else {}
+    return configs
+
+
+def source_of(path, part, given):
+    """The name of a part's source for errors: the directory, or what replaces its part."""
+    replacement = (given or {}).get(part)
+    if isinstance(replacement, str | Path):
+        return replacement
+    return path if replacement is None else f"{path} with the given {part}"
 
 
 def pipeline_class(path, revision=None, **hub_options):

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from config_flax import CHOICES, DEFAULTS
+from config_flax import CHOICES, DEFAULTS, FIRST_ARGUMENTS
 from scheduling_flax_alpha import (
     AlphaScheduler,
     DDIMSchedulerState,
@@ -108,6 +108,7 @@ __all__ = [
     "make_scheduler",
     "scheduler_from_config",
     "scheduler_from_pretrained",
+    "training_scheduler",
 ]
 
 LEARNED_VARIANCES = ("learned", "learned_range")
@@ -529,6 +530,20 @@ SCHEDULERS = {
 }
 
 
+# PyTorch's classes without a Flax class, with the same noise schedule: others can take their place.
+REPLACEABLE = (
+    "DEISMultistepScheduler",
+    "DPMSolverSDEScheduler",
+    "DPMSolverSinglestepScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "UniPCMultistepScheduler",
+)
+# The options that training depends on.
+NOISE_SCHEDULE = (*FIRST_ARGUMENTS, "prediction_type", "rescale_betas_zero_snr")
+
+
 def make_scheduler(name, config):
     """Build (scheduler, state) of a name in SCHEDULERS from the config of any scheduler."""
     if name not in SCHEDULERS:
@@ -547,14 +562,43 @@ def scheduler_from_pretrained(
     return scheduler_from_config(config, pretrained_model_name_or_path)
 
 
-def scheduler_from_config(config, source):
-    """Build (scheduler, state) of a scheduler_config.json's content; source is named in errors."""
+def scheduler_from_config(config, source, name=None, **changes):
+    """Build (scheduler, state) of a scheduler_config.json's content.
+
+    Args:
+        config: mapping.
+        source: its directory or hub id, for errors.
+        name: of SCHEDULERS; None: the class that the config names.
+        **changes: options to replace.
+
+    Raises:
+        ValueError: the config is of a class that is not supported, unless name replaces one of
+            REPLACEABLE; or as in from_config.
+    """
     by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in SCHEDULERS.values()}
-    name = str(config.get("_class_name")).removeprefix("Flax")
-    if name not in by_class_name:
+    own = class_name(config)
+    if own not in by_class_name and not (name and own in REPLACEABLE):
+        remedy = "; choose one with --scheduler or scheduler=" if own in REPLACEABLE else ""
         raise ValueError(
-            f"{CONFIG_NAME} of {source} names _class_name={name}, which is not supported; "
-            f"supported are {', '.join(by_class_name)}"
+            f"{CONFIG_NAME} of {source} names _class_name={own}, which is not supported; "
+            f"supported are {', '.join(by_class_name)}{remedy}"
         )
-    scheduler = by_class_name[name].from_file_content(config, source)
+    cls = SCHEDULERS[name] if name else by_class_name[own]
+    scheduler = cls.from_file_content(config, source, **changes)
     return scheduler, scheduler.create_state()
+
+
+def class_name(config):
+    """The class of a scheduler_config.json's content, as PyTorch names it."""
+    return str(config.get("_class_name")).removeprefix("Flax")
+
+
+def training_scheduler(config, source):
+    """Build (FlaxDDPMScheduler, state) with the noise schedule of a config, for training.
+
+    Args:
+        config, source: as for scheduler_from_config. Options of sampling may have any value.
+    """
+    noise = {name: value for name, value in config.items() if name in NOISE_SCHEDULE}
+    named = {"_class_name": config.get("_class_name")}
+    return scheduler_from_config(noise | named, source, "ddpm")

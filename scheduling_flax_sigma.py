@@ -443,6 +443,11 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "use_flow_sigmas": (False,),
         "use_lu_lambdas": (False,),
     }
+    # Values of UniPC and DEIS, which diffusers' class takes for its own.
+    synonyms = {  # noqa: RUF012 - see FlaxSchedulerMixin
+        **{("solver_type", name): "midpoint" for name in ("bh1", "bh2", "logrho")},
+        ("algorithm_type", "deis"): "dpmsolver++",
+    }
     takes_timesteps = True
 
     def create_state(self, common=None):

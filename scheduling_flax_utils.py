@@ -242,6 +242,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     defaults = DEFAULTS
     arguments = ()
     choices = CHOICES
+    synonyms = {}  # noqa: RUF012 - (option, another class's value): this class's
 
     config_name = CONFIG_NAME
     ignore_for_config = ("dtype",)
@@ -276,7 +277,11 @@ class FlaxSchedulerMixin(ConfigMixin):
                 f"{type(self).__name__} has no option {', '.join(unknown)}; "
                 f"it has {', '.join(sorted(self.defaults))}"
             )
-        given = {name: value for name, value in options.items() if value is not None}
+        given = {
+            name: self.synonyms.get((name, value), value) if isinstance(value, str) else value
+            for name, value in options.items()
+            if value is not None
+        }
         for name, supported in self.choices.items():
             if given.get(name, supported[0]) not in supported:
                 raise ValueError(

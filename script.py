@@ -132,8 +132,7 @@ def fetch(url, last_bytes=None):
     Raises:
         ValueError: no response within MAX_REQUESTED_WAIT or MAX_OUTAGE_WAIT seconds.
     """
-    address = urlsplit(url)
-    on_hub = address[:2] == urlsplit(constants.ENDPOINT)[:2]  # scheme, host and port
+    on_hub = url.startswith(f"{constants.ENDPOINT}/")  # as in script.sh
     headers = {"Authorization": f"Bearer {token}"} if on_hub and (token := get_token()) else {}
     if last_bytes:
         headers |= {"Range": f"bytes=-{last_bytes}", "Accept-Encoding": "identity"}
@@ -167,7 +166,7 @@ def fetch(url, last_bytes=None):
                 f"({MAX_REQUESTED_WAIT} s if the server asks for it, else {MAX_OUTAGE_WAIT} s); "
                 "try again later"
             )
-        tqdm.write(f"{address.netloc}: {reason}; retrying in {wait:.0f} s", file=sys.stderr)
+        tqdm.write(f"{urlsplit(url).netloc}: {reason}; retrying in {wait:.0f} s", file=sys.stderr)
         time.sleep(wait)
 
 

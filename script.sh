@@ -13,7 +13,8 @@
 # 2: user error (no such plan, no aria2c, no disk space); 130, 143: interrupted.
 #
 # Environment variables and their defaults:
-#   HF_TOKEN=           for gated datasets; default: that of `hf auth login`; sent to the hub only
+#   HF_TOKEN=           for gated datasets; sent to the hub only; default: the token of
+#                       `hf auth login`, or of any other variable of huggingface_hub
 #   HF_ENDPOINT=https://huggingface.co
 #   FILES=4             files downloaded in parallel
 #   CONNECTIONS=8       connections per file, at most 16
@@ -39,6 +40,25 @@ pause() {
     sleep "$1" >/dev/null 9>&- &
     wait $!
 } 2>/dev/null
+
+# Prints the hub's address and the token, as huggingface_hub finds them for script.py. Python is the
+# active environment's or the one of setup-tpu-vm.sh. Status 1: neither has huggingface_hub.
+ask_huggingface_hub() {
+    local here=. python status
+    [[ ${BASH_SOURCE[0]} != */* ]] || here=${BASH_SOURCE[0]%/*}
+    for python in python3 "$here/.venv/bin/python"; do
+        status=0
+        PYTHONSAFEPATH=1 "$python" -c 'if True:
+            try:
+                from huggingface_hub import constants, get_token
+            except ImportError:
+                raise SystemExit(3)
+            print(constants.ENDPOINT, get_token() or "", sep="\n")' 2>/dev/null || status=$?
+        [ $status != 0 ] || return 0
+        [ $status != 1 ] || fail "huggingface_hub cannot read the token; find out: hf auth whoami"
+    done
+    return 1
+}
 
 default_plan() {
     local parts=(plan/download-*.txt) k=
@@ -284,9 +304,6 @@ stop() {
 
 case ${1:-} in -h | --help) sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0" && exit ;; esac
 [ $# -le 2 ] || fail "too many arguments; see bash script.sh --help"
-hub=${HF_ENDPOINT:-https://huggingface.co} hub=${hub%/}
-token=${HF_TOKEN:-$(cat "${HF_HOME:-${HOME:-}/.cache/huggingface}/token" 2>/dev/null || true)}
-unset HF_TOKEN
 files=${FILES:-4} connections=${CONNECTIONS:-8} save_every=${SAVE_EVERY:-2}
 retry_wait=${RETRY_WAIT:-5} max_wait=${MAX_WAIT:-300} max_rounds=${MAX_ROUNDS:-8}
 progress_every=${PROGRESS_EVERY:-15}
@@ -299,6 +316,18 @@ trap 'stop 130' INT
 trap 'stop 143' TERM HUP
 k=${plan##*/download-}
 [ "$k" = "$plan" ] || prefix="[$host worker ${k%.txt}]"
+status=0
+answer=$(ask_huggingface_hub) || status=$?
+case $status in
+    0) hub=${answer%%"$nl"*} token=${answer#"$hub"} token=${token#"$nl"} ;;
+    1)
+        hub=${HF_ENDPOINT:-https://huggingface.co} hub=${hub%/}
+        answer=${HF_HOME:-${HOME:-}/.cache/huggingface}/token
+        read -r token <<<"${HF_TOKEN:-$(cat "$answer" 2>/dev/null || true)}"
+        ;;
+    *) exit $status ;;
+esac
+unset answer HF_TOKEN HUGGING_FACE_HUB_TOKEN
 type aria2c ${token:+curl} >/dev/null 2>&1 ||
     fail "aria2c or curl is not installed: sudo apt-get install aria2 curl (or run setup-tpu-vm.sh)"
 [ -f "$plan" ] || fail "no such plan: $plan; make one: python script.py --dataset NAME"

@@ -56,7 +56,6 @@ from images import (
 )
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from sampling_flax import keys_per_image
-from scheduling_flax import scheduler_from_pretrained
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -120,15 +119,20 @@ def open_pipeline(config, dtype, outputs):
         "revision": config.revision,
     }
     check_xl(config.pretrained_model_name_or_path, config.revision, config.unet)
-    scheduler, _ = scheduler_from_pretrained(**source)
+    given = {"unet": config.unet} if config.unet else None
+    _, configs = FlaxStableDiffusionXLPipeline.check(**source, given=given)
     scheduler, state = choose_scheduler(
-        scheduler, config.scheduler, config.timestep_spacing, config.prediction_type
+        configs["scheduler"],
+        config.pretrained_model_name_or_path,
+        config.scheduler,
+        config.timestep_spacing,
+        config.prediction_type,
     )
     pipeline = FlaxStableDiffusionXLPipeline.open(
         **source,
         dtype=dtype,
         scheduler=scheduler,
-        given={"unet": config.unet} if config.unet else None,
+        given=given,
         accelerate=config.accelerate,
         preview=preview_files(config, scheduler, outputs),
     )

@@ -3,7 +3,16 @@
 import numpy as np
 
 from command_line import one_line
-from config_flax import warn_once
+from config_flax import fetch_directory, warn_once
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 
 def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
@@ -23,7 +32,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
 
     try:
         tokenizer = CLIPTokenizer.from_pretrained(
-            path, subfolder=subfolder, revision=revision, **hub_options
+            fetch_directory(path, TOKENIZER_FILES, subfolder, revision, **hub_options)
         )
     except Exception as error:  # the tokenizers library raises plain Exception
         reason = one_line(error)

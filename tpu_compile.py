@@ -54,7 +54,7 @@ from lora_flax import add_lora
 from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_vae import FlaxAutoencoderKL
-from scheduling_flax import FlaxDDPMScheduler
+from scheduling_flax import FlaxDDPMScheduler, training_scheduler
 from sharding_flax import cast_kernels, shard_axes, state_shapes
 from tpu_jobs import (
     DTYPES,
@@ -112,9 +112,10 @@ def training_models(config):
     """
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if source := config.pretrained_model_name_or_path:
-        unet = () if config.unet_model_name_or_path else ("unet",)
-        encoders = ["text_encoder"] + ["text_encoder_2"] * is_sdxl(config)
-        configs = read_configs(source, config.revision, "vae", *encoders, *unet)
+        parts = [] if config.unet_model_name_or_path else ["unet"]
+        parts += [] if config.pretrained_vae_model_name_or_path else ["vae"]
+        parts += ["text_encoder"] + ["text_encoder_2"] * is_sdxl(config)
+        configs = read_configs(source, config.revision, *parts)
         configs["scheduler"] = FlaxDDPMScheduler.load_config(
             source, subfolder="scheduler", revision=config.revision
         )
@@ -125,7 +126,7 @@ def training_models(config):
     if "text_encoder_2" in configs and vae.force_upcast:
         vae = vae.clone(dtype=jnp.float32)  # as in load_vae
     text_encoder = FlaxCLIPTextModel.from_config(configs["text_encoder"], dtype=dtype)
-    scheduler = FlaxDDPMScheduler.from_config(configs["scheduler"])
+    scheduler, _ = training_scheduler(configs["scheduler"], source)
     if config.unet_model_name_or_path:
         unet_config = FlaxUNet2DConditionModel.load_config(config.unet_model_name_or_path)
     else:

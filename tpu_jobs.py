@@ -34,7 +34,6 @@ from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from pipeline_flax_utils import MODULES, pipeline_class
-from scheduling_flax import scheduler_from_config
 from tpu_programs import param_shapes, replicated
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -196,8 +195,7 @@ def open_pipeline(config):
                 "sdxl": FlaxStableDiffusionXLInstructPix2PixPipeline,
             }[family]
             configs["unet"] = configs["unet"] | {"in_channels": 8}
-    scheduler, _ = scheduler_from_config(configs["scheduler"], source)
-    scheduler, _ = choose_scheduler(scheduler, config.scheduler)
+    scheduler, _ = choose_scheduler(configs["scheduler"], source, config.scheduler)
     modules = {
         name: MODULES[name].from_config(configs[name], dtype=dtype)
         for name in MODULES.keys() & configs.keys()

@@ -33,6 +33,7 @@ from parquet_shards import (
     pair_at,
     read_row_group,
     remove_leftovers,
+    shard_files,
     take_first_rows,
 )
 from training_flags import nearest_multiples
@@ -211,7 +212,7 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False):
         "shape": [side, side, vae.latent_channels],
     }
     names = {group.path.name for group in groups}
-    for path in sorted(output_dir.glob("*.parquet")):
+    for path in shard_files(output_dir):
         if path.name not in names:
             raise ValueError(
                 f"{path} matches no shard in {config.train_data_dir}; name another directory"

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from PIL import Image, ImageOps
 
 from command_line import differences
-from config_flax import ConfigMixin, has, read_index
+from config_flax import ConfigMixin, has, read_index, warn_once
 from images import load_image
 from kernels_flax import by_platform
 from lora_flax import add_lora, fold_lora, read_lora
@@ -29,7 +29,13 @@ from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
     refuse_cosxl,
 )
-from scheduling_flax import FlaxDDPMScheduler, scheduler_from_pretrained
+from scheduling_flax import (
+    REPLACEABLE,
+    FlaxDDPMScheduler,
+    class_name,
+    scheduler_from_config,
+    training_scheduler,
+)
 from sharding_flax import cast_kernels, combine, local_rows, replicate
 from tokenization_clip import load_tokenizer
 from training_flags import (
@@ -165,10 +171,9 @@ def load_models(config: Config, dtype: Any):
         load_tokenizer(source, encoder, revision, f"tokenizer{suffix}")
         for encoder, (suffix, _) in zip(encoders, TEXT_ENCODERS)
     ]
-    scheduler, scheduler_state = FlaxDDPMScheduler.from_pretrained(
-        source, subfolder="scheduler", revision=revision
-    )
-    sampler, _ = scheduler_from_pretrained(source, revision=revision)
+    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
+    scheduler, scheduler_state = training_scheduler(schedule, source)
+    sampler = open_sampler(schedule, source)
     models = Models(unet, vae, text_encoder, scheduler)
 
     if is_xl:
@@ -206,7 +211,6 @@ def open_modules(config: Config, dtype):
     is_xl = is_sdxl(config)
     if is_xl:
         refuse_cosxl(source, read_index(source, config.revision), "train SDXL's base model")
-    scheduler_from_pretrained(source, **of_source)  # of sampling: raises an error if unsupported
 
     def open_module(cls, path, **place):
         content = ConfigMixin.load_config(path, **place)
@@ -222,8 +226,29 @@ def open_modules(config: Config, dtype):
         open_module(encoder_class, source, subfolder=f"text_encoder{suffix}", **of_source)
         for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]
     )
-    scheduler, _ = FlaxDDPMScheduler.from_pretrained(source, subfolder="scheduler", **of_source)
+    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", **of_source)
+    scheduler, _ = training_scheduler(schedule, source)
+    open_sampler(schedule, source)  # raises an error if unsupported
     return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
+
+
+def open_sampler(config, source):
+    """The scheduler of validation images and of the saved pipeline.
+
+    It is the model's own, or DPM-Solver++ where that has no Flax class: it has the same noise
+    schedule and, unlike DDIM, clips nothing that the config does not ask for.
+
+    Args:
+        config, source: as for scheduling_flax.scheduler_from_config.
+    """
+    own = class_name(config)
+    if own not in REPLACEABLE:
+        return scheduler_from_config(config, source)[0]
+    warn_once(
+        f"{source} has a {own}, which is not supported: DPM-Solver++ takes its place in validation "
+        "images and in the saved model"
+    )
+    return scheduler_from_config(config, source, "dpmsolver++")[0]
 
 
 def load_text_encoder(config, dtype, is_xl, convert):

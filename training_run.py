@@ -221,9 +221,10 @@ class TrainRun:
         """Print the size of the run, the device and the first step."""
         num_params = sum(x.size for x in jax.tree.leaves(self.shapes))
         batch_size, num_devices = self.config.train_batch_size, jax.device_count()
+        multiple = num_devices * self.config.gradient_accumulation_steps
         print(
             f"training {num_params / 1e6:.1f}M parameters on "
-            f"{len(self.dataset) * batch_size} of {self.dataset.num_rows} pairs per epoch: "
+            f"{self.dataset.describe_epoch(multiple)}: "
             f"{batch_size} pairs per step on {num_devices} device(s), "
             f"{jax.devices()[0].device_kind}"
         )

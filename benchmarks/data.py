@@ -59,6 +59,7 @@ from parquet_shards import (
     list_row_groups,
     pair_at,
     read_row_group,
+    shard_files,
 )
 
 try:
@@ -521,9 +522,9 @@ def bench(config: Config) -> tuple[dict, dict]:
     machine = describe_machine(packages + (["datasets"] if datasets else []))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.shards_dir or f"{temporary}/shards")
-        if not list(folder.glob("*.parquet")):
+        if not shard_files(folder):
             make_shards(folder, config.num_shards, config.rows_per_shard, config.seed)
-        shards = sorted(folder.glob("*.parquet"))
+        shards = shard_files(folder)
         links = link_shards(shards, Path(temporary) / "links", config.epoch_rows)
         linked = links[0].parent
         pairs = read_pairs(folder)

@@ -37,7 +37,6 @@ minutes.
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -67,8 +66,7 @@ from benchmarks.harness import (
     rows_of,
     write_rows,
 )
-from demo.evaluate import load_edits, measure, read_image
-from demo.photographs import EDITS
+from demo.evaluate import load_edits, measure, read_edits, read_image
 from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
 from parquet_processing import ParquetImagePairs
 from sharding_flax import replicate, shard_axes, start_state, to_host
@@ -263,15 +261,11 @@ def rebuild(snapshots, sigma_rel):
 
 def read_held_out(folder):
     """The held-out edits: lists of instructions, images to edit and true edits, uint8 (N,...)."""
-    lines = map(json.loads, (folder / "held_out" / "edits.jsonl").read_text().splitlines())
-    names = [edit.instruction for edit in EDITS]
     instructions, images, truths = [], [], []
-    for line in lines:
-        source = Path(line["input"])
-        truth = source.with_name(f"{source.stem}_truth_{names.index(line['edit'])}.png")
-        instructions.append(line["edit"])
-        images.append(np.uint8(np.rint(read_image(source) * 255)))
-        truths.append(np.uint8(np.rint(read_image(truth) * 255)))
+    for row in read_edits(folder):
+        instructions.append(row["edit_prompt"])
+        images.append(np.uint8(np.rint(read_image(row["original_image"]) * 255)))
+        truths.append(np.uint8(np.rint(read_image(row["edited_image"]) * 255)))
     return instructions, np.stack(images), np.stack(truths)
 
 
@@ -324,11 +318,9 @@ def edit(pipeline, params, held_out, folder):
     instructions, images, _ = held_out
     prompt_ids, image = pipeline.prepare_inputs(instructions, list(images))
     images = pipeline(prompt_ids, image, params, jax.random.key(0), 20, 2.0, 1.2).images
-    lines = (folder / "held_out" / "edits.jsonl").read_text().splitlines()
-    for line, image in zip(lines, pipeline.numpy_to_pil(images)):
-        output = Path(json.loads(line)["output"])
-        output.parent.mkdir(exist_ok=True)
-        image.save(output)
+    for row, image in zip(read_edits(folder), pipeline.numpy_to_pil(images)):
+        row["output"].parent.mkdir(exist_ok=True)
+        image.save(row["output"])
     return measure(load_edits(folder))
 
 

@@ -234,7 +234,7 @@ def run_commands(config):
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
-        if folder.is_dir() and any(folder.iterdir()):
+        if any(folder.glob("[!.]*")):
             raise ValueError(f"--work_dir {folder} is not empty; name a new directory")
         folder.mkdir(parents=True, exist_ok=True)
         figures = bench_commands(folder, config.family, config.quick)

@@ -9,6 +9,7 @@ of demo/compare_families.py. Every row has "command" and "machine". The rows of 
 
 import functools
 import json
+import math
 import operator
 import os
 import platform
@@ -178,6 +179,12 @@ def write_rows(rows, machine, output):
     unfinished.write_text(json.dumps(results, indent=1) + "\n")
     unfinished.replace(output)
     return results
+
+
+def psnr_db(images, others):
+    """PSNR of all pixels of float images in [0, 1], dB; None: they are equal."""
+    error = np.mean(np.square(images - others))
+    return -10 * math.log10(error) if error else None
 
 
 def psnr_cell(row):

@@ -29,7 +29,6 @@ disk; a quarter of an hour on two otherwise idle cores.
 """
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -59,6 +58,7 @@ from benchmarks.harness import (
     make_row,
     on_device,
     psnr_cell,
+    psnr_db,
     report,
     rows_of,
     time_in_this_process,
@@ -76,7 +76,7 @@ from benchmarks.random_models import (
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
 from config_flax import PUBLISHED_CONFIGS
-from demo.evaluate import load_edits, measure
+from demo.evaluate import load_edits, measure, read_edits
 from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from modeling_flax_tiny_vae import FlaxAutoencoderTiny
 from modeling_flax_unet import FlaxUNet2DConditionModel
@@ -377,17 +377,16 @@ class Quality:
     output: str = "benchmarks/results/images.json"
 
 
-def held_out_edits(config):
-    """The demo's edits of held-out images, a list of dicts."""
-    lines = (config.demo_dir / "held_out" / "edits.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def edit_held_out(config, flags, folder):
     """Edit the demo's held-out images into folder by edit_cli.py; returns load_edits' crops."""
-    edits = held_out_edits(config)
-    for edit in edits:
-        edit["output"] = str(folder / Path(edit["output"]).name)
+    edits = [
+        {
+            "input": str(edit["original_image"].absolute()),
+            "edit": edit["edit_prompt"],
+            "output": str(folder / edit["output"].name),
+        }
+        for edit in read_edits(config.demo_dir)
+    ]
     (folder / "edits.jsonl").write_text("".join(json.dumps(edit) + "\n" for edit in edits))
     command = [sys.executable, "edit_cli.py", "--model", str(config.demo_dir / "model")]
     command += ["--edits_jsonl", str(folder / "edits.jsonl"), "--resolution", "64"]
@@ -405,12 +404,6 @@ def text_to_images(model, captions, specs):
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, accelerate=specs)
     inputs = pipeline.prepare_inputs(captions), params, jax.random.key(0)
     return np.asarray(pipeline(*inputs, 20, guidance_scale=2.0, **size).images)
-
-
-def psnr_db(images, others):
-    """PSNR of all pixels of float images in [0, 1], dB; None: they are equal."""
-    error = np.mean(np.square(images - others))
-    return -10 * math.log10(error) if error else None
 
 
 def quality_specs(config, family):
@@ -448,7 +441,7 @@ def quality_cases(config):
 
 def text_to_image_rows(config):
     """Rows of images of the held-out edits' captions with each acceleration."""
-    captions = sorted({edit["output_caption"] for edit in held_out_edits(config)})
+    captions = sorted({edit["edited_prompt"] for edit in read_edits(config.demo_dir)})
     plain = text_to_images(config.text_to_image_model, captions, ())
     rows = {}
     for name, specs in tqdm(quality_specs(config, 1).items(), "text to image", unit="technique"):

@@ -90,9 +90,10 @@ def make_pipeline(folder, quick, in_channels=4):
         write_module(folder / name, module)
     shutil.copytree(TOKENIZER, folder / "tokenizer")
     (folder / "scheduler").mkdir()
+    kind = {"_class_name": "StableDiffusionInstructPix2PixPipeline"} if in_channels == 8 else {}
     for file, content in (
         ("scheduler/scheduler_config.json", SD15["scheduler"]),
-        ("model_index.json", MODEL_INDEX),
+        ("model_index.json", MODEL_INDEX | kind),
     ):
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 

@@ -18,8 +18,9 @@ Needs 23 GB of memory on a CPU; a quarter of an hour on two otherwise idle cores
 
 compiles the training step for four forced CPU devices with eight pairs each and prints the memory
 of each device; nothing is run. A CPU's compiler undoes gradient checkpointing and computes bfloat16
-in float32; with --tpu v5e-16 the step is compiled for that slice, some 20 minutes a row. With the
-demo's model, in a minute:
+in float32; with --tpu v5e-16 the step is compiled for that slice, some 20 minutes a row. Add
+--one_chip to compile it as if a chip of the slice were alone: about the memory that one GPU needs.
+With the demo's model, in a minute:
 
     python -m benchmarks.train memory --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --output train.json
@@ -143,16 +144,35 @@ def our_step(folder, config, device, latents=False):
 
 def torch_step(folder, config, device, compiled):
     """A function that runs the same step in PyTorch diffusers."""
-    torch.backends.cuda.matmul.allow_tf32 = True
     half = torch.bfloat16 if device == "cuda" else torch.float32
-    unet = UNet2DConditionModel.from_pretrained(folder / "unet").to(device).train()
-    vae = AutoencoderKL.from_pretrained(folder / "vae", dtype=half).to(device)
-    text_encoder = CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=half).to(device)
-    vae.requires_grad_(False)
-    text_encoder.requires_grad_(False)
-    scheduler = DDPMScheduler.from_pretrained(folder / "scheduler")
+    unet = UNet2DConditionModel.from_pretrained(folder / "unet").to(device)
     if config.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
+    vae = AutoencoderKL.from_pretrained(folder / "vae", dtype=half).to(device)
+    text_encoder = CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=half).to(device)
+    scheduler = DDPMScheduler.from_pretrained(folder / "scheduler")
+    program = torch.compile(unet) if compiled else unet
+    run = torch_training(unet, vae, text_encoder, scheduler, make_batch(config))
+    return partial(run, program)
+
+
+def torch_training(unet, vae, text_encoder, scheduler, batch):
+    """PyTorch's optimizer step, as a function of the UNet's program.
+
+    Args:
+        unet: UNet2DConditionModel with float32 parameters.
+        vae, text_encoder: frozen, in the dtype to compute in.
+        scheduler: DDPMScheduler.
+        batch: see make_batch.
+
+    Returns:
+        run(program): a step; program is the UNet, or torch.compile of it.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = True
+    device, half = unet.device.type, vae.dtype
+    unet.train()
+    vae.requires_grad_(False)
+    text_encoder.requires_grad_(False)
     flags = trainer.Config(*[""] * 3)
     optimizer = torch.optim.AdamW(
         unet.parameters(),
@@ -164,14 +184,13 @@ def torch_step(folder, config, device, compiled):
     )
     average = EMAModel(unet.parameters(), decay=EMA_DECAY)
     average.to(device)
-    program = torch.compile(unet) if compiled else unet
-    batch = {k: torch.from_numpy(v).to(device) for k, v in make_batch(config).items()}
+    batch = {k: torch.from_numpy(v).to(device) for k, v in batch.items()}
     empty = torch.full((1, TEXT_LENGTH), END_OF_TEXT, device=device)
     with torch.no_grad():
         null_text = text_encoder(empty)[0]
-    rate, B = flags.conditioning_dropout_prob, config.batch_size
+    rate, B = flags.conditioning_dropout_prob, len(batch["input_ids"])
 
-    def run():
+    def run(program):
         with torch.no_grad():
             original, edited = (
                 (batch[name].permute(0, 3, 1, 2) / 127.5 - 1).to(half)
@@ -187,7 +206,7 @@ def torch_step(folder, config, device, compiled):
             text = torch.where((u < 2 * rate)[:, None, None], null_text, text)
             keep = ~((u >= rate) & (u < 3 * rate))
             condition = condition * keep[:, None, None, None]
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with torch.autocast(device, torch.bfloat16, enabled=half == torch.bfloat16):
             noisy = torch.cat((noisy, condition), 1)
             prediction = program(noisy, timesteps, text, return_dict=False)[0]
         torch.nn.functional.mse_loss(prediction.float(), noise.float()).backward()
@@ -232,6 +251,7 @@ VARIANTS = {
     "4 micro-batches": {"gradient_accumulation_steps": 4},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "bf16": {"mixed_precision": "bf16"},
+    "bf16, checkpointing": {"mixed_precision": "bf16", "gradient_checkpointing": True},
     "bf16, 4 micro-batches, checkpointing": {
         "mixed_precision": "bf16",
         "gradient_accumulation_steps": 4,
@@ -248,6 +268,11 @@ class Memory:
     resolution: int = 256  # pixels
     batch_per_device: int = 8  # pairs
     tpu: str = ""  # type of a slice, as for tpu_compile.py; "": four CPU devices
+    one_chip: bool = False  # with --tpu: as if its first chip were alone, for GPUs of that memory
+    variants: tuple[Literal[tuple(VARIANTS)], ...] = tuple(VARIANTS)
+    ema: Literal["none", "full"] = "full"  # whether a step holds an average of the weights
+    # XLA's optimization level; O1 compiles several times faster
+    optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
     output: str = "benchmarks/results/train.json"
 
 
@@ -269,17 +294,17 @@ def compile_variants(config, devices):
         pretrained_model_name_or_path=config.pretrained_model_name_or_path,
         resolution=config.resolution,
         train_batch_size=config.batch_per_device * len(devices),
-        ema="full",
-        ema_decay=0.9999,
+        ema=config.ema,
+        ema_decay=0.9999 if config.ema == "full" else None,
     )
-    variants = {name: replace(base, **flags) for name, flags in VARIANTS.items()}
+    variants = {name: replace(base, **VARIANTS[name]) for name in config.variants}
     for variant in variants.values():
         tpu_compile.check_flags(variant, len(devices))
     figures = {}
     for name, variant in tqdm(variants.items(), unit="step"):
         job = tpu_compile.train_job(variant, devices)
         step = measure_program(job.step, job.args)
-        update = measure_program(job.update, job.update_args)
+        update = measure_program(job.update, job.update_args) if job.update else None
         if "needs" in step:  # too large for the chip
             figures[name] = step
             continue
@@ -300,6 +325,8 @@ def format_memory(figures):
 
 def run_memory(config):
     """Compile, write, print."""
+    if config.one_chip and not config.tpu:
+        raise ValueError("--one_chip goes with --tpu, for example --tpu v5p-8")
     if config.batch_per_device % 4 or config.batch_per_device < 4:
         raise ValueError(
             f"--batch_per_device {config.batch_per_device} cannot be cut into four micro-batches; "
@@ -308,10 +335,14 @@ def run_memory(config):
     read_rows(config.output)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    jax.config.update("jax_optimization_level", config.optimization_level or "UNKNOWN")
     devices = slice_devices(find_slice(config.tpu)) if config.tpu else jax.devices()
+    devices = devices[:1] if config.one_chip else devices
     figures = compile_variants(config, devices)
     machine = describe_machine(("jax", "jaxlib", "flax", "optax"))
     place = config.tpu or "CPU"
+    if config.one_chip:
+        place += f" one chip, {config.batch_per_device} pairs, ema {config.ema}"
     rows = {f"memory {place} {name}": row for name, row in figures.items()}
     results = write_rows(rows, machine, config.output)
     report(format_memory(rows_of(results, "memory")), config.output)

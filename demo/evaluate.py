@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import run_main
 from demo.photographs import EDITS
+from edit_lists import read_list
 
 CELL = 128  # pixels of an image in the grid
 GAP = 6
@@ -45,6 +46,13 @@ def distance(a, b):
     return float(np.abs(a - b).mean())
 
 
+def read_edits(output_dir):
+    """The rows of the list of held-out edits; see edit_lists.py."""
+    file = Path(output_dir) / "held_out" / "edits.jsonl"
+    required = ("original_image", "edit_prompt", "output")
+    return read_list(str(file), file, required, ("edited_image", "edited_prompt"))
+
+
 def load_edits(output_dir, results_dir=None):
     """Per held-out crop: its image, its results and its truths in the order of EDITS.
 
@@ -52,13 +60,12 @@ def load_edits(output_dir, results_dir=None):
     """
     instructions = [edit.instruction for edit in EDITS]
     crops = {}
-    for line in (Path(output_dir) / "held_out" / "edits.jsonl").read_text().splitlines():
-        edit = json.loads(line)
-        source, i = Path(edit["input"]), instructions.index(edit["edit"])
+    for edit in read_edits(output_dir):
+        source, i = edit["original_image"], instructions.index(edit["edit_prompt"])
         crop = crops.setdefault(
             source.stem, {"input": read_image(source), "results": {}, "truths": {}}
         )
-        result = Path(edit["output"])
+        result = edit["output"]
         crop["results"][i] = read_image(Path(results_dir or result.parent, result.name))
         crop["truths"][i] = read_image(source.with_name(f"{source.stem}_truth_{i}.png"))
     return crops

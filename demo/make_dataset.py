@@ -99,7 +99,7 @@ def write_held_out(folder, results, rng, crops_per_photograph):
 
 def run(config):
     """Write both."""
-    output_dir = Path(config.output_dir)
+    output_dir = Path(config.output_dir).absolute()  # for the paths of the list
     rng = np.random.default_rng(config.seed)
     write_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)
     held_out = output_dir / "held_out"

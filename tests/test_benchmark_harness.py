@@ -159,3 +159,10 @@ def test_a_killed_process_is_told():
         ValueError, match="a process was killed, most likely because memory ran out"
     ):
         in_new_process(os._exit, 9)
+
+
+def test_importing_pytorchs_pipelines_warns_of_nothing():
+    """transformers would say that torchvision is not installed."""
+    command = [sys.executable, "-c", "import benchmarks.images"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

@@ -256,8 +256,9 @@ def test_a_full_disk_leaves_nothing(model, data, tmp_path, monkeypatch):
 def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
     fill(config_for(model, data, tmp_path / "latents", max_train_samples=5))
     assert [file.name for file in (tmp_path / "latents").iterdir()] == ["a.parquet"]
+    (tmp_path / "latents" / "._a.parquet").write_bytes(b"of macOS")
     fill(config_for(model, data, tmp_path / "latents"))
-    assert len(list((tmp_path / "latents").iterdir())) == 2
+    assert len(list((tmp_path / "latents").glob("[!.]*"))) == 2
 
 
 def test_latents_of_other_settings_are_replaced_on_request(model, data, kept, tmp_path):

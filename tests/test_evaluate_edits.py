@@ -102,12 +102,13 @@ def evaluate(**given):
 
 
 def refused(capsys, args):
-    """The error that the script ends with, which is its only output on stderr."""
+    """The error that the script ends with; only warnings about the list of pairs come before it."""
     with pytest.raises(SystemExit) as error:
         evaluate_edits.main(args)
     assert error.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1
+    *warnings, message = capsys.readouterr().err.splitlines(keepends=True)
+    assert message.startswith("error: ")
+    assert all("are in the working directory" in warning for warning in warnings)
     return message
 
 
@@ -335,6 +336,18 @@ def write_jsonl(path, num_pairs=2, drop=(), **changes):
     return path
 
 
+def test_hidden_files_are_no_weights(tmp_path):
+    for name in ("model_index.json", "unet/weights", "other/weights"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    before = evaluate_edits.model_checksum(tmp_path)
+    for name in ("unet/.DS_Store", "unet/._weights", "other/new"):
+        (tmp_path / name).touch()
+    assert evaluate_edits.model_checksum(tmp_path) == before
+    (tmp_path / "unet" / "new").touch()
+    assert evaluate_edits.model_checksum(tmp_path) != before
+
+
 def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
@@ -558,11 +571,17 @@ def test_labels_of_near_points_do_not_overlap(num_labels):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pairs_jsonl": "empty.jsonl"}, "empty.jsonl has no pairs"),
+        ({"pairs_jsonl": "empty.jsonl"}, "empty.jsonl has no rows"),
         ({"pairs_jsonl": "none.jsonl"}, "none.jsonl cannot be read"),
-        ({"pairs_jsonl": "lacking.jsonl"}, "lacking.jsonl, line 1 is not a JSON object with the"),
-        ({"pairs_jsonl": "blank.jsonl"}, "blank.jsonl, line 1 is not a JSON object with the"),
-        ({"pairs_jsonl": "lost.jsonl"}, "lost.jsonl, line 1: nowhere.png cannot be read: No such"),
+        (
+            {"pairs_jsonl": "lacking.jsonl"},
+            "lacking.jsonl has 1 problem: line 1: no edit_prompt or edit or",
+        ),
+        ({"pairs_jsonl": "blank.jsonl"}, "blank.jsonl has 1 problem: line 1: instruction is empty"),
+        (
+            {"pairs_jsonl": "lost.jsonl"},
+            "lost.jsonl has 1 problem: line 1: nowhere.png does not exist",
+        ),
         ({"pairs_jsonl": "text.jsonl"}, "text.jsonl: no known image format"),
         ({"data_dir": "data"}, "give one of --data_dir and --pairs_jsonl"),
         ({"pairs_jsonl": None}, "give one of --data_dir and --pairs_jsonl"),
@@ -599,7 +618,7 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, me
     Path("empty.jsonl").write_text("\n\n")
     write_jsonl(Path("p.jsonl"), 1)
     write_jsonl(Path("lacking.jsonl"), 1, drop=("instruction",))
-    write_jsonl(Path("blank.jsonl"), 1, truth=" ")
+    write_jsonl(Path("blank.jsonl"), 1, instruction=" ")
     write_jsonl(Path("lost.jsonl"), 1, truth="nowhere.png")
     write_jsonl(Path("text.jsonl"), 1, input="text.jsonl")
     write_jsonl(Path("bare.jsonl"), 1, drop=("truth",))

@@ -1,5 +1,6 @@
 """LoRA files of all layouts, folded into pipelines: against PyTorch's load_lora_weights."""
 
+import itertools
 import json
 
 import jax
@@ -13,12 +14,12 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from flax.traverse_util import flatten_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_pipeline_instruct_pix2pix import psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from lora_flax import Loras, from_sgm
-from modeling_flax_utils import flax_to_torch
+from modeling_flax_utils import flax_to_torch, torch_to_flax
 from pipeline_flax_utils import FlaxDiffusionPipeline
 
 RANK = 3
@@ -170,6 +171,33 @@ def test_weights_are_those_of_pytorch(models, tmp_path, family, layout):
     theirs.unload_lora_weights()
     _, params = FlaxDiffusionPipeline.from_pretrained(models[family], lora=[f"{file}:0.7"])
     assert_params_are(theirs, params)
+
+
+def test_each_layer_has_its_own_alpha(models, tmp_path):
+    """Closed form: (alpha / rank) B A, and B A without alpha, which diffusers 0.42 gets wrong."""
+    theirs, file = torch_pipeline("sd", models["sd"]), tmp_path / "lora.safetensors"
+    before = {part: getattr(theirs, part).state_dict() for part in ("unet", "text_encoder")}
+    factors = random_factors(theirs, all_targets(TARGETS))
+    kohya_file(file, factors, alpha=1.0)
+    tensors = load_file(file)
+    alphas = dict(zip(factors, itertools.cycle((1.0, 2.0, 4.0, None))))
+    for (part, layer), alpha in alphas.items():
+        prefix = "lora_te" if part == "text_encoder" else PARTS[part]
+        name = f"{prefix}_{layer.replace('.', '_')}.alpha"
+        tensors[name] = torch.tensor(alpha or 0.0)
+        if alpha is None:
+            del tensors[name]
+    save_file(tensors, file)
+    _, params = FlaxDiffusionPipeline.from_pretrained(models["sd"], lora=[str(file)])
+    for (part, layer), alpha in alphas.items():
+        down, up = (x.numpy() for x in factors[part, layer])
+        update = np.tensordot(up.reshape(len(up), RANK), down, 1) * ((alpha or RANK) / RANK)
+        prefix = "text_model." if part == "text_encoder" else ""
+        key, expected = torch_to_flax(
+            f"{prefix}{layer}.weight", before[part][f"{layer}.weight"].numpy() + update
+        )
+        found = flatten_dict(params[part], sep="/")[key]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6, err_msg=key)
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")

@@ -22,7 +22,7 @@ import safetensors
 import safetensors.torch
 import torch
 import transformers
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import config_flax
 import modeling_flax_utils
@@ -402,6 +402,15 @@ def write_weights(folder, form, dtype=torch.float32):
         case "safetensors sharded fp16":
             name = f"{stem}.fp16-{{}}.safetensors"
             save_shards(folder, state, st, name, f"{stem}.safetensors.index.fp16.json")
+        case "safetensors sharded, diffusers' older names, fp16":
+            name = f"{stem}-{{}}.fp16.safetensors"
+            save_shards(folder, state, st, name, f"{stem}.safetensors.fp16.index.json")
+        case "safetensors sharded, huggingface_hub's names, fp16":
+            name = f"{stem}.fp16-{{}}.safetensors"
+            save_shards(folder, state, st, name, f"{stem}.fp16.safetensors.index.json")
+        case "bin sharded, diffusers' older names, fp16":
+            name = f"{stem}-{{}}.fp16.bin"
+            save_shards(folder, state, pt, name, f"{stem}.bin.fp16.index.json")
         case "bin":
             torch.save(state, folder / f"{stem}.bin")
         case "bin before 1.6":
@@ -421,6 +430,9 @@ FORMS = (
     "safetensors sharded",
     "safetensors fp16",
     "safetensors sharded fp16",
+    "safetensors sharded, diffusers' older names, fp16",
+    "safetensors sharded, huggingface_hub's names, fp16",
+    "bin sharded, diffusers' older names, fp16",
     "bin",
     "bin before 1.6",
     "bin sharded",
@@ -842,6 +854,39 @@ def test_pytorch_opens_our_shards(tmp_path):
     reopened = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "ours", variant="v")
     for key, tensor in theirs.state_dict().items():
         assert torch.equal(tensor, reopened.state_dict()[key]), key
+
+
+def older_shards(folder):
+    """Shards of a variant as older diffusers named them; PyTorch prefers their index."""
+    torch_model("unet_conv").save_pretrained(folder, variant="v", max_shard_size="20KB")
+    stem = "diffusion_pytorch_model"
+    index = folder / f"{stem}.safetensors.index.v.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values())
+    text = index.read_text()
+    for name in shards:
+        number = re.search(r"-\d+-of-\d+", name)[0]
+        text = text.replace(name, f"{stem}{number}.v.safetensors")
+        (folder / name).rename(folder / f"{stem}{number}.v.safetensors")
+    (folder / f"{stem}.safetensors.v.index.json").write_text(text)
+    index.unlink()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers: these names are deprecated
+def test_older_names_of_a_variant(tmp_path):
+    """PyTorch and we open them alike; saving the variant again replaces them."""
+    older_shards(tmp_path)
+    theirs = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, variant="v").state_dict()
+    module, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path, variant="v")
+    expected = dict(torch_to_flax(key, x.numpy()) for key, x in theirs.items())
+    assert_same_tree(params, unflatten_dict(expected, sep="/"))
+
+    ones = jax.tree.map(np.ones_like, params)
+    module.save_pretrained(tmp_path, ones, variant="v")
+    assert [x.name for x in tmp_path.glob("diffusion*")] == [
+        "diffusion_pytorch_model.v.safetensors"
+    ]
+    reopened = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, variant="v")
+    assert all((x == 1).all() for x in reopened.state_dict().values())
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])

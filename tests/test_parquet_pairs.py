@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
+import edit_lists
 import parquet_pairs
 import parquet_processing
 import parquet_shards
@@ -106,7 +107,7 @@ def test_bytes_are_copied_and_read_upright(tmp_path, capsys, form):
         if form.startswith("captions"):
             rows[-1] = {"file_name": original.stem if n % 2 else original.name} | rows[-1]
         else:
-            rows[-1] |= {"original": f"original/{original.name}", "output": str(edited)}
+            rows[-1] |= {"original": f"original/{original.name}", "edited": str(edited)}
     file = write_list(source / form, rows)
     data = tmp_path / "data"
     main("--pairs", source if form.startswith("captions") else file, "--output_dir", data)
@@ -235,7 +236,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     good = {"input": "good.png", "edit": "red", "edited": "edited.png"}
     rows = [
         (good, None),
-        (good | {"input": "gone.png"}, "gone.png: does not exist"),
+        (good | {"input": "gone.png"}, "gone.png does not exist"),
         (good | {"input": "."}, "Is a directory"),
         (good | {"input": "nul\0.png"}, "null byte"),
         (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
@@ -248,7 +249,9 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"edit": ["red"]}, 'edit is ["red"], not text'),
         (good | {"edit": None}, "edit is empty"),
         (good | {"edit": "\ud800"}, "edit is not valid Unicode"),
-        ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or output"),
+        ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or truth"),
+        ({"input": "good.png", "edit": "x", "output": "edited.png"}, "output is the file that edi"),
+        (good | {"truth": "wide.png"}, 'edited "edited.png" and truth "wide.png" differ'),
         ({}, "no original_image or "),
         (good | {"input": "./good.png", "edit": "red "}, "repeats line 1"),
         ("{", "not JSON (Expecting property name"),
@@ -263,10 +266,10 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     count = len(rows) - 1
     error = error_of(capsys, *flags)
     assert error.startswith(
-        f"error: {file} has {count} problems: line 2: {tmp_path}/gone.png: does"
+        f"error: {file} has {count} problems: line 2: {tmp_path}/gone.png does n"
     )
     assert error.endswith(f"; and {count - 10} more\n") and "line 12" not in error
-    monkeypatch.setattr(parquet_pairs, "MAX_NAMED_PROBLEMS", 99)
+    monkeypatch.setattr(edit_lists, "MAX_NAMED_PROBLEMS", 99)
     told = error_of(capsys, *flags).strip().partition("problems: ")[2].split("; line ")
     assert len(told) == count
     for line, (problem, (_, expected)) in enumerate(zip(told, rows[1:]), start=2):
@@ -297,9 +300,9 @@ def test_too_many_pixels(tmp_path, monkeypatch, name, most):
         ("a.csv", f"{HEADER}1,2\n3,4,5,6\n", "line 2: 2 values, but 3 columns; line 3: 4 values"),
         ("a.csv", f'{HEADER}"a\nb",c,d,\n\n"e', "line 2: 4 values, but 3 columns; line 5: not CSV"),
         ("a.csv", 'input, edit, edited\na, "b, c", d\n', "a.csv has 2 problems: line 2: "),
-        ("a.csv", HEADER, "a.csv lists no pairs"),
-        ("a.csv", "", "a.csv lists no pairs"),
-        ("a.jsonl", "\n \n", "a.jsonl lists no pairs"),
+        ("a.csv", HEADER, "a.csv has no rows"),
+        ("a.csv", "", "a.csv has no rows"),
+        ("a.jsonl", "\n \n", "a.jsonl has no rows"),
         ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl line 3 is not UTF-8; save the file as UTF-8"),
         ("a.csv", "input,edit".encode("utf-16"), "a.csv line 1 is not UTF-8"),
         ("a.txt", "x", "a.txt must be a .jsonl or .csv file, or a directory with original/"),
@@ -311,6 +314,25 @@ def test_bad_lists(tmp_path, capsys, name, content, words):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert words in error_of(capsys, "--pairs", tmp_path / name, "--output_dir", tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+def test_hidden_files_do_not_count(tmp_path, caplog):
+    """Among the images, where macOS writes ._NAME beside NAME, and in the output directories."""
+    source, data, held_out = (tmp_path / name for name in ("own", "data", "held"))
+    for name in ("original/a.png", "edited/a.png", "original/b.png", "edited/b.png"):
+        path = save(source / name)
+        path.with_name(f"._{path.name}").write_bytes(b"of macOS")
+        path.with_name(".DS_Store").touch()
+    write_list(source / "captions.jsonl", [{"name": n, "edit": f"edit {n}"} for n in "ab"])
+    for folder in (data, held_out):
+        folder.mkdir()
+        (folder / ".DS_Store").touch()
+    write_pairs(source, data, num_held_out=1, held_out_dir=held_out)
+    assert not caplog.records
+    assert len(parquet_shards.list_row_groups(data)) == 1
+    assert len(edits_of_jsonl(held_out / "edits.jsonl")) == 1
+    with pytest.raises(ValueError, match=r"data is not empty \(train-00000-of-00001\.parquet\)"):
+        write_pairs(source, data)
 
 
 def test_bad_directories(tmp_path, capsys, caplog):

@@ -26,6 +26,7 @@ from PIL import Image, ImageOps
 import parquet_dataset
 import parquet_processing
 import parquet_shards
+from edit_metrics import pairs_of_shards
 from images import LINE_HEIGHT, crop_square, decode_image, encoded_size
 from parquet_dataset import epoch_order
 from parquet_processing import ParquetImagePairs
@@ -894,6 +895,73 @@ def test_every_type_of_text_and_of_bytes(tmp_path, text):
     assert [row[:3] for row in rows] == list(zip(originals, edits, prompts)) * len(BYTES)
 
 
+@pytest.mark.parametrize("copy_first", [False, True])
+def test_a_struct_beside_its_flattened_copy(tmp_path, copy_first):
+    """Both columns have a leaf with the dotted name original_image.bytes."""
+    struct, flat, edits = ([f"{name}{n}".encode() for n in range(40)] for name in "abc")
+    columns = {
+        "original_image": pa.array([{"bytes": x, "path": "x"} for x in struct], IMAGE),
+        "original_image.bytes": pa.array(flat, pa.binary()),
+        "edit_prompt": pa.array(list(map(str, range(40)))),
+        "edited_image": pa.array([{"bytes": x, "path": "x"} for x in edits], IMAGE),
+    }
+    names = sorted(columns, key="original_image.bytes".__ne__) if copy_first else columns
+    pq.write_table(pa.table({name: columns[name] for name in names}), tmp_path / "a.parquet")
+    for chosen, originals in {"": struct, "original_image.bytes": flat}.items():
+        (group,) = parquet_shards.list_row_groups(tmp_path, chosen)
+        cells = parquet_shards.read_row_group(group)
+        rows = [parquet_shards.pair_at(cells, row)[:3] for row in range(40)]
+        assert rows == list(zip(originals, edits, map(str, range(40))))
+        pairs = pairs_of_shards(tmp_path, (chosen, "", ""), ("", ""))
+        assert [(pair.original, pair.truth) for pair in pairs] == list(zip(originals, edits))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "multiple", "expected"),
+    [
+        ([24], 16, 1, "16 of 24 pairs per epoch (24 with --train_batch_size 12)"),
+        ([24], 16, 8, "16 of 24 pairs per epoch (24 with --train_batch_size 8)"),
+        ([24], 8, 1, "24 of 24 pairs per epoch"),
+        ([23], 16, 1, "16 of 23 pairs per epoch (22 with --train_batch_size 11)"),
+        ([24], 16, 16, "16 of 24 pairs per epoch"),  # no smaller batch is a multiple
+        ([9], 8, 4, "8 of 9 pairs per epoch"),  # a batch of 4 leaves out one pair too
+        ([1001], 1000, 1, "1000 of 1001 pairs per epoch"),  # less than MIN_LEFT_OUT
+        # Two processes with shards of their own: of 12 and 15 rows, at most 24 can be used.
+        ([12, 15], 7, 2, "14 of 27 pairs per epoch (24 with --train_batch_size 12)"),
+    ],
+)
+def test_a_batch_that_leaves_out_fewer_pairs_is_named(
+    tmp_path, rows, batch_size, multiple, expected
+):
+    folders = []
+    for process, count in enumerate(rows):
+        folders.append(tmp_path / str(process))
+        folders[-1].mkdir()
+        write_numbered(folders[-1], [count], row_group_size=1000)
+
+    def make(process_index, all_gather):
+        return ParquetImagePairs(
+            folders[process_index], batch_size=batch_size, resolution=8,
+            process_index=process_index, process_count=len(rows), all_gather=all_gather,
+        )  # fmt: skip
+
+    for dataset in on_processes(make, len(rows)):
+        assert dataset.describe_epoch(multiple) == expected
+        assert expected.startswith(f"{len(dataset) * batch_size * len(rows)} of ")
+
+
+def test_hidden_files_are_no_shards(numbered, tmp_path):
+    """Neither an unreadable one nor one that would add rows; .unfinished still stops the loader."""
+    for path in numbered.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "._shard-0.parquet").write_bytes(b"\0\5\x16\7 of macOS")
+    (tmp_path / ".x.parquet").write_bytes((numbered / "shard-1.parquet").read_bytes())
+    assert ParquetImagePairs(tmp_path, batch_size=53, resolution=8).num_rows == 53
+    (tmp_path / ".unfinished").mkdir()
+    with pytest.raises(ValueError, match="is not complete"):
+        ParquetImagePairs(tmp_path, batch_size=53, resolution=8)
+
+
 # Bad input
 
 
@@ -914,6 +982,7 @@ def all_broken(folder):
 BAD_FOLDERS = {
     "missing": (Path.rmdir, ["is not a directory"]),
     "no shards": (lambda folder: (folder / "a.txt").touch(), ["no *.parquet"]),
+    "hidden shards": (lambda folder: (folder / "._a.parquet").touch(), ["no *.parquet"]),
     "truncated": (truncated, ["1 of 2 shards", "shard-1.parquet"]),
     "zero bytes": (lambda folder: (folder / "a.parquet").touch(), ["a.parquet", "0 bytes"]),
     "not parquet": (

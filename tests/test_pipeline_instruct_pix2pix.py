@@ -57,8 +57,10 @@ def random_inputs(batch, height, width, factor=4):
     return images, latents
 
 
-def edit_with_torch(folder, prompts, images, latents, negative_prompt=None, **scales):
-    """PyTorch's pipeline, 20 steps; (B, H, W, 3) in [0, 1]."""
+def edit_with_torch(
+    folder, prompts, images, latents, negative_prompt=None, output_type="np", **scales
+):
+    """PyTorch's pipeline, 20 steps; (B, H, W, 3) in [0, 1], or of another output_type."""
     pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
@@ -67,7 +69,7 @@ def edit_with_torch(folder, prompts, images, latents, negative_prompt=None, **sc
         num_inference_steps=20,
         latents=torch.tensor(latents),
         negative_prompt=negative_prompt,
-        output_type="np",
+        output_type=output_type,
         **scales,
     ).images
 
@@ -118,6 +120,31 @@ def test_images_are_those_of_pytorch(
     # The measure is sensitive to the instruction.
     others = pipeline.prepare_text_inputs(["make it black and white"] * batch)
     assert psnr(edit(others).images, expected) < 45
+
+
+def check_output_types(loaded, torch_latents, input_images, latents, **options):
+    """np, pil and latent of an edit pipeline; torch_latents: the result's, of PyTorch."""
+    pipeline, params = loaded
+    inputs = pipeline.prepare_inputs(PROMPTS[: len(input_images)], input_images)
+    edit = partial(pipeline, *inputs, params, jax.random.key(0), latents=latents, **options)
+    found = edit(output_type="latent").images
+    assert found.shape == torch_latents.shape and found.dtype == jnp.float32
+    assert np.abs(found - torch_latents.numpy()).max() < 1e-4 * torch_latents.abs().max()
+    arrays = edit().images
+    np.testing.assert_allclose(pipeline._decode(params, found), arrays, atol=1e-5)
+    pictures, *flags = edit(output_type="pil", return_dict=False)  # SDXL has no flags
+    assert not any(flags) and len(pictures) == len(input_images)
+    for picture, array in zip(pictures, arrays):
+        assert np.abs(np.asarray(picture) / 255 - array).max() < 0.6 / 255
+    assert (edit(output_type=None).images == arrays).all()
+    with pytest.raises(ValueError, match="output_type='pt' is unknown; take np, pil or latent"):
+        edit(output_type="pt")
+
+
+def test_output_types(folder, loaded):
+    arrays = random_inputs(2, 32, 32)
+    torch_latents = edit_with_torch(folder, PROMPTS[:2], *arrays, output_type="latent")
+    check_output_types(loaded, torch_latents, *arrays, num_inference_steps=20)
 
 
 @pytest.mark.parametrize(("s_T", "s_I"), [(1.0, 1.5), (7.5, 0.5)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline
 from PIL import Image
-from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
+from test_pipeline_instruct_pix2pix import PROMPTS, check_output_types, psnr, random_inputs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
@@ -43,8 +43,10 @@ def loaded(folder):
     return FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
 
 
-def edit_with_torch(folder, prompts, images, latents, negative_prompt=None, **options):
-    """PyTorch's pipeline, 8 steps; (B, H, W, 3) in [0, 1]."""
+def edit_with_torch(
+    folder, prompts, images, latents, negative_prompt=None, output_type="np", **options
+):
+    """PyTorch's pipeline, 8 steps; (B, H, W, 3) in [0, 1], or of another output_type."""
     pipeline = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
@@ -55,7 +57,7 @@ def edit_with_torch(folder, prompts, images, latents, negative_prompt=None, **op
         num_inference_steps=8,
         latents=torch.tensor(latents),
         negative_prompt=negative_prompt,
-        output_type="np",
+        output_type=output_type,
         **options,
     ).images
 
@@ -96,6 +98,13 @@ def test_images_are_those_of_pytorch(
     ).images
     assert images.dtype == jnp.float32 and images.shape == (batch, *size, 3)
     assert psnr(images, expected) > 60
+
+
+def test_output_types(folder, loaded):
+    arrays = random_inputs(1, 32, 32, 8)
+    scales = dict(guidance_scale=3.0, image_guidance_scale=1.5)
+    torch_latents = edit_with_torch(folder, PROMPTS[:1], *arrays, output_type="latent", **scales)
+    check_output_types(loaded, torch_latents, *arrays, num_inference_steps=8, **scales)
 
 
 def test_what_edits_in_bfloat16_round(folder, loaded):

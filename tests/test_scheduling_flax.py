@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scheduling_flax import (
+    REPLACEABLE,
     SCHEDULERS,
     FlaxDDIMScheduler,
     FlaxDDPMScheduler,
@@ -20,7 +21,9 @@ from scheduling_flax import (
     FlaxLMSDiscreteScheduler,
     FlaxPNDMScheduler,
     make_scheduler,
+    scheduler_from_config,
     scheduler_from_pretrained,
+    training_scheduler,
 )
 
 diffusers.utils.logging.set_verbosity_error()
@@ -120,6 +123,20 @@ def test_whole_trajectories_match_pytorch(name, monkeypatch):
                     torch_trajectory(name, config, num_steps, monkeypatch),
                     f"{prediction_type} {spacing} {num_steps}",
                 )
+
+
+def test_lms_begins_in_the_middle_with_order_1(monkeypatch):
+    """A first step of Euler; PyTorch takes coefficients for derivatives that it does not have."""
+    first_step, config = 5, STABLE_DIFFUSION
+    timesteps, samples = flax_trajectory("lms", config, 12, first_step=first_step)
+    theirs = torch_class("lms").from_config(config)
+    theirs.set_timesteps(12)
+    sigma, next_sigma = theirs.sigmas.numpy()[first_step : first_step + 2]
+    derivative = model(START / np.sqrt(sigma**2 + 1), timesteps[0])  # of epsilon
+    expected = START + (next_sigma - sigma) * derivative
+    np.testing.assert_allclose(samples[0], expected, rtol=1e-5, atol=1e-5)
+    _, others = torch_trajectory("lms", config, 12, monkeypatch, first_step=first_step)
+    assert np.abs(others[0] - expected).max() > 0.1
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULERS if name not in ("pndm", "lms")])
@@ -542,6 +559,54 @@ def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
     assert type(scheduler_from_pretrained(tmp_path, None)[0]) is FlaxDDIMScheduler
 
 
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")  # as above
+@pytest.mark.parametrize("own", sorted(REPLACEABLE))
+def test_another_scheduler_takes_the_place_of_one_without_flax_class(own, tmp_path, monkeypatch):
+    """Its config gives the numbers that PyTorch's classes make of it, and those of training."""
+    options = {"clip_sample": False, "skip_prk_steps": True, "prediction_type": "v_prediction"}
+    config = STABLE_DIFFUSION | options
+    needs_package = own == "DPMSolverSDEScheduler"  # torchsde; its options are KDPM2's
+    cls = getattr(diffusers, "KDPM2DiscreteScheduler" if needs_package else own)
+    cls.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "scheduler_config.json"
+    content = json.loads(file.read_text()) | {"_class_name": own}
+    file.write_text(json.dumps(content))
+    for name in SCHEDULERS:
+        scheduler, _ = scheduler_from_config(content, tmp_path, name)
+        assert type(scheduler) is SCHEDULERS[name]
+        found = flax_trajectory(name, scheduler.config, 5)
+        # diffusers means to take "deis" for its own value, but first refuses it.
+        known = {"algorithm_type": "dpmsolver++"} if "deis" in content.values() else {}
+        expected = torch_trajectory(name, content | known, 5, monkeypatch)
+        assert_same_trajectory(found, expected, name)
+
+    scheduler, state = training_scheduler(content | {"thresholding": True}, tmp_path)
+    ddpm = diffusers.DDPMScheduler(**STABLE_DIFFUSION, prediction_type="v_prediction")
+    x, noise, t = START, NOISE[0], [17, 800]
+    for ours, theirs in (
+        (scheduler.add_noise, ddpm.add_noise),
+        (scheduler.get_velocity, ddpm.get_velocity),
+    ):
+        expected = theirs(torch.from_numpy(x), torch.from_numpy(noise), torch.tensor(t))
+        np.testing.assert_allclose(ours(state, x, noise, jnp.asarray(t)), expected, atol=1e-6)
+    assert scheduler.config.prediction_type == "v_prediction"
+
+    with pytest.raises(ValueError, match=f"_class_name={own}.*choose one with --scheduler"):
+        scheduler_from_pretrained(tmp_path, None)
+
+
+def test_a_scheduler_with_another_noise_schedule_cannot_be_replaced():
+    """Flow matching has no betas: the defaults of another class would be nonsense."""
+    content = dict(diffusers.FlowMatchEulerDiscreteScheduler().config)
+    content["_class_name"] = "FlowMatchEulerDiscreteScheduler"
+    for build in (
+        lambda: scheduler_from_config(content, "model", "ddim"),
+        lambda: training_scheduler(content, "model"),
+    ):
+        with pytest.raises(ValueError, match="_class_name=FlowMatchEulerDiscreteScheduler, which"):
+            build()
+
+
 def test_schedulers_are_read_only_and_hash_by_class_and_options():
     ddim, same = FlaxDDIMScheduler(beta_end=0.01), FlaxDDIMScheduler(beta_end=0.01)
     assert ddim == same and hash(ddim) == hash(same)
@@ -589,7 +654,7 @@ REFUSED = [
     (FlaxDPMSolverMultistepScheduler, {"use_dynamic_shifting": True}),
     (FlaxDPMSolverMultistepScheduler, {"thresholding": True}),
     (FlaxDPMSolverMultistepScheduler, {"variance_type": "learned_range"}),
-    (FlaxDPMSolverMultistepScheduler, {"solver_type": "bh2"}),
+    (FlaxDPMSolverMultistepScheduler, {"solver_type": "bh3"}),
     (FlaxDPMSolverMultistepScheduler, {"solver_order": 4}),
 ]
 

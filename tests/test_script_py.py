@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_server import Hub
+from hub_server import Hub, ways_to_give_a_token
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,6 +116,7 @@ def start_script(hub, *flags, cwd, **env):
         "GCE_METADATA_HOST": f"127.0.0.1:{hub.port}",
         **env,
     }
+    environment = {name: value for name, value in environment.items() if value is not None}
     command = [sys.executable, ROOT / "script.py", *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -488,6 +489,20 @@ def test_command_line(hub, tmp_path):
     code, out, err = run_script(hub, "--dataset=a/b", cwd=tmp_path)  # no token
     assert (code, out) == (2, "")
     assert re.fullmatch(r"error: a/b: .*HF_TOKEN.*\n", err)
+
+
+@pytest.mark.slow
+def test_every_way_to_give_a_token(hub, tmp_path):
+    """As in script.sh, see the test of the same name."""
+    hub.token = TOKEN
+    hub.add("a/b", {"default/train/0000.parquet": parquet()}, script.CONVERTED_REF)
+    for name, env in ways_to_give_a_token(tmp_path, TOKEN).items():
+        env |= {"HF_ENDPOINT": f"{hub.endpoint}//"}
+        flags = ["--dataset=a/b", "--worker=0", "--num_workers=1"]  # without JAX
+        code, out, err = run_script(hub, *flags, cwd=tmp_path, **env)
+        assert code == 0, (name, err)
+        plan_files = [path.read_text() for path in (tmp_path / "plan").iterdir()]
+        assert TOKEN not in "".join([out, err, *plan_files])
 
 
 # --- --urls ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from flaky_server import Fault, FlakyServer
+from hub_server import ways_to_give_a_token
 
 SCRIPT = ROOT / "script.sh"
 CONNECTIONS = 4
@@ -65,12 +66,13 @@ def write_plan(folder, server, files, worker=3, sizes=None, known=("size", "sha2
 def environment(**changes):
     """The script's environment: short waits, without this machine's proxies and tokens."""
     kept = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
-    return kept | QUICK | changes
+    variables = kept | QUICK | {"HF_HOME": "/no/such/directory"} | changes
+    return {name: value for name, value in variables.items() if value is not None}
 
 
-def start(plan, dest, **changes):
+def start(plan, dest, script=SCRIPT, **changes):
     return subprocess.Popen(
-        ["bash", SCRIPT, plan, dest],
+        ["bash", script, plan, dest],
         env=environment(**changes),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -480,6 +482,48 @@ def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest, redirect):
         assert asked == {("127.0.0.1", f"Bearer {token}"), *cdn}
         heads = [request for request in server.requests if request[:2] == ("127.0.0.1", "HEAD")]
         assert len(heads) == 2
+
+
+def test_every_way_to_give_a_token(tmp_path, dest):
+    """As in script.py, which reads it with huggingface_hub; so is the hub's address."""
+    files = make_files(1, 1000)
+    token = "hf_TheSecretOfThisTest"
+    with FlakyServer(files, token=token) as server:
+        plan = write_plan(tmp_path, server, files)
+        for name, env in ways_to_give_a_token(tmp_path, token).items():
+            server.requests.clear()
+            code, lines = run(plan, dest, HF_ENDPOINT=f"{server.hub}//", **env)
+            assert code == 0, (name, lines)
+            assert token not in "".join(lines)
+            asked = {request[::4] for request in server.requests}  # (host, Authorization)
+            assert asked == {("127.0.0.1", f"Bearer {token}"), ("localhost", None)}, name
+            shutil.rmtree(dest)
+
+        # The token file is a directory.
+        code, lines = run(plan, dest, HF_TOKEN_PATH=str(tmp_path))
+        assert code == 2
+        assert lines == [
+            "error: huggingface_hub cannot read the token; find out: hf auth whoami",
+        ]
+
+
+def test_a_token_without_python(tmp_path, dest):
+    """HF_TOKEN and the file in HF_HOME, where there is no huggingface_hub."""
+    files = make_files(1, 1000)
+    token = "hf_TheSecretOfThisTest"
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "python3").write_text("#!/bin/bash\nexit 3\n")
+    (tools / "python3").chmod(0o755)
+    script = Path(shutil.copy(SCRIPT, tmp_path))  # there is no .venv beside it
+    (tmp_path / "token").write_text(f"{token}\n")
+    with FlakyServer(files, token=token) as server:
+        plan = write_plan(tmp_path, server, files)
+        for env in ({"HF_TOKEN": f" {token} "}, {"HF_HOME": str(tmp_path)}):
+            env |= {"PATH": f"{tools}:{os.environ['PATH']}", "HF_ENDPOINT": f"{server.hub}/"}
+            code, lines = end(start(plan, dest, script, **env))
+            assert code == 0, lines
+            shutil.rmtree(dest)
 
 
 def test_refused_tokens(tmp_path, dest):

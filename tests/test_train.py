@@ -929,7 +929,7 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
         ema_snapshot_steps=4,
     )
     run_main(config, monkeypatch)
-    assert "on 8 of 9 pairs per epoch" in capsys.readouterr().out
+    assert "on 8 of 9 pairs per epoch: 8 pairs per step" in capsys.readouterr().out
     assert read_metrics(out)[-1]["step"] == 7
 
     before, saved = params_of(model, "unet"), params_of(out, "unet")

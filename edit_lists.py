@@ -1,0 +1,230 @@
+"""Lists of edits and of image pairs, one reader for all programs.
+
+    rows = read_list("--edits_jsonl FILE", Path(FILE), ("original_image", "edit_prompt", "output"))
+
+parquet_processing.py --pairs, edit_cli.py --edits_jsonl and evaluate_edits.py --pairs_jsonl read
+them. A list is a .csv file whose first line names the columns, or else a file with one JSON object
+per line. NAMES has the accepted keys or column names; other keys are ignored. Several names of one
+text must agree. `output` is the file that edit_cli.py writes, never an image to learn from.
+
+Paths are relative to the list. An image that is not there is looked up in the working directory,
+which a warning says; the output of that row is relative to the working directory too.
+"""
+
+import csv
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+NAMES = {  # what a row has -> accepted keys
+    "original_image": ("original_image", "input_image", "original", "input"),
+    "edited_image": ("edited_image", "output_image", "edited", "truth"),
+    "edit_prompt": ("edit_prompt", "edit", "instruction"),
+    "output": ("output",),
+    "original_prompt": ("original_prompt", "original_caption", "input_caption"),
+    "edited_prompt": ("edited_prompt", "edited_caption", "output_caption"),
+    "file_name": ("file_name", "file", "name"),
+}
+IMAGES = ("original_image", "edited_image")
+PATHS = (*IMAGES, "output")
+CAPTIONS = ("original_prompt", "edited_prompt")
+MAX_NAMED_PROBLEMS = 10  # in an error message
+
+logger = logging.getLogger(__name__)
+
+
+def read_list(
+    given: str,
+    file: Path,
+    required: tuple[str, ...],
+    optional: tuple[str, ...] = (),
+    max_rows: int | None = None,
+) -> list[dict]:
+    """Read a list; see list_rows.
+
+    Args:
+        given: the file with its flag, for error messages.
+
+    Raises:
+        ValueError: a row is invalid (names the first ten problems).
+    """
+    rows, problems = list_rows(given, file, required, optional, max_rows)
+    raise_problems(file, problems)
+    return rows
+
+
+def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
+    """Raise one ValueError for all problems of a list, if there are any."""
+    if problems:
+        named = [f"line {line}: {problem}" for line, problem in problems[:MAX_NAMED_PROBLEMS]]
+        named += [f"and {len(problems) - MAX_NAMED_PROBLEMS} more"] * (
+            len(problems) > MAX_NAMED_PROBLEMS
+        )
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ValueError(f"{file} has {count}: {'; '.join(named)}")
+
+
+def list_rows(
+    given: str,
+    file: Path,
+    required: tuple[str, ...],
+    optional: tuple[str, ...] = (),
+    max_rows: int | None = None,
+) -> tuple[list[dict], list[tuple[int, str]]]:
+    """Read a list without opening images.
+
+    Args:
+        given: the file with its flag, for error messages.
+        file: the list, in UTF-8.
+        required, optional: keys of NAMES.
+        max_rows: read only the first N rows; None: all.
+
+    Returns:
+        (rows, problems). A row is a dict of "line", the line on which it begins, from 1, and of the
+        texts by the keys of NAMES, None if missing; those of PATHS are Paths. A problem is (line,
+        description) of an invalid row or a missing image.
+
+    Raises:
+        ValueError: the file cannot be read, is not UTF-8 or has no rows.
+    """
+    rows, problems, elsewhere = [], [], []
+    for line, content in islice(read_objects(given, file, required), max_rows):
+        try:
+            if isinstance(content, str):
+                raise ValueError(content)
+            texts = parse_texts(content, required, optional)
+        except ValueError as error:
+            problems.append((line, str(error)))
+            continue
+        bases = {name: find_base(texts[name], file.parent) for name in IMAGES if texts.get(name)}
+        images = {name: base / texts[name] for name, base in bases.items()}
+        if missing := [path for path in images.values() if not os.path.exists(path)]:
+            problems += [(line, f"{path} does not exist") for path in missing]
+            continue
+        row = {"line": line} | texts | images
+        if texts.get("output"):
+            row["output"] = bases["original_image"] / texts["output"]
+        rows.append(row)
+        elsewhere += [texts[name] for name, base in bases.items() if base != file.parent][:1]
+    if not rows and not problems:
+        raise ValueError(f"{given} has no rows; write one for each edit")
+    if elsewhere:
+        logger.warning(
+            "%s: images of %d rows are in the working directory, not beside the list, for example "
+            "%s; write paths relative to the list%s",
+            file, len(elsewhere), elsewhere[0],
+            "; outputs of these rows go to the working directory too" * ("output" in required),
+        )  # fmt: skip
+    return rows, problems
+
+
+def read_objects(
+    given: str, file: Path, required: tuple[str, ...]
+) -> Iterator[tuple[int, dict | str]]:
+    """Read the objects of a list.
+
+    Args:
+        given, file, required: see list_rows.
+
+    Yields:
+        (line on which it begins, {name: value} or a description of the problem).
+
+    Raises:
+        ValueError: the file cannot be read or is not UTF-8, or a CSV file has no valid header.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{given} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file} line {line} is not UTF-8; save the file as UTF-8") from None
+
+    if file.suffix.lower() != ".csv":
+        for line, row in enumerate(text.split("\n"), start=1):
+            if not row.strip():
+                continue
+            try:
+                row = json.loads(row)
+            except (ValueError, RecursionError) as error:
+                yield line, f"not JSON ({getattr(error, 'msg', error)})"
+            else:
+                yield line, row if isinstance(row, dict) else "not a JSON object"
+        return
+
+    rows = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
+    header, line = None, 1
+    try:
+        for values in rows:
+            if header is None:
+                header = [name.strip() for name in values]
+                problem = missing_names(header, required)
+                if len(set(header)) < len(header):
+                    problem = "two columns have the same name"
+                if problem:
+                    raise ValueError(
+                        f"{file} line {line} names the columns {', '.join(header)}: {problem}"
+                    )
+            elif len(values) == len(header):
+                yield line, dict(zip(header, values))
+            elif values:
+                yield line, f"{len(values)} values, but {len(header)} columns"
+            line = rows.line_num + 1
+    except csv.Error as error:
+        yield line, f"not CSV ({error})"
+
+
+def missing_names(names: list[str], required: tuple[str, ...]) -> str:
+    """Name the required keys or columns that are missing; "" if none is."""
+    missing = [name for name in required if not set(NAMES[name]) & set(names)]
+    problem = "; ".join(f"no {' or '.join(NAMES[name])}" for name in missing)
+    if "edited_image" in missing and "output" in names:
+        problem += " (output is the file that edit_cli.py writes, no image to learn from)"
+    return problem
+
+
+def parse_texts(
+    content: dict, required: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, str | None]:
+    """An object's texts by their keys in NAMES; missing optional texts are None.
+
+    Raises:
+        ValueError: a text is missing, empty or not a string, or several names of it differ.
+    """
+    if problem := missing_names(list(content), required):
+        raise ValueError(problem)
+    texts = {}
+    for key in (*required, *optional):
+        found = {}
+        for name in (name for name in NAMES[key] if content.get(name) is not None):
+            if not isinstance(content[name], str):
+                raise ValueError(f"{name} is {json.dumps(content[name])[:40]}, not text")
+            if text := content[name].strip():
+                found[name] = text
+        if key in required and not found:
+            raise ValueError(f"{next(name for name in NAMES[key] if name in content)} is empty")
+        if len(set(found.values())) > 1:
+            differing = " and ".join(f'{name} "{text[:40]}"' for name, text in found.items())
+            raise ValueError(f"{differing} differ, but mean the same; give one of them")
+        texts[key] = next(iter(found.values()), None)
+        if key in PATHS and "\0" in (texts[key] or ""):
+            raise ValueError("a path has a null byte")
+        try:
+            (texts[key] or "").encode()
+        except UnicodeEncodeError:
+            (name,) = list(found)[:1]
+            raise ValueError(f"{name} is not valid Unicode: it has an unpaired surrogate") from None
+    return texts
+
+
+def find_base(path: str, folder: Path) -> Path:
+    """The directory that a path is relative to: folder, or the working directory if only it has it.
+
+    An absolute path has folder.
+    """
+    is_elsewhere = not os.path.exists(folder / path) and os.path.exists(path)
+    return Path() if is_elsewhere else folder
