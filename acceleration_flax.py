@@ -97,6 +97,7 @@ class DeepCache:
 
     def kinds(self, num_steps, starts):
         """ "full" or "shallow" of each step; the steps `starts` have no valid cache."""
+        require(self.interval < num_steps, self, "interval", f"must be below the {num_steps} steps")
         full = set(starts) | set(range(min(self.warmup, num_steps)))
         if self.center < 0:
             for start, stop in pairwise([*starts, num_steps]):
@@ -161,6 +162,7 @@ class Spectrum:
 
     def kinds(self, num_steps, starts):
         """ "full" or "forecast" of each step."""
+        require(self.window < num_steps, self, "window", f"must be below the {num_steps} steps")
         kinds, window, forecasts = [], self.window, 0
         for i in range(num_steps):
             if i < self.warmup or i >= self.stop * num_steps:

@@ -19,15 +19,16 @@ Images are cropped to the central square. In every step, training draws new samp
 images' latents, as without the cache. Undecodable pairs are logged and stored as nulls; training
 replaces them as usual.
 
-Existing shards are kept if VAE, size, precision and dataset match, else the script stops. Several
-hosts can share the work in one output directory; hosts with different shards need one directory
-each. Runs on GPU, TPU or CPU (5 s per pair on two cores).
+Existing shards are kept if VAE, size, precision and dataset match, else the script stops, or
+replaces them with --overwrite_output_dir. Several hosts can share the work in one output directory;
+hosts with different shards need one directory each. Runs on GPU, TPU or CPU (5 s per pair on two
+cores).
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from command_line import run_main
+from command_line import check_output_dir, run_main
 from training_latents import write_latents
 
 
@@ -37,23 +38,25 @@ class Config:
     pretrained_vae_model_name_or_path: str = ""  # another VAE; "": the model's own
     train_data_dir: str = "data"  # directory of *.parquet shards
     output_dir: str = "latents"  # directory for the shards of latents
+    overwrite_output_dir: bool = False  # replace latents in output_dir of other settings
     revision: str | None = None  # branch, tag or commit of a hub id
     variant: str | None = None  # variant of the VAE's files, e.g. fp16
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt
-    max_train_samples: int | None = None  # only the shards with the first N pairs; None: all
+    max_train_samples: int | None = None  # only the shards with the first N pairs; default: all
     resolution: int = 256  # side of the square images, pixels
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
-    batch_size: int | None = None  # pairs per device; None: as many pixels as 8 at 256 pixels
+    batch_size: int | None = None  # pairs per device; default: as many pixels as 8 at 256 pixels
     max_bad_fraction: float = 0.1  # stop if a larger fraction of the pairs is undecodable
     dataloader_num_workers: int = 0  # decoding threads; 0: one per core
 
 
 def run(config):
     """Write the latents of all pairs."""
-    write_latents(config, config.output_dir, config.batch_size)
+    check_output_dir("output_dir", config.output_dir, config.overwrite_output_dir, "*.parquet")
+    write_latents(config, config.output_dir, config.batch_size, config.overwrite_output_dir)
     print(f"latents of {config.train_data_dir} are in {config.output_dir}")
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import check_writable, run_main
+from command_line import check_output_dir, naming_full_disk, run_main
 from config_flax import INDEX_NAME, fetch_file, has, read_json
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
@@ -34,10 +34,11 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory or hub id with the UNet
     output_dir: str  # directory for the widened UNet
-    in_channels: int | None = None  # to make; default: twice the latents', 8 for Stable Diffusion
+    in_channels: int | None = None  # input channels to make; default: twice the latents' channels
     subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # variant of the UNet's files, e.g. fp16
+    overwrite_output_dir: bool = False  # replace a UNet in output_dir; other files are not changed
 
 
 def widen(params, in_channels):
@@ -50,19 +51,10 @@ def widen(params, in_channels):
     Returns:
         A tree that shares everything but conv_in's kernel, (3, 3, in_channels, C).
 
-    Raises:
-        ValueError: the UNet has as many channels already.
-
     Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.
     """
     kernel = np.asarray(params["conv_in"]["kernel"])  # (3, 3, c, C)
-    num_new = in_channels - kernel.shape[2]
-    if num_new <= 0:
-        raise ValueError(
-            f"--in_channels {in_channels} must be more than the {kernel.shape[2]} input channels "
-            "the UNet has; give a text-to-image UNet, or a larger --in_channels"
-        )
-    kernel = np.pad(kernel, ((0, 0), (0, 0), (0, num_new), (0, 0)))
+    kernel = np.pad(kernel, ((0, 0), (0, 0), (0, in_channels - kernel.shape[2]), (0, 0)))
     return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}
 
 
@@ -96,46 +88,76 @@ def largest_difference(narrow, narrow_params, wide, wide_params, key):
     return float(np.abs(result - expected).max()), float(np.abs(expected).max())
 
 
-def create_modified_unet(config: Config):
-    """Load, widen, check, save."""
-    jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
-    if not config.output_dir:
-        raise ValueError("--output_dir is empty; name a directory")
-    if Path(config.output_dir).is_file():
-        raise ValueError(f"--output_dir {config.output_dir} is a file; name a directory")
-    source = Path(config.pretrained_model_name_or_path)
-    if Path(config.output_dir).resolve() in (
-        source.resolve(),
-        (source / config.subfolder).resolve(),
-    ):
-        raise ValueError(
-            f"--output_dir {config.output_dir} is the model that is read and would be "
-            "overwritten; name another directory"
-        )
-    pipeline = Path(config.output_dir).resolve().parent
-    if (pipeline / "model_index.json").exists():
-        raise ValueError(
-            f"--output_dir {config.output_dir} is a part of the pipeline in {pipeline}, whose UNet "
-            "would be overwritten; name another directory"
-        )
-    check_writable(f"--output_dir {config.output_dir}", Path(config.output_dir))
-    path = config.pretrained_model_name_or_path
-    index = fetch_file(path, INDEX_NAME, None, config.revision)
+def check_config(config):
+    """Raise a ValueError for an output directory or a source that does not fit."""
+    if config.output_dir:
+        output_dir = Path(config.output_dir).resolve()
+        source = Path(config.pretrained_model_name_or_path)
+        if output_dir in (source.resolve(), (source / config.subfolder).resolve()):
+            raise ValueError(
+                f"--output_dir {config.output_dir} is the model that is read and would be "
+                "overwritten; name another directory"
+            )
+        if (output_dir.parent / INDEX_NAME).exists():
+            raise ValueError(
+                f"--output_dir {config.output_dir} is a part of the pipeline in "
+                f"{output_dir.parent}, whose UNet would be overwritten; name another directory"
+            )
+    check_output_dir("output_dir", config.output_dir, config.overwrite_output_dir)
+    path, subfolder, revision = (
+        config.pretrained_model_name_or_path,
+        config.subfolder,
+        config.revision,
+    )
+    given = f"--pretrained_model_name_or_path {path}"
+    index = fetch_file(path, INDEX_NAME, None, revision)
     index = {} if index is None else read_json(index)
     if has(index, "text_encoder_2") and not has(index, "text_encoder"):
         raise ValueError(
-            f"{path} is SDXL's refiner, which lacks the first text encoder; give the base model"
+            f"{given} is SDXL's refiner, which lacks the first text encoder; give the base model"
         )
+    if fetch_file(path, "config.json", subfolder or None, revision) is None:
+        if index or Path(path).is_dir():
+            raise ValueError(
+                f"{given} has no {Path(subfolder, 'config.json')}; give the directory of a "
+                'pipeline, or the directory of a UNet and --subfolder ""'
+            )
+        raise ValueError(
+            f"{given} is neither a directory nor a model that can be reached on the hub; check the "
+            "path"
+        )
+
+
+def choose_in_channels(config, narrow):
+    """The input channels of the widened UNet; raise a ValueError if the narrow one has as many."""
+    if config.in_channels is None:
+        in_channels, path = 2 * narrow.out_channels, config.pretrained_model_name_or_path
+        if in_channels <= narrow.in_channels:
+            raise ValueError(
+                f"the UNet of {path} has {narrow.in_channels} input channels already, where a "
+                f"text-to-image model has {narrow.out_channels}; give a text-to-image model"
+            )
+        return in_channels
+    if config.in_channels <= narrow.in_channels:
+        raise ValueError(
+            f"--in_channels {config.in_channels} must be more than the {narrow.in_channels} input "
+            "channels the UNet has; give a larger number, or leave it out"
+        )
+    return config.in_channels
+
+
+def create_modified_unet(config: Config):
+    """Load, widen, check, save."""
+    jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
+    check_config(config)
     narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
-        path,
+        config.pretrained_model_name_or_path,
         subfolder=config.subfolder or None,
         revision=config.revision,
         variant=config.variant,
     )
     print(f"loaded {config.pretrained_model_name_or_path}: {narrow.in_channels} input channels")
-    in_channels = config.in_channels
-    if in_channels is None:
-        in_channels = 2 * narrow.out_channels
+    in_channels = choose_in_channels(config, narrow)
     wide = narrow.clone(in_channels=in_channels)
     wide_params = widen(narrow_params, in_channels)
     print("checking the widened UNet against the narrow one (compiles both)")
@@ -150,7 +172,9 @@ def create_modified_unet(config: Config):
         raise ArithmeticError(
             f"the widened UNet differs from the narrow one by {difference:.2e}; nothing was saved"
         )
-    wide.save_pretrained(config.output_dir, params=wide_params)
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(wide_params))
+    with naming_full_disk(Path(config.output_dir), num_bytes):
+        wide.save_pretrained(config.output_dir, params=wide_params)
     print(f"saved {config.output_dir}: {in_channels} input channels, all other weights unchanged")
 
 

@@ -8,12 +8,13 @@ The last takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited
 relative to the list; docs/data.md has the table of keys. With the model of `make demo`, on a CPU:
 
     python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
-        --edit "invert the colors" --output inverted.png --resolution 64 \\
+        --edit "invert the colors" --output inverted.png \\
         --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2
 
-Sizes: the EXIF orientation is applied. The longer side becomes --resolution and the aspect ratio is
-kept, each side rounded to the nearest multiple of the VAE's factor (8). The image is resized
-(Lanczos) to cover that size and cropped evenly on both sides. Transparent parts become white.
+Sizes: the EXIF orientation is applied. The longer side becomes --resolution, by default the size
+that the model was made for, and the aspect ratio is kept, each side rounded to the nearest multiple
+of the VAE's factor. The image is resized (Lanczos) to cover that size and cropped evenly on both
+sides. Transparent parts become white.
 
 The noise of an edit depends on --seed and its index in the list, not on batch size, devices or
 other edits: the same command gives the same images on any machine, up to rounding. Images of one
@@ -27,6 +28,7 @@ Source: InstructPix2Pix (arXiv 2211.09800).
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -46,11 +48,15 @@ from editing import (
     edit_size,
     load_fitted,
     load_model,
+    plan_edits,
     preview_files,
     replicate_params,
 )
 from executables import use_compilation_cache
 from images import (
+    GRID_IMAGE_SIZE,
+    GRID_IMAGES,
+    GRID_MARGIN,
     IMAGE_FORMATS,
     captioned,
     check_image_file,
@@ -58,10 +64,7 @@ from images import (
     save_image,
     tile_grid,
 )
-
-GRID_EDITS = 64  # at most; more cannot be looked at in one image
-GRID_IMAGE_SIZE = 256  # pixels, longer side
-GRID_MARGIN = 8  # pixels
+from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Config:
     image_guidance_scale: float = 1.5  # similarity to the input, >= 0
     negative_prompt: str = ""  # what to avoid
     seed: int = 0  # seed of the noise
-    resolution: int = 512  # pixels, longer side
+    resolution: int | None = None  # pixels, longer side; default: the model's
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
@@ -126,6 +129,11 @@ def edits_of_flags(inputs, instructions, output):
         raise ValueError("no edits; give --input and --edit, or --edits_jsonl")
     if not all(map(str.strip, instructions)):
         raise ValueError('an --edit is empty; say what to change, such as "make it red"')
+    for path in inputs:
+        if path.is_dir():
+            raise ValueError(
+                f"--input {path} is a directory; name images, such as {path / '*.png'}"
+            )
     if len(instructions) not in (1, len(inputs)):
         raise ValueError(
             f"{len(instructions)} --edit do not fit {len(inputs)} --input; give one per input, "
@@ -178,7 +186,7 @@ def before_after_grid(edits, sizes):
     """
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     tiles = []
-    for edit, size in zip(edits[:GRID_EDITS], sizes):
+    for edit, size in zip(edits[:GRID_IMAGES], sizes):
         before, after = load_fitted(edit.input, size), load_image(edit.output)
         images = [ImageOps.contain(image, box) for image in (before, after)]
         tiles.append(captioned(images, edit.instruction))
@@ -217,6 +225,7 @@ def run_edits(pipeline, params, edits, sizes, config):
             negative_prompt=config.negative_prompt,
             timesteps=config.timesteps,
             eta=config.eta,
+            lora=config.lora,
         )
         for batch, images, _ in batches:
             for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
@@ -247,7 +256,7 @@ def run(config):
         for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
     ]
 
-    pipeline_type, factor, scheduler = check_model(
+    pipeline_type, factor, resolution, scheduler = check_model(
         config.model,
         config.resolution,
         config.num_inference_steps,
@@ -260,10 +269,18 @@ def run(config):
     )
     outputs, inputs = zip(*((edit.output, edit.input) for edit in edits))
     preview = preview_files(config, scheduler, outputs, inputs)
-    sizes = [edit_size(size, config.resolution, factor) for size in image_sizes]
+    sizes = [edit_size(size, resolution, factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
+    branches = guidance_branches(config.guidance_scale, config.image_guidance_scale)
     pipeline, params = load_model(
-        config.model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, preview
+        config.model,
+        pipeline_type,
+        scheduler,
+        dtype,
+        config.lora,
+        config.accelerate,
+        preview,
+        partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
     )
     run_edits(pipeline, params, edits, sizes, config)
     jax.effects_barrier()  # waits for the previews

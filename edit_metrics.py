@@ -271,9 +271,10 @@ class Clip:
             if info["missing_keys"]:
                 raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]} and others")
         except Exception as error:  # the libraries raise errors of many types
-            raise ValueError(
-                f"--clip_model {name} cannot be opened: {one_line(error, 200)}; {remedy}"
-            ) from error
+            reason = one_line(error, 200)
+            if "couldn't connect" in reason:
+                reason = "the hub cannot be reached, and its cache has no copy"
+            raise ValueError(f"--clip_model {name} cannot be opened: {reason}; {remedy}") from error
         self.model.eval()
         self.dim = self.model.config.projection_dim
 

@@ -1,6 +1,6 @@
 """The report of evaluate_edits.py: results.md, curve.png and grid.png, drawn from results.json."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,10 @@ from images import captioned, load_image, save_image, tile_grid
 
 GRID_IMAGE_SIZE = 192  # pixels, longer side
 GRID_MARGIN = 8  # pixels
+LABEL_SIZE = 8  # of the font in the curve, points
+# Where a label may stand beside its point, points; a negative x: to the left of it
+LABEL_PLACES = [(x, y) for y in (4, -11, 14, -21, 24, -31) for x in (4, -4)]
+FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 SAMPLING_FLAGS = ("scheduler", "timesteps", "eta", "timestep_spacing", "lora", "accelerate")
 HEADINGS = {
     "l1": "L1",
@@ -78,7 +82,9 @@ def markdown(results, sentences):
         if any(row.get(name) is not None for row in rows + baselines)
     ]
     seeds = sorted({row["seed"] for row in rows})
+    names = short_names(results["models"])
     clip = f"CLIP model: {settings['clip_model']}"
+    clip += "" if settings["clip_model"] == "none" else "; its metrics are named sim."
     conditions = [
         f"{settings['num_pairs']} pairs",
         f"{settings['num_inference_steps']} steps",
@@ -95,36 +101,86 @@ def markdown(results, sentences):
         "# Edits",
         "",
         f"{', '.join(conditions)}. Means over the pairs, then mean ± standard deviation over seeds "
-        f"({', '.join(map(str, seeds))}). {clip}.",
+        f"({', '.join(map(str, seeds))}). {clip.rstrip('.')}.",
         "",
         *(f"- {sentence}" for sentence in sentences),
         *[""] * bool(sentences),
     ]
-    memory = " and ".join(sorted({f"of the {row['peak_memory_of']}" for row in rows}))
-    costs = ("s per edit", "s to compile", f"GiB, peak {memory}", "TFLOP per edit")
-    heads = ("model", "guidance", "image guidance", "seeds", *map(HEADINGS.get, metrics), *costs)
-    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for row in baselines:
-        name = row["baseline"] + (f" ({row['model']})" if row["model"] else "")
-        cells = [name, "", "", "", *(cell([row], x) for x in metrics), *[""] * len(costs)]
-        lines.append(f"| {' | '.join(cells)} |")
+    heads = ("model", "guidance", "image guidance", "seeds", *map(HEADINGS.get, metrics))
+    lines += table_head(heads)
+    for label, row in merge_baselines(baselines, metrics, names):
+        lines.append(f"| {' | '.join([label, '', '', '', *(cell([row], x) for x in metrics)])} |")
     for (model, *scales), group in over_seeds(rows).items():
-        cells = [
-            *(model, *map(str, scales), str(len(group))),
-            *(cell(group, name) for name in metrics),
-            cell(group, "seconds_per_edit", 3),
-            f"{max(row['compile_seconds'] for row in group):.1f}",
-            f"{max(row['peak_memory_bytes'] for row in group) / 2**30:.2f}",
-            f"{group[0]['flops_per_edit'] / 1e12:.4g}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    names = "" if settings["clip_model"] == "none" else "; its metrics are named sim."
-    lines += ["", clip + names]
+        cells = [names[model], *map(str, scales), str(len(group))]
+        lines.append(f"| {' | '.join([*cells, *(cell(group, name) for name in metrics)])} |")
+    lines += ["", *costs(rows, names)] if rows else []
     for name, model in results["models"].items():
         if "parameters" in model:
             parts = ", ".join(f"{part} {n:,}" for part, n in model["parameters"].items())
-            lines.append(f"\n{name}: {model['pipeline']}; parameters: {parts}.")
+            also = "" if names[name] == name else f" ({name})"
+            lines.append(f"\n{names[name]}{also}: {model['pipeline']}; parameters: {parts}.")
     return "\n".join(lines) + "\n"
+
+
+def table_head(heads):
+    """The first two lines of a Markdown table."""
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+
+
+def short_names(models):
+    """{model: the last part of its path or hub id, or all of it if several have that part}."""
+    last = {model: Path(model).name or model for model in models}
+    counts = Counter(last.values())
+    return {model: name if counts[name] == 1 else model for model, name in last.items()}
+
+
+def merge_baselines(baselines, metrics, names):
+    """The baselines, those of models with the same VAE once: [(label, row)].
+
+    Args:
+        baselines: rows of results.json.
+        metrics: names of the metrics that are shown.
+        names: of short_names.
+    """
+    groups = defaultdict(list)
+    for row in baselines:
+        groups[row["baseline"], *(row.get(name) for name in metrics)].append(row)
+    counts = Counter(key[0] for key in groups)
+    merged = []
+    for (baseline, *_), rows in groups.items():
+        models = ", ".join(names.get(row["model"], row["model"]) for row in rows if row["model"])
+        merged.append((f"{baseline} ({models})" if counts[baseline] > 1 else baseline, rows[0]))
+    return merged
+
+
+def costs(rows, names):
+    """A table of what an edit costs; runs of one model with the same FLOPs are one line.
+
+    Their seconds differ by noise only, so the median is shown, with the range.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["model"], row["flops_per_edit"]].append(row)
+    most = max(row["flops_per_edit"] for row in rows)
+    unit, name = next((x for x in FLOP_UNITS if most >= x[0]), FLOP_UNITS[-1])
+    memory = " and ".join(sorted({f"of the {row['peak_memory_of']}" for row in rows}))
+    heads = ("edits", "runs", "s per edit, median (range)", "s to compile")
+    lines = table_head((*heads, f"GiB, peak {memory}", f"{name} per edit"))
+    for (model, flops), group in groups.items():
+        scales = {(row["guidance_scale"], row["image_guidance_scale"]): None for row in group}
+        first = "{:g} and {:g}".format(*next(iter(scales)))
+        more = f" (and {len(scales) - 1} more)" if len(scales) > 1 else ""
+        seconds = [row["seconds_per_edit"] for row in group]
+        cells = [
+            f"{names[model]} at {first}{more}",
+            str(len(group)),
+            f"{np.median(seconds):.2g} ({min(seconds):.2g} to {max(seconds):.2g})",
+            f"{max(row['compile_seconds'] for row in group):.1f}",
+            f"{max(row['peak_memory_bytes'] for row in group) / 2**30:.2f}",
+            f"{flops / unit:.3g}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def draw_curve(results, file):
@@ -151,44 +207,94 @@ def draw_curve(results, file):
     )
     if axes is None:
         return None
-    figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(8, 7), layout="constrained")
     plot = figure.add_subplot()
-    lines = defaultdict(list)
+    lines, names = defaultdict(list), short_names(results["models"])
     for (model, guidance_scale, image_guidance_scale), group in over_seeds(rows).items():
         points = [mean_and_spread(group, name) for name in axes]
         lines[model, guidance_scale].append((image_guidance_scale, *points))
+    labels = []
     for (model, guidance_scale), points in lines.items():
         points.sort()
         (x, x_spread), (y, y_spread) = (
             zip(*((mean, spread or 0) for mean, spread in column))
             for column in list(zip(*points))[1:]
         )
-        label = f"{model}, guidance {guidance_scale:g}"
-        plot.errorbar(x, y, y_spread, x_spread, marker="o", capsize=2, label=label)
-        for scale, *point in zip((scale for scale, *_ in points), x, y):
-            plot.annotate(f"{scale:g}", point, xytext=(4, 4), textcoords="offset points")
-    for row in results["baselines"]:
+        label = f"{names[model]}, guidance {guidance_scale:g}"
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "label": label}
+        line, *_ = plot.errorbar(x, y, y_spread, x_spread, **style)
+        for (scale, *_), point in zip(points, zip(x, y)):
+            labels.append((f"{scale:g}", point, line.get_color()))
+    # The baselines may be so far away that they would squeeze the curves into points.
+    limits = [widened(values) for values in zip(*(point for _, point, _ in labels))]
+    for label, row in merge_baselines(results["baselines"], axes, names):
         if all(row.get(name) is not None for name in axes):
-            label = row["baseline"] + (f" ({row['model']})" if row["model"] else "")
-            plot.plot(*(row[name] for name in axes), "x", label=label)
+            point = [row[name] for name in axes]
+            if not all(low <= value <= high for value, (low, high) in zip(point, limits)):
+                label += " at ({:.3g}, {:.3g}), outside".format(*point)
+            plot.plot(*point, "x", label=label)
+    plot.set_xlim(limits[0])
+    plot.set_ylim(limits[1])
     plot.set_xlabel(AXES[axes[0]])
     plot.set_ylabel(AXES[axes[1]])
     settings = results["settings"]
     clip = f", {settings['clip_model']}" if axes == CURVES[0] else ""
     plot.set_title(f"{settings['num_pairs']} pairs{clip}; numbers: image guidance", fontsize=10)
-    plot.legend(fontsize=7)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.draw_without_rendering()  # places the axes
+    write_labels(plot, labels)
     save_whole(file, partial(figure.savefig, format="png", dpi=120))
     return f"{file.name}: {AXES[axes[0]]} and {AXES[axes[1]]}"
 
 
-def best_rows(rows, folder):
+def widened(values):
+    """(low, high) around values, with a quarter of their range on both sides, at least 5%."""
+    low, high = min(values), max(values)
+    margin = max((high - low) / 4, 0.05 * max(abs(low), abs(high)), 1e-3)
+    return low - margin, high + margin
+
+
+def write_labels(plot, labels):
+    """Write texts next to points, at the first of some places where they cover no other text.
+
+    A text that would cover others at all of them is left out.
+
+    Args:
+        plot: matplotlib Axes, with its final size and limits.
+        labels: list of (text, (x, y), color).
+    """
+    scale = plot.figure.dpi / 72  # pixels of a point
+    taken = []
+    for text, point, color in labels:
+        left, bottom = plot.transData.transform(point)
+        width, height = 0.65 * LABEL_SIZE * len(text) * scale, LABEL_SIZE * scale
+        for dx, dy in LABEL_PLACES:
+            x, y = left + dx * scale - (width if dx < 0 else 0), bottom + dy * scale
+            if all(
+                x > other_right or x + width < other_left or abs(y - other_y) > height
+                for other_left, other_right, other_y in taken
+            ):
+                taken.append((x, x + width, y))
+                plot.annotate(
+                    text,
+                    point,
+                    xytext=(dx, dy),
+                    textcoords="offset points",
+                    fontsize=LABEL_SIZE,
+                    color=color,
+                    horizontalalignment="right" if dx < 0 else "left",
+                )
+                break
+
+
+def best_rows(rows, folder, shown):
     """Per model the row with images in folder whose L1 to the truth is least.
 
-    Without truth, the row that was measured first.
+    Without truth, the row that was measured first; shown: the pairs whose images are needed.
     """
     best = {}
     for row in rows:
-        if Path(folder, row["images"]).is_dir():
+        if all(Path(folder, row["images"], f"{i}.png").is_file() for i in shown):
             other = best.setdefault(row["model"], row)
             if row["l1"] is not None and row["l1"] < other["l1"]:
                 best[row["model"]] = row
@@ -207,7 +313,8 @@ def draw_grid(results, pairs, folder):
         PIL image.
     """
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
-    rows = best_rows(results["rows"], folder)
+    rows = best_rows(results["rows"], folder, [i for i, _, _ in pairs])
+    names = short_names(results["models"])
     has_truth = any(pair.truth is not None for _, pair, _ in pairs)
     tiles = []
     for i, pair, size in pairs:
@@ -218,7 +325,7 @@ def draw_grid(results, pairs, folder):
         for row in rows:
             scales = f"{row['guidance_scale']:g} and {row['image_guidance_scale']:g}"
             image = load_image(Path(folder, row["images"], f"{i}.png"))
-            cells.append((image, f"{row['model']}, {scales}"))
+            cells.append((image, f"{names[row['model']]}, guidance {scales}"))
         tiles += [captioned([ImageOps.contain(image, box)], text) for image, text in cells]
     return tile_grid(tiles, 1 + has_truth + len(rows), GRID_MARGIN)
 

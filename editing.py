@@ -1,6 +1,6 @@
-"""What edit_cli.py and evaluate_edits.py share: sizes, opening a model, edits over all devices.
+"""What the programs that make images share: flags, memory, opening a model, edits over all devices.
 
-pipeline_type, factor, scheduler = check_model("MODEL", resolution=512, num_inference_steps=50)
+pipeline_type, factor, resolution, scheduler = check_model("MODEL", None, num_inference_steps=50)
 pipeline, params = load_model("MODEL", pipeline_type, scheduler, jnp.bfloat16)
 replicate_params(params, devices)
 for batch, images, seconds in edit_batches(pipeline, params, devices, edits, sizes, load, ...):
@@ -8,9 +8,12 @@ for batch, images, seconds in edit_batches(pipeline, params, devices, edits, siz
 """
 
 import math
+import re
+import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
+from pathlib import Path
 from threading import Lock
 
 import jax
@@ -18,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import jax_utils
 from PIL import Image, ImageOps
+from tqdm import tqdm
 
 from acceleration_flax import parse, plan_steps
 from caching_flax import noise_scales
-from config_flax import warn_once
+from command_line import in_bytes
+from config_flax import locate, read_index, warn_once
 from executables import replace_leaves, step_options
-from images import check_image_file, load_image, save_image, to_pil
+from images import check_image_file, load_image, made_by, save_image, to_pil
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     InstructPix2Pix,
     guidance_branches,
@@ -33,6 +38,8 @@ from pipeline_flax_utils import MODULES, pipeline_class
 from previews_flax import Preview
 from sampling_flax import check_eta, keys_per_image
 from scheduling_flax import SCHEDULERS, scheduler_from_config
+
+PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
 
 
 def edit_size(size, resolution, factor):
@@ -118,7 +125,7 @@ def check_model(
 
     Args:
         model: directory or hub id of an InstructPix2Pix pipeline, SD or SDXL.
-        resolution: of the longer side, pixels.
+        resolution: of the longer side, pixels; None: the size that the model was made for.
         num_inference_steps: of the scheduler.
         scheduler: a name of SCHEDULERS; None: the model's own.
         timesteps, eta: of the pipeline's call.
@@ -127,7 +134,7 @@ def check_model(
         guidance_scales: of the instruction and the image.
 
     Returns:
-        (pipeline class, pixels per latent along a side, scheduler).
+        (pipeline class, pixels per latent along a side, resolution, scheduler).
 
     Raises:
         ValueError: it is no such model, resolution is too small for it, or the scheduler does not
@@ -137,16 +144,66 @@ def check_model(
     pipeline_type = pipeline_class(model)
     if not issubclass(pipeline_type, InstructPix2Pix):
         raise ValueError(
-            f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix "
-            "model; train one with flax_train_instruct_pix2pix.py"
+            f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix model; "
+            "train one with flax_train_instruct_pix2pix.py, or make images from text with "
+            "sdxl_single.py and an SDXL model"
         )
     pipeline_type.check_acceleration(accelerate)
     _, configs = pipeline_type.check(model)
+    if resolution is None:
+        side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
+        side = max(side) if isinstance(side, list) else side
+        resolution = side * 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
     factor = pixels_per_latent(configs, resolution)
     found, state = choose_scheduler(configs["scheduler"], model, scheduler, timestep_spacing)
     steps = step_options(num_inference_steps, timesteps, eta)
     check_steps(found, state, steps, accelerate, guidance_branches(*guidance_scales))
-    return pipeline_type, factor, found
+    return pipeline_type, factor, resolution, found
+
+
+def check_xl(model, revision, unet):
+    """Raise a ValueError, which names the right program, for a model that is not SDXL for text.
+
+    Args:
+        model, revision: --pretrained_model_name_or_path and --revision.
+        unet: --unet, or None.
+    """
+    given = f"--pretrained_model_name_or_path {model}"
+    name = str(read_index(model, revision).get("_class_name"))
+    if "InstructPix2Pix" in name:
+        raise ValueError(f"{given} is an edit model ({name}); edit_cli.py edits images with it")
+    if "XL" not in name:
+        raise ValueError(
+            f"{given} is a {name}, not Stable Diffusion XL; give an SDXL model, or use Stable "
+            "Diffusion 1.x and 2.x from Python, see docs/sdxl.md"
+        )
+    folder, file = locate("--unet", unet) if unet else (None, None)
+    if not folder or file:
+        return
+    if Path(folder, "unet", "config.json").is_file():
+        raise ValueError(f"--unet {unet} is a pipeline; give its UNet, {Path(unet, 'unet')}")
+    config = MODULES["unet"].load_config(folder)
+    if config.get("addition_embed_type") != "text_time":
+        raise ValueError(
+            f"--unet {unet} is a UNet of Stable Diffusion 1.x or 2.x, the model is SDXL; give a "
+            "UNet of SDXL"
+        )
+
+
+def check_finite(images, which, lora=()):
+    """Raise a ValueError, which says what to try, if images are not finite.
+
+    Args:
+        images: array.
+        which: the images, in words.
+        lora: --lora.
+    """
+    if not np.isfinite(images).all():
+        first = f"without --lora {' '.join(lora)}, then " if lora else ""
+        raise ValueError(
+            f"{which} are NaN; try it {first}with --dtype float32, and if that does not help, the "
+            "model is broken"
+        )
 
 
 def check_steps(scheduler, state, steps, accelerate, branches):
@@ -181,6 +238,8 @@ def compute_dtype(name):
 def preview_files(config, scheduler, outputs, inputs=()):
     """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
 
+    They replace previews of an earlier run, and no other file.
+
     Args:
         config: with the flags preview, preview_decoder, seed, num_inference_steps, timesteps, grid.
         scheduler: of the images.
@@ -210,7 +269,7 @@ def preview_files(config, scheduler, outputs, inputs=()):
         preview_file(x, i) for x in outputs for i in range(every, num_steps, max(1, every))
     ):
         check_image_file(path)
-        if path.resolve() in kept:
+        if path.resolve() in kept or (path.exists() and not made_by(path, PREVIEW)):
             raise ValueError(f"{path} would be replaced by a preview; give it another name")
     keys = jax.random.key_data(keys_per_image(jax.random.key(config.seed), len(outputs)))
     files = {key.tobytes(): file for key, file in zip(np.asarray(keys), outputs)}
@@ -220,7 +279,7 @@ def preview_files(config, scheduler, outputs, inputs=()):
         with one_at_a_time:
             for key, image in zip(keys, to_pil(images)):
                 try:
-                    save_image(image, preview_file(files[key.tobytes()], step))
+                    save_image(image, preview_file(files[key.tobytes()], step), PREVIEW)
                 except OSError as error:  # the image itself may still be written
                     warn_once(f"a preview cannot be written: {error}")
 
@@ -232,7 +291,16 @@ def preview_file(file, step):
     return file.with_name(f"{file.stem}-step-{step:03}{file.suffix}")
 
 
-def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=(), preview=None):
+def load_model(
+    model,
+    pipeline_type,
+    scheduler,
+    dtype,
+    lora=(),
+    accelerate=(),
+    preview=None,
+    plan=lambda pipeline: "",
+):
     """Read a model.
 
     Args:
@@ -241,6 +309,8 @@ def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=(), p
         lora: files to fold into the weights, see lora_flax.Loras.
         accelerate: see acceleration_flax.parse.
         preview: Preview or None.
+        plan: called with the pipeline before the weights are read; returns a line to print after
+            that, or "".
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
@@ -248,9 +318,115 @@ def load_model(model, pipeline_type, scheduler, dtype, lora=(), accelerate=(), p
     pipeline = pipeline_type.open(
         model, dtype=dtype, scheduler=scheduler, accelerate=accelerate, preview=preview
     )
+    planned = plan(pipeline)
     params = pipeline.load_params(model, lora=lora)
     cast_params(pipeline, params)
+    if planned:
+        tqdm.write(planned, file=sys.stderr)
     return pipeline, params
+
+
+def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to=""):
+    """What will be made, in words; what cannot fit into memory is refused. Reads no weights.
+
+    Args:
+        pipeline: as from open.
+        devices: that make the images.
+        num_images, batch_size: of all, and of a device at once.
+        branches: of guidance.
+        size: (width, height) of the images of a batch, pixels.
+        up_to: "up to " if there are smaller ones.
+
+    Returns:
+        A line for the user, with a lower bound on the memory.
+
+    Raises:
+        ValueError: a lower bound on the memory is more than there is.
+    """
+    params, per_device = (
+        num_bytes_of_params(pipeline),
+        batch_size * bytes_per_image(pipeline, len(branches), *size),
+    )
+    stats = devices[0].memory_stats() or {}
+    if on_host := devices[0].platform == "cpu":  # its devices share memory, and may share weights
+        needed, available = params + len(devices) * per_device, host_memory()
+    else:
+        needed, available = params + per_device, stats.get("bytes_limit")
+    what = (
+        f"{num_images} image{'s' * (num_images > 1)} of {up_to}{size[0]}x{size[1]} pixels, "
+        f"{batch_size} at once on each of {len(devices)} {devices[0].device_kind}"
+    )
+    memory = f"at least {in_bytes(needed)}"
+    if available:
+        memory += f" of the {in_bytes(available)} of {'this machine' if on_host else 'a device'}"
+    if available and needed > available:
+        raise ValueError(
+            f"{what} take {memory}, of which the weights are {in_bytes(params)}; lower "
+            "--batch_size or the size"
+        )
+    return f"{what}; memory: {memory}"
+
+
+def plan_edits(pipeline, sizes, batch_size, branches):
+    """plan_images for edit_batches.
+
+    Args:
+        pipeline, batch_size, branches: as for plan_images.
+        sizes: (width, height) of each edit.
+    """
+    devices = jax.local_devices()[: len(sizes)]
+    at_once = {
+        size: min(batch_size, math.ceil(count / len(devices)))
+        for size, count in Counter(sizes).items()
+    }
+    size = max(at_once, key=lambda size: at_once[size] * math.prod(size))
+    up_to = "up to " if len(at_once) > 1 else ""
+    return plan_images(pipeline, devices, len(sizes), at_once[size], branches, size, up_to)
+
+
+def num_bytes_of_params(pipeline):
+    """Bytes of a pipeline's parameters after cast_params, from its configs."""
+    total = 0
+    for name in MODULES:
+        if (part := getattr(pipeline, name, None)) is not None:
+            dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
+            is_int8 = name == "unet" and pipeline.accelerate.int8
+            shapes = getattr(part, "module", part)._param_shapes()  # a text encoder has a module
+            total += sum(map(math.prod, shapes.values())) * (
+                1 if is_int8 else np.dtype(dtype).itemsize
+            )
+    return total
+
+
+def bytes_per_image(pipeline, num_branches, width, height):
+    """A lower bound on the memory that the program needs for each image of a batch, bytes.
+
+    It is the larger one of the image, float32, and of the features of the UNet's down blocks, which
+    all wait for the up blocks. Attention and the VAE's decoder take more.
+    """
+    config, factor = pipeline.unet.config, pipeline.vae_scale_factor
+    channels, layers = config.block_out_channels, config.layers_per_block
+    layers = layers if isinstance(layers, tuple) else [layers] * len(channels)
+    h, w = height // factor, width // factor
+    features = h * w * channels[0]  # of conv_in
+    for level, C in enumerate(channels):
+        features += layers[level] * h * w * C
+        if level + 1 < len(channels):
+            h, w = math.ceil(h / 2), math.ceil(w / 2)
+            features += h * w * C
+    return max(num_branches * features * np.dtype(pipeline.dtype).itemsize, width * height * 3 * 4)
+
+
+def host_memory():
+    """Bytes of memory and swap that this machine or container has; None: unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text()
+        total = sum(int(x) << 10 for x in re.findall(r"(?:Mem|Swap)Total: +(\d+) kB", lines))
+        limit = Path("/sys/fs/cgroup/memory.max")
+        limit = limit.read_text().strip() if limit.exists() else "max"
+        return total if limit == "max" else min(total, int(limit))
+    except (OSError, ValueError):
+        return None
 
 
 def cast_params(pipeline, params):
@@ -291,6 +467,7 @@ def edit_batches(
     negative_prompt="",
     timesteps=None,
     eta=None,
+    lora=(),
 ):
     """Edit images over several devices, those of one size together.
 
@@ -307,6 +484,7 @@ def edit_batches(
         batch_size: images per device at once, at most.
         seed, num_inference_steps, guidance_scale, image_guidance_scale, negative_prompt, timesteps,
             eta: of all edits.
+        lora: names for the error of a result that is not finite.
 
     Yields:
         (list of edits, their results, NumPy float32 (n, H, W, 3) in [0, 1], seconds of the
@@ -359,11 +537,7 @@ def edit_batches(
             images = np.asarray(images)
             seconds = time.perf_counter() - started
             images = images.reshape(-1, *images.shape[2:])[: len(batch)]
-            if not np.isfinite(images).all():
-                raise ValueError(
-                    f"the edit of {batch[0][1].input} and others are NaN; try --dtype "
-                    "float32, and if that does not help, the model is broken"
-                )
+            check_finite(images, f"the edit of {batch[0][1].input} and others", lora)
             yield [edit for _, edit in batch], images, seconds
             bar.set_description(f"editing {size[0]}x{size[1]}")
             bar.update(len(batch))

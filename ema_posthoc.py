@@ -31,7 +31,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from command_line import check_writable, run_main
+from command_line import check_output_dir, naming_full_disk, run_main
 from config_flax import read_json, shard_names, writing_pipeline
 from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
@@ -46,7 +46,7 @@ class Config:
     train_output_dir: str  # output directory of a finished run with --ema power
     sigma_rel: tuple[float, ...]  # lengths of the averages, each above 0 and below 0.28
     output_dir: str  # directory for the model; several lengths: a subdirectory for each
-    step: int | None = None  # last step of the average, one with snapshots; None: the last
+    step: int | None = None  # last step of the average, one with snapshots; default: the last
     dtype: Literal["float32", "float16"] = "float32"  # dtype of the UNet's file
     overwrite_output_dir: bool = False  # replace an existing model; other files are not changed
 
@@ -197,7 +197,7 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
         folder: Path; see writing_pipeline.
     """
     source = Path(config.train_output_dir)
-    with writing_pipeline(folder) as new:
+    with naming_full_disk(folder), writing_pipeline(folder) as new:
         shutil.copy(source / "model_index.json", new)
         for name, classes in read_json(source / "model_index.json").items():
             if isinstance(classes, list) and classes[0] is not None and name != "unet":
@@ -231,14 +231,8 @@ def output_folders(config):
     if len(config.sigma_rel) > 1:
         folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
     for folder in folders.values():
-        if folder.is_file():
-            raise ValueError(f"{folder} is a file; name a directory as --output_dir")
-        if folder.is_dir() and any(folder.iterdir()) and not config.overwrite_output_dir:
-            raise ValueError(
-                f"{folder} is not empty; name another --output_dir, or replace its model with "
-                "--overwrite_output_dir"
-            )
-        check_writable(f"--output_dir {config.output_dir}", folder)
+        given = Path(config.output_dir, folder.relative_to(output_dir))
+        check_output_dir("output_dir", given, config.overwrite_output_dir)
     return folders
 
 

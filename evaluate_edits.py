@@ -7,7 +7,7 @@
 With the model of `make demo`, on a CPU, in a minute and without CLIP:
 
     python evaluate_edits.py --model demo/output/model \\
-        --pairs_jsonl demo/output/held_out/edits.jsonl --resolution 64 --num_inference_steps 20 \\
+        --pairs_jsonl demo/output/held_out/edits.jsonl --num_inference_steps 20 \\
         --guidance_scale 2 --image_guidance_scale 1.2 --batch_size 18 --clip_model ""
 
 Every model edits every pair at every combination of the two scales and every seed. --data_dir is a
@@ -39,7 +39,7 @@ import numpy as np
 from tqdm import tqdm
 
 from acceleration_flax import parse
-from command_line import check_writable, differences, one_line, run_main, write_text
+from command_line import check_output_dir, differences, one_line, run_main, write_text
 from config_flax import INDEX_NAME, PARTS, fetch_file
 from edit_metrics import (
     CLIP_METRICS,
@@ -64,6 +64,7 @@ from editing import (
     edit_batches,
     edit_size,
     load_model,
+    plan_edits,
     replicate_params,
 )
 from executables import peak_memory, step_options, use_compilation_cache
@@ -74,7 +75,7 @@ from pipeline_flax_utils import MODULES
 
 RESULTS = "results.json"
 IMAGES = "images"  # directory of the images of grid.png
-GRID_PAIRS = 6  # rows of grid.png, at most
+GRID_PAIRS = 8  # rows of grid.png, at most
 BASELINES = ("copied input", "truth")
 VAE_BASELINES = ("VAE round trip of the input", "VAE round trip of the truth")
 
@@ -101,7 +102,7 @@ class Config:
     # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249
     timesteps: tuple[int, ...] = ()
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
-    resolution: int = 512  # pixels, longer side
+    resolution: int | None = None  # pixels, longer side; default: the models'
     scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
@@ -155,7 +156,7 @@ def check_flags(config):
     for seed in config.seeds:
         check_seed("seeds", seed)
     check_scheduler(config.scheduler)
-    check_writable(f"--output_dir {config.output_dir}", config.output_dir)
+    check_output_dir("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 
 def model_checksum(model):
@@ -238,9 +239,25 @@ def save_results(config, results):
     write_text(config.output_dir / RESULTS, text)
 
 
-def grid_rows(num_pairs):
-    """The pairs that grid.png shows, at equal distances."""
-    return range(0, num_pairs, -(-num_pairs // GRID_PAIRS))
+def grid_rows(instructions):
+    """The pairs that grid.png shows: of all instructions, or of some at equal distances.
+
+    Args:
+        instructions: of each pair.
+
+    Returns:
+        Their indices, sorted.
+    """
+    rows_of = defaultdict(list)
+    for row, instruction in enumerate(instructions):
+        rows_of[instruction].append(row)
+    n = min(GRID_PAIRS, len(instructions))
+    groups = list(rows_of.values())
+    if len(groups) > n:
+        groups = [groups[i * len(groups) // n] for i in range(n)]
+    # Place after place, the next instruction with a later one of its pairs, so that images differ.
+    chosen = {groups[i % len(groups)][i * len(groups[i % len(groups)]) // n] for i in range(n)}
+    return sorted(chosen)
 
 
 def find_row(rows, **key):
@@ -376,7 +393,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
         references: References.
         results, save: content of results.json, and a function that writes it.
         model: its name.
-        opened: pipeline class, factor and scheduler, of check_model.
+        opened: what check_model has returned for it.
         todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
         config: Config.
         bar: progress bar, in units of edits.
@@ -384,11 +401,13 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     pairs, sizes = references.pairs, references.sizes
     devices = jax.local_devices()[: len(pairs)]
     peak_memory(devices, reset=True)
-    pipeline_type, _, scheduler = opened
+    pipeline_type, _, _, scheduler = opened
     dtype = compute_dtype(config.dtype)
     bar.set_description(f"loading {model}")
+    branches = max((guidance_branches(*scales) for *scales, _ in todo), key=len)
+    plan = partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches)
     pipeline, params = load_model(
-        model, pipeline_type, scheduler, dtype, config.lora, config.accelerate
+        model, pipeline_type, scheduler, dtype, config.lora, config.accelerate, plan=plan
     )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     results["models"][model] |= {
@@ -407,6 +426,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
     for rows in rows_of_size.values():
         first += rows[: config.batch_size * len(devices)]
 
+    shown = grid_rows([pair.instruction for pair in pairs])
     row_of_index = {pair.index: row for row, pair in enumerate(pairs)}
     flops, compiled = {}, set()
     number = list(results["models"]).index(model)
@@ -424,6 +444,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
             num_inference_steps=config.num_inference_steps,
             timesteps=config.timesteps,
             eta=config.eta,
+            lora=config.lora,
             **scales,
         )
         branches = guidance_branches(**scales)
@@ -449,7 +470,7 @@ def measure_model(references, results, save, model, opened, todo, config, bar):
             for name, values in measure_images(references, rows, images).items():
                 metrics[name] += values
             for row, image in zip(rows, images):
-                if row in grid_rows(len(pairs)):
+                if row in shown:
                     save_image(image, config.output_dir / IMAGES / folder / f"{row}.png")
         memory, memory_of = peak_memory(devices)
         results["rows"].append(
@@ -538,7 +559,13 @@ def run(config):
             config.accelerate,
             scales,
         )
-    factor = max(factor for _, factor, _ in opened.values())  # all edit images of the same size
+    # All edit images of the same size.
+    factor = max(factor for _, factor, _, _ in opened.values())
+    resolutions = {model: resolution for model, (_, _, resolution, _) in opened.items()}
+    if len(set(resolutions.values())) > 1:
+        sizes = ", ".join(f"{model} {resolution}" for model, resolution in resolutions.items())
+        raise ValueError(f"the models were made for different sizes ({sizes}); give --resolution")
+    resolution = resolutions[config.model[0]]
     devices = jax.local_devices()[: len(pairs)]
     accelerate = parse(config.accelerate)
     settings = {
@@ -546,7 +573,7 @@ def run(config):
         "num_truths": sum(pair.truth is not None for pair in pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),
         "num_inference_steps": len(config.timesteps) or config.num_inference_steps,
-        "resolution": config.resolution,
+        "resolution": resolution,
         "multiple of sides": factor,
         "scheduler": config.scheduler,
         "timesteps": list(config.timesteps) or None,
@@ -579,7 +606,7 @@ def run(config):
         print(sentence)
 
     clip = Clip(config.clip_model) if config.clip_model and any(todo.values()) else None
-    references = load_references(pairs, clip, config.resolution, factor)
+    references = load_references(pairs, clip, resolution, factor)
     if any(todo.values()):
         measure_baselines(references, results)
     total = len(pairs) * sum(map(len, todo.values()))
@@ -587,7 +614,8 @@ def run(config):
         for model, missing in todo.items():
             if missing:
                 measure_model(references, results, save, model, opened[model], missing, config, bar)
-    shown = [(i, pairs[i], references.sizes[i]) for i in grid_rows(len(pairs))]
+    rows = grid_rows([pair.instruction for pair in pairs])
+    shown = [(i, pairs[i], references.sizes[i]) for i in rows]
     write_report(config.output_dir, results, shown, sentences)
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
     print(f"wrote {', '.join(sorted(file.name for file in config.output_dir.glob('*.*')))}")

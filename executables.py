@@ -39,7 +39,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.extend.core import jaxprs_in_params
 
-from command_line import one_line
+from command_line import naming_full_disk, one_line
 from config_flax import ModelOutput, warn_once
 from sampling_flax import as_keys, keys_per_image
 
@@ -135,11 +135,15 @@ class ExecutableStore:
         """Save an executable; it appears under its name when it is complete."""
         content, _, _ = serialize(compiled)
         header = {"cache_key": cache_key, "sha256": hashlib.sha256(content).hexdigest()}
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as f:  # mode 0600
+        file = self.folder / f"{name}{SUFFIX}"
+        with (
+            naming_full_disk(file, len(content)),
+            tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as f,  # mode 0600
+        ):
             try:
                 f.write(json.dumps(header).encode() + b"\n" + content)
                 f.close()
-                os.replace(f.name, self.folder / f"{name}{SUFFIX}")
+                os.replace(f.name, file)
             except BaseException:
                 os.unlink(f.name)
                 raise

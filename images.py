@@ -3,12 +3,16 @@
 Also what goes with images on the command line: prompts, latents, batches for several devices.
 """
 
+import functools
+import importlib.util
 import io
+import logging
 import math
 import os
-import textwrap
+import unicodedata
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
@@ -35,7 +39,16 @@ IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 JPEG_QUALITY = 95
 CAPTION_SIZE = 14  # of the font, pixels
 LINE_HEIGHT = 20  # of a caption, pixels
-CHARACTER_WIDTH = 7  # of a caption, on average, pixels
+NO_LETTER = "\U0010ffff"  # drawn as letters that a font lacks
+FONT_FOLDERS = (
+    *("/usr/share/fonts", "/usr/local/share/fonts", "~/.fonts", "~/.local/share/fonts"),
+    *("/System/Library/Fonts", "/Library/Fonts", "C:/Windows/Fonts"),
+)
+GRID_IMAGES = 64  # of a grid, at most; more cannot be looked at in one image
+GRID_IMAGE_SIZE = 256  # pixels, longer side
+GRID_MARGIN = 8  # pixels
+
+logger = logging.getLogger(__name__)
 
 
 def to_rgb(image):
@@ -303,21 +316,40 @@ def crop_square(
 
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a file")
     if path.suffix.lower() not in IMAGE_FORMATS:
         raise ValueError(
             f"{path} ends in {path.suffix or 'no extension'}; name it {' or '.join(IMAGE_FORMATS)}"
         )
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory; name a file")
     check_writable(str(path), path.absolute().parent)
 
 
-def save_image(image, path):
-    """Write an image in the format of its extension, to a temporary file that is renamed."""
+def save_image(image, path, software=None):
+    """Write an image in the format of its extension, to a temporary file that is renamed.
+
+    Args:
+        image: PIL image.
+        path: of the file.
+        software: text for the EXIF tag of this name; None: no EXIF data.
+    """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; name a file")
     image_format = IMAGE_FORMATS[path.suffix.lower()]
-    save_whole(path, partial(image.save, format=image_format, quality=JPEG_QUALITY))
+    options = {}
+    if software:
+        options["exif"] = Image.Exif()
+        options["exif"][ExifTags.Base.Software] = software
+    save_whole(path, partial(image.save, format=image_format, quality=JPEG_QUALITY, **options))
+
+
+def made_by(path, software):
+    """Whether a file is an image that save_image has written with this software text."""
+    try:
+        with Image.open(path) as image:
+            return image.getexif().get(ExifTags.Base.Software) == software
+    except OSError:  # not an image, or none that can be read
+        return False
 
 
 def image_files(output, num_images, grid=None):
@@ -335,12 +367,12 @@ def image_files(output, num_images, grid=None):
         ValueError: output is one file for several images, cannot be written, or is the grid too.
     """
     is_folder = output.is_dir() or not (output.suffix or output.is_file())
-    if num_images == 1 and not is_folder:
+    if is_one_file := num_images == 1 and not is_folder:
         files = [output]
     elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
         raise ValueError(
-            f"--output {output} is one file for {num_images} images; give a directory, or "
-            "--num_images 1 to make one image instead of a batch"
+            f"--output {output} is one file for {num_images} images; give a directory, or one "
+            "prompt and --num_images 1 to make one image"
         )
     else:
         numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
@@ -348,14 +380,24 @@ def image_files(output, num_images, grid=None):
         files = [output / f"{first + i:03}.png" for i in range(num_images)]
     if grid and grid.resolve() in [file.resolve() for file in files]:
         raise ValueError(f"--grid {grid} is an image of --output too; give it another name")
-    for file in files:
+    for file in files if is_one_file else files[:1]:  # the others are new in the same directory
         check_image_file(file)
     return files
 
 
-def image_grid(images):
-    """One image of several images of one size, in as many rows as columns if possible."""
-    return tile_grid(images, math.ceil(math.sqrt(len(images))))
+def image_grid(images, captions):
+    """One image of the first GRID_IMAGES images, in as many rows as columns if possible.
+
+    Args:
+        images: list of PIL images; small ones are enlarged.
+        captions: a text for each.
+    """
+    tiles = []
+    for image, caption in zip(images[:GRID_IMAGES], captions):
+        scale = max(1, GRID_IMAGE_SIZE / max(image.size))
+        size = [round(side * scale) for side in image.size]
+        tiles.append(captioned([image.resize(size, Image.Resampling.LANCZOS)], caption))
+    return tile_grid(tiles, math.ceil(math.sqrt(len(tiles))), GRID_MARGIN)
 
 
 def captioned(images, text, max_lines=None):
@@ -363,20 +405,108 @@ def captioned(images, text, max_lines=None):
 
     Args:
         images: list of PIL images.
-        text: the caption.
+        text: the caption; letters that no installed font has become \\uXXXX, with a warning.
         max_lines: of the caption, which then ends with an ellipsis if it is longer; None: all.
     """
     width, height = sum(image.width for image in images), max(image.height for image in images)
-    num_characters = max(1, width // CHARACTER_WIDTH)
-    text = textwrap.fill(text, num_characters, max_lines=max_lines, placeholder="…")
-    tile = Image.new("RGB", (width, height + LINE_HEIGHT * (1 + text.count("\n"))), "white")
+    size = max(CAPTION_SIZE, width // 40)
+    line_height = size * LINE_HEIGHT // CAPTION_SIZE
+    font, missing = caption_font(frozenset(text), size)
+    if missing:
+        warn_of_missing_letters()
+        text = "".join(x.encode("unicode_escape").decode() if x in missing else x for x in text)
+    lines = wrap(text, font, width, max_lines)
+    tile = Image.new("RGB", (width, height + line_height * len(lines)), "white")
     left = 0
     for image in images:
         tile.paste(image, (left, 0))
         left += image.width
-    font = ImageFont.load_default(CAPTION_SIZE)
-    ImageDraw.Draw(tile).text((0, height), text, fill="black", font=font)
+    draw = ImageDraw.Draw(tile)
+    for i, line in enumerate(lines):
+        draw.text((0, height + i * line_height), line, fill="black", font=font)
     return tile
+
+
+def wrap(text, font, width, max_lines=None):
+    """The lines of a text in a font, none wider than width; at least one, which may be empty.
+
+    Args:
+        text: words that are wider are broken, as are texts without spaces.
+        font: of Pillow.
+        width: pixels.
+        max_lines: see captioned.
+    """
+    lines = [""]
+    for word in text.split():
+        if font.getlength(f"{lines[-1]} {word}".strip()) <= width:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+            continue
+        if lines[-1]:
+            lines.append("")
+        while len(word) > 1 and font.getlength(word) > width:
+            n = max(1, sum(font.getlength(word[: n + 1]) <= width for n in range(len(word))))
+            lines[-1:] = [word[:n], ""]
+            word = word[n:]
+        lines[-1] = word
+    if max_lines and len(lines) > max_lines:
+        lines, last = lines[: max_lines - 1], lines[max_lines - 1]
+        while last and font.getlength(f"{last}…") > width:
+            last = last[:-1]
+        lines.append(f"{last.rstrip()}…")
+    return lines
+
+
+@functools.cache
+def caption_font(letters, size):
+    """The first font that has all letters, or the one that lacks the fewest.
+
+    Args:
+        letters: frozenset of characters.
+        size: pixels.
+
+    Returns:
+        (font, set of the letters that it lacks).
+    """
+    # Spaces, controls and combining marks have no shape of their own.
+    letters = {x for x in letters if unicodedata.category(x)[0] not in "ZCM"}
+    best = None
+    for file in (None, *font_files()):
+        try:
+            font = ImageFont.load_default(size) if file is None else ImageFont.truetype(file, size)
+            unknown = bytes(font.getmask(NO_LETTER))
+            missing = {x for x in letters if bytes(font.getmask(x)) == unknown}
+        except OSError:  # not a font that FreeType reads
+            continue
+        if best is None or len(missing) < len(best[1]):
+            best = font, missing
+        if not missing:
+            break
+    return best
+
+
+@functools.cache
+def font_files():
+    """Files of fonts besides Pillow's own: matplotlib's, then the system's."""
+    spec = importlib.util.find_spec("matplotlib")
+    folders = spec.submodule_search_locations if spec else []
+    files = [Path(folder, "mpl-data", "fonts", "ttf", "DejaVuSans.ttf") for folder in folders]
+    system = [
+        file
+        for folder in FONT_FOLDERS
+        for file in sorted(Path(folder).expanduser().rglob("*.*"))
+        if file.suffix.lower() in (".ttf", ".ttc", ".otf")
+    ]
+    # Chinese, Japanese and Korean are what most fonts lack.
+    return files + sorted(system, key=lambda file: "CJK" not in file.name)
+
+
+@functools.cache
+def warn_of_missing_letters():
+    """Log, once, that captions have letters that no font has."""
+    logger.warning(
+        "no installed font has all letters of the captions: the others are written as \\uXXXX; "
+        "install a font that has them, such as the package fonts-noto-cjk"
+    )
 
 
 def tile_grid(tiles, columns, margin=0):

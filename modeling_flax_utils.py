@@ -462,7 +462,11 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             "unexpected": sorted(found.keys() - expected.keys()),
             "wrong shape": [f"{k} is {found[k]}, model has {expected[k]}" for k in misshaped],
         }
-        problems = [f"{name}: {', '.join(keys)}" for name, keys in groups.items() if keys]
+        problems = [f"{name}: {first_names(keys)}" for name, keys in groups.items() if keys]
+        has_added = [any("add_embedding" in key for key in keys) for keys in (expected, found)]
+        if has_added[0] != has_added[1] and "conv_in/kernel" in found:
+            families = [f"{'SDXL' if x else 'Stable Diffusion 1.x or 2.x'}" for x in has_added]
+            problems.insert(0, f"the weights are of {families[1]}, the config is of {families[0]}")
         if "conv_in/kernel" in misshaped:
             kernel, wanted = found["conv_in/kernel"], expected["conv_in/kernel"]
             if len(kernel) == 4 and kernel[2] != wanted[2]:
@@ -472,6 +476,12 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 )
         if problems:
             raise ValueError(f"{where} does not fit {type(self).__name__}: {'; '.join(problems)}")
+
+
+def first_names(names):
+    """The first ten of a list of names, and how many more there are."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{', '.join(names[:10])}{more}"
 
 
 @functools.cache  # loading and saving share it; tracing a large model takes seconds

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import check_writable, one_line
+from command_line import check_output_dir, one_line
 from edit_lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
 from parquet_shards import UNFINISHED
@@ -317,15 +317,16 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
     (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def check_empty(given: str, directory: Path) -> None:
-    """Raise a ValueError, naming the flag as given, unless directory is empty or new.
+def check_empty(flag: str, directory: Path) -> None:
+    """Raise a ValueError unless the directory that a flag names is empty or new.
 
     Hidden files do not count, except those of an unfinished program.
     """
-    check_writable(given, directory)
-    for pattern in ("[!.]*", f"{UNFINISHED}*"):
-        if first := next(directory.glob(pattern), None):
-            raise ValueError(f"{given} is not empty ({first.name}); name another, or remove it")
+    check_output_dir(flag, directory, overwrite=None)
+    if first := next(directory.glob(f"{UNFINISHED}*"), None):
+        raise ValueError(
+            f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
+        )
 
 
 @contextmanager
@@ -380,9 +381,9 @@ def write_pairs(
         ValueError: the list or an image is invalid (names the first ten problems), or a directory
             is not empty or not writable. Nothing is written in these cases.
     """
-    check_empty(f"--output_dir {output_dir}", output_dir)
+    check_empty("output_dir", output_dir)
     if held_out_dir:
-        check_empty(f"--held_out_dir {held_out_dir}", held_out_dir)
+        check_empty("held_out_dir", held_out_dir)
         if held_out_dir.resolve() == output_dir.resolve():
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)

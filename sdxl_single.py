@@ -19,6 +19,7 @@ Source: SDXL (arXiv 2307.01952).
 """
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +33,19 @@ from tqdm import tqdm
 from command_line import run_main
 from editing import (
     cast_params,
+    check_finite,
     check_scheduler,
     check_seed,
     check_steps,
+    check_xl,
     choose_scheduler,
     compute_dtype,
+    plan_images,
     preview_files,
 )
 from executables import replace_leaves, step_options, use_compilation_cache
 from images import (
+    GRID_IMAGES,
     check_image_file,
     image_files,
     image_grid,
@@ -75,8 +80,8 @@ class Config:
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
-    height: int | None = None  # pixels; default: the model's (1024)
-    width: int | None = None  # pixels; default: the model's (1024)
+    height: int | None = None  # pixels; default: the model's
+    width: int | None = None  # pixels; default: the model's
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
@@ -91,11 +96,11 @@ class Config:
     preview: int | None = None
     # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
     preview_decoder: str = ""
-    latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
+    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
-    grid: Path | None = None  # also write all images into one file
+    grid: Path | None = None  # also write the first 64 images into one file
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
@@ -113,6 +118,7 @@ def open_pipeline(config, dtype, outputs):
         "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
         "revision": config.revision,
     }
+    check_xl(config.pretrained_model_name_or_path, config.revision, config.unet)
     given = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(**source, given=given)
     scheduler, state = choose_scheduler(
@@ -231,6 +237,9 @@ def run(config):
     pipeline = open_pipeline(config, dtype, outputs)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
+    branches = pipeline.guidance_branches(config.guidance_scale)
+    height, width = pipeline.image_size(config.height, config.width)
+    planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
     params = load(pipeline, config)
     cast_params(pipeline, params)  # 2. Cast
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
@@ -242,6 +251,7 @@ def run(config):
         "latents": latents,
     }
 
+    print(planned, file=sys.stderr)
     # 7. The first batch compiles. 8. The following ones are fast.
     batch_images = []
     with tqdm(total=len(prompts), desc="compiling", unit="image") as bar:
@@ -249,20 +259,16 @@ def run(config):
             started = time.perf_counter()
             images = generate(pipeline, p_params, batch, config)[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
-            if not np.isfinite(images).all():
-                raise ValueError(
-                    f"images from {indices[0]} on are NaN; try --dtype float32, and if "
-                    "that does not help, the model is broken"
-                )
+            check_finite(images, f"images from {indices[0]} on", config.lora)
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
-                if config.grid:
+                if config.grid and i < GRID_IMAGES:
                     batch_images.append(image)
             bar.set_description("generating")
             bar.update(len(indices))
     jax.effects_barrier()  # waits for the previews
     if config.grid:
-        save_image(image_grid(batch_images), config.grid)
+        save_image(image_grid(batch_images, prompts), config.grid)
     for path in outputs[:10]:
         print(path)
     if len(outputs) > 10:

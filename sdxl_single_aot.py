@@ -36,11 +36,14 @@ from tqdm import tqdm
 from command_line import one_line, run_main
 from editing import (
     cast_params,
+    check_finite,
     check_scheduler,
     check_seed,
     check_steps,
+    check_xl,
     choose_scheduler,
     compute_dtype,
+    plan_images,
 )
 from executables import (
     ExecutableStore,
@@ -50,6 +53,7 @@ from executables import (
     surroundings,
 )
 from images import (
+    GRID_IMAGES,
     check_image_file,
     image_files,
     image_grid,
@@ -84,8 +88,8 @@ class Config:
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
-    height: int | None = None  # pixels; default: the model's (1024)
-    width: int | None = None  # pixels; default: the model's (1024)
+    height: int | None = None  # pixels; default: the model's
+    width: int | None = None  # pixels; default: the model's
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
@@ -96,11 +100,11 @@ class Config:
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
-    latents: Path | None = None  # .npy of initial noise, (images, 4, height/8, width/8)
+    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
     batch_size: int = 1  # images per device at once
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
-    grid: Path | None = None  # also write all images into one file
+    grid: Path | None = None  # also write the first 64 images into one file
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
@@ -118,6 +122,7 @@ def open_pipeline(config, dtype):
         "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
         "revision": config.revision,
     }
+    check_xl(config.pretrained_model_name_or_path, config.revision, config.unet)
     given = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(**source, given=given)
     scheduler, state = choose_scheduler(
@@ -297,6 +302,9 @@ def run(config):
     pipeline = open_pipeline(config, dtype)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
+    branches = pipeline.guidance_branches(config.guidance_scale)
+    height, width = pipeline.image_size(config.height, config.width)
+    planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
     params = load(pipeline, config)
     cast_params(pipeline, params)  # 2. Cast
     prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
@@ -308,6 +316,7 @@ def run(config):
         "latents": latents,
     }
 
+    print(planned, file=sys.stderr)
     # 8. All batches are fast, as the program is compiled.
     _, batch = next(to_batches(arrays, len(devices), batch_size))
     p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)
@@ -319,18 +328,14 @@ def run(config):
             started = time.perf_counter()
             images = generate(p_generate, p_params, batch, config)[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
-            if not np.isfinite(images).all():
-                raise ValueError(
-                    f"images from {indices[0]} on are NaN; try --dtype float32, and if "
-                    "that does not help, the model is broken"
-                )
+            check_finite(images, f"images from {indices[0]} on", config.lora)
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
-                if config.grid:
+                if config.grid and i < GRID_IMAGES:
                     batch_images.append(image)
             bar.update(len(indices))
     if config.grid:
-        save_image(image_grid(batch_images), config.grid)
+        save_image(image_grid(batch_images, prompts), config.grid)
     for path in outputs[:10]:
         print(path)
     if len(outputs) > 10:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from command_line import check_writable
+from command_line import check_writable, differences
 from images import num_usable_cores
 from parquet_dataset import MIN_ROWS_FOR_BAD_FRACTION
 from parquet_shards import (
@@ -148,13 +148,23 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
         unfinished.replace(path)
 
 
-def write_latents(config, output_dir, batch_size=None):
+def is_outdated(path, metadata):
+    """Whether a file is a shard of latents that was made with other settings than metadata."""
+    try:
+        existing = latents_metadata(pq.read_metadata(path))
+    except (pa.ArrowException, OSError):  # missing, or unreadable, see check_existing_shard
+        return False
+    return existing is not None and bool(differences(existing, metadata))
+
+
+def write_latents(config, output_dir, batch_size=None, overwrite=False):
     """Write all missing shards of latents.
 
     Args:
         config: Config of cache_latents.py or of the trainer.
         output_dir: directory of the shards.
         batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
+        overwrite: replace shards of latents that were made with other settings.
 
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
@@ -210,16 +220,21 @@ def write_latents(config, output_dir, batch_size=None):
     if config.max_train_samples is not None:
         selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}
         groups = [group for group in groups if group.path in selected]
-    missing = []
+    missing, outdated = [], []
     for path, shard_groups in group_by_shard(groups):
         latent_path = output_dir / path.name
         metadata = made_with | describe_source(path, shard_groups)
-        if latent_path.exists():
+        if overwrite and is_outdated(latent_path, metadata):
+            outdated.append(latent_path)
+            missing.append((latent_path, shard_groups, metadata))
+        elif latent_path.exists():
             check_existing_shard(latent_path, metadata)
         else:
             missing.append((latent_path, shard_groups, metadata))
     output_dir.mkdir(parents=True, exist_ok=True)
     remove_leftovers(output_dir)
+    for path in outdated:
+        path.unlink(missing_ok=True)
     if not missing:
         return
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))

@@ -172,7 +172,7 @@ def make_demo(folder, num_pairs, crops_per_photograph):
     dataset = ["demo/make_dataset.py", "--output_dir", str(folder), "--num_pairs", str(num_pairs)]
     dataset += ["--crops_per_photograph", str(crops_per_photograph)]
     widen = ["create_modified_unet.py", "--pretrained_model_name_or_path", "demo/base_model"]
-    widen += ["--output_dir", str(folder / "unet")]
+    widen += ["--output_dir", str(folder / "unet"), "--overwrite_output_dir"]
     for command in (dataset, widen):
         done = subprocess.run([sys.executable, *command], cwd=ROOT)
         if done.returncode:

@@ -222,9 +222,9 @@ def demo_evaluation_table() -> str:
     lines = []
     for title, row in rows("demo").items():
         cells = [f"{row['edit_error_ratio']:.3f}", f"{row['l1']:.4f}", f"{row['mse']:.4f}"]
-        flops = "" if row["tflop_per_edit"] is None else f"{row['tflop_per_edit']:.4f}"
+        flops = "" if row["tflop_per_edit"] is None else f"{1000 * row['tflop_per_edit']:.1f}"
         lines.append([title, *cells, f"{row['l1_to_input']:.3f}", flops])
-    return table("| error ratio | L1 | MSE | L1 to input | TFLOP per edit", lines)
+    return table("| error ratio | L1 | MSE | L1 to input | GFLOP per edit", lines)
 
 
 def first_steps_table() -> str:

@@ -345,7 +345,8 @@ def run(config):
     run_script(["demo/make_dataset.py", "--output_dir", config.work_dir])
     for family, base_model in FAMILIES.items():
         command = ["create_modified_unet.py", "--pretrained_model_name_or_path", base_model]
-        run_script([*command, "--output_dir", config.work_dir / f"modified_unet_{family}"])
+        command += ["--overwrite_output_dir", "--output_dir"]
+        run_script([*command, config.work_dir / f"modified_unet_{family}"])
     # Seed by seed, so that a machine that slows down does so for both families.
     runs = [(family, seed) for seed in config.seeds for family in FAMILIES]
     seconds = {run: train(config, *run) for run in runs}

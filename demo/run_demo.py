@@ -30,7 +30,7 @@ STEPS = (
     "demo/make_dataset.py --output_dir {output}",
     "parquet_processing.py --train_data_dir {output}/data --preview {output}/preview.png",
     "create_modified_unet.py --pretrained_model_name_or_path {base_model}"
-    " --output_dir {output}/modified_unet",
+    " --output_dir {output}/modified_unet --overwrite_output_dir",
     "flax_train_instruct_pix2pix.py --pretrained_model_name_or_path {base_model}"
     " --unet_model_name_or_path {output}/modified_unet --train_data_dir {output}/data"
     " --output_dir {output}/model --overwrite_output_dir"

@@ -1,6 +1,7 @@
 """cache_latents.py: latents against PyTorch's, training on them, incompatible flags."""
 # ruff: noqa: F401, F811 (fixtures of test_train.py)
 
+import dataclasses
 import json
 import os
 import shutil
@@ -260,6 +261,33 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
     assert len(list((tmp_path / "latents").glob("[!.]*"))) == 2
 
 
+def test_latents_of_other_settings_are_replaced_on_request(model, data, kept, tmp_path):
+    """The result is that of a new directory; foreign files stay."""
+    folder, new = tmp_path / "copy", tmp_path / "new"
+    shutil.copytree(kept, folder)
+    (folder / "notes.txt").write_text("mine")
+    config = config_for(model, data, new, image_interpolation_mode="bicubic")
+    fill(config)
+    flags = dataclasses.asdict(dataclasses.replace(config, output_dir=str(folder)))
+    flags = [f"--{name}={value}" for name, value in flags.items() if value not in (None, False)]
+    cache_latents.main([*flags, "--overwrite_output_dir"])
+    files = {file.name: file.read_bytes() for file in new.iterdir()}
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files | {
+        "notes.txt": b"mine"
+    }
+    assert files["a.parquet"] != (kept / "a.parquet").read_bytes()
+
+
+def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
+    with pytest.raises(SystemExit, match="2"):
+        cache_latents.main([*flags, "--output_dir", str(tmp_path)])
+    assert f"--output_dir {tmp_path} is not empty (notes.txt); name another" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -298,7 +326,7 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
         (dict(train_data_dir="NONE"), "is not a directory; name that of the shards"),
         (  # checked before models are read
             dict(output_dir="FILE", pretrained_model_name_or_path="NONE"),
-            "--output_dir FILE cannot be written: ",
+            "--output_dir FILE is a file; name a directory",
         ),
         (dict(batch_size=0), "--batch_size 0 must be at least 1"),
         (dict(dataloader_num_workers=-1), "--dataloader_num_workers -1 must be at least 0"),

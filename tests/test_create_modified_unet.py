@@ -1,7 +1,9 @@
 """create_modified_unet.py by its command line: its output, its self-check, bad input."""
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ def narrow(tmp_path_factory):
 
 def run_main(monkeypatch, source, output_dir, **flags):
     flags = {"pretrained_model_name_or_path": source, "output_dir": output_dir} | flags
-    args = [f"--{name}={value}" for name, value in flags.items()]
+    args = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
     create_modified_unet.main(args)
 
 
@@ -108,6 +110,38 @@ def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkey
     assert {tensor.dtype.name for tensor in read(out)[1].values()} == {"float16"}
 
 
+def test_overwriting_replaces_the_unet_and_nothing_else(narrow, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (out / "config.json").write_text("{}")
+    run_main(monkeypatch, narrow, out, overwrite_output_dir=True)
+    check_widened(narrow / "unet", out, 8)
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_disk_is_named_with_what_is_needed(narrow, tmp_path, monkeypatch, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = ["-o", "size=40k"]  # the UNet takes 0.2 MB
+    if subprocess.run(["mount", "-t", "tmpfs", *size, "tmpfs", disk]).returncode:
+        pytest.skip("this machine does not mount a tmpfs")
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run_main(monkeypatch, narrow, disk / "out")
+        assert list(disk.rglob("*.*")) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    num_bytes = sum(x.nbytes for x in read(narrow / "unet")[1].values())
+    num_bytes += 4 * 4 * 16 * 9  # the new channels' weights, float32
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: {disk}/out cannot be written: the disk is full; it takes {num_bytes / 1e3:.3g} kB"
+        ", 41 kB are free; free some space, or name another disk\n"
+    )
+
+
 def test_the_default_is_twice_the_latents_channels(narrow, tmp_path, monkeypatch):
     """A UNet with 6 latent channels gets 12 input channels."""
     unet = UNet2DConditionModel.from_pretrained(narrow / "unet")
@@ -166,15 +200,29 @@ def test_widen_leaves_its_argument_alone(narrow):
     [
         ({"in_channels": 4}, "--in_channels 4 must be more than the 4 input channels"),
         ({"in_channels": -1}, "--in_channels -1 must be more than the 4 input channels"),
-        ({"source": "wide"}, "--in_channels 8 must be more than the 8 input channels"),
-        ({"source": "nowhere/model"}, "no config.json in nowhere/model/unet"),
-        ({"source": "file"}, "no config.json in file"),
-        ({"subfolder": "prior"}, "no config.json in narrow/prior"),
-        ({"subfolder": ""}, "no config.json in narrow;"),
+        (
+            {"source": "wide"},
+            "the UNet of wide has 8 input channels already, where a text-to-image",
+        ),
+        (
+            {"source": "nowhere/model"},
+            "nowhere/model is neither a directory nor a model that can be",
+        ),
+        (
+            {"source": "file"},
+            "--pretrained_model_name_or_path file is neither a directory nor a model",
+        ),
+        (
+            {"subfolder": "prior"},
+            "narrow has no prior/config.json; give the directory of a pipeline",
+        ),
+        ({"subfolder": ""}, "narrow has no config.json; give the directory of a pipeline"),
+        ({"source": "narrow/unet"}, 'directory of a UNet and --subfolder ""\n'),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
         ({"source": "refiner"}, "is SDXL's refiner, which lacks the first text encoder"),
         ({"output_dir": "file"}, "--output_dir file is a file; name a directory"),
         ({"output_dir": ""}, "--output_dir is empty; name a directory"),
+        ({"output_dir": "run"}, "--output_dir run is not empty (config.json, metrics.jsonl); name"),
         ({"output_dir": "narrow"}, "--output_dir narrow is the model that is read"),
         ({"output_dir": "narrow/unet"}, "--output_dir narrow/unet is the model that is read"),
         ({"output_dir": "trained/unet"}, "is a part of the pipeline in "),
@@ -192,6 +240,9 @@ def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, mes
     if flags.get("source") == "refiner":
         make_tiny_xl("refiner", refiner=True)
     Path("file").touch()
+    Path("run").mkdir()
+    Path("run/config.json").write_text("{}")
+    Path("run/metrics.jsonl").write_text("")
     Path("trained").mkdir()
     Path("trained/model_index.json").write_text("{}")
     files = sorted(Path().rglob("*"))

@@ -16,7 +16,7 @@ from tiny_models import make_tiny_pipeline
 
 import edit_cli
 from edit_cli import edit_size, edits_of_flags, load_fitted, save_image
-from images import load_image
+from images import GRID_MARGIN, load_image
 from pipeline_flax_stable_diffusion_instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -85,6 +85,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypat
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [edit[2] for edit in EDITS]
     assert "5/5" in done.stderr
+    assert "5 images of up to 32x24 pixels, 3 at once on each of 1 cpu; memory: at" in done.stderr
     assert list((input_images / "programs").glob("*-cache")) != []
     found = [Image.open(input_images / edit[2]) for edit in EDITS]
     assert [image.format for image in found] == ["PNG", "PNG", "PNG", "JPEG", "PNG"]
@@ -94,7 +95,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypat
 
     # The first tile: before, after and instruction.
     grid = Image.open(input_images / "grid.png")
-    margin = edit_cli.GRID_MARGIN
+    margin = GRID_MARGIN
     before = ImageOps.contain(load_fitted(input_images / "a.png", (32, 24)), (256, 256))
     corner = grid.crop((margin, margin, margin + 256, margin + 192))
     np.testing.assert_array_equal(np.asarray(corner), np.asarray(before))
@@ -219,7 +220,10 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "wide.tif cannot be read as an image: image mode I (integer) has values from 0 to 70",
         ),
         (["--input", "float.tif", "--edit", "red"], "float.tif cannot be read as an image: image"),
-        (["--input", ".", "--edit", "red", "--output=o.png"], ". cannot be read as an image"),
+        (
+            ["--input", ".", "--edit", "red", "--output=o.png"],
+            "--input . is a directory; name images, such as *.png",
+        ),
         ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
         ([*ONE, "blue"], "2 --edit do not fit 1 --input"),
         ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a directory"),
@@ -231,7 +235,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--grid", "o.txt"], "o.txt ends in .txt"),
         ([*ONE, "--scheduler", "eular"], f"choose from {', '.join(SCHEDULERS)}"),
         ([*ONE, "--num_inference_steps", "0"], "--num_inference_steps 0 must be at least 1"),
-        ([*ONE, "--num_inference_steps", "1001"], "num_inference_steps=1001"),
+        ([*ONE, "--num_inference_steps", "1001"], "--num_inference_steps 1001 must"),
         ([*ONE, "--batch_size", "0"], "--batch_size 0 must be at least 1"),
         ([*ONE, "--guidance_scale", "-1"], "--guidance_scale -1.0 must be 0 or more"),
         ([*ONE, "--seed", "-1"], "--seed -1"),

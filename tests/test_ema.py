@@ -318,7 +318,7 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
     (out / "old").touch()
     with pytest.raises(SystemExit):
         run_main(monkeypatch, *args)
-    assert f"{out} is not empty; name another --output_dir" in capsys.readouterr().err
+    assert f"--output_dir {out} is not empty (model_index.json, " in capsys.readouterr().err
     run_main(monkeypatch, *args, "--overwrite_output_dir")
     assert sorted(path.name for path in out.iterdir()) == sorted([*PARTS, "old"])
     assert [path.name for path in out.parent.iterdir()] == ["model"]
@@ -408,18 +408,18 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
 @pytest.mark.parametrize(
     ("spoil", "flags", "message"),
     [
-        (nothing, {"sigma_rel": "0"}, "sigma_rel=0.0 must be above 0 and below 0.28"),
-        (nothing, {"sigma_rel": "0.28"}, "sigma_rel=0.28 must be above 0 and below 0.28"),
-        (nothing, {"sigma_rel": "nan"}, "sigma_rel=nan must be above 0"),
-        (nothing, {"sigma_rel": "0.1 0.3"}, "sigma_rel=0.3 must be above 0"),
+        (nothing, {"sigma_rel": "0"}, "--sigma_rel 0.0 must be above 0 and below 0.28"),
+        (nothing, {"sigma_rel": "0.28"}, "--sigma_rel 0.28 must be above 0 and below 0.28"),
+        (nothing, {"sigma_rel": "nan"}, "--sigma_rel nan must be above 0"),
+        (nothing, {"sigma_rel": "0.1 0.3"}, "--sigma_rel 0.3 must be above 0"),
         (nothing, {"sigma_rel": ""}, "sigma_rel is empty; give one length or several"),
         (nothing, {"train_output_dir": "nowhere"}, "--train_output_dir nowhere is not a directory"),
         (nothing, {"step": "3"}, "--step 3 has no snapshots; choose from 4, 8"),
         (nothing, {"output_dir": "run"}, "--output_dir run is in or around --train_output_dir run"),
         (nothing, {"output_dir": "run/new"}, "--output_dir run/new is in or around"),
         (nothing, {"output_dir": "."}, "--output_dir . is in or around"),
-        (nothing, {"output_dir": "file"}, "file is a file; name a directory as --output_dir"),
-        (nothing, {"output_dir": "full"}, "full is not empty; name another --output_dir"),
+        (nothing, {"output_dir": "file"}, "--output_dir file is a file; name a directory"),
+        (nothing, {"output_dir": "full"}, "--output_dir full is not empty (0.08); name another"),
         (
             nothing,
             {"output_dir": "file/out", "step": "3"},  # checked before it reads
@@ -428,7 +428,7 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         (
             nothing,
             {"output_dir": "full", "sigma_rel": "0.07 0.08"},
-            "full/0.08 is not empty; name another --output_dir, or replace its model with",
+            "--output_dir full/0.08 is not empty (model_index.json); name another directory",
         ),
         (remove("ema_snapshots"), {}, "run/ema_snapshots has no snapshots; train"),
         (remove("model_index.json"), {}, "run has snapshots but no model_index.json, so the train"),
@@ -478,7 +478,7 @@ def test_bad_input_is_one_line(small_run, monkeypatch, capsys, spoil, flags, mes
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device"),
+        (OSError(28, "No space left on device"), 2, "out cannot be written: the disk is full; it "),
         (KeyboardInterrupt(), 130, "interrupted; the models named as saved are complete"),
     ],
 )
@@ -494,5 +494,5 @@ def test_an_old_model_outlives_a_failure(small_run, monkeypatch, capsys, error, 
     with pytest.raises(SystemExit) as stop:
         run_main(monkeypatch, *args, "--overwrite_output_dir")
     assert stop.value.code == code
-    assert capsys.readouterr().err.splitlines()[-1] == message
+    assert message in capsys.readouterr().err.splitlines()[-1]
     assert sorted(Path().rglob("*")) == paths

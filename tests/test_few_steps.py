@@ -208,13 +208,18 @@ def test_sdxl_scripts(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--eta", "0.5"], "eta=0.5 is not an option of FlaxEulerDiscreteScheduler"),
+        (["--eta", "0.5"], "--eta 0.5 is not an option of FlaxEulerDiscreteScheduler"),
         (["--timesteps", "499", "999"], "must decrease and be from 999 to 0"),
         (["--lora", "/no/such.safetensors"], "--lora /no/such.safetensors does not exist"),
         (["--scheduler", "lcm", "--timestep_spacing", "trailing"], "has no effect with FlaxLCM"),
         (["--unet", "/no/such.safetensors"], "--unet /no/such.safetensors does not exist"),
         (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
         (["--unet", "VAE"], "does not fit FlaxUNet2DConditionModel: missing: "),
+        (
+            ["--unet", "SD"],
+            "the weights are of Stable Diffusion 1.x or 2.x, the config is of SDXL; m",
+        ),
+        (["--unet", "SD"], "down_blocks_0/attentions_0/proj_out/kernel and 72 more; wrong shape: "),
     ],
 )
 def test_bad_flags_are_one_line(tmp_path, capsys, script, flags, message):
@@ -223,6 +228,9 @@ def test_bad_flags_are_one_line(tmp_path, capsys, script, flags, message):
         flags = ["--unet", str(make_tiny_xl(tmp_path / "edits", edits=True) / "unet")]
     if "VAE" in flags:
         flags = ["--unet", str(next((model / "vae").glob("*.safetensors")))]
+    if "SD" in flags:
+        narrow = make_tiny_pipeline(tmp_path / "sd", in_channels=4)
+        flags = ["--unet", str(next((narrow / "unet").glob("*.safetensors")))]
     capsys.readouterr()  # progress bars of writing the model
     with pytest.raises(SystemExit) as stopped:
         script.main(["--pretrained_model_name_or_path", str(model), *flags])

@@ -377,7 +377,7 @@ def test_bad_directories(tmp_path, capsys, caplog):
         ("--pairs a.csv --output_dir full", "--output_dir full is not empty (x.parquet)"),
         (
             "--pairs a.csv --output_dir file",
-            "--output_dir file cannot be written: file is not a directory",
+            "--output_dir file is a file; name a directory",
         ),
         ("--pairs a.csv --output_dir file/x", "--output_dir file/x cannot be written: "),
         (

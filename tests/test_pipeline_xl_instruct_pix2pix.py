@@ -109,7 +109,8 @@ def test_output_types(folder, loaded):
 
 def test_what_edits_in_bfloat16_round(folder, loaded):
     """Not the weights of a VAE that computes in float32."""
-    kind, _, scheduler = check_model(str(folder), 64, 3)
+    kind, _, resolution, scheduler = check_model(str(folder), None, 3)
+    assert resolution == 64  # the UNet's 8 latents, of 8 pixels each
     pipeline, params = load_model(folder, kind, scheduler, jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, params["vae"], loaded[1]["vae"])
     del params["scheduler"]

@@ -127,6 +127,17 @@ def test_previews_do_not_replace_inputs_or_images(tmp_path):
         with pytest.raises(ValueError, match=r"a-step-004\.png would be replaced by a preview"):
             preview_files(flags, DDIM, outputs, inputs)
     preview_files(flags_of(preview=3), DDIM, [output, step_4])
+    for suffix in (".png", ".jpg"):
+        image = output.with_suffix(suffix)
+        made = preview_files(flags_of(preview=4), DDIM, [image])
+        key = keys_per_image(jax.random.key(0), 1)
+        made.show(4, jax.random.key_data(key), np.zeros((1, 8, 8, 3), np.float32))
+        preview = tmp_path / f"a-step-004{suffix}"
+        preview_files(flags_of(preview=4), DDIM, [image])  # the preview of an earlier run
+        Image.new("RGB", (8, 8)).save(preview)  # an image of somebody else
+        with pytest.raises(ValueError, match=f"{preview.name} would be replaced by a preview"):
+            preview_files(flags_of(preview=4), DDIM, [image])
+        preview.unlink()
     step_4.mkdir()
     with pytest.raises(ValueError, match=r"a-step-004\.png is a directory; name a file"):
         preview_files(flags_of(preview=4), DDIM, [output])

@@ -56,7 +56,7 @@ def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
 
 def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):
     folder = with_unipc(make_tiny_pipeline(tmp_path / "model"))
-    assert type(editing.check_model(folder, 64, 5, "ddim")[2]) is FlaxDDIMScheduler
+    assert type(editing.check_model(folder, 64, 5, "ddim")[3]) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
         editing.check_model(folder, 64, 5)
     edit = tpu_jobs.Edit(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from conftest import ROOT
 from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+import editing
 import executables
 import sdxl_single
 import sdxl_single_aot
@@ -23,6 +25,8 @@ from executables import (
     surroundings,
     use_compilation_cache,
 )
+from images import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
+from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import FlaxModelMixin
 
 PROMPTS = ("make it", "make it red", "it")
@@ -77,9 +81,17 @@ def test_images_and_grid(made):
     found = images(made)
     assert [x.shape for x in found] == [(64, 64, 3)] * 6
     assert len({x.tobytes() for x in found}) == 6
-    grid = np.asarray(Image.open(made / "grid.png"))
-    assert grid.shape == (2 * 64, 3 * 64, 3)
-    np.testing.assert_array_equal(grid[64:, :64], found[3])
+    grid, margin, line = np.asarray(Image.open(made / "grid.png")), GRID_MARGIN, LINE_HEIGHT
+    side = GRID_IMAGE_SIZE  # of the images, enlarged
+    assert grid.shape == (2 * (side + line + margin) + margin, 3 * (side + margin) + margin, 3)
+    top = margin + side + line + margin
+    enlarged = Image.fromarray(found[3]).resize((side, side), Image.Resampling.LANCZOS)
+    np.testing.assert_array_equal(grid[top : top + side, margin : margin + side], enlarged)
+    captions = grid[margin + side : margin + side + line]
+    assert captions[:, :margin].min() == 255 and captions[:, margin : margin + side].min() < 80
+    np.testing.assert_array_equal(  # of the two images of the first prompt
+        captions[:, margin : margin + side], captions[:, 2 * margin + side : 2 * (margin + side)]
+    )
 
 
 def assert_alike(found, expected):
@@ -107,6 +119,7 @@ def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_
     kept = ["--executable_dir", store]
     errors = run("sdxl_single_aot.py", model, tmp_path / "first", *OPTIONS, *kept)
     assert "compiled (no executable of these settings is saved) in" in errors
+    assert "6 images of 64x64 pixels, 1 at once on each of 4 cpu; memory: at least " in errors
     assert store.stat().st_mode & 0o777 == 0o700
     errors = run("sdxl_single_aot.py", model, tmp_path / "second", *OPTIONS, *kept)
     assert "loaded in" in errors
@@ -324,7 +337,10 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--num_images 1 --output a.png --grid a.png", "--grid a.png is an image of --output too"),
         ("--num_images 1 --output EMPTY", "ends in no extension; name it .png"),
         ("--num_inference_steps 0", "--num_inference_steps 0 must be at least 1"),
-        ("--num_inference_steps 2000", "num_inference_steps=2000 must be a whole number from 1 to"),
+        (
+            "--num_inference_steps 2000",
+            "--num_inference_steps 2000 must be a whole number from 1 to",
+        ),
         ("--guidance_scale -1", "--guidance_scale -1.0 must be 0 or more"),
         ("--guidance_rescale 2", "--guidance_rescale 2.0 must be from 0 to 1"),
         ("--scheduler magic", "--scheduler magic is unknown; choose from ddpm"),
@@ -333,7 +349,21 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--output a.gif --num_images 1", "a.gif ends in .gif; name it .png"),
         (
             "--pretrained_model_name_or_path SD",
-            "is a StableDiffusionPipeline, not Stable Diffusion",
+            "is a StableDiffusionPipeline, not Stable Diffusion XL; give an SDXL model",
+        ),
+        (
+            "--pretrained_model_name_or_path EDITS",
+            "is an edit model (StableDiffusionXLInstructPix2PixPipeline); edit_cli.py edits",
+        ),
+        ("--unet SD/unet", "SD/unet is a UNet of Stable Diffusion 1.x or 2.x, the model is SDXL"),
+        ("--unet SD", "SD is a pipeline; give its UNet, "),
+        ("--prompt it red --output a.png", "give a directory, or one prompt and --num_images 1 to"),
+        ("--accelerate deepcache:interval=25", "interval=25 must be below the 25 steps"),
+        ("--accelerate spectrum:window=200", "window=200.0 must be below the 25 steps"),
+        (  # images of 4 * 3 * 64 * 64 bytes, and more than a tenth of a megabyte of weights
+            "--batch_size 8000 --prompt it",
+            "32000 images of 64x64 pixels, 8000 at once on each of 4 cpu take at least 1.57 GB of "
+            "the 1 GB of this machine, of which the weights are 778 kB; lower --batch_size",
         ),
         ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs an image"),
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
@@ -351,11 +381,14 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
         raise AssertionError("too late: the weights are being read")
 
     monkeypatch.setattr(FlaxModelMixin, "from_pretrained", read_weights)
+    monkeypatch.setattr(editing, "host_memory", lambda: 10**9)
+    if "EDITS" in flags:
+        make_tiny_xl(tmp_path / "EDITS", edits=True)
     if "SD" in flags:
         make_tiny_pipeline(tmp_path / "SD", in_channels=4)
     if "REFINER" in flags:
         make_tiny_xl(tmp_path / "REFINER", refiner=True)
-    for name in ("SD", "REFINER"):
+    for name in ("SD", "REFINER", "EDITS"):
         flags = flags.replace(name, str(tmp_path / name))
     flags = flags.replace("NOISE", str(tmp_path / "noise.npy"))
     flags = flags.replace("BROKEN", str(tmp_path / "broken.npy"))
@@ -367,6 +400,42 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_result_that_is_not_finite_suspects_the_lora_first():
+    images = np.zeros((2, 8, 8, 3))
+    editing.check_finite(images, "images from 0 on", ("a.safetensors",))
+    images[1, 2, 3, 0] = np.nan
+    with pytest.raises(ValueError, match=r"^images from 0 on are NaN; try it with --dtype float32"):
+        editing.check_finite(images, "images from 0 on")
+    with pytest.raises(ValueError, match=r"try it without --lora a b:2, then with --dtype float32"):
+        editing.check_finite(images, "images from 0 on", ("a", "b:2"))
+
+
+def test_the_bound_on_memory_is_below_what_xla_allocates():
+    """A UNet of three levels, so that features of all sizes wait for the up blocks."""
+    unet = FlaxUNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=2,
+        cross_attention_dim=24,
+        norm_num_groups=8,
+    )
+    params = jax.eval_shape(lambda: unet.init_weights(jax.random.key(0)))
+    compiled = (
+        jax.jit(unet.apply)
+        .lower({"params": params}, np.zeros((2, 4, 16, 16)), np.zeros(2), np.zeros((2, 77, 24)))
+        .compile()
+    )
+    pipeline = SimpleNamespace(unet=unet, vae_scale_factor=8, dtype=np.dtype(np.float32))
+    bound = editing.bytes_per_image(pipeline, 2, 128, 128)
+    features = 16 * 16 * 16 * 2 + 8 * 8 * (16 + 32) + 4 * 4 * (32 + 64)
+    assert editing.bytes_per_image(pipeline, 20, 128, 128) == 20 * features * 4
+    assert bound == 128 * 128 * 3 * 4
+    assert 2 * features * 4 < compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.fixture
