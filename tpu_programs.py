@@ -245,6 +245,7 @@ def print_report(report):
         print(f"{report['smallest_not_fitting']} per chip do not fit")
     if "flops" in report:
         ema = report["ema_hbm_bytes"] / 1e9
+        unit = {"train": "pairs", "unet": "samples"}.get(report["program"], "images")
         print(
             f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
             f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
@@ -253,7 +254,7 @@ def print_report(report):
         print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
         print(
             f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most "
-            f"{report['images_per_second_per_chip']:.1f} images/s per chip, "
+            f"{report['images_per_second_per_chip']:.1f} {unit}/s per chip, "
             f"{report['images_per_second']:.0f} on the slice"
         )
 
