@@ -10,11 +10,13 @@ pipeline's edits on the GPU are from those on the CPU. PyTorch runs eager and th
 
 First everything is compiled: our programs in threads, beside PyTorch's in the main thread. Then the
 rows are measured one after the other, contenders in turn, and each row is written as soon as it is
-known. The plan is printed at the start. A row or a contender that would exceed --limit is left out,
-which a line says; --rows measures some rows only, and keeps the other rows of the file. "First" is
-a contender's compilation and first pass. The share of the peak counts the FLOPs of the plain
-UNet, also for the accelerated image. Needs 80 GB of GPU memory for all rows; a row that does not
-fit is left out.
+known. Inputs and images stay on the GPU. SDXL's VAE decodes in float32 in ours, as its config asks
+(force_upcast), and in bfloat16 in PyTorch's.
+
+The plan is printed at the start. A row or a contender that would exceed --limit is left out, which
+a line says; --rows measures some rows only, and keeps the other rows of the file. "First" is a
+contender's compilation and first pass. The share of the peak counts the FLOPs of the plain UNet,
+also for the accelerated image. All rows need a GPU of 80 GB; a row that does not fit is left out.
 
 Tiny, on a CPU, in a few minutes; with an empty --pytorch without PyTorch:
 
@@ -44,7 +46,6 @@ import tpu_compile
 from benchmarks.gpu_pytorch import (
     PROMPT,
     SCALES,
-    random_image,
     torch_edit,
     torch_sdxl,
     torch_train,
@@ -293,7 +294,8 @@ def tiny_edit(folder, dtype, platform=None):
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, dtype=jnp.dtype(dtype), scheduler=make_scheduler("ddim", {})[0]
     )
-    ids, pixels = pipeline.prepare_inputs(PROMPT, random_image(64))
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    ids, pixels = pipeline.prepare_inputs(PROMPT, image)
     with jax.default_matmul_precision("highest"):
         out = pipeline(ids, pixels, params, jax.random.key(0), AGREEMENT_STEPS, **SCALES)
         return np.asarray(out.images, np.float32)
@@ -415,6 +417,13 @@ def planned_rows(config):
     return chosen
 
 
+def free_memory():
+    """Give what PyTorch does not use back to the GPU, for the other library."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def first_pass(prepare, run):
     """Seconds of a first pass, which compiles."""
     started = time.monotonic()
@@ -450,6 +459,7 @@ def warm_torch(config, names, rows):
         except Exception as error:  # such as too little memory; the other rows go on
             say(f"{name}: PyTorch is left out: {describe_error(error)}")
             failed.append(name)
+        free_memory()
     return warm, failed
 
 
@@ -517,9 +527,7 @@ def measure_all(config, names, folder, sources, machine, device):
             continue
         finally:
             del programs[name], ready
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            free_memory()
         found["summary"] = summarize(found)
         case = f"{kind} {row.case} {row.work} {row.batch_size}"
         write_rows({case: found}, machine, config.output)

@@ -7,7 +7,6 @@ of "eager" and "compiled".
 from functools import partial
 
 import jax
-import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -18,7 +17,6 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from PIL import Image
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -111,6 +109,7 @@ def torch_sdxl(names, configs, size, device):
             width=size.image_size,
             num_inference_steps=size.num_inference_steps,
             guidance_scale=Sdxl.guidance_scale,
+            output_type="pt",
         )
         synchronize(device)
 
@@ -130,16 +129,11 @@ def torch_edit(names, configs, size, device):
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    image = random_image(size.resolution)
+    image = torch.rand(1, 3, size.resolution, size.resolution, device=device)
 
     def run():
-        pipeline(PROMPT, image, num_inference_steps=size.num_inference_steps, **SCALES)
+        steps = size.num_inference_steps
+        pipeline(PROMPT, image, num_inference_steps=steps, output_type="pt", **SCALES)
         synchronize(device)
 
     return torch_images(names, pipeline, run)
-
-
-def random_image(resolution):
-    """A PIL image of random pixels."""
-    shape = (resolution, resolution, 3)
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
