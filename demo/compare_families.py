@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from command_line import run_main, save_whole  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
+from training_report import GRID_MARGIN  # noqa: E402
 
 FAMILIES = {"sd": "demo/base_model", "sdxl": "demo/base_model_xl"}
 TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}
@@ -241,17 +242,18 @@ def draw_losses(curves):
 def validation_edits(folder):
     """The edited validation images of a run, {step: [PIL image of each pair]}.
 
-    validation/step-N.png has a row per pair: input and result side by side, the instruction below.
+    validation/step-N.png has a row per pair: input and result side by side, enlarged, the
+    instruction below, and a margin around each row.
     """
     edits = {}
     for file in sorted((folder / "validation").glob("step-*.png")):
         with Image.open(file) as opened:
             grid = opened.convert("RGB")
-        side, height = grid.width // 2, grid.height // len(VALIDATION)
-        tops = range(0, grid.height, height)
-        edits[int(file.stem.removeprefix("step-"))] = [
-            grid.crop((side, top, 2 * side, top + side)) for top in tops
-        ]
+        side = (grid.width - 2 * GRID_MARGIN) // 2
+        left, height = GRID_MARGIN + side, (grid.height - GRID_MARGIN) // len(VALIDATION)
+        tops = [GRID_MARGIN + row * height for row in range(len(VALIDATION))]
+        images = [grid.crop((left, top, left + side, top + side)) for top in tops]
+        edits[int(file.stem.removeprefix("step-"))] = [x.resize((CELL, CELL)) for x in images]
     return edits
 
 

@@ -1103,7 +1103,8 @@ def test_script_describes_a_folder(tmp_path):
         "--train_data_dir", folder, "--resolution", 32, "--preview", "out/grid.png",
         "--num_preview", 4, cwd=tmp_path,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == "" or done.stderr.startswith("no installed font has all letters")
     for words in (
         "shards      2,",
         "rows        8\n",
