@@ -9,12 +9,13 @@ from huggingface_hub.errors import HfHubHTTPError
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_AFTER = 60  # seconds, after which a hub that did not answer is asked again
+ASK_AGAIN_AFTER = 60  # seconds that an answer holds
+TRIES = 3  # of a hub that fails at once, a second apart
 _hub = {"asked": None, "answers": True}  # time.monotonic() of the question, and its result
 
 
 def hub_answers(source, name, token):
-    """Whether the hub can be reached, asked once for all files.
+    """Whether the hub can be reached, asked once a minute for all files.
 
     hf_hub_download waits and retries for every file that is not in the cache, such as optional
     ones, so a cached model would take minutes to open.
@@ -23,21 +24,31 @@ def hub_answers(source, name, token):
         source, name: hub id and a file in it, existing or not.
         token: as for hf_hub_download.
     """
-    now = time.monotonic()
-    if _hub["asked"] is not None and (_hub["answers"] or now - _hub["asked"] < ASK_AGAIN_AFTER):
+    if _hub["asked"] is not None and time.monotonic() - _hub["asked"] < ASK_AGAIN_AFTER:
         return _hub["answers"]
-    reason = None
+    for tries_left in reversed(range(TRIES)):
+        started = time.monotonic()
+        reason = ask(source, name, token)
+        if not reason or not tries_left or time.monotonic() - started > 1:
+            break
+        time.sleep(1)
+    _hub.update(asked=time.monotonic(), answers=not reason)
+    if reason:
+        logger.warning(
+            f"{constants.ENDPOINT} does not answer ({reason}); for a minute models are read from the "
+            "cache alone"
+        )
+    return not reason
+
+
+def ask(source, name, token):
+    """Why the hub does not answer; "" if it does: not found and no access are answers as well."""
     try:
         url, timeout = hf_hub_url(source, name), constants.HF_HUB_ETAG_TIMEOUT
         get_hf_file_metadata(url, token=token, timeout=timeout)
-    except HfHubHTTPError as error:  # not found and no access are answers as well
+    except HfHubHTTPError as error:
         status = error.response.status_code
-        reason = f"HTTP {status}" if status >= 500 else None
+        return f"HTTP {status}" if status >= 500 else ""
     except httpx2.TransportError as error:
-        reason = type(error).__name__
-    _hub.update(asked=time.monotonic(), answers=reason is None)
-    if reason:
-        logger.warning(
-            f"{constants.ENDPOINT} does not answer ({reason}); models are read from the cache"
-        )
-    return reason is None
+        return type(error).__name__
+    return ""

@@ -243,7 +243,27 @@ def decode_jpeg(data, min_side, out):
     except ValueError as error:
         if any(loss in str(error) for loss in LOST_PIXELS):
             raise
-        return None  # e.g. an unknown JFIF version, or stray bytes before a marker
+        # A warning of the header hides warnings of the pixels; stray bytes at the end hide none.
+        if (usual := with_usual_header(data)) != data:
+            decode_jpeg(usual, min_side, None)
+        return None
+
+
+def with_usual_header(data):
+    """A JPEG with JFIF version 1.1 and, in a baseline scan, Se 63; libjpeg warns of other values."""
+    changed, position, is_baseline = bytearray(data), 2, False
+    while changed[position : position + 1] == b"\xff":
+        marker = changed[position + 1]
+        is_baseline |= marker in (0xC0, 0xC1)
+        if marker == 0xE0 and changed[position + 4 : position + 9] == b"JFIF\0":
+            changed[position + 9 : position + 11] = b"\1\1"
+        if marker == 0xDA:  # length, number n of components, two bytes for each, then Ss and Se
+            end = position + 6 + 2 * changed[position + 4]
+            if is_baseline:
+                changed[end : end + 1] = b"\x3f"
+            break
+        position += 2 + int.from_bytes(changed[position + 2 : position + 4])
+    return bytes(changed)
 
 
 def encoded_size(data: bytes) -> tuple[int, int]:
@@ -494,7 +514,7 @@ def font_files():
         file
         for folder in FONT_FOLDERS
         for file in sorted(Path(folder).expanduser().rglob("*.*"))
-        if file.suffix.lower() in (".ttf", ".ttc", ".otf")
+        if file.suffix.lower() in (".ttf", ".ttc", ".otf") and "LastResort" not in file.name
     ]
     # Chinese, Japanese and Korean are what most fonts lack.
     return files + sorted(system, key=lambda file: "CJK" not in file.name)

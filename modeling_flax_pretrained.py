@@ -11,6 +11,7 @@ with those given.
 """
 
 import copy
+import os
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -262,8 +263,10 @@ class FlaxPreTrainedModel(FloatingCasts):
         entries = _without_call_settings(overrides)
         if config is not None:
             if isinstance(config, str | Path):
-                folder = fetch_directory(config, ["config.json"])
-                config = cls.config_class.from_pretrained(folder)
+                if not os.path.isfile(config):
+                    hub_options = take_hub_options(dict(kwargs))
+                    config = fetch_directory(config, ["config.json"], **hub_options)
+                config = cls.config_class.from_pretrained(config)
             config = cls._checked_config(config)
             config = copy.deepcopy(config) if overrides else config
             for name, value in overrides.items():

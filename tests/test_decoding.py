@@ -95,6 +95,14 @@ def test_missing_pixels_are_refused_everywhere(tmp_path, name, kind):
         HeldOutPair(0, "a.jpg", "x", data).check()
 
 
+@pytest.mark.parametrize("header", ["JFIF 2.1", "JFIF 0.2", "SOS Se 0"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_odd_header_does_not_hide_missing_pixels(header, name):
+    spoil, message = LOSSES[name]
+    with pytest.raises(ValueError, match=message):
+        decode_image(spoil(HARMLESS[header](jpeg())))
+
+
 def test_warnings_do_not_count_as_damage(tmp_path, caplog):
     """--pairs takes such files; the loader yields them and names what is damaged only."""
     (tmp_path / "edited.jpg").write_bytes(jpeg())
