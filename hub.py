@@ -35,8 +35,8 @@ def hub_answers(source, name, token):
     _hub.update(asked=time.monotonic(), answers=not reason)
     if reason:
         logger.warning(
-            f"{constants.ENDPOINT} does not answer ({reason}); for a minute models are read from the "
-            "cache alone"
+            f"{constants.ENDPOINT} does not answer ({reason}); for a minute models are read from "
+            "the cache alone"
         )
     return not reason
 

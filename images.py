@@ -250,7 +250,7 @@ def decode_jpeg(data, min_side, out):
 
 
 def with_usual_header(data):
-    """A JPEG with JFIF version 1.1 and, in a baseline scan, Se 63; libjpeg warns of other values."""
+    """A JPEG with JFIF version 1.1 and Se 63 in a baseline scan; libjpeg warns of other values."""
     changed, position, is_baseline = bytearray(data), 2, False
     while changed[position : position + 1] == b"\xff":
         marker = changed[position + 1]

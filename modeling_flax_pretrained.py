@@ -11,8 +11,8 @@ with those given.
 """
 
 import copy
-import os
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -532,6 +532,8 @@ SCHEDULERS = {
 
 # PyTorch's classes without a Flax class, with the same noise schedule: others can take their place.
 REPLACEABLE = (
+    "DDIMParallelScheduler",
+    "DDPMParallelScheduler",
     "DEISMultistepScheduler",
     "DPMSolverSDEScheduler",
     "DPMSolverSinglestepScheduler",

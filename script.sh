@@ -14,7 +14,8 @@
 #
 # Environment variables and their defaults:
 #   HF_TOKEN=           for gated datasets; sent to the hub only; default: the token of
-#                       `hf auth login`, or of any other variable of huggingface_hub
+#                       `hf auth login`, or of the other variables that huggingface_hub reads,
+#                       if a python3 has that package
 #   HF_ENDPOINT=https://huggingface.co
 #   FILES=4             files downloaded in parallel
 #   CONNECTIONS=8       connections per file, at most 16
@@ -49,13 +50,14 @@ ask_huggingface_hub() {
     for python in python3 "$here/.venv/bin/python"; do
         status=0
         PYTHONSAFEPATH=1 "$python" -c 'if True:
+            from huggingface_hub import constants, get_token
             try:
-                from huggingface_hub import constants, get_token
-            except ImportError:
-                raise SystemExit(3)
-            print(constants.ENDPOINT, get_token() or "", sep="\n")' 2>/dev/null || status=$?
+                token = get_token() or ""
+            except OSError:
+                raise SystemExit(4)
+            print(constants.ENDPOINT, token, sep="\n")' 2>/dev/null || status=$?
         [ $status != 0 ] || return 0
-        [ $status != 1 ] || fail "huggingface_hub cannot read the token; find out: hf auth whoami"
+        [ $status != 4 ] || fail "huggingface_hub cannot read the token; find out: hf auth whoami"
     done
     return 1
 }
@@ -317,6 +319,7 @@ trap 'stop 143' TERM HUP
 k=${plan##*/download-}
 [ "$k" = "$plan" ] || prefix="[$host worker ${k%.txt}]"
 status=0
+[ -n "${HF_ENDPOINT-}" ] || unset HF_ENDPOINT
 answer=$(ask_huggingface_hub) || status=$?
 case $status in
     0) hub=${answer%%"$nl"*} token=${answer#"$hub"} token=${token#"$nl"} ;;
@@ -324,6 +327,9 @@ case $status in
         hub=${HF_ENDPOINT:-https://huggingface.co} hub=${hub%/}
         answer=${HF_HOME:-${HOME:-}/.cache/huggingface}/token
         read -r token <<<"${HF_TOKEN:-$(cat "$answer" 2>/dev/null || true)}"
+        [ -n "$token" ] || [ -z "${HF_TOKEN_PATH-}${HUGGING_FACE_HUB_TOKEN-}" ] ||
+            say "warning: no python3 has huggingface_hub, which reads HF_TOKEN_PATH and" \
+                "HUGGING_FACE_HUB_TOKEN; for a gated dataset activate the environment or set HF_TOKEN"
         ;;
     *) exit $status ;;
 esac

@@ -15,10 +15,12 @@ known. Inputs and images stay on the GPU. SDXL's VAE decodes in float32 in ours,
 
 The plan is printed at the start. A row or a contender that would exceed --limit is left out, which
 a line says; --rows measures some rows only, and keeps the other rows of the file. "First" is a
-contender's compilation and first pass. The share of the peak counts the FLOPs of the plain UNet,
-also for the accelerated image. All rows need a GPU of 80 GB; a row that does not fit is left out.
+contender's compilation and first pass, beside the compilation of others: no comparison. The share
+of the peak counts the FLOPs of the plain UNet, also for the accelerated image. All rows need a GPU
+of 80 GB; a row that does not fit is left out.
 
-Tiny, on a CPU, in a few minutes; with an empty --pytorch without PyTorch:
+Needs PyTorch with CUDA and, for torch.compile, a C++ compiler. Tiny, on a CPU, in a few minutes; an
+empty --pytorch leaves PyTorch's contenders out:
 
     python -m benchmarks.gpu --size tiny --pytorch eager --output gpu.json
 
@@ -79,7 +81,6 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
 from scheduling_flax import FlaxDDPMScheduler, make_scheduler
 from tpu_jobs import Edit, Sdxl, Unet, open_pipeline, read_configs
 
-STARTED = time.monotonic()
 ACCELERATE = ("deepcache:interval=2", "guidance:stop=0.5")
 ACCELERATED = f"ours, {' '.join(ACCELERATE)}"
 AGREEMENT_STEPS = 4
@@ -94,13 +95,14 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "forward": Plan(60, 45, 10),
-    "gradient": Plan(90, 80, 12),
-    "train": Plan(120, 70, 20),
-    "edit": Plan(90, 45, 15),
-    "images": Plan(200, 75, 45),
+    "forward": Plan(60, 35, 14),
+    "gradient": Plan(90, 65, 16),
+    "train": Plan(120, 60, 24),
+    "edit": Plan(90, 40, 20),
+    "images": Plan(200, 60, 50),
     "agreement": Plan(60, 0, 1),
 }
+START_SECONDS = 40  # planned for the start of the process, tiny models and PyTorch's modules
 
 
 class Size(NamedTuple):
@@ -145,9 +147,15 @@ class Row(NamedTuple):
     count_flops: Callable[[], int]
 
 
+def process_seconds():
+    """Seconds since the start of this process, imports included."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+
+
 def say(text):
     """Print a line that begins with the time since the start."""
-    print(f"[{time.monotonic() - STARTED:4.0f} s] {text}", flush=True)
+    print(f"[{process_seconds():4.0f} s] {text}", flush=True)
 
 
 def describe_error(error):
@@ -157,7 +165,7 @@ def describe_error(error):
 
 def seconds_left(config):
     """Until --limit."""
-    return config.limit - (time.monotonic() - STARTED)
+    return config.limit - process_seconds()
 
 
 # Our programs, from config files only
@@ -405,8 +413,9 @@ def planned_rows(config):
         plan = PLANS[name]
         rows = [PLANS[x] for x in (*chosen, name)]
         torch_seconds = sum(x.torch for x in rows) if "compiled" in config.pytorch else 0.0
-        total = max(torch_seconds, *(x.ours for x in rows)) + sum(x.measure for x in rows)
-        if total > seconds_left(config):
+        total = START_SECONDS + max(torch_seconds, *(x.ours for x in rows))
+        total += sum(x.measure for x in rows)
+        if total > config.limit:
             say(f"{name} is left out: the run would take about {total:.0f} s; see --limit")
             continue
         chosen.append(name)
@@ -448,23 +457,52 @@ def warm_torch(config, names, rows):
         warm[name] = {}
         try:
             contenders = rows[name].theirs() if config.pytorch else {}
-            for contender, (prepare, run) in contenders.items():
-                needed = PLANS[name].torch + to_measure
-                if contender == "compiled" and needed > seconds_left(config):
-                    say(f"{name}, torch.compile is left out: it would exceed --limit")
-                    continue
-                first = first_pass(prepare, run)
-                warm[name][f"torch {contender}"] = (prepare, run, first)
-                say(f"{name}: first pass of torch {contender} in {first:.0f} s")
         except Exception as error:  # such as too little memory; the other rows go on
             say(f"{name}: PyTorch is left out: {describe_error(error)}")
             failed.append(name)
+            contenders = {}
+        for contender, (prepare, run) in contenders.items():
+            needed = PLANS[name].torch + to_measure
+            if contender == "compiled" and needed > seconds_left(config):
+                say(f"{name}: torch compiled is left out: it would exceed --limit")
+                continue
+            try:
+                first = first_pass(prepare, run)
+            except Exception as error:
+                say(f"{name}: torch {contender} is left out: {describe_error(error)}")
+                failed.append(name)
+                continue
+            warm[name][f"torch {contender}"] = (prepare, run, first)
+            say(f"{name}: first pass of torch {contender} in {first:.0f} s")
         free_memory()
     return warm, failed
 
 
-def measure_row(config, row, programs, theirs, configs, device):
-    """Measure the contenders of a row in turn; a row of results, see harness.make_row."""
+def measure_row(config, name, row, programs, theirs, configs, device):
+    """Measure the contenders of a row in turn; without PyTorch's if that fails.
+
+    Args:
+        config, name, row: see make_rows.
+        programs: {contender: Background of compile_ours}.
+        theirs: {contender: (prepare, run, seconds of the first pass)}.
+        configs, device: see our_run and measure_all.
+
+    Returns:
+        A row of results, see harness.make_row; None if ours fails.
+    """
+    for others in [theirs, {}] if theirs else [{}]:
+        try:
+            return measure_contenders(config, row, programs, others, configs, device)
+        except Exception as error:  # such as too little memory; the other rows go on
+            what = "all contenders together" if others else "ours"
+            say(f"{name}: measuring {what} fails: {describe_error(error)}")
+        finally:
+            free_memory()
+    return None
+
+
+def measure_contenders(config, row, programs, theirs, configs, device):
+    """A row of results; arguments as for measure_row."""
     contenders, first, flops = {}, {}, row.count_flops()
     for name, program in programs.items():
         run = our_run(row.ours[name], program.value, configs)
@@ -511,24 +549,20 @@ def measure_all(config, names, folder, sources, machine, device):
             say(f"{name} is left out: its measurement would exceed --limit")
             continue
         ready = {}
-        for contender, program in programs[name].items():
+        for contender, program in programs.pop(name).items():
             if reason := program.wait(0):
-                say(f"{name}, {contender} is left out: {reason}")
+                say(f"{name}: {contender} is left out: {reason}")
                 failed.append(name)
             else:
                 ready[contender] = program
         if "ours" not in ready:
             continue
-        try:
-            found = measure_row(config, row, ready, theirs.pop(name), configs, device)
-        except Exception as error:  # such as too little memory; the other rows go on
-            say(f"{name} is left out: {describe_error(error)}")
+        is_compiling = any(x.thread.is_alive() for x in waiting)
+        found = measure_row(config, name, row, ready, theirs.pop(name), configs, device)
+        if found is None:
             failed.append(name)
             continue
-        finally:
-            del programs[name], ready
-            free_memory()
-        found["summary"] = summarize(found)
+        found |= {"summary": summarize(found), "other_programs_compile": is_compiling}
         case = f"{kind} {row.case} {row.work} {row.batch_size}"
         write_rows({case: found}, machine, config.output)
         say(f"{name} is written, {number + 1} of {len(rows)}")

@@ -64,8 +64,15 @@ def torch_train(names, configs, size, device):
     scheduler = DDPMScheduler.from_config(dict(configs["scheduler"]))
     batch = make_batch(Step(resolution=size.train_resolution, batch_size=size.pairs))
     run = torch_training(unet, vae, text_encoder, scheduler, batch)
-    programs = {"eager": unet, "compiled": torch.compile(unet, dynamic=False)}
-    return {name: (lambda: None, partial(run, programs[name])) for name in names}
+    programs = {
+        "eager": (unet, torch.contiguous_format),
+        "compiled": (torch.compile(unet, dynamic=False), torch.channels_last),
+    }
+
+    def prepare(name):
+        unet.to(memory_format=programs[name][1])
+
+    return {name: (partial(prepare, name), partial(run, programs[name][0])) for name in names}
 
 
 def torch_images(names, pipeline, run):

@@ -1,6 +1,8 @@
 """benchmarks/gpu.py: the plan and its limit, random arguments, tiny runs."""
 
 import json
+import os
+import subprocess
 import time
 
 import jax
@@ -9,28 +11,38 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu import process_seconds
 
 
 @pytest.fixture(autouse=True)
 def as_run(monkeypatch):
     """The limit counts from the start of the test; optax promotes dtypes, in all threads."""
-    monkeypatch.setattr(gpu, "STARTED", time.monotonic())
+    started = time.monotonic()
+    monkeypatch.setattr(gpu, "process_seconds", lambda: time.monotonic() - started)
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     yield
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-def test_the_plan_fits_and_a_row_beyond_the_limit_is_left_out(capsys):
+def test_the_process_has_run_since_its_start():
+    """As ps says, whose digits are seconds."""
+    age = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True)
+    assert process_seconds() == pytest.approx(int(age.stdout), abs=2)
+
+
+def test_the_plan_fits_and_a_row_beyond_the_limit_is_left_out(monkeypatch, capsys):
     assert gpu.planned_rows(gpu.Config()) == list(gpu.PLANS)
-    plans = gpu.PLANS.values()
-    total = max(sum(x.torch for x in plans), max(x.ours for x in plans))
-    total += sum(x.measure for x in plans)
-    assert f"{total:.0f} s so far" in capsys.readouterr().out and total < gpu.Config.limit
-    # Without PyTorch the row with the longest compilation of ours decides.
-    longest = max(gpu.PLANS, key=lambda name: gpu.PLANS[name].ours)
-    chosen = gpu.planned_rows(gpu.Config(pytorch=(), limit=gpu.PLANS[longest].ours))
-    assert longest not in chosen and {"forward", "agreement"} <= set(chosen)
-    assert f"{longest} is left out: the run would take about" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "START_SECONDS", 10)
+    monkeypatch.setattr(
+        gpu, "PLANS", {"forward": gpu.Plan(60, 20, 5), "images": gpu.Plan(90, 50, 7)}
+    )
+    rows = ("forward", "images")
+    capsys.readouterr()
+    # 10 s, then 20 + 50 s of PyTorch, 90 s of ours beside them, and 5 + 7 s of measurements.
+    assert gpu.planned_rows(gpu.Config(rows=rows, limit=112)) == ["forward", "images"]
+    assert "112 s so far" in capsys.readouterr().out
+    assert gpu.planned_rows(gpu.Config(rows=rows, limit=111)) == ["forward"]
+    assert "images is left out: the run would take about 112 s" in capsys.readouterr().out
 
 
 def test_random_arguments():
@@ -59,9 +71,10 @@ def test_random_arguments():
     assert len(np.unique(arrays["pixels"])) > 200
 
 
-def test_all_rows_without_pytorch(tmp_path, capsys):
+@pytest.mark.parametrize("pytorch", [[], ["eager"]], ids=["ours", "with PyTorch"])
+def test_all_rows(tmp_path, capsys, pytorch):
     output = tmp_path / "gpu.json"
-    flags = ["--size", "tiny", "--pytorch", "--rounds", "1", "--seconds", "0"]
+    flags = ["--size", "tiny", "--pytorch", *pytorch, "--rounds", "1", "--seconds", "0"]
     gpu.main([*flags, "--limit", "1200", "--output", str(output)])
     results = json.loads(output.read_text())
     agreement = results.pop("cpu agreement")["psnr"]
@@ -76,8 +89,9 @@ def test_all_rows_without_pytorch(tmp_path, capsys):
     for row in results.values():
         assert row["dtype"] == "bfloat16" and 0 < row["summary"]["ours"]["peak_share"] < 1
         assert row["summary"]["ours"]["first_seconds"] > row["compile_seconds"]["ours"] > 0
+        assert ("torch eager" in row["summary"]) == bool(pytorch)
     images = results["cpu tiny_xl_64 images, 10 steps 1"]["summary"]
-    assert images.keys() == {"ours", gpu.ACCELERATED}
+    assert images.keys() - {"torch eager"} == {"ours", gpu.ACCELERATED}
     assert "left out" not in capsys.readouterr().out
 
 
@@ -97,6 +111,23 @@ def test_a_row_that_fails_does_not_stop_the_others(tmp_path, capsys, monkeypatch
     printed = capsys.readouterr()
     assert "train: PyTorch is left out: MemoryError: too small" in printed.out
     assert printed.err.endswith("not all of train is measured; the lines above say why\n")
+
+
+def test_rows_that_would_exceed_the_limit_are_left_out(tmp_path, capsys, monkeypatch):
+    """The time runs out after the first row."""
+    write_rows, now = gpu.write_rows, [0.0]
+
+    def write(rows, *args):
+        now[0] = 1000.0
+        return write_rows(rows, *args)
+
+    monkeypatch.setattr(gpu, "process_seconds", lambda: now[0])
+    monkeypatch.setattr(gpu, "write_rows", write)
+    output = tmp_path / "gpu.json"
+    flags = ["--size", "tiny", "--pytorch", "--rounds", "1", "--seconds", "0"]
+    gpu.main([*flags, "--rows", "forward", "gradient", "--output", str(output)])
+    assert [row["work"] for row in json.loads(output.read_text()).values()] == ["forward"]
+    assert "gradient is left out: its measurement would exceed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

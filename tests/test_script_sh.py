@@ -513,7 +513,7 @@ def test_a_token_without_python(tmp_path, dest):
     token = "hf_TheSecretOfThisTest"
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "python3").write_text("#!/bin/bash\nexit 3\n")
+    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")
     (tools / "python3").chmod(0o755)
     script = Path(shutil.copy(SCRIPT, tmp_path))  # there is no .venv beside it
     (tmp_path / "token").write_text(f"{token}\n")
@@ -524,6 +524,9 @@ def test_a_token_without_python(tmp_path, dest):
             code, lines = end(start(plan, dest, script, **env))
             assert code == 0, lines
             shutil.rmtree(dest)
+        env |= {"HF_HOME": str(dest), "HF_TOKEN_PATH": str(tmp_path / "token")}
+        code, lines = end(start(plan, dest, script, **env))
+        assert code == 1 and "huggingface_hub, which reads HF_TOKEN_PATH" in "\n".join(lines)
 
 
 def test_refused_tokens(tmp_path, dest):
