@@ -270,7 +270,7 @@ def fetch_directory(source, names, subfolder=None, revision=None, **hub_options)
     files = [fetch_file(source, name, subfolder, revision, **hub_options) for name in names]
     if not any(files):
         where = place_in_words(source, subfolder, revision)
-        raise ValueError(f"none of {', '.join(names)} is in {where}")
+        raise ValueError(f"there is no {names[0]} in {where}")
     return next(file.parent for file in files if file)
 
 

@@ -125,8 +125,11 @@ def edits_of_flags(inputs, instructions, output):
     Returns:
         List of Edit.
     """
-    if not inputs or not instructions:
-        raise ValueError("no edits; give --input and --edit, or --edits_jsonl")
+    missing = [flag for flag, x in (("--input", inputs), ("--edit", instructions)) if not x]
+    if missing:
+        raise ValueError(
+            f"no {' and no '.join(missing)}; give --input and --edit, or --edits_jsonl"
+        )
     if not all(map(str.strip, instructions)):
         raise ValueError('an --edit is empty; say what to change, such as "make it red"')
     for path in inputs:

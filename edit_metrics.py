@@ -271,7 +271,7 @@ class Clip:
             if info["missing_keys"]:
                 raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]} and others")
         except Exception as error:  # the libraries raise errors of many types
-            reason = one_line(error, 200)
+            reason = one_line(error, 400)
             if "couldn't connect" in reason:
                 reason = "the hub cannot be reached, and its cache has no copy"
             raise ValueError(f"--clip_model {name} cannot be opened: {reason}; {remedy}") from error

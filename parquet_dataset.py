@@ -277,8 +277,8 @@ class ParquetImagePairs:
             if num_rows < num_sharing:
                 remedy = f"use at most {num_rows} processes"
             raise ValueError(
-                f"batch_size={batch_size} needs {batch_size * num_sharing} rows (process_count="
-                f"{process_count}), but {source} has {num_rows}; {remedy}"
+                f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
+                f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
             )
 
         self.latents = latents_metadata(self.groups[0].metadata)

@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         "edited_image": IMAGE,
     }
 )
+HELD_OUT_LIST = "edits.jsonl"
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
 MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
@@ -314,7 +315,7 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
             | {name: caption for name, caption in captions.items() if caption}
         )
     lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
-    (folder / "edits.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+    (folder / HELD_OUT_LIST).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 def check_empty(flag: str, directory: Path) -> None:
@@ -390,6 +391,11 @@ def write_pairs(
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
     problems = sorted(problems + check_images(pairs))
     raise_problems(file, problems)
+    if file.name == HELD_OUT_LIST and all((file.parent / name).is_dir() for name in IMAGE_DIRS):
+        logger.warning(
+            "%s lists held-out pairs; a model that is trained on them cannot be evaluated on them",
+            file,
+        )
     training, held_out = split_held_out(pairs, num_held_out, seed)
 
     with move_when_complete(output_dir) as folder:
@@ -398,5 +404,5 @@ def write_pairs(
         if held_out:
             with move_when_complete(held_out_dir) as folder:
                 write_held_out(held_out, folder, held_out_dir)
-            report += f"\nheld out {len(held_out)} pairs: {held_out_dir / 'edits.jsonl'}"
+            report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
     return report

@@ -201,9 +201,9 @@ def check(config: Config) -> None:
     for name, lowest in (("max_pairs", 1), ("num_held_out", 0), ("seed", 0)):
         if (value := getattr(config, name)) is not None and value < lowest:
             raise ValueError(f"--{name} {value} must be at least {lowest}")
-    for name in ("resolution", "num_preview"):
-        if getattr(config, name) <= 0:
-            raise ValueError(f"--{name} {getattr(config, name)} must be at least 1")
+    for name, most in (("resolution", 2048), ("num_preview", 256)):
+        if not 1 <= getattr(config, name) <= most:
+            raise ValueError(f"--{name} {getattr(config, name)} must be from 1 to {most}")
     if config.num_checked < 0:
         raise ValueError(
             f"--num_checked {config.num_checked} must be at least 0; 0 checks all rows"

@@ -102,8 +102,9 @@ def list_row_groups(
     paths = shard_files(directory)
     if not paths:
         raise ValueError(
-            f"{flag} {directory} contains no *.parquet file; download shards to it "
-            "(with fewer shards than workers, script.py --num_workers 1 gives all shards to each)"
+            f"{flag} {directory} contains no *.parquet file; download shards with script.py and "
+            "script.sh (--num_workers 1 gives all shards to every worker), or make them from "
+            "images with parquet_processing.py --pairs"
         )
 
     shards, unreadable = [], []

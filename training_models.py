@@ -217,7 +217,13 @@ def open_modules(config: Config, dtype):
         getattr(cls, "module_class", cls).check_class(content, f"{path}/config.json")
         return cls.from_config(content, dtype=dtype)
 
-    unet = open_module(FlaxUNet2DConditionModel, config.unet_model_name_or_path)
+    unet_source = config.unet_model_name_or_path
+    if Path(unet_source, "unet").is_dir() and not Path(unet_source, "config.json").exists():
+        raise ValueError(
+            f"--unet_model_name_or_path {unet_source} is a pipeline; give the output of "
+            f"create_modified_unet.py, or {Path(unet_source, 'unet')} if its UNet is widened"
+        )
+    unet = open_module(FlaxUNet2DConditionModel, unet_source)
     if vae_source := config.pretrained_vae_model_name_or_path:
         vae = open_module(FlaxAutoencoderKL, vae_source)
     else:

@@ -210,8 +210,8 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "no edits; give --input"),
-        (["--input", "a.png"], "no edits"),
+        ([], "no --input and no --edit; give --input"),
+        (["--input", "a.png"], "no --edit; give --input"),
         (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
         (["--input", "text.png", "--edit", "red"], "text.png is not an image"),
         (["--input", "half.png", "--edit", "red"], "half.png cannot be read as an image"),

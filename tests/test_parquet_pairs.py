@@ -331,6 +331,8 @@ def test_hidden_files_do_not_count(tmp_path, caplog):
     assert not caplog.records
     assert len(parquet_shards.list_row_groups(data)) == 1
     assert len(edits_of_jsonl(held_out / "edits.jsonl")) == 1
+    write_pairs(held_out / "edits.jsonl", tmp_path / "trap")
+    assert "edits.jsonl lists held-out pairs; a model that is trained on them" in caplog.text
     with pytest.raises(ValueError, match=r"data is not empty \(train-00000-of-00001\.parquet\)"):
         write_pairs(source, data)
 

@@ -688,7 +688,9 @@ def test_max_rows_are_the_first(numbered, max_rows):
 
 
 def test_max_rows_are_too_few(numbered):
-    with pytest.raises(ValueError, match=r"batch_size=4 needs 4 rows .*max_rows=3 of .* has 3"):
+    with pytest.raises(
+        ValueError, match=r"a batch of 4 pairs .* needs 4 pairs.*max_rows=3 of .* has 3"
+    ):
         ParquetImagePairs(numbered, batch_size=4, resolution=4, max_rows=3)
     with pytest.raises(ValueError, match="max_rows=0 must be at least 1"):
         ParquetImagePairs(numbered, batch_size=4, max_rows=0)
@@ -1042,7 +1044,7 @@ def test_columns_of_one_name(tmp_path):
         ({"batch_size": 54}, "use at most 53 pairs per process"),
         (
             {"batch_size": 20, "process_count": 3},
-            "needs 60 rows.* 53; use at most 17 pairs per process",
+            "needs 60 pairs.* 53; use at most 17 pairs per process",
         ),
         ({"num_parts": 3, "process_count": 2}, "num_parts=3 does not divide the global batch of 4"),
         ({"num_parts": 3}, "num_parts=3 does not divide the global batch of 2 pairs"),
@@ -1153,8 +1155,9 @@ def test_script_ends_with_one_line(tmp_path, damage, args, words):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--resolution", "0"], "--resolution 0 must be at least 1"),
-        (["--num_preview", "-1"], "--num_preview -1 must be at least 1"),
+        (["--resolution", "0"], "--resolution 0 must be from 1 to 2048"),
+        (["--resolution", "100000"], "--resolution 100000 must be from 1 to 2048"),
+        (["--num_preview", "-1"], "--num_preview -1 must be from 1 to 256"),
         (["--num_checked", "-1"], "--num_checked -1 must be"),
         (
             ["--preview", "preview.txt"],
