@@ -78,7 +78,7 @@ from training_models import (
     lora_options,
 )
 from training_optimizer import make_optimizer
-from training_output import lock_output_dir, remove_replaced_model
+from training_output import check_run_dir, lock_output_dir, remove_replaced_model
 from training_report import this_command, write_readme
 from training_run import TrainRun
 
@@ -304,6 +304,7 @@ def training_config(config: Config):
     flags = {name: value for name, value in asdict(config).items() if name in names}
     shared = TrainingConfig(unet_model_name_or_path=str(Path(source, "unet")), ema="none", **flags)
     check_config(shared, jax.device_count())
+    check_run_dir(shared)
     return shared
 
 

@@ -51,7 +51,7 @@ from sharding_flax import (
     state_shapes,
     update_shards,
 )
-from training_flags import Config, check_config, check_schedules, ema_flags, merges_finished_run
+from training_flags import Config, check_config, check_schedules, ema_flags
 from training_latents import check_vae, write_latents
 from training_models import (
     cast_frozen,
@@ -64,7 +64,12 @@ from training_models import (
     open_modules,
 )
 from training_optimizer import make_optimizer
-from training_output import lock_output_dir, merge_finished_run
+from training_output import (
+    check_run_dir,
+    lock_output_dir,
+    merge_finished_run,
+    merges_finished_run,
+)
 from training_run import TrainRun, make_update_average, start_average
 
 # Errors of a process whose peer has died.
@@ -300,6 +305,7 @@ def train(config: Config):
     """Train a model and write it to config.output_dir."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     check_config(config, jax.device_count())
+    check_run_dir(config)
     validation_images = load_validation_images(config)
     with lock_output_dir(config):
         if from_process_0(np.int32(merges_finished_run(config))):

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from command_line import one_line, save_whole
@@ -479,11 +479,20 @@ def read_lora(path, conv_in_path):
         ValueError: a file is missing or damaged, or has no record of the run.
     """
     flat = dict(read_weights(path)) | dict(read_weights(conv_in_path))
-    with safe_open(path, "np") as file:
-        run = (file.metadata() or {}).get("run")
+    run = read_record(path)
     if run is None:
         raise ValueError(
             f"{path} has no record of the run that made it; train again with --overwrite_output_dir"
         )
     trained = {name.removeprefix("unet/"): x for name, x in flat.items()}
-    return unflatten_dict(trained, sep="/"), json.loads(run)
+    return unflatten_dict(trained, sep="/"), run
+
+
+def read_record(path):
+    """The run of a LoRA file as save_lora has saved it; None: no record, or the file is damaged."""
+    try:
+        with safe_open(path, "np") as file:
+            run = (file.metadata() or {}).get("run")
+    except (OSError, SafetensorError):
+        return None
+    return None if run is None else json.loads(run)

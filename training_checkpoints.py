@@ -176,7 +176,7 @@ class Checkpoints:
 def run_identity(flags, max_train_steps, dataset, models, params, frozen):
     """A flat JSON dict of the flags, data and weights that must not change on resume.
 
-    Of these max_train_steps alone may change, see check_new_length.
+    Of these max_train_steps alone may change, see refuse_length.
     """
     data = dataset.state_dict()
     encoders = models.text_encoder
@@ -193,10 +193,13 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
     }
 
 
-def newest_run(output_dir):
-    """The newest checkpoint of OUTPUT_DIR/checkpoints, (Checkpoints, step, run); None: none."""
-    folder = Path(output_dir, "checkpoints")
-    if not folder.is_dir():
+def newest_run(config):
+    """The checkpoint that --resume_from_checkpoint latest continues, (Checkpoints, step, run).
+
+    None: output_dir has no checkpoint, or the flag is not latest.
+    """
+    folder = Path(config.output_dir, "checkpoints")
+    if config.resume_from_checkpoint != "latest" or not folder.is_dir():
         return None
     checkpoints = Checkpoints(folder)
     step = checkpoints.latest()
@@ -209,6 +212,14 @@ def has_newer_model(config, checkpoint):
     return final.exists() and final.stat().st_mtime > checkpoint.stat().st_mtime
 
 
+def refuse_model(config):
+    """Why output_dir is not written to, and what to do."""
+    return (
+        f"{flag(config, 'output_dir')} contains a model; name another directory, or replace the "
+        "model with --overwrite_output_dir"
+    )
+
+
 def check_goes_on(config, max_train_steps=None):
     """Check that a run goes on over the model in output_dir: it was killed, or gets more steps.
 
@@ -219,28 +230,26 @@ def check_goes_on(config, max_train_steps=None):
     Raises:
         ValueError: the model is of a finished run of this length or more, or of no known run.
     """
-    refusal = (
-        f"{flag(config, 'output_dir')} contains a model; name another directory, or replace the "
-        "model with --overwrite_output_dir"
-    )
-    newest = None
-    if config.resume_from_checkpoint == "latest":
-        newest = newest_run(config.output_dir)
+    newest = newest_run(config)
     if newest is None:
-        unet = Path(config.output_dir, "unet")
+        unet, further = Path(config.output_dir, "unet"), ""
         if unet.is_dir():
-            refusal += f"; another run trains it further with --unet_model_name_or_path {unet}"
-        raise ValueError(refusal)
+            further = f"; another run trains it further with --unet_model_name_or_path {unet}"
+        raise ValueError(refuse_model(config) + further)
     checkpoints, step, run = newest
     checkpoints.close()
-    num_steps = run["identity"]["max_train_steps"]
+    num_steps, checkpoint = run["identity"]["max_train_steps"], checkpoints.folder / str(step)
     is_longer = max_train_steps is None or max_train_steps > num_steps
-    if not is_longer and has_newer_model(config, checkpoints.folder / str(step)):
-        raise ValueError(f"{refusal}; its run had {num_steps} steps, give more to train it longer")
+    if not is_longer and has_newer_model(config, checkpoint):
+        advice = refuse_length(config, checkpoint, num_steps, max_train_steps, True)
+        raise ValueError(f"{refuse_model(config)}; {advice}")
 
 
 def find_checkpoint(config, identity):
     """Find the checkpoint to resume from.
+
+    A run is finished if its model is newer than its newest complete checkpoint. With
+    --overwrite_output_dir it starts again, unless it can go on to more steps.
 
     Args:
         config: Config that check_config has accepted.
@@ -253,18 +262,11 @@ def find_checkpoint(config, identity):
         ValueError: the checkpoint is missing, damaged, or belongs to another run.
     """
     resume_from, max_train_steps = config.resume_from_checkpoint, identity["max_train_steps"]
-    if resume_from == "none":
-        return None, 0, {}
-    if resume_from == "latest":
-        newest = newest_run(config.output_dir)
+    if resume_from in ("none", "latest"):
+        newest = newest_run(config)
         if newest is None:
             return None, 0, {}
         checkpoints, step, run = newest
-        if has_newer_model(config, checkpoints.folder / str(step)):
-            if not config.overwrite_output_dir:
-                check_goes_on(config, max_train_steps)
-            elif step == run["identity"]["max_train_steps"]:
-                return None, 0, {}  # the run is finished; a new one replaces it
     else:
         path = Path(resume_from)
         if not (path.is_dir() and path.name.isdecimal()):
@@ -275,55 +277,73 @@ def find_checkpoint(config, identity):
         checkpoints, step = Checkpoints(path.parent), int(path.name)
         run = checkpoints.read_run(step)
 
-    saved = run["identity"]
+    saved, checkpoint = run["identity"], checkpoints.folder / str(step)
+    num_steps = saved["max_train_steps"]
     current = json.loads(json.dumps(identity))  # tuples become lists
-    current["max_train_steps"] = saved["max_train_steps"]  # see check_new_length
-    if different := differences(saved, dict.fromkeys(saved) | current):
+    current["max_train_steps"] = num_steps  # see refuse_length
+    different = differences(saved, dict.fromkeys(saved) | current)
+    is_finished = resume_from == "latest" and has_newer_model(config, checkpoint)
+    refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, is_finished)
+    if is_finished and config.overwrite_output_dir:
+        if step == num_steps and (different or refusal):
+            checkpoints.close()
+            change = f" ({'; '.join(different)})" if different else ""
+            print(f"starts again, replacing the finished run of {num_steps} steps{change}")
+            return None, 0, {}
+        # Without a checkpoint of its last step a run may have been killed: it goes on.
+        refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, False)
+    elif is_finished and max_train_steps <= num_steps:
+        raise ValueError(f"{refuse_model(config)}; {refusal}")
+    if different:
         raise ValueError(
-            f"checkpoint {checkpoints.folder / str(step)} belongs to another run: "
-            f"{'; '.join(different)}. Change that back, name another --output_dir, or start again "
-            "with --resume_from_checkpoint none"
+            f"checkpoint {checkpoint} belongs to another run: {'; '.join(different)}. Change that "
+            "back, name another --output_dir, or start again with --resume_from_checkpoint none"
         )
-    if max_train_steps != saved["max_train_steps"]:
-        place = checkpoints.folder / str(step)
-        check_new_length(config, place, saved["max_train_steps"], max_train_steps)
+    if refusal:
+        raise ValueError(refusal)
     return checkpoints, step, run
 
 
-def check_new_length(config, checkpoint, num_steps, new_num_steps):
-    """Raise a ValueError if a run cannot go on to another last step.
+def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
+    """Why a run does not go on to another last step, and what to do; None: it goes on.
 
     Args:
         config: Config.
         checkpoint: Path, RUN/checkpoints/STEP.
         num_steps, new_num_steps: length of the run before and from now on.
+        is_finished: whether RUN has the model of num_steps steps.
     """
-    step = int(checkpoint.name)
+    step, unet = int(checkpoint.name), checkpoint.parent.parent / "unet"
     change = f"the run had {num_steps} steps and is to have {new_num_steps}"
+    has_decayed = config.lr_scheduler != "constant" and step > config.lr_warmup_steps
+    decay = f"{flag(config, 'lr_scheduler')} has lowered the learning rate for {num_steps} steps"
+    further = f"--unet_model_name_or_path {unet}"
+    if is_finished and new_num_steps <= num_steps:
+        if not has_decayed:
+            return f"its run had {num_steps} steps, give more to train it longer"
+        remedy = f"; another run trains it further with {further}" if unet.is_dir() else ""
+        return f"its run is not made longer, as {decay}{remedy}"
     if new_num_steps < step:
-        raise ValueError(
+        return (
             f"{change}, but its checkpoint has done {step}; give {step} or more, name another "
             "--output_dir, or start again with --resume_from_checkpoint none"
         )
-    if config.lr_scheduler != "constant" and step > config.lr_warmup_steps:
-        further = f"--unet_model_name_or_path {checkpoint.parent.parent / 'unet'}"
-        is_lora = final_file(config) != INDEX_NAME  # which no run starts from
-        if is_lora or new_num_steps < num_steps:
-            remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
-        elif step == num_steps or has_newer_model(config, checkpoint):
-            remedy = (
-                f"start another run from its UNet: {further} --max_train_steps "
-                f"{new_num_steps - num_steps} and another --output_dir"
-            )
-        else:
-            remedy = (
-                f"finish the run with {num_steps} steps, then start another one from its UNet with "
-                f"{further} and another --output_dir"
-            )
-        raise ValueError(
-            f"{change}, but {flag(config, 'lr_scheduler')} has lowered the learning rate for "
-            f"{num_steps} steps; {remedy}"
+    if new_num_steps == num_steps or not has_decayed:
+        return None
+    is_lora = final_file(config) != INDEX_NAME  # which no run starts from
+    if is_lora or new_num_steps < num_steps:
+        remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
+    elif is_finished or (step == num_steps and unet.is_dir()):
+        remedy = (
+            f"start another run from its UNet: {further} --max_train_steps "
+            f"{new_num_steps - num_steps} and another --output_dir"
         )
+    else:
+        remedy = (
+            f"finish the run with {num_steps} steps, then start another one from its UNet with "
+            f"{further} and another --output_dir"
+        )
+    return f"{change}, but {decay}; {remedy}"
 
 
 def flatten_by_name(tree):

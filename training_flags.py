@@ -1,11 +1,11 @@
 """The trainer's flags and their validation. Importing this file loads neither jax nor torch."""
 
+import math
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from command_line import check_writable
-from config_flax import CONV_IN_FILE, INDEX_NAME, LORA_FILE
+from config_flax import INDEX_NAME, LORA_FILE
 
 FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
 POSITIVE = (
@@ -145,11 +145,10 @@ def profiled_steps(text: str) -> tuple[int, int]:
 
 
 def check_config(config: Config, num_devices: int) -> None:
-    """Raise a ValueError for invalid flags."""
+    """Raise a ValueError for invalid flags; training_output.check_run_dir checks --output_dir."""
     check_numbers(config)
     check_batch(config, num_devices)
     check_combinations(config)
-    check_output_dir(config)
 
 
 def check_numbers(config: Config) -> None:
@@ -258,12 +257,6 @@ def final_file(config: Config) -> str:
     return LORA_FILE if is_lora_only else INDEX_NAME
 
 
-def merges_finished_run(config: Config) -> bool:
-    """Whether only --merge_lora is left to do: output_dir has a LoRA and no pipeline."""
-    has_lora, has_pipeline = (Path(config.output_dir, x).exists() for x in FINAL_FILES)
-    return config.merge_lora and has_lora and not (has_pipeline or config.overwrite_output_dir)
-
-
 def check_schedules(config: Config, max_train_steps: int) -> None:
     """Raise a ValueError for a warm-up, EMA or profile that does not fit into max_train_steps."""
     from ema_flax import ema_plan  # imports jax
@@ -298,6 +291,31 @@ def ema_flags(config: Config, max_train_steps: int) -> tuple:
     )
 
 
+def explain_no_average(config: Config, max_train_steps: int) -> str:
+    """Why a run whose EmaPlan has no first step has no average, and which flag gives one.
+
+    Args:
+        config: Config with --ema late or full and without --ema_decay.
+        max_train_steps: length of the run.
+    """
+    from ema_flax import HORIZONS  # imports jax
+
+    needed, remedy = HORIZONS + 1, "give more steps, or an --ema_decay"
+    run = f"{max_train_steps} step{'s' * (max_train_steps > 1)}"
+    if config.ema == "full" or max_train_steps < needed:
+        return f"no average of the weights: the run has {run}, an average needs {needed}; {remedy}"
+    if config.ema_start_step is not None:
+        window = max_train_steps - config.ema_start_step
+        place = f"from --ema_start_step {config.ema_start_step} on the run has"
+        remedy = f"give --ema_start_step {max_train_steps - needed} or less"
+    else:
+        window = max(1, round(max_train_steps * config.ema_fraction))
+        place = f"the last {100 * config.ema_fraction:g}% of {run} are"
+        remedy = f"give --ema_fraction {math.ceil(100 * needed / max_train_steps) / 100:g}"
+    steps = f"{window} step{'s' * (window > 1)}"
+    return f"no average of the weights: {place} {steps}, an average needs {needed}; {remedy}"
+
+
 def steps_between_rows(config: Config, max_train_steps: int) -> int:
     """Steps between lines of metrics.jsonl."""
     return config.logging_steps or min(50, max(1, max_train_steps // 20))
@@ -309,35 +327,3 @@ def snapshot_steps(config: Config, max_train_steps: int) -> int:
         return 0
     eighth = max_train_steps // 8 // config.ema_every * config.ema_every
     return config.ema_snapshot_steps or max(config.ema_every, eighth)
-
-
-def check_output_dir(config: Config) -> None:
-    """Raise a ValueError if output_dir cannot be written or its content would be lost."""
-    if not config.output_dir:
-        raise ValueError("--output_dir is empty; name a directory")
-    output_dir, given = Path(config.output_dir), flag(config, "output_dir")
-    if output_dir.is_file():
-        raise ValueError(f"{given} is a file; name a directory")
-    sources = ("pretrained_model_name_or_path", "unet_model_name_or_path")
-    for name in (*sources, "pretrained_vae_model_name_or_path"):
-        value = getattr(config, name)
-        if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
-            raise ValueError(f"{given} is or contains {flag(config, name)}; name another directory")
-    has_model = any((output_dir / name).exists() for name in FINAL_FILES)
-    if not any(output_dir.glob("checkpoints/*")):  # otherwise a crash while the files were written
-        has_model = has_model or (output_dir / CONV_IN_FILE).exists()
-    if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
-        from training_checkpoints import check_goes_on  # imports jax
-
-        check_goes_on(config, None if config.num_train_epochs else config.max_train_steps)
-    overwritten = [name for name in ("README.md", "config.json") if (output_dir / name).exists()]
-    if (
-        overwritten
-        and not (output_dir / "metrics.jsonl").exists()
-        and not config.overwrite_output_dir
-    ):
-        raise ValueError(
-            f"{given} contains {' and '.join(overwritten)} from something other than a training "
-            "run; name another directory, or replace them with --overwrite_output_dir"
-        )
-    check_writable(given, output_dir)

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from PIL import Image, ImageOps
 
 from command_line import differences
-from config_flax import ConfigMixin, has, read_index, warn_once
+from config_flax import CONV_IN_FILE, LORA_FILE, ConfigMixin, has, read_index, warn_once
 from images import load_image
 from kernels_flax import by_platform
 from lora_flax import add_lora, fold_lora, read_lora
@@ -39,8 +39,6 @@ from scheduling_flax import (
 from sharding_flax import cast_kernels, combine, local_rows, replicate
 from tokenization_clip import load_tokenizer
 from training_flags import (
-    CONV_IN_FILE,
-    LORA_FILE,
     Config,
     fixed_flags,
     flag,
@@ -326,10 +324,20 @@ def merge_lora(config: Config, dtype):
 
 
 def lora_identity(config: Config, checksums):
-    """The flags and checksums of a run that --merge_lora must find again, as JSON returns them."""
+    """The flags and checksums of a run that --merge_lora must find again, as JSON returns them.
+
+    The length of the run is not among them, see merges_finished_run.
+    """
     flags = fixed_flags(config, "may_change")
+    del flags["max_train_steps"]
     flags["lora_alpha"] = config.lora_alpha or config.lora_rank
     return json.loads(json.dumps(flags | checksums))
+
+
+def lora_record(config: Config, max_train_steps, checksums):
+    """What a LoRA file says about its run: lora_identity and the length, steps and epochs."""
+    length = {"max_train_steps": max_train_steps, "num_train_epochs": config.num_train_epochs}
+    return lora_identity(config, checksums) | length
 
 
 def merged_unet(config: Config, trained):

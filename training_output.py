@@ -1,4 +1,4 @@
-"""The output directory of a training run: lock it, write its flags, replace or merge its model."""
+"""The output directory of a training run: check and lock it, write its flags, merge its model."""
 
 import contextlib
 import json
@@ -7,12 +7,58 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from command_line import write_text
-from config_flax import INDEX_NAME, LORA_FILE, PARTS
+from command_line import check_writable, write_text
+from config_flax import CONV_IN_FILE, INDEX_NAME, LORA_FILE, PARTS
+from lora_flax import read_record
 from processes_flax import lock_folder, on_process_0
-from training_flags import CONV_IN_FILE, Config, final_file
+from training_checkpoints import check_goes_on
+from training_flags import FINAL_FILES, Config, final_file, flag
 from training_models import compute_dtype, merge_lora
 from training_report import check_hub, lines_until_step, push_to_hub, write_card
+
+
+def check_run_dir(config: Config) -> None:
+    """Raise a ValueError if output_dir cannot be written or its content would be lost."""
+    if not config.output_dir:
+        raise ValueError("--output_dir is empty; name a directory")
+    output_dir, given = Path(config.output_dir), flag(config, "output_dir")
+    if output_dir.is_file():
+        raise ValueError(f"{given} is a file; name a directory")
+    sources = ("pretrained_model_name_or_path", "unet_model_name_or_path")
+    for name in (*sources, "pretrained_vae_model_name_or_path"):
+        value = getattr(config, name)
+        if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
+            raise ValueError(f"{given} is or contains {flag(config, name)}; name another directory")
+    has_model = any((output_dir / name).exists() for name in FINAL_FILES)
+    if not any(output_dir.glob("checkpoints/*")):  # otherwise a crash while the files were written
+        has_model = has_model or (output_dir / CONV_IN_FILE).exists()
+    if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
+        check_goes_on(config, None if config.num_train_epochs else config.max_train_steps)
+    overwritten = [name for name in ("README.md", "config.json") if (output_dir / name).exists()]
+    if (
+        overwritten
+        and not (output_dir / "metrics.jsonl").exists()
+        and not config.overwrite_output_dir
+    ):
+        raise ValueError(
+            f"{given} contains {' and '.join(overwritten)} from something other than a training "
+            "run; name another directory, or replace them with --overwrite_output_dir"
+        )
+    check_writable(given, output_dir)
+
+
+def merges_finished_run(config: Config) -> bool:
+    """Whether only --merge_lora is left to do: output_dir has the LoRA of a run of this length."""
+    file, pipeline = (Path(config.output_dir, name) for name in FINAL_FILES)
+    is_replaced = config.overwrite_output_dir or pipeline.exists()
+    if not config.merge_lora or is_replaced or not file.exists():
+        return False
+    saved = read_record(file)
+    if saved is None:
+        return True  # merge_lora says what is wrong with the file
+    if config.num_train_epochs is not None:  # their number of steps is known with the data only
+        return config.num_train_epochs == saved.get("num_train_epochs")
+    return config.max_train_steps == saved.get("max_train_steps")
 
 
 @contextlib.contextmanager

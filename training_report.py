@@ -3,8 +3,8 @@
 huggingface_hub and wandb handle their own tokens.
 """
 
-import contextlib
 import json
+import logging
 import math
 import re
 import shlex
@@ -21,13 +21,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image, ImageOps
 
 from command_line import one_line, save_whole, write_text
-from images import captioned, load_image, tile_grid
-from training_flags import CONV_IN_FILE
+from config_flax import CONV_IN_FILE
+from images import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, load_image, tile_grid
+
+logger = logging.getLogger(__name__)
 
 LOSS_PLOT = "loss.png"
 LOSS_SPAN = 20  # the smoothed loss averages over about this fraction, 1 / 20, of the rows
-GRID_MARGIN = 8  # pixels
-GRID_SIDE = 256  # of an image in a validation grid, pixels, at least
 GIF_SIDE = 1024  # pixels of a frame's longer side, at most
 GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
@@ -67,7 +67,7 @@ class MetricsLog:
         self.wandb_run = None
         if report_to == "wandb":
             self.wandb_run = start_wandb(folder, config, project, resume=first_step > 0)
-        self.plotter, self.plot = ThreadPoolExecutor(1), None
+        self.plotter, self.plot, self.plot_failed = ThreadPoolExecutor(1), None, False
         if first_step == 0:
             (folder / LOSS_PLOT).unlink(missing_ok=True)
         self.path = folder / "metrics.jsonl"
@@ -93,12 +93,20 @@ class MetricsLog:
     def draw(self):
         """Draw the losses in another thread; skipped while the last plot is not finished."""
         if self.plot is None or self.plot.done():
-            self.plot = self.plotter.submit(draw_losses, self.path)
+            self.plot = self.plotter.submit(self._draw)
 
     def finish_plot(self):
         """Draw the losses of all rows and wait."""
         self.plotter.shutdown()
-        draw_losses(self.path)
+        self._draw()
+
+    def _draw(self):
+        try:
+            draw_losses(self.path)
+        except Exception as error:  # the run is worth more than its plot
+            if not self.plot_failed:
+                logger.warning("%s cannot be drawn: %s", LOSS_PLOT, one_line(error, 200))
+            self.plot_failed = True
 
     def close(self):
         """Finish the wandb run, which wandb otherwise marks as failed."""
@@ -127,9 +135,10 @@ def draw_losses(metrics):
     except ImportError:
         return
     rows = [json.loads(line) for line in lines_until_step(metrics, math.inf)]
-    if not rows:
+    points = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    if not points:
         return
-    steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
+    steps, losses = zip(*points)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     plot = figure.add_subplot()
     plot.plot(steps, losses, ".-", color="C0", alpha=0.35, label="loss")
@@ -137,8 +146,7 @@ def draw_losses(metrics):
     plot.set(xlabel="step", ylabel="loss")
     plot.grid(alpha=0.3)
     plot.legend()
-    with contextlib.suppress(OSError):  # the run is worth more than its plot
-        save_whole(metrics.with_name(LOSS_PLOT), partial(figure.savefig, format="png", dpi=110))
+    save_whole(metrics.with_name(LOSS_PLOT), partial(figure.savefig, format="png", dpi=110))
 
 
 def smoothed(values):
@@ -192,7 +200,7 @@ def validation_grid(pairs, prompts):
     Returns:
         PIL image, RGB.
     """
-    side = max(GRID_SIDE, *pairs[0][0].size)
+    side = max(GRID_IMAGE_SIZE, *pairs[0][0].size)
     size = ImageOps.contain(pairs[0][0], (side, side)).size
     tiles = []
     for pair, prompt in zip(pairs, prompts):

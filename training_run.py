@@ -32,7 +32,8 @@ from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
 from command_line import save_whole
-from ema_flax import HORIZONS, SIGMA_RELS, ema_plan, ema_start, ema_update
+from config_flax import CONV_IN_FILE, LORA_FILE
+from ema_flax import SIGMA_RELS, ema_plan, ema_start, ema_update
 from executables import peak_memory
 from lora_flax import save_conv_in, save_lora
 from processes_flax import (
@@ -62,9 +63,8 @@ from training_checkpoints import (
     run_identity,
 )
 from training_flags import (
-    CONV_IN_FILE,
-    LORA_FILE,
     ema_flags,
+    explain_no_average,
     fixed_flags,
     profiled_steps,
     snapshot_steps,
@@ -73,8 +73,8 @@ from training_flags import (
 from training_models import (
     WEIGHTS,
     edit_images,
-    lora_identity,
     lora_options,
+    lora_record,
     merge_lora,
     merged_unet,
     pipeline_params,
@@ -156,7 +156,7 @@ class TrainRun:
         self.unlogged_metrics = []  # [loss, grad_norm] of each step since the last logged row
         self.num_bad_before = 0  # undecodable pairs before the run was resumed
         self.num_timed_pairs, self.clock_start = 0, None
-        self.is_stopping = False
+        self.is_stopping, self.last_save_error = False, None
 
     def find_start(self):
         """Find the step of the newest checkpoint, or 0, and set the dataset to it.
@@ -253,10 +253,7 @@ class TrainRun:
             print("the checkpoint's average is dropped; its last weights are trained further")
         if plan.first_step is None:
             if config.ema != "none":
-                print(
-                    f"no average of the weights: it needs more than {HORIZONS} steps; give a "
-                    "larger --ema_fraction, or more steps"
-                )
+                print(explain_no_average(config, num_steps))
             return
 
         def decays(plan):
@@ -347,7 +344,6 @@ class TrainRun:
             "lr": float(schedule(step - 1)),
             "grad_norm": self.unlogged_metrics[-1][1],
             "pairs_per_second": rate,
-            "images_per_second": 2 * rate if timed else None,  # input and edit
             "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
             "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
@@ -411,12 +407,12 @@ class TrainRun:
         """Save a checkpoint; its files are written in the background.
 
         Raises:
-            OSError: the checkpoint cannot be written.
+            OSError: the checkpoint cannot be written; the last one's error is raised by finish.
         """
         with self._pause_clock():
             self._fetch_metrics(step)
             if self.is_main:
-                self.checkpoints.wait()  # so that memory holds one checkpoint only
+                self._try(step, self.checkpoints.wait)  # so that memory holds one checkpoint only
             release_memory()  # writing takes gigabytes
             content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
             axes = shard_axes(
@@ -431,11 +427,21 @@ class TrainRun:
                 "num_averages": len(averages),
             }
             if self.is_main:
-                self.checkpoints.save(step, content, metadata)
+                self._try(step, partial(self.checkpoints.save, step, content, metadata))
                 self.metrics_log.draw()
                 if jax.default_backend() == "cpu":  # the next step overwrites the arrays' memory
-                    self.checkpoints.wait()
+                    self._try(step, self.checkpoints.wait)
                     release_memory()
+
+    def _try(self, step, write):
+        """Write a checkpoint; an error at the last step is kept for finish: the model is whole."""
+        if self.last_save_error is None:
+            try:
+                write()
+            except OSError as error:
+                if not self._is_last_step(step):
+                    raise
+                self.last_save_error = error
 
     def save_snapshots(self, step, averages):
         """Write the averages in float16 to OUTPUT_DIR/ema_snapshots."""
@@ -486,10 +492,14 @@ class TrainRun:
 
         Raises:
             SystemExit: a signal stopped the run; the exit code is 128 + signal number.
+            OSError: the last checkpoint cannot be written; the model is saved.
         """
         release_memory()
         if self.is_main:
-            self.checkpoints.close()  # before the model, whose file is then the newest
+            # A run is finished if its model is newer than its newest complete checkpoint. So the
+            # model follows when the last checkpoint is complete or has failed: after a kill before
+            # the end there is a checkpoint to resume from, after it the whole model.
+            self._try(self.progress.n, self.checkpoints.close)
             self.metrics_log.finish_plot()
             if weights:
                 self.save_model(weights)
@@ -497,6 +507,10 @@ class TrainRun:
             self.metrics_log.close()
             if self.config.push_to_hub and weights:
                 print(f"uploaded {push_to_hub(self.output_dir, self.repo_id)}")
+            if self.last_save_error:
+                raise OSError(
+                    f"{self.last_save_error}; the model is saved in {self.output_dir}"
+                ) from self.last_save_error
         wait_for_all("process 0 has saved")
         if weights:
             return
@@ -522,7 +536,8 @@ class TrainRun:
         remove_replaced_model(config, self.pipeline)
         if config.lora_rank is not None:
             save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
-            run = lora_identity(config, {name: self.identity[name] for name in WEIGHTS})
+            sums = {name: self.identity[name] for name in WEIGHTS}
+            run = lora_record(config, self.max_train_steps, sums)
             save_lora(output_dir / LORA_FILE, weights["unet"], **lora_options(config), run=run)
             if config.merge_lora:
                 merge_lora(config, self.models.unet.dtype)

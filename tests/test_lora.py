@@ -38,13 +38,13 @@ from transformers import CLIPTextModel
 
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
+from config_flax import CONV_IN_FILE, LORA_FILE
 from lora_flax import add_lora, fold_lora, save_conv_in, save_lora
 from modeling_flax_unet import FlaxUNet2DConditionModel
 from modeling_flax_utils import flax_to_torch, torch_to_flax
 from pipeline_flax_utils import FlaxDiffusionPipeline
 from sharding_flax import combine
-from training_flags import CONV_IN_FILE, LORA_FILE
-from training_models import checksums, load_models, lora_identity, lora_options
+from training_models import checksums, load_models, lora_options, lora_record
 from training_output import remove_replaced_model
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -326,7 +326,7 @@ def test_merging_in_bfloat16_keeps_what_is_not_trained(
 
     rng = np.random.default_rng(1)
     trained = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), params)
-    run = lora_identity(config, checksums(frozen, params))
+    run = lora_record(config, config.max_train_steps, checksums(frozen, params))
     out.mkdir()
     (out / "metrics.jsonl").touch()  # as every run has it
     save_conv_in(out / CONV_IN_FILE, trained)

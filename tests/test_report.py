@@ -90,12 +90,33 @@ def test_the_plot_shows_all_losses(tmp_path):
     assert sum(blue > red + 100 for _, (red, _, blue) in colors)  # the lines
     (tmp_path / "loss.png").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_report, "save_whole", full_disk)
-        training_report.draw_losses(tmp_path / "metrics.jsonl")
-    with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         training_report.draw_losses(tmp_path / "metrics.jsonl")
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("failure", ["full disk", "no number"])
+def test_a_plot_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, caplog, failure):
+    """At any checkpoint and at the end; one line says why."""
+    log = MetricsLog(tmp_path, {})
+    log.write({"step": 1, "loss": 1.0 if failure == "full disk" else {}})
+    if failure == "full disk":
+        monkeypatch.setattr(training_report, "save_whole", full_disk)
+    for _ in range(2):
+        log.draw()
+        assert log.plot.result() is None
+    log.finish_plot()
+    (line,) = caplog.messages
+    assert line.startswith("loss.png cannot be drawn: ")
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_rows_without_a_loss_are_not_in_the_plot(tmp_path, caplog):
+    log = MetricsLog(tmp_path, {})
+    for row in ({"step": 1}, {"step": 2, "loss": 1.0}, {"step": 3}):
+        log.write(row)
+    log.finish_plot()
+    assert (tmp_path / "loss.png").exists() and not caplog.messages
 
 
 def full_disk(*args):

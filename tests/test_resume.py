@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +29,16 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
 import processes_flax
+from config_flax import LORA_FILE
+from lora_flax import save_lora
 from pipeline_flax_stable_diffusion_xl_instruct_pix2pix import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from processes_flax import lock_folder
 from sharding_flax import replicate
-from training_checkpoints import Checkpoints
+from training_checkpoints import Checkpoints, check_goes_on, find_checkpoint
+from training_models import lora_record
+from training_output import merges_finished_run
 
 NUM_STEPS = 12
 SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # few arrays, each of them a collective
@@ -120,7 +125,7 @@ def contents(out):
         for file in sorted(Path(out, part).iterdir())
     }
     files["model_index.json"] = index
-    timings = ("pairs_per_second", "images_per_second", "data_wait", "memory_gb")
+    timings = ("pairs_per_second", "data_wait", "memory_gb")
     rows = [{k: v for k, v in row.items() if k not in timings} for row in read_metrics(out)]
     return arrays, files, rows
 
@@ -671,6 +676,187 @@ def test_a_finished_run_is_not_replaced(model, data, finished, options, message)
     with pytest.raises(ValueError, match=message):
         run_here(config)
     assert sorted(map(str, finished.rglob("*"))) == before
+
+
+def small_run(out, step, num_steps, final="model_index.json", parts=("unet",)):
+    """The directory of a run with a checkpoint and, if final, a newer model."""
+    checkpoints = Checkpoints(out / "checkpoints")
+    run = {"identity": {"max_train_steps": num_steps, "seed": 3}}
+    checkpoints.save(step, {"x": np.zeros(1)}, run)
+    checkpoints.close()
+    os.utime(out / "checkpoints" / str(step), (10, 10))
+    for part in parts:
+        (out / part).mkdir()
+    if final:
+        (out / final).touch()
+
+
+def find(out, num_steps, seed=3, **flags):
+    """The step at which a run of small_run's directory starts."""
+    config = trainer.Config("", "", output_dir=str(out), **flags)
+    checkpoints, step, _ = find_checkpoint(config, {"max_train_steps": num_steps, "seed": seed})
+    if checkpoints:
+        checkpoints.close()
+    return step
+
+
+def test_a_finished_run_is_replaced_only_if_it_cannot_go_on(tmp_path, capsys):
+    """With --overwrite_output_dir, which commands that are repeated often contain."""
+    small_run(tmp_path, 30, 30)
+    replaced = "starts again, replacing the finished run of 30 steps"
+    for num_steps, flags, start, line in (
+        (60, {}, 30, ""),
+        (60, {"seed": 4}, 0, f"{replaced} (seed was 3 and is 4)\n"),
+        (60, {"lr_scheduler": "cosine"}, 0, f"{replaced}\n"),
+        (30, {}, 0, f"{replaced}\n"),
+        (20, {}, 0, f"{replaced}\n"),
+    ):
+        assert find(tmp_path, num_steps, overwrite_output_dir=True, **flags) == start
+        assert capsys.readouterr().out == line
+    assert find(tmp_path, 60) == 30
+    (tmp_path / "model_index.json").unlink()  # killed before its model was written
+    assert find(tmp_path, 30, overwrite_output_dir=True) == 30
+
+
+def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
+    """The model may be older than the run; a copy of the directory does not keep its time."""
+    small_run(tmp_path, 20, 30)
+    for num_steps in (30, 60):
+        assert find(tmp_path, num_steps, overwrite_output_dir=True) == 20
+
+
+FURTHER = "--unet_model_name_or_path OUT/unet"
+DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
+
+
+@pytest.mark.parametrize(
+    ("run", "num_steps", "flags", "advice"),
+    [
+        ({}, 30, {}, "contains a model; .*; its run had 30 steps, give more to train it longer"),
+        # more would be refused
+        ({}, 30, {"lr_scheduler": "cosine"}, f"longer, as {DECAYED}another run .* with {FURTHER}$"),
+        (
+            {},
+            60,
+            {"lr_scheduler": "cosine"},
+            f"{DECAYED}start another run from its UNet: {FURTHER} --max_train_steps 30 and another",
+        ),
+        (
+            {"step": 20, "final": "", "parts": ()},
+            60,
+            {"lr_scheduler": "cosine"},
+            f"{DECAYED}finish the run with 30 steps, then start another one from its UNet with",
+        ),
+        (
+            {"step": 20, "final": "", "parts": ()},
+            25,
+            {"lr_scheduler": "cosine"},
+            f"{DECAYED}name another --output_dir to train for 25 steps from the start",
+        ),
+        ({"step": 20, "final": ""}, 10, {}, "its checkpoint has done 20; give 20 or more, name"),
+        # no run starts from a LoRA
+        (
+            {"final": LORA_FILE, "parts": ()},
+            60,
+            {"lr_scheduler": "cosine", "lora_rank": 4},
+            f"{DECAYED}name another --output_dir to train for 60 steps from the start",
+        ),
+        (
+            {"final": LORA_FILE, "parts": ()},
+            30,
+            {"lr_scheduler": "cosine", "lora_rank": 4},
+            f"longer, as {DECAYED[:-2]}$",
+        ),
+    ],
+)
+def test_a_refused_length_comes_with_what_to_do(tmp_path, run, num_steps, flags, advice):
+    """The same before the models are loaded and after."""
+    small_run(tmp_path, **{"step": 30, "num_steps": 30} | run)
+    with pytest.raises(ValueError) as refusal:
+        find(tmp_path, num_steps, **flags)
+    message = str(refusal.value).replace(str(tmp_path), "OUT")
+    assert re.search(advice, message), message
+    if run.get("final") != "" and num_steps == 30:
+        config = trainer.Config("", "", output_dir=str(tmp_path), **flags)
+        with pytest.raises(ValueError) as before:
+            check_goes_on(config, num_steps)
+        assert str(before.value) == str(refusal.value)
+
+
+@pytest.mark.parametrize("decayed", [False, True])
+def test_a_cosine_within_its_warm_up_goes_on(tmp_path, decayed):
+    small_run(tmp_path, 10, 30, final="")
+    flags = dict(lr_scheduler="cosine", lr_warmup_steps=9 if decayed else 10)
+    if decayed:
+        with pytest.raises(ValueError, match="has lowered the learning rate"):
+            find(tmp_path, 40, **flags)
+    else:
+        assert find(tmp_path, 40, **flags) == find(tmp_path, 20, **flags) == 10
+
+
+def disk_full(*args):
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("where", ["save", "close"])
+@pytest.mark.parametrize("num_done", [30, 20])
+def test_a_failed_last_checkpoint_does_not_cost_the_model(tmp_path, where, num_done):
+    """That of an earlier step, or after a stop signal, ends the run at once."""
+    done = []
+    run = object.__new__(trainer.TrainRun)
+    run.__dict__.update(
+        is_main=True,
+        last_save_error=None,
+        max_train_steps=30,
+        output_dir=tmp_path,
+        config=trainer.Config("", ""),
+        progress=SimpleNamespace(n=num_done),
+        checkpoints=SimpleNamespace(close=lambda: done.append("closed")),
+        metrics_log=SimpleNamespace(
+            finish_plot=lambda: done.append("plot"), close=lambda: done.append("log")
+        ),
+        save_model=lambda weights: done.append("model"),
+    )
+    setattr(run.checkpoints, where, disk_full)
+    weights = {"unet": {}} if num_done == 30 else {}
+    with pytest.raises(OSError, match="no space left on device") as error:
+        if where == "save":
+            run._try(num_done, run.checkpoints.save)
+        run.finish(weights)
+    if num_done == 30:
+        assert str(error.value).endswith(f"; the model is saved in {tmp_path}")
+        assert done == ["plot", "model", "log"]
+    else:
+        assert done == []
+
+
+@pytest.mark.parametrize(
+    ("finished", "flags", "merges"),
+    [
+        ((30, None), {"max_train_steps": 30}, True),
+        ((30, None), {"max_train_steps": 60}, False),
+        ((30, None), {"max_train_steps": 20}, False),
+        ((26, 2), {"num_train_epochs": 2}, True),
+        ((26, 2), {"num_train_epochs": 8}, False),
+        ((26, 2), {"max_train_steps": 26}, True),
+        ((26, 2), {}, False),  # 15000
+    ],
+)
+def test_only_a_finished_lora_is_merged_without_training(tmp_path, finished, flags, merges):
+    num_steps, num_epochs = finished
+    lora = trainer.Config("", "", output_dir=str(tmp_path), lora_rank=4, merge_lora=True)
+    before = replace(lora, num_train_epochs=num_epochs)
+    config = replace(lora, **flags)
+    assert not merges_finished_run(config)
+    params = {"q": {"lora_A": {"kernel": np.zeros((8, 4), np.float32)}}}
+    params["q"]["lora_B"] = {"kernel": np.zeros((4, 8), np.float32)}
+    record = lora_record(before, num_steps, {})
+    save_lora(tmp_path / LORA_FILE, params, rank=4, alpha=4, target_modules=("q",), run=record)
+    assert merges_finished_run(config) == merges
+    assert not merges_finished_run(replace(config, merge_lora=False))
+    assert not merges_finished_run(replace(config, overwrite_output_dir=True))
+    (tmp_path / "model_index.json").touch()
+    assert not merges_finished_run(config)
 
 
 def test_fewer_steps_than_done_are_refused(model, data, finished, tmp_path):

@@ -4,10 +4,11 @@ import functools
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ from sharding_flax import (
     start_state,
     to_host,
 )
-from training_flags import LORA_FILE
+from training_flags import LORA_FILE, ema_flags, explain_no_average
 from training_models import Models, cast_frozen, compute_dtype, encode_text, load_models
 from training_optimizer import lr_schedule
 
@@ -789,6 +790,82 @@ def test_ema_plan():
     assert not any(map(ema_plan("none", 20).update_of, range(21)))
 
 
+@pytest.mark.parametrize("num_steps", [2, 5, 6, 7, 30, 41, 100, 152, 1000])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ema_fraction": 1e-3}, {"ema": "full"}, {"ema_start_step": 1}, {"ema_start_step": "END"}],
+)
+def test_without_average_the_named_flag_gives_one(options, num_steps):
+    """With the flag there is an average, over 6 steps or, of a fraction, little more."""
+    if options.get("ema_start_step") == "END":
+        options = {"ema_start_step": num_steps - 1}
+    config = trainer.Config("", "", **options)
+    if ema_plan(*ema_flags(config, num_steps)).first_step is not None:
+        return
+    message = explain_no_average(config, num_steps)
+    assert message.startswith("no average of the weights: ") and "an average needs 6; " in message
+    _, remedy = message.split("; ")
+    if num_steps < 6 or config.ema == "full":
+        assert remedy == "give more steps, or an --ema_decay"
+        return
+    name, value = re.fullmatch(r"give --(\w+) ([\d.]+)( or less)?", remedy).group(1, 2)
+    assert name in options or (name == "ema_fraction" and not options)
+    value = float(value) if name == "ema_fraction" else int(value)
+    plan = ema_plan(*ema_flags(replace(config, **{name: value}), num_steps))
+    assert 6 <= num_steps - plan.first_step <= max(7, 0.015 * num_steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({}, "the last 3.6% of 30 steps are 1 step"),
+        ({"ema_fraction": 0.1}, "the last 10% of 30 steps are 3 steps"),
+        ({"ema_start_step": 27}, "from --ema_start_step 27 on the run has 3 steps"),
+    ],
+)
+def test_without_average_the_window_is_named(options, window):
+    message = explain_no_average(trainer.Config("", "", **options), 30)
+    assert message.startswith(f"no average of the weights: {window}, an average needs 6; give --")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_same"),
+    [
+        (dict(ema="full", decay=0.999), True),
+        (dict(ema="full", decay=0.999, every=7, warmup=True), True),
+        (dict(ema="late", start_step=14000, decay=0.999), True),
+        (dict(ema="power"), True),
+        (dict(ema="late", fraction=0.01), True),  # the longer run's starts after the checkpoint
+        (dict(ema="late", decay=0.999), False),
+        (dict(ema="late", start_step=14000), False),
+        (dict(ema="full"), False),
+    ],
+)
+def test_a_longer_run_has_the_average_of_its_whole_length(options, is_same):
+    """As docs/training.md says: of 15000 steps, then 15300. The weight after step s is s."""
+    before, after = (ema_plan(max_train_steps=n, **options) for n in (15000, 15300))
+
+    def average(first_step, plans):
+        value = first_step
+        for step in range(first_step + 1, 15301):
+            plan = plans(step)._replace(first_step=first_step)
+            if num_updates := plan.update_of(step):
+                decay = plan.decays(num_updates)[0]
+                value = decay * value + (1 - decay) * step
+        return value
+
+    whole = average(after.first_step, lambda step: after)
+    goes_on = after.first_step < 15000
+    continued = whole
+    if goes_on:
+        continued = average(before.first_step, lambda step: before if step <= 15000 else after)
+    assert (continued == whole) == is_same
+    if not options.get("every") and after.decays(1) == after.decays(2):
+        decay, window = after.decays(1)[0], 15300 - after.first_step
+        expected = 15300 - decay * (1 - decay**window) / (1 - decay)
+        assert whole == pytest.approx(expected, rel=1e-9)
+
+
 def test_ema_is_the_closed_form_and_diffusers():
     rng = np.random.default_rng(0)
     decay, num_steps = 0.9, 40
@@ -870,11 +947,11 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     assert [row["ema_decay"] for row in rows] == [None, None, decay, decay, decay]
     assert [row["num_bad"] for row in rows] == num_bad[:5]
     # The first step includes compiling, so it has no speed.
-    assert rows[0]["images_per_second"] is rows[0]["pairs_per_second"] is None
-    assert all(row["images_per_second"] == 2 * row["pairs_per_second"] > 0 for row in rows[1:])
+    assert rows[0]["pairs_per_second"] is None
+    assert all(row["pairs_per_second"] > 0 for row in rows[1:])
     assert all(0 <= row["data_wait"] < 1 for row in rows[1:])
     assert all(0.1 < row["memory_gb"] < 100 for row in rows)
-    assert all(len(row) == 10 for row in rows)
+    assert all(len(row) == 9 for row in rows)
     assert json.loads((out / "config.json").read_text()) == json.loads(json.dumps(asdict(config)))
     assert set(os.listdir(out)) == {
         *("unet", "unet_raw", "vae", "text_encoder", "tokenizer", "scheduler"),
@@ -1011,7 +1088,10 @@ def test_a_shorter_run_averages_from_its_checkpoint(model, data, tmp_path, capsy
 
 def test_a_short_run_says_what_it_leaves_out_and_shows_its_losses(model, data, tmp_path, capsys):
     run_counting(model, data, tmp_path, max_train_steps=41)
-    assert "no average of the weights: it needs more than 5 steps" in capsys.readouterr().out
+    assert (
+        "no average of the weights: the last 3.6% of 41 steps are 1 step, an average needs 6; give "
+        "--ema_fraction 0.15\n"
+    ) in capsys.readouterr().out
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, *range(2, 41, 2), 41]
     assert all(row["ema_decay"] is None for row in rows)
