@@ -255,8 +255,17 @@ def grid_rows(instructions):
     groups = list(rows_of.values())
     if len(groups) > n:
         groups = [groups[i * len(groups) // n] for i in range(n)]
-    # Place after place, the next instruction with a later one of its pairs, so that images differ.
-    chosen = {groups[i % len(groups)][i * len(groups[i % len(groups)]) // n] for i in range(n)}
+    # The instructions take turns until their pairs are used up. Each turn takes a later one of the
+    # pairs, at turn / n of them if it can, so that the images differ.
+    places = [(i, group) for i in range(n) for group in groups if i < len(group)][:n]
+    chosen = []
+    for group in groups:
+        turns = [turn for turn, (_, other) in enumerate(places) if other is group]
+        at = -1
+        for i, turn in enumerate(turns):
+            last = len(group) - len(turns) + i  # leaves pairs for the later turns
+            at = min(max(at + 1, turn * len(group) // n), last)
+            chosen.append(group[at])
     return sorted(chosen)
 
 
