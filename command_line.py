@@ -295,7 +295,7 @@ def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]
         ) from error
 
 
-def check_output_dir(
+def ask_before_replacing(
     flag: str, directory: str | Path, overwrite: bool | None, continues: str = ""
 ) -> None:
     """Raise a ValueError unless a program may write its files into a directory.

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import command_line
-from command_line import check_output_dir, run_main, save_whole, write_text
+from command_line import ask_before_replacing, run_main, save_whole, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -273,29 +273,29 @@ def test_errors_of_the_library_name_flags(said, expected):
 
 def test_a_directory_with_files_is_refused(tmp_path):
     folder = tmp_path / "out"
-    check_output_dir("output_dir", folder, False)
+    ask_before_replacing("output_dir", folder, False)
     assert not folder.exists()
     folder.mkdir()
     (folder / ".unfinished-a").touch()  # of a killed program
-    check_output_dir("output_dir", folder, False)
+    ask_before_replacing("output_dir", folder, False)
     for name in "abcde":
         (folder / name).touch()
     refused = re.escape(f"--output_dir {folder} is not empty (a, b, c and 2 more); name another ")
     with pytest.raises(
         ValueError, match=f"{refused}.*replace this program's files in it with --over"
     ):
-        check_output_dir("output_dir", folder, False)
+        ask_before_replacing("output_dir", folder, False)
     with pytest.raises(ValueError, match=f"{refused}directory$"):
-        check_output_dir("output_dir", folder, None)
-    check_output_dir("output_dir", folder, True)
-    check_output_dir("output_dir", folder, False, continues="[e]")
+        ask_before_replacing("output_dir", folder, None)
+    ask_before_replacing("output_dir", folder, True)
+    ask_before_replacing("output_dir", folder, False, continues="[e]")
     for path, message in (
         (folder / "a", "is a file; name a directory"),
         (folder / "a" / "b", "cannot be written"),
         ("", "--output_dir is empty; name a directory"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_output_dir("output_dir", path, True)
+            ask_before_replacing("output_dir", path, True)
 
 
 def test_processes_that_share_a_file_do_not_meet(tmp_path):
