@@ -28,7 +28,7 @@ cores).
 from dataclasses import dataclass
 from typing import Literal
 
-from command_line import check_output_dir, run_main
+from command_line import ask_before_replacing, run_main
 from training_latents import write_latents
 
 
@@ -55,7 +55,7 @@ class Config:
 
 def run(config):
     """Write the latents of all pairs."""
-    check_output_dir("output_dir", config.output_dir, config.overwrite_output_dir, "*.parquet")
+    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, "*.parquet")
     write_latents(config, config.output_dir, config.batch_size, config.overwrite_output_dir)
     print(f"latents of {config.train_data_dir} are in {config.output_dir}")
 

@@ -15,12 +15,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-HELP_COLUMN = 24  # of the help texts
 UNFINISHED_PREFIX = ".unfinished-"  # of files while they are written
-DESCRIPTION = "@@@"  # its place in tyro's help
-
-# Flags, paths and examples stay whole.
-fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
+DEFAULTS = {  # in the help, of equal length; the last one where a line ends in "(default:"
+    "(default: None)": "(optional)     ",
+    "(default: )": "(optional) ",
+    "None)": "none)",
+}
+OUTPUT_FLAGS = (  # for files that a program writes
+    "output",
+    "output_dir",
+    "held_out_dir",
+    "image_dir",
+    "work_dir",
+    "grid",
+    "preview",
+    "cache_latents",
+    "executable_dir",
+    "compilation_cache_dir",
+)
 
 
 def run_main(
@@ -87,7 +100,7 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     """An object of config_class, parsed by tyro; arguments as for run_main.
 
     tyro frames errors over several lines. Here an error is one line: what is wrong, and the flag or
-    the names that would be right. --help is wrapped at the terminal's width.
+    the names that would be right.
     """
     import tyro  # only scripts need it, not the models that import this file's helpers
 
@@ -100,8 +113,6 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
             )
             sys.exit(2)
     printed, shown = io.StringIO(), io.StringIO()
-    width, columns = shutil.get_terminal_size().columns, os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "5000"  # every help text on one line, see layout_help
     try:
         with redirect_stderr(printed), redirect_stdout(shown):
             return tyro.cli(config_class, description=DESCRIPTION, args=args, use_underscores=True)
@@ -109,69 +120,22 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
         if stop.code == 2:
             sys.stderr.write(f"error: {unframe(printed.getvalue(), words)}\n")
         else:
-            sys.stdout.write(layout_help(shown.getvalue(), description, width))
+            text = shown.getvalue()
+            for default, shorter in DEFAULTS.items():
+                text = text.replace(default, shorter)
+            sys.stdout.write(text.replace(DESCRIPTION, wrap_paragraphs(description), 1))
         raise
-    finally:
-        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
 
 
-def layout_help(text: str, description: str, width: int) -> str:
-    """A help text of tyro, wrapped.
-
-    Args:
-        text: without wrapping; the description is DESCRIPTION.
-        description: paragraphs, and indented lines, which are not wrapped.
-        width: of the terminal, characters.
-    """
-    paragraphs = description.strip().split("\n\n")
-    paragraphs = [x if x.startswith(" ") else fill(x, width) for x in paragraphs]
-    text = plain_types(text)
-    lines, flag = [], ""
-    for line in map(str.rstrip, text.splitlines()):
-        if re.fullmatch(" -+", line):
-            lines[-1:] = ["", f"{lines[-1].strip()}:"]
-        elif found := re.match(r"  (-\S.*?)(?:  +(.*))?$", line):  # a flag, and its text or not
-            flag, line = found.groups()
-            lines += [] if line is None else layout_flag(flag, line, width)
-            flag = flag if line is None else ""
-        elif flag and line.strip():  # the text of the flag in the line before
-            lines += layout_flag(flag, line.strip(), width)
-            flag = ""
-        elif line.startswith("usage: "):
-            lines.append(fill(line, width, subsequent_indent=" " * 7))
-        else:
-            lines.append(line.replace("•", " "))
-    text = "\n".join(lines).strip() + "\n"
-    return re.sub(r"\n{3,}", "\n\n", text.replace(DESCRIPTION, "\n\n".join(paragraphs)))
-
-
-def plain_types(text: str) -> str:
-    """A text of tyro with the types of flags as users write them: INT, {a,b}, [INT ...]."""
-    text = text.replace("{None}|", "").replace("{None,", "{")
-    return re.sub(r"\[(\w+) \[\1 \.\.\.\]\]", r"[\1 ...]", text)
-
-
-def layout_flag(flag: str, text: str, width: int) -> list[str]:
-    """The lines of a flag's help; a default that says nothing is left out.
-
-    Args:
-        flag: with its type, as tyro writes them.
-        text: of the help, with the default.
-        width: of the lines, characters.
-    """
-    start, _, default = text.rpartition(" (default: ")
-    if default in ("None)", "'')", ")"):
-        name = "None" if default == "None)" else '""'
-        text = re.sub(rf"(?<!\w){name}: ", "default: ", start)  # "None: all" -> "default: all"
-        if "default" not in text:
-            text += f" (default: {name if name in text else 'none'})"
-    indent = " " * HELP_COLUMN
-    text = re.sub(r"\(default: (\S+)\)$", "(default:\xa0\\1)", text)  # on one line
-    text = fill(text, max(width, 60), initial_indent=indent, subsequent_indent=indent)
-    text = text.replace("\xa0", " ")
-    if len(flag) + 4 > HELP_COLUMN:
-        return [f"  {flag}", *text.splitlines()]
-    return (f"  {flag}".ljust(HELP_COLUMN) + text.lstrip()).splitlines()
+def wrap_paragraphs(text: str) -> str:
+    """Paragraphs wrapped at the terminal's width; indented ones, commands, stay as they are."""
+    width = shutil.get_terminal_size().columns
+    return "\n\n".join(
+        paragraph
+        if paragraph.startswith(" ")
+        else textwrap.fill(paragraph, width, break_long_words=False, break_on_hyphens=False)
+        for paragraph in text.strip().split("\n\n")
+    )
 
 
 def list_flags(config_class: Any) -> set[str]:
@@ -198,7 +162,7 @@ def unframe(text: str, words: list[str]) -> str:
     parts = [one_line(part.split("\n\n")[0]).rstrip(".") for part in parts if part.strip()]
     if any(part.startswith("Available subcommands") for part in parts):
         parts = [part for part in parts if not part.startswith("Perhaps you meant")]
-    message = plain_types("; ".join(parts) or one_line(text))
+    message = "; ".join(parts) or one_line(text)
     if found := re.search(r"Expected one of \((.*?)\)", message):  # in no order
         names = sorted(set(re.findall("'(.*?)'", found[1])) - {"None"})
         message = message.replace(found[0], f"Expected one of {', '.join(names)}")
@@ -235,18 +199,26 @@ def differences(saved: dict, current: dict) -> list[str]:
 
 
 def with_flags(error: Exception, config: Any) -> str:
-    """What an exception says, on one line; the library's NAME=VALUE is --NAME VALUE of a flag.
+    """What an exception says, on one line; NAME=VALUE of the library is --NAME VALUE of a flag.
 
-    A tuple (1, 2) is 1 2.
+    It must begin a part of the message and have the flag's value, or one of its values: paths and
+    texts of the user may have such words too.
     """
-    name = rf"(?<![\w.:,?&-])({'|'.join(vars(config)) or '-'})"  # not a part of another word
-    message = re.sub(rf"{name}=True\b", r"--\1", one_line(error))
-    message = re.sub(
-        rf"{name}=\(([^()]+)\)",
-        lambda found: f"--{found[1]} {found[2].replace(',', '')}",
-        message,
-    )
-    return re.sub(rf"{name}=(?=\S)", r"--\1 ", message)
+
+    def flag(found):
+        start, name, text = found.groups()
+        given, text = vars(config).get(name), text.strip("'")
+        values = given if isinstance(given, tuple) else (given,)
+        if given in (None, "") or given is False:
+            return found[0]
+        if given is True:
+            return f"{start}--{name}" if text == "True" else found[0]
+        if text == str(given):
+            return f"{start}--{name} {' '.join(map(str, values))}"
+        return f"{start}--{name} {text}" if text in map(str, values) else found[0]
+
+    part = r"(^|: |; | and )(\w+)=(\(.*?\)|\S+?)(?=[\s;:,]|$)"
+    return re.sub(part, flag, one_line(error))
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -259,20 +231,28 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def free_space(error: Exception, config: Any) -> str:
-    """For the error of a full disk: "; OUTPUT is on a disk with N GB free", else "".
+    """For the error of a full disk: "; PATH is on a disk with N GB free", else "".
 
-    The output, of the flags in config, is that on the disk with the least free space.
+    The path is the file in the error, else the output in config with the least free space.
     """
     if not is_full_disk(error):
         return ""
+    if isinstance(file := getattr(error, "filename", None), str):
+        paths = {file: Path(file)}
+    else:
+        paths = {
+            f"--{name} {value}": Path(value).expanduser()
+            for name, value in vars(config).items()
+            if name in OUTPUT_FLAGS and value and isinstance(value, str | Path)
+        }
     free = {
-        f"--{name} {value}": disk_space(Path(value).expanduser())
-        for name, value in vars(config).items()
-        if re.search("output|held_out|grid|_dir$", name) and isinstance(value, str | Path) and value
+        given: disk_space(path)
+        for given, path in paths.items()
+        if os.access(nearest_existing(path), os.W_OK)  # a read-only disk has no free space
     }
-    given = min(free, key=free.get, default=None)
-    if given is None:
+    if not free:
         return ""
+    given = min(free, key=free.get)
     return f"; {given} is on a disk with {in_bytes(free[given])} free; free some space"
 
 
@@ -297,8 +277,8 @@ def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]
     """Raise the error of a full disk, of any library, with path, bytes needed and bytes free.
 
     Args:
-        path: that is written; the caller's block removes what it has written if it fails.
-        num_bytes: that are written; None: not known.
+        path: the file or directory that the caller's block writes, and removes if it fails.
+        num_bytes: size of the file; None: not known.
     """
     try:
         yield
@@ -315,7 +295,7 @@ def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]
         ) from error
 
 
-def check_output_dir(
+def ask_before_replacing(
     flag: str, directory: str | Path, overwrite: bool | None, continues: str = ""
 ) -> None:
     """Raise a ValueError unless a program may write its files into a directory.

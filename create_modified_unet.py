@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import check_output_dir, naming_full_disk, run_main
+from command_line import ask_before_replacing, naming_full_disk, run_main
 from config_flax import INDEX_NAME, fetch_file, has, read_json
 from modeling_flax_unet import FlaxUNet2DConditionModel
 
@@ -103,7 +103,7 @@ def check_config(config):
                 f"--output_dir {config.output_dir} is a part of the pipeline in "
                 f"{output_dir.parent}, whose UNet would be overwritten; name another directory"
             )
-    check_output_dir("output_dir", config.output_dir, config.overwrite_output_dir)
+    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir)
     path, subfolder, revision = (
         config.pretrained_model_name_or_path,
         config.subfolder,

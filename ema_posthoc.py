@@ -31,7 +31,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from command_line import check_output_dir, naming_full_disk, run_main
+from command_line import ask_before_replacing, naming_full_disk, run_main
 from config_flax import read_json, shard_names, writing_pipeline
 from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 from modeling_flax_unet import FlaxUNet2DConditionModel
@@ -232,7 +232,7 @@ def output_folders(config):
         folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
     for folder in folders.values():
         given = Path(config.output_dir, folder.relative_to(output_dir))
-        check_output_dir("output_dir", given, config.overwrite_output_dir)
+        ask_before_replacing("output_dir", given, config.overwrite_output_dir)
     return folders
 
 

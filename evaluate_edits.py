@@ -39,7 +39,7 @@ import numpy as np
 from tqdm import tqdm
 
 from acceleration_flax import parse
-from command_line import check_output_dir, differences, one_line, run_main, write_text
+from command_line import ask_before_replacing, differences, one_line, run_main, write_text
 from config_flax import INDEX_NAME, PARTS, fetch_file
 from edit_metrics import (
     CLIP_METRICS,
@@ -88,7 +88,7 @@ class Config:
     # data: one of the two
     data_dir: str = ""  # directory of *.parquet shards of pairs that were not trained on
     pairs_jsonl: Path | None = None  # lines {"input", "instruction", "truth", ...}, see above
-    max_pairs: int | None = None  # use the first N pairs only; None: all
+    max_pairs: int | None = None  # use the first N pairs only; default: all
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit, the truth; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt
@@ -156,7 +156,7 @@ def check_flags(config):
     for seed in config.seeds:
         check_seed("seeds", seed)
     check_scheduler(config.scheduler)
-    check_output_dir("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
+    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 
 def model_checksum(model):
@@ -255,8 +255,17 @@ def grid_rows(instructions):
     groups = list(rows_of.values())
     if len(groups) > n:
         groups = [groups[i * len(groups) // n] for i in range(n)]
-    # Place after place, the next instruction with a later one of its pairs, so that images differ.
-    chosen = {groups[i % len(groups)][i * len(groups[i % len(groups)]) // n] for i in range(n)}
+    # The instructions take turns until their pairs are used up. Each turn takes a later one of the
+    # pairs, at turn / n of them if it can, so that the images differ.
+    places = [(i, group) for i in range(n) for group in groups if i < len(group)][:n]
+    chosen = []
+    for group in groups:
+        turns = [turn for turn, (_, other) in enumerate(places) if other is group]
+        at = -1
+        for i, turn in enumerate(turns):
+            last = len(group) - len(turns) + i  # leaves pairs for the later turns
+            at = min(max(at + 1, turn * len(group) // n), last)
+            chosen.append(group[at])
     return sorted(chosen)
 
 

@@ -4,7 +4,6 @@ Also what goes with images on the command line: prompts, latents, batches for se
 """
 
 import functools
-import importlib.util
 import io
 import logging
 import math
@@ -40,10 +39,6 @@ JPEG_QUALITY = 95
 CAPTION_SIZE = 14  # of the font, pixels
 LINE_HEIGHT = 20  # of a caption, pixels
 NO_LETTER = "\U0010ffff"  # drawn as letters that a font lacks
-FONT_FOLDERS = (
-    *("/usr/share/fonts", "/usr/local/share/fonts", "~/.fonts", "~/.local/share/fonts"),
-    *("/System/Library/Fonts", "/Library/Fonts", "C:/Windows/Fonts"),
-)
 GRID_IMAGES = 64  # of a grid, at most; more cannot be looked at in one image
 GRID_IMAGE_SIZE = 256  # pixels, longer side
 GRID_MARGIN = 8  # pixels
@@ -431,7 +426,7 @@ def captioned(images, text, max_lines=None):
     width, height = sum(image.width for image in images), max(image.height for image in images)
     size = max(CAPTION_SIZE, width // 40)
     line_height = size * LINE_HEIGHT // CAPTION_SIZE
-    font, missing = caption_font(frozenset(text), size)
+    font, missing = caption_font(set(text), size)
     if missing:
         warn_of_missing_letters()
         text = "".join(x.encode("unicode_escape").decode() if x in missing else x for x in text)
@@ -476,12 +471,11 @@ def wrap(text, font, width, max_lines=None):
     return lines
 
 
-@functools.cache
 def caption_font(letters, size):
     """The first font that has all letters, or the one that lacks the fewest.
 
     Args:
-        letters: frozenset of characters.
+        letters: set of characters.
         size: pixels.
 
     Returns:
@@ -489,35 +483,44 @@ def caption_font(letters, size):
     """
     # Spaces, controls and combining marks have no shape of their own.
     letters = {x for x in letters if unicodedata.category(x)[0] not in "ZCM"}
-    best = None
-    for file in (None, *font_files()):
-        try:
-            font = ImageFont.load_default(size) if file is None else ImageFont.truetype(file, size)
-            unknown = bytes(font.getmask(NO_LETTER))
-            missing = {x for x in letters if bytes(font.getmask(x)) == unknown}
-        except OSError:  # not a font that FreeType reads
-            continue
-        if best is None or len(missing) < len(best[1]):
-            best = font, missing
+    best, lacking = None, {x for x in letters if not has_letter(None, x)}
+    for file in font_files() if lacking else ():
+        missing = {x for x in letters if not has_letter(file, x)}
+        if len(missing) < len(lacking):
+            best, lacking = file, missing
         if not missing:
             break
-    return best
+    return open_font(best, size), lacking
+
+
+@functools.cache
+def open_font(file, size):
+    """Pillow's font from a file, or its own for None; None if FreeType cannot read the file."""
+    try:
+        return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
+    except OSError:
+        return None
+
+
+@functools.cache
+def has_letter(file, letter):
+    """Whether the font in a file draws a letter, see open_font."""
+    font = open_font(file, CAPTION_SIZE)
+    try:
+        return font is not None and bytes(font.getmask(letter)) != bytes(font.getmask(NO_LETTER))
+    except OSError:
+        return False
 
 
 @functools.cache
 def font_files():
     """Files of fonts besides Pillow's own: matplotlib's, then the system's."""
-    spec = importlib.util.find_spec("matplotlib")
-    folders = spec.submodule_search_locations if spec else []
-    files = [Path(folder, "mpl-data", "fonts", "ttf", "DejaVuSans.ttf") for folder in folders]
-    system = [
-        file
-        for folder in FONT_FOLDERS
-        for file in sorted(Path(folder).expanduser().rglob("*.*"))
-        if file.suffix.lower() in (".ttf", ".ttc", ".otf") and "LastResort" not in file.name
-    ]
+    from matplotlib import font_manager, get_data_path  # only captions need it
+
     # Chinese, Japanese and Korean are what most fonts lack.
-    return files + sorted(system, key=lambda file: "CJK" not in file.name)
+    system = sorted(font_manager.findSystemFonts(), key=lambda file: ("CJK" not in file, file))
+    own = Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return [str(own), *(file for file in system if "LastResort" not in file)]
 
 
 @functools.cache

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import check_output_dir, one_line
+from command_line import ask_before_replacing, one_line
 from edit_lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
 from parquet_shards import UNFINISHED
@@ -323,7 +323,7 @@ def check_empty(flag: str, directory: Path) -> None:
 
     Hidden files do not count, except those of an unfinished program.
     """
-    check_output_dir(flag, directory, overwrite=None)
+    ask_before_replacing(flag, directory, overwrite=None)
     if first := next(directory.glob(f"{UNFINISHED}*"), None):
         raise ValueError(
             f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"

@@ -69,7 +69,7 @@ class Config:
     train_data_dir: str = ""  # directory of *.parquet shards to describe
     pairs: str = ""  # instead: .jsonl or .csv list, or directory, of image pairs
     output_dir: str = ""  # with --pairs: empty or new directory for the shards
-    max_pairs: int | None = None  # with --pairs: only the first N pairs; None: all
+    max_pairs: int | None = None  # with --pairs: only the first N pairs; default: all
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
     held_out_dir: str = ""  # with --num_held_out: empty or new directory for the held-out pairs
     seed: int = 0  # with --num_held_out: seed of the random choice

@@ -90,12 +90,12 @@ class Config:
     dataset: str | None = None  # hub id, OWNER/NAME
     urls: Path | None = None  # instead of dataset: file with lines "URL [SIZE [SHA256]]"
     output_dir: Path = Path("plan")  # directory for the plan
-    config: str | None = None  # configuration; None: the only one, or "default"
+    config: str | None = None  # configuration; default: the only one, or "default"
     split: str = "train"  # split of the dataset
-    revision: str | None = None  # branch, tag or commit; None: conversion, else main
+    revision: str | None = None  # branch, tag or commit; default: conversion, else main
     worker: int | None = None  # this worker's index, from 0; needs --num_workers
     num_workers: int | None = None  # number of workers; without --worker, the index is detected
-    max_shards: int | None = None  # use only the first N shards; None: all
+    max_shards: int | None = None  # use only the first N shards; default: all
     columns: bool = False  # read all footers; print columns, rows and row groups
 
 

@@ -46,7 +46,7 @@ class Target:
 
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
     find_batch: bool = False  # find the largest batch that fits, starting from the one given
-    # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM; None: default
+    # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM
     optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
     # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
     compiler_options: tuple[str, ...] = ()
@@ -73,7 +73,9 @@ class Unet(Target):
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
     batch_size: int = 8  # samples per chip; two per image with guidance
-    in_channels: int | None = None  # input channels; None: 8 with the gradient, else the config's
+    in_channels: int | None = (
+        None  # input channels; default: 8 with the gradient, else the config's
+    )
     resolution: int = 256  # side of the images, pixels
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
     output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory

@@ -119,9 +119,9 @@ class Programs:
     jobs: tuple[JobName, ...] = ("train", "unet", "unet sdxl", "sdxl 1", "sdxl 2", "sdxl 4")
     pairs_per_chip: int = PAIRS_PER_CHIP  # of the training steps
     again: bool = False  # also compile rows that the output has
-    resolution: int | None = None  # pixels, of training and UNets; None: as described
+    resolution: int | None = None  # pixels, of training and UNets; default: as described
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
-    optimization_level: Literal["O0", "O1"] | None = None  # see tpu_compile.py; None: XLA's default
+    optimization_level: Literal["O0", "O1"] | None = None  # see tpu_compile.py; default: XLA's
     output: str = "benchmarks/results/tpu.json"
 
 

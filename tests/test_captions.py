@@ -4,7 +4,8 @@ import logging
 
 import numpy as np
 import pytest
-from PIL import Image
+from matplotlib import font_manager
+from PIL import Image, ImageFont
 
 import images
 from images import (
@@ -25,17 +26,18 @@ CYRILLIC, CHINESE = "сделай ярче", "把天空变成紫色"
 @pytest.fixture
 def fresh_fonts():
     """Fonts are searched, and their absence is logged, again."""
-    for cached in (images.font_files, images.caption_font, images.warn_of_missing_letters):
+    caches = images.font_files, images.open_font, images.has_letter, images.warn_of_missing_letters
+    for cached in caches:
         cached.cache_clear()
     yield
-    for cached in (images.font_files, images.caption_font, images.warn_of_missing_letters):
+    for cached in caches:
         cached.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["W" * 50, "WWW MMM " * 9, "a/path/without/spaces" * 5, "x", ""])
 @pytest.mark.parametrize("width", [64, 200])
 def test_no_line_is_wider_than_the_image_and_no_letter_is_lost(text, width):
-    font, _ = caption_font(frozenset(text), CAPTION_SIZE)
+    font, _ = caption_font(set(text), CAPTION_SIZE)
     lines = wrap(text, font, width)
     assert max(map(font.getlength, lines)) <= width
     assert "".join("".join(lines).split()) == "".join(text.split())
@@ -48,7 +50,7 @@ def test_no_line_is_wider_than_the_image_and_no_letter_is_lost(text, width):
 
 def test_letters_that_the_first_font_lacks_are_drawn_with_another(caplog):
     """Without a warning, and each letter by a shape of its own."""
-    font, missing = caption_font(frozenset(CYRILLIC), CAPTION_SIZE)
+    font, missing = caption_font(set(CYRILLIC), CAPTION_SIZE)
     assert not missing
     shapes = {bytes(font.getmask(letter)) for letter in set(CYRILLIC) - {" "}}
     assert len(shapes) == len(set(CYRILLIC) - {" "})
@@ -57,7 +59,7 @@ def test_letters_that_the_first_font_lacks_are_drawn_with_another(caplog):
 
 
 def test_letters_that_no_font_has_are_escaped_with_one_warning(monkeypatch, caplog, fresh_fonts):
-    monkeypatch.setattr(images, "FONT_FOLDERS", ())  # without those of the system
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
     image = Image.new("RGB", (400, 8), "red")
     with caplog.at_level(logging.WARNING):
         found = [np.asarray(captioned([image], f"{CHINESE} red")) for _ in range(2)]
@@ -65,6 +67,29 @@ def test_letters_that_no_font_has_are_escaped_with_one_warning(monkeypatch, capl
     np.testing.assert_array_equal(found[0], np.asarray(expected))
     (record,) = caplog.records
     assert "install a font that has them" in record.getMessage()
+
+
+def test_captions_with_one_odd_letter_search_the_fonts_once(monkeypatch, fresh_fonts):
+    """The letter is in no font, and each caption has other letters besides."""
+    opened, truetype = [], ImageFont.truetype
+
+    def count(file, *args, **options):
+        opened.append(file)
+        return truetype(file, *args, **options)
+
+    monkeypatch.setattr(ImageFont, "truetype", count)
+    odd = "\u0378"  # unassigned
+    for letter in "abcdefgh":
+        assert caption_font({letter, CYRILLIC[0], odd}, CAPTION_SIZE)[1] in (set(), {odd})
+    files = [file for file in opened if isinstance(file, str)]
+    assert files and len(files) == len(set(files))
+
+
+def test_fonts_of_last_resort_are_skipped(monkeypatch, fresh_fonts):
+    """Their shapes, one for many letters, say nothing."""
+    files = ["/b/LastResort.otf", "/b/z.ttf", "/b/NotoSansCJK.ttc", "/b/a.ttf"]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
+    assert images.font_files()[1:] == ["/b/NotoSansCJK.ttc", "/b/a.ttf", "/b/z.ttf"]
 
 
 def test_a_grid_enlarges_small_images_and_keeps_large_ones():

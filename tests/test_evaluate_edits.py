@@ -543,6 +543,8 @@ def test_a_table_has_short_names_units_and_no_row_twice():
         (list("abc") * 9, 3, 3, 8),
         ([f"edit {i}" for i in range(500)], 1, 8, 8),
         (list("ab"), 2, 2, 1),
+        (["a", "b", *"c" * 10], 1, 3, 8),
+        (["a", *"b" * 3, *"c" * 9], 1, 3, 8),
     ],
 )
 def test_the_grid_shows_all_instructions_on_different_images(
