@@ -295,8 +295,9 @@ def find_checkpoint(config, identity):
     elif is_finished and max_train_steps <= num_steps:
         raise ValueError(f"{refuse_model(config)}; {refusal}")
     if different:
+        named = different[:5] + [f"and {len(different) - 5} more"] * (len(different) > 5)
         raise ValueError(
-            f"checkpoint {checkpoint} belongs to another run: {'; '.join(different)}. Change that "
+            f"checkpoint {checkpoint} belongs to another run: {'; '.join(named)}. Change that "
             "back, name another --output_dir, or start again with --resume_from_checkpoint none"
         )
     if refusal:

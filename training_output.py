@@ -29,6 +29,8 @@ def check_run_dir(config: Config) -> None:
         value = getattr(config, name)
         if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
             raise ValueError(f"{given} is or contains {flag(config, name)}; name another directory")
+    if Path(config.train_data_dir).resolve() == output_dir.resolve():
+        raise ValueError(f"{given} is --train_data_dir too; name another directory")
     has_model = any((output_dir / name).exists() for name in FINAL_FILES)
     if not any(output_dir.glob("checkpoints/*")):  # otherwise a crash while the files were written
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOSS_PLOT = "loss.png"
 LOSS_SPAN = 20  # the smoothed loss averages over about this fraction, 1 / 20, of the rows
+LOSS_ROWS = 5  # but over this number of rows at least
 GIF_SIDE = 1024  # pixels of a frame's longer side, at most
 GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
@@ -151,7 +152,7 @@ def draw_losses(metrics):
 
 def smoothed(values):
     """The exponential average of the values up to each of them, unbiased, over 1 / LOSS_SPAN."""
-    decay = 1 - 1 / max(1, len(values) / LOSS_SPAN)
+    decay = 1 - 1 / max(LOSS_ROWS, len(values) / LOSS_SPAN)
     average, averages = 0.0, []
     for n, value in enumerate(values, start=1):
         average = decay * average + (1 - decay) * value

@@ -123,11 +123,11 @@ def full_disk(*args):
     raise OSError("no space left on device")
 
 
-def test_smoothed_losses():
-    """Short runs as they are; long ones by the closed form of an unbiased exponential average."""
-    assert training_report.smoothed([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
-    values = np.random.default_rng(0).uniform(size=80)
-    decay = 1 - 20 / 80
+@pytest.mark.parametrize(("num_rows", "span"), [(3, 5), (20, 5), (200, 10)])
+def test_smoothed_losses(num_rows, span):
+    """The closed form of an unbiased exponential average, over five rows in short runs."""
+    values = np.random.default_rng(0).uniform(size=num_rows)
+    decay = 1 - 1 / span
     for n, found in enumerate(training_report.smoothed(list(values)), start=1):
         weights = decay ** np.arange(n)[::-1]
         assert found == pytest.approx(weights @ values[:n] / weights.sum())

@@ -1403,6 +1403,7 @@ BAD_FLAGS = [
         "--output_dir out is or contains --pretrained_vae_model_name_or_path out/vae; name another",
     ),
     ({"output_dir": "."}, "--output_dir . is or contains --pretrained_model_name_or_path"),
+    ({"output_dir": "d", "train_data_dir": "./d"}, "--output_dir d is --train_data_dir too"),
     ({"learning_rate": float("inf")}, "--learning_rate inf must be above 0 and finite"),
 ]
 
