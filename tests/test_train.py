@@ -1480,7 +1480,11 @@ def columns_named(*names):
 NOWHERE = "nowhere/model"
 BAD_FOLDERS = [
     ({"unet_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}"),
-    ({"unet_model_name_or_path": "model"}, None, "no config.json in model"),
+    (
+        {"unet_model_name_or_path": "model"},
+        None,
+        "--unet_model_name_or_path model is a pipeline; give the output of create_modified_unet.py",
+    ),
     ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
     ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
     (
