@@ -73,9 +73,7 @@ class Unet(Target):
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
     batch_size: int = 8  # samples per chip; two per image with guidance
-    in_channels: int | None = (
-        None  # input channels; default: 8 with the gradient, else the config's
-    )
+    in_channels: int | None = None  # input channels; default: 8 with gradient, else the config's
     resolution: int = 256  # side of the images, pixels
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
     output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory

@@ -188,9 +188,7 @@ FAMILIES = {
 @dataclass(frozen=True)
 class Config:
     family: Literal["sd", "sdxl"] = "sd"  # Stable Diffusion 2 or SDXL
-    output_dir: str | None = (
-        None  # for the pipeline; default: demo/base_model or demo/base_model_xl
-    )
+    output_dir: str | None = None  # of the pipeline; default: demo/base_model, or base_model_xl
     work_dir: str = str(ROOT / "demo" / "work")  # finished stages
     vae_steps: int = 4000  # optimizer steps of the autoencoder; none for SDXL
     unet_steps: int = 3000  # optimizer steps of text encoder and UNet
