@@ -17,10 +17,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 UNFINISHED_PREFIX = ".unfinished-"  # of files while they are written
 DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
-DEFAULTS = {  # in the help, of equal length; the last one where a line ends in "(default:"
-    "(default: None)": "(optional)     ",
-    "(default: )": "(optional) ",
+DEFAULTS = {  # in the help, of equal length
     "None)": "none)",
+    "(default: )": "(optional) ",
 }
 OUTPUT_FLAGS = (  # for files that a program writes
     "output",

@@ -149,8 +149,8 @@ def test_help_is_wrapped_and_names_defaults(width, capsys, monkeypatch):
     for text in (
         "--model STR directory (required)",
         "a directory; \"\": the model's own, which is described in many more words (default: '')",
-        f"of images; default: all ({'optional' if width == 120 else 'default: none'}) --",
-        "of model (optional) --",
+        "of images; default: all (default: none) --",
+        "of model (default: none) --",
         "pixels (optional) --",
         "--seed INT of the noise (default: 3)",
     ):
