@@ -102,8 +102,11 @@ def list_rows(
             continue
         bases = {name: find_base(texts[name], file.parent) for name in IMAGES if texts.get(name)}
         images = {name: base / texts[name] for name, base in bases.items()}
-        if missing := [path for path in images.values() if not os.path.exists(path)]:
-            problems += [(line, f"{path} does not exist") for path in missing]
+        if missing := [path for path in images.values() if not os.path.isfile(path)]:
+            problems += [
+                (line, f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}")
+                for path in missing
+            ]
             continue
         row = {"line": line} | texts | images
         if texts.get("output"):
@@ -114,7 +117,7 @@ def list_rows(
         raise ValueError(f"{given} has no rows; write one for each edit")
     if elsewhere:
         logger.warning(
-            "%s: images of %d rows are in the working directory, not beside the list, for example "
+            "%s: images are in the working directory, not beside the list (rows: %d), for example "
             "%s; write paths relative to the list%s",
             file, len(elsewhere), elsewhere[0],
             "; outputs of these rows go to the working directory too" * ("output" in required),
@@ -226,5 +229,5 @@ def find_base(path: str, folder: Path) -> Path:
 
     An absolute path has folder.
     """
-    is_elsewhere = not os.path.exists(folder / path) and os.path.exists(path)
+    is_elsewhere = not os.path.isfile(folder / path) and os.path.isfile(path)
     return Path() if is_elsewhere else folder

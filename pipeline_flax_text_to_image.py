@@ -256,10 +256,10 @@ class TextToImage(FlaxDiffusionPipeline):
 class ImageToImage(TextToImage):
     """Text and an image to begin with in, image out.
 
-    An image's noise is not that which TextToImage draws for the same key, so one key can make an
-    image and continue from it. With strength below 1 it differs from PyTorch for two schedulers:
-    PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS takes
-    coefficients for derivatives that it does not have.
+    An image's noise differs from the noise that TextToImage draws for the same key, so one key can
+    make an image and continue from it. With strength below 1 it differs from PyTorch for two
+    schedulers: PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS
+    takes coefficients for derivatives that it does not have.
 
     Source: SDEdit (arXiv 2108.01073), algorithm 1.
     """

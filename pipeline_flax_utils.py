@@ -453,7 +453,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
                 height_0, width_0 = height_0 * factor, width_0 * factor
                 if height not in (None, height_0) or width not in (None, width_0):
                     raise ValueError(
-                        f"size {height}x{width} (height x width) is not that of these latents, "
+                        f"size {height}x{width} (height x width) is not the size of these latents, "
                         f"{height_0}x{width_0}; leave height and width out"
                     )
         sides = [

@@ -114,7 +114,7 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 3  # one per program
     for message in messages:
-        assert f"{file}: images of 1 rows are in the working directory" in message
+        assert f"{file}: images are in the working directory" in message
         assert "for example in.png; write paths relative to the list" in message
     outputs = "; outputs of these rows go to the working directory too"
     assert [message.endswith(outputs) for message in messages] == [False, False, True]

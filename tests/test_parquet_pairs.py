@@ -237,7 +237,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     rows = [
         (good, None),
         (good | {"input": "gone.png"}, "gone.png does not exist"),
-        (good | {"input": "."}, "Is a directory"),
+        (good | {"input": "."}, "is a directory"),
         (good | {"input": "nul\0.png"}, "null byte"),
         (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
         (good | {"edited": "empty.png"}, "empty.png: no known image format (0 bytes)"),

@@ -206,7 +206,7 @@ def test_base_then_refiner(folders, xl):
     np.testing.assert_array_equal(image, latents)
     expected = refiner(prompt_ids, image, params, key, 0.5, 4).images
     assert expected.shape == (2, 64, 48, 3)
-    with pytest.raises(ValueError, match=r"size 64x64 .* is not that of these latents, 64x48"):
+    with pytest.raises(ValueError, match=r"size 64x64 .* is not the size of these latents, 64x48"):
         refiner(prompt_ids, latents, params, key, 0.5, 4, height=64, width=64)
 
     devices = jax.devices()[:2]
