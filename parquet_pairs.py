@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import ask_before_replacing, one_line
+from command_line import ask_before_replacing, one_line, remove
 from edit_lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
 from parquet_shards import UNFINISHED
@@ -46,6 +46,7 @@ SCHEMA = pa.schema(
     }
 )
 HELD_OUT_LIST = "edits.jsonl"
+SHARDS = "train-*-of-*.parquet"
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
 MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
@@ -318,38 +319,49 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
     (folder / HELD_OUT_LIST).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def check_empty(flag: str, directory: Path) -> None:
-    """Raise a ValueError unless the directory that a flag names is empty or new.
+def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
+    """Raise a ValueError unless the directory that a flag names may be written.
 
     Hidden files do not count, except those of an unfinished program.
+
+    Args:
+        flag, directory, overwrite: as for ask_before_replacing. Only what write_pairs has written
+            is replaced; shards of other names would join the data, and original/ and edited/
+            without HELD_OUT_LIST are somebody's images.
     """
-    ask_before_replacing(flag, directory, overwrite=None)
-    if first := next(directory.glob(f"{UNFINISHED}*"), None):
+    ask_before_replacing(flag, directory, overwrite)
+    other = [path for path in directory.glob("[!.]*.parquet") if not path.match(SHARDS)]
+    if not (directory / HELD_OUT_LIST).exists():
+        other += [directory / name for name in IMAGE_DIRS if (directory / name).exists()]
+    if first := next(iter([*directory.glob(f"{UNFINISHED}*"), *other]), None):
         raise ValueError(
             f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
         )
 
 
 @contextmanager
-def move_when_complete(folder: Path) -> Iterator[Path]:
+def move_when_complete(folder: Path, replaced: tuple[str, ...]) -> Iterator[Path]:
     """Yield a temporary directory whose content moves to `folder` at the end.
 
     The temporary directory is folder/.unfinished; the loader refuses `folder` while it exists. An
-    error or Ctrl-C removes everything.
+    error or Ctrl-C removes everything that is new.
 
     Args:
-        folder: empty or new directory.
+        folder: directory, made if absent.
+        replaced: patterns of the old files and directories that are removed before the move.
     """
     existed, unfinished, moved = folder.exists(), folder / UNFINISHED, []
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
+        for old in (path for pattern in replaced for path in folder.glob(pattern)):
+            remove(old)
         for path in sorted(unfinished.iterdir()):
             moved.append(path.rename(folder / path.name))
         unfinished.rmdir()
     except BaseException:
         for path in (unfinished, *moved):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            remove(path)
         if not existed:
             with suppress(OSError):  # missing, or other files were added
                 folder.rmdir()
@@ -364,16 +376,18 @@ def write_pairs(
     num_held_out: int = 0,
     held_out_dir: Path | None = None,
     seed: int = 0,
+    overwrite: bool = False,
 ) -> str:
     """Check a list of pairs and all its images, then write shards.
 
     Args:
         source: .jsonl or .csv file, or a directory (see the docstring of this file).
-        output_dir: empty or new directory for the shards.
+        output_dir: directory for the shards, empty or new unless overwrite.
         max_pairs: use only the first N pairs; None: all.
         num_held_out: number of original images to hold out, with all their edits.
-        held_out_dir: empty or new directory for held-out pairs; required if num_held_out > 0.
+        held_out_dir: likewise for held-out pairs; required if num_held_out > 0.
         seed: of the random choice of held-out images.
+        overwrite: replace the shards and held-out pairs that this function wrote earlier.
 
     Returns:
         A summary with one line per directory.
@@ -382,13 +396,19 @@ def write_pairs(
         ValueError: the list or an image is invalid (names the first ten problems), or a directory
             is not empty or not writable. Nothing is written in these cases.
     """
-    check_empty("output_dir", output_dir)
+    check_directory("output_dir", output_dir, overwrite)
     if held_out_dir:
-        check_empty("held_out_dir", held_out_dir)
+        check_directory("held_out_dir", held_out_dir, overwrite)
         if held_out_dir.resolve() == output_dir.resolve():
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
+    if held_out_dir and any(
+        path.is_relative_to(held_out_dir.resolve())
+        for pair in pairs
+        for path in (pair.original, pair.edited)
+    ):
+        raise ValueError(f"--held_out_dir {held_out_dir} has images of --pairs; name another")
     problems = sorted(problems + check_images(pairs))
     raise_problems(file, problems)
     if file.name == HELD_OUT_LIST and all((file.parent / name).is_dir() for name in IMAGE_DIRS):
@@ -398,11 +418,11 @@ def write_pairs(
         )
     training, held_out = split_held_out(pairs, num_held_out, seed)
 
-    with move_when_complete(output_dir) as folder:
+    with move_when_complete(output_dir, (SHARDS,)) as folder:
         num_shards = write_shards(training, folder)
         report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
         if held_out:
-            with move_when_complete(held_out_dir) as folder:
+            with move_when_complete(held_out_dir, (*IMAGE_DIRS, HELD_OUT_LIST)) as folder:
                 write_held_out(held_out, folder, held_out_dir)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
     return report

@@ -68,10 +68,11 @@ __all__ = ["ParquetImagePairs"]
 class Config:
     train_data_dir: str = ""  # directory of *.parquet shards to describe
     pairs: str = ""  # instead: .jsonl or .csv list, or directory, of image pairs
-    output_dir: str = ""  # with --pairs: empty or new directory for the shards
+    output_dir: str = ""  # with --pairs: directory for the shards
+    overwrite_output_dir: bool = False  # with --pairs: replace earlier shards and held-out pairs
     max_pairs: int | None = None  # with --pairs: only the first N pairs; default: all
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
-    held_out_dir: str = ""  # with --num_held_out: empty or new directory for the held-out pairs
+    held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs
     seed: int = 0  # with --num_held_out: seed of the random choice
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit; "": edited_image
@@ -193,7 +194,14 @@ def check(config: Config) -> None:
             )
         unused, other = KNOWN_COLUMNS, "--train_data_dir; --pairs finds columns by their names"
     else:
-        unused = ("output_dir", "max_pairs", "num_held_out", "held_out_dir", "seed")
+        unused = (
+            "output_dir",
+            "overwrite_output_dir",
+            "max_pairs",
+            "num_held_out",
+            "held_out_dir",
+            "seed",
+        )
         other = "--pairs"
     for field in dataclasses.fields(Config):
         if field.name in unused and getattr(config, field.name) != field.default:
@@ -286,6 +294,7 @@ def run(config: Config) -> None:
             num_held_out=config.num_held_out,
             held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
             seed=config.seed,
+            overwrite=config.overwrite_output_dir,
         )
         print(report, flush=True)
         config = dataclasses.replace(config, train_data_dir=config.output_dir)

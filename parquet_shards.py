@@ -508,7 +508,8 @@ def check_existing_shard(path: Path, metadata: dict) -> None:
         )
     if different := differences(existing, metadata):
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(different)}); name another directory"
+            f"{path} was made with other settings ({'; '.join(different)}); name another "
+            "directory, or replace it: cache_latents.py --overwrite_output_dir"
         )
 
 

@@ -215,7 +215,8 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False):
     for path in shard_files(output_dir):
         if path.name not in names:
             raise ValueError(
-                f"{path} matches no shard in {config.train_data_dir}; name another directory"
+                f"{path} matches no shard in {config.train_data_dir}; name another directory, or "
+                "remove it"
             )
     if config.max_train_samples is not None:
         selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}

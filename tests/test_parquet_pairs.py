@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -314,6 +315,36 @@ def test_bad_lists(tmp_path, capsys, name, content, words):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert words in error_of(capsys, "--pairs", tmp_path / name, "--output_dir", tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+def test_earlier_output_is_replaced_on_request_and_nothing_else(tmp_path):
+    file = make_pairs(tmp_path / "own", 4)
+    folders = [tmp_path / "data", tmp_path / "held"]
+    write_pairs(file, folders[0], num_held_out=1, held_out_dir=folders[1])
+    (folders[0] / "notes.txt").write_text("mine")
+    (folders[1] / "results").mkdir()
+    again = partial(write_pairs, file, folders[0], num_held_out=2, held_out_dir=folders[1])
+    with pytest.raises(ValueError, match=r"data is not empty .* with --overwrite_output_dir"):
+        again()
+    again(overwrite=True)
+    assert len(read_shards(folders[0])) == 2
+    assert len(edits_of_jsonl(folders[1] / "edits.jsonl")) == 2
+    assert (folders[0] / "notes.txt").exists() and (folders[1] / "results").exists()
+
+    (folders[0] / "other.parquet").touch()
+    with pytest.raises(ValueError, match=r"data is not empty \(other.parquet\)"):
+        again(overwrite=True)
+    (folders[0] / "other.parquet").unlink()
+    (folders[1] / "edits.jsonl").unlink()  # images of another origin
+    with pytest.raises(ValueError, match=r"held is not empty \(original\)"):
+        again(overwrite=True)
+    with pytest.raises(ValueError, match=r"held_out_dir .*own has images of --pairs"):
+        write_pairs(file, folders[0], num_held_out=1, held_out_dir=tmp_path / "own", overwrite=True)
+    assert len(read_shards(folders[0])) == 2
+
+
+def read_shards(folder):
+    return [row for path in folder.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
 
 
 def test_hidden_files_do_not_count(tmp_path, caplog):
