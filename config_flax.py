@@ -302,7 +302,9 @@ def fetch_source(flag, source, **hub_options):
         return repository
     file = fetch_file(repository, name, None, None, **hub_options)
     if file is None:
-        raise ValueError(f"{flag} {source}: there is no {name} in {repository}")
+        raise ValueError(
+            f"{flag} {source}: neither the hub nor the cache has {name} of {repository}"
+        )
     return file
 
 
@@ -540,7 +542,8 @@ def read_index(path, revision=None, **hub_options):
         found = (
             ""
             if os.path.isdir(path)
-            else " (neither a directory, nor a model that can be reached on the hub)"
+            else " (it is no directory, and neither the hub nor the cache has the file of revision "
+            f"{revision or 'main'})"
         )
         raise ValueError(
             f"{path} has no model_index.json{found}; give the directory or hub id of a "

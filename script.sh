@@ -361,7 +361,8 @@ for ((i = 0; i < count; i++)); do
     [ -n "${sums[i]}" ] || without_sum=$((without_sum + 1))
 done
 [ "$(count_of done)" -eq "$count" ] ||
-    { say "$(count_of done) of $count files are complete; run the same command again" >&2; exit 1; }
+    { say "$(count_of done) of $count files are complete; run the same command again," \
+        "or correct an address or size in the list and run script.py again" >&2; exit 1; }
 rm -f "$log" "$unfinished"/.links.*
 [ ! -d "$unfinished" ] || rmdir "$unfinished" 2>/dev/null ||
     say "$unfinished has files of another plan; the loader refuses $dest until you finish that" \
