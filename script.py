@@ -341,6 +341,10 @@ def read_url_list(file):
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--urls {file} is not UTF-8; save it as UTF-8 ({error})") from None
+    except OSError as error:
+        raise ValueError(
+            f"--urls {file} cannot be read: {error.strerror}; check the path"
+        ) from None
     rows, problems, seen = [], [], {}
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines also splits at \x0b
         if not line.strip() or line.lstrip().startswith("#"):
@@ -516,9 +520,12 @@ def write_plan(output_dir, files, worker, num_workers):
 def check(config):
     """Raise a ValueError for flags that are out of range or contradict each other."""
     if (config.dataset is None) == (config.urls is None):
-        raise ValueError("give one of --dataset NAME and --urls FILE")
-    if config.urls and (config.config or config.revision):
-        raise ValueError("--urls excludes --config and --revision, which apply to --dataset")
+        both = ", not both" if config.urls else ""
+        raise ValueError(f"give one of --dataset NAME and --urls FILE{both}")
+    if config.urls and (config.config or config.revision or config.split != Config.split):
+        raise ValueError(
+            "--urls excludes --config, --split and --revision, which apply to --dataset"
+        )
     for name in ("num_workers", "max_shards"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")

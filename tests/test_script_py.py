@@ -806,6 +806,8 @@ def test_flags(hub, tmp_path, capsys):
     assert "one of --dataset" in error_of(capsys)
     assert "one of --dataset" in error_of(capsys, "--dataset=a/b", "--urls=x")
     assert "--urls excludes" in error_of(capsys, "--urls=x", "--revision=v1")
+    assert "--urls excludes" in error_of(capsys, "--urls=x", "--split=test")
+    assert "--urls FILE, not both" in error_of(capsys, "--urls=x", "--dataset=a/b")
     assert "--num_workers 0" in error_of(capsys, "--dataset=a/b", "--num_workers=0")
     assert "--max_shards -1" in error_of(capsys, "--dataset=a/b", "--max_shards=-1")
     for flags, message in (
@@ -817,6 +819,8 @@ def test_flags(hub, tmp_path, capsys):
     (tmp_path / "work/plan").write_text("")
     assert "is a file" in error_of(capsys, "--dataset=a/b")
     assert hub.requests == []
+    (tmp_path / "work/plan").unlink()
+    assert "--urls nowhere cannot be read: No such file" in error_of(capsys, "--urls=nowhere")
 
 
 def test_interrupt(hub, tmp_path):
