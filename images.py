@@ -528,7 +528,7 @@ def warn_of_missing_letters():
     """Log, once, that captions have letters that no font has."""
     logger.warning(
         "no installed font has all letters of the captions: the others are written as \\uXXXX; "
-        "install a font that has them, such as the package fonts-noto-cjk"
+        "install a font that has them, such as the packages fonts-noto and fonts-noto-cjk"
     )
 
 

@@ -587,6 +587,8 @@ def run(config):
     if device == "cpu" and config.size == "full":
         raise ValueError("no GPU is visible; --size tiny tries the benchmark on a CPU")
     names = planned_rows(config)
+    if not names:
+        raise ValueError(f"--limit {config.limit:g} is too short for any row; see the lines above")
     with tempfile.TemporaryDirectory() as temporary:
         folder, sources = Path(temporary), {"sd15": "", "sdxl": ""}
         if "agreement" in names or config.size == "tiny":

@@ -137,6 +137,7 @@ def test_rows_that_would_exceed_the_limit_are_left_out(tmp_path, capsys, monkeyp
         (["--rows"], "--rows is empty"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         ([], "no GPU is visible"),
+        (["--size", "tiny", "--limit", "0"], "--limit 0 is too short for any row"),
     ],
 )
 def test_invalid_flags(flags, message, tmp_path, capsys):
