@@ -343,10 +343,8 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     Raises:
         ValueError: a lower bound on the memory is more than there is.
     """
-    params, per_device = (
-        num_bytes_of_params(pipeline),
-        batch_size * bytes_per_image(pipeline, len(branches), *size),
-    )
+    params = num_bytes_of_params(pipeline)
+    per_device = batch_size * bytes_per_image(pipeline, len(branches), *size)
     stats = devices[0].memory_stats() or {}
     if on_host := devices[0].platform == "cpu":  # its devices share memory, and may share weights
         needed, available = params + len(devices) * per_device, host_memory()

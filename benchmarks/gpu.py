@@ -46,8 +46,6 @@ import torch
 
 import tpu_compile
 from benchmarks.gpu_pytorch import (
-    PROMPT,
-    SCALES,
     torch_edit,
     torch_sdxl,
     torch_train,
@@ -55,6 +53,8 @@ from benchmarks.gpu_pytorch import (
 )
 from benchmarks.harness import (
     PACKAGES,
+    PROMPT,
+    SCALES,
     can_compile,
     check_config,
     command_line,

@@ -24,14 +24,11 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from benchmarks.harness import synchronize
+from benchmarks.harness import PROMPT, SCALES, synchronize
 from benchmarks.random_models import TOKENIZER
 from benchmarks.train import Step, make_batch, torch_training
 from benchmarks.unet import make_inputs, torch_contenders
 from tpu_jobs import Sdxl
-
-PROMPT = "invert the colors"
-SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
 
 
 def torch_module(cls, config, device, dtype):

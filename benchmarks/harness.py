@@ -41,6 +41,8 @@ from tpu_programs import check_compiler
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
 GIB = 2**30
+PROMPT = "invert the colors"
+SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}  # of edits
 
 
 # The accelerations that are compared, of edits and of SDXL images; None where one does not apply.

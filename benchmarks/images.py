@@ -48,7 +48,9 @@ from tqdm import tqdm
 from benchmarks.harness import (
     ACCELERATIONS,
     PACKAGES,
+    PROMPT,
     ROOT,
+    SCALES,
     check_config,
     command_line,
     contenders_on,
@@ -88,11 +90,9 @@ from pipeline_flax_stable_diffusion_instruct_pix2pix import (
 from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from scheduling_flax import make_scheduler, scheduler_from_pretrained
 
-PROMPT = "invert the colors"
 Technique = Literal[tuple(ACCELERATIONS)]
 # int8 convolutions take minutes on a CPU.
 TIMED = tuple(x for x in ACCELERATIONS if x not in ("plain", "tgate", "int8", "int8 in all layers"))
-SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}
 
 
 @dataclass(frozen=True)
