@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from command_line import ask_before_replacing, run_main
-from training_latents import write_latents
+from training.latents import write_latents
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import ask_before_replacing, naming_full_disk, run_main
-from config_flax import INDEX_NAME, fetch_file, has, read_json
-from modeling_flax_unet import FlaxUNet2DConditionModel
+from diffusers_flax.loading.configs import INDEX_NAME, fetch_file, has, read_json
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 CHECK_LATENT_SIZE = 32  # 256 pixels in Stable Diffusion
 CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums differs

@@ -42,34 +42,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import run_main
-from config_flax import LORA_FILE
-from editing import check_scale
-from ema_flax import ema_plan
-from executables import replace_leaves, use_compilation_cache
-from lora_flax import save_lora
-from parquet_dataset import ParquetImagePairs
-from parquet_shards import KNOWN_COLUMNS
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+from dataloading.dataset import ParquetImagePairs
+from dataloading.shards import KNOWN_COLUMNS
+from diffusers_flax.executables import replace_leaves, use_compilation_cache
+from diffusers_flax.loading.configs import LORA_FILE
+from diffusers_flax.loading.lora import save_lora
+from diffusers_flax.pipelines.base import pipeline_class
+from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
     TEXT_OF_BRANCH,
     InstructPix2Pix,
     guidance_branches,
     guidance_weights,
 )
-from pipeline_flax_utils import pipeline_class
-from scheduling_flax_alpha import FlaxLCMScheduler, boundary_scalings
-from scheduling_flax_utils import get_sqrt_alpha_prod, predict_x0_and_eps
-from sharding_flax import (
-    combine,
-    gather,
-    global_norm,
-    replicate,
-    update_shards,
-)
-from training_flags import Config as TrainingConfig
-from training_flags import check_config, may_change, per_process
-from training_latents import check_vae
-from training_models import (
+from diffusers_flax.schedulers.alpha import FlaxLCMScheduler, boundary_scalings
+from diffusers_flax.schedulers.base import get_sqrt_alpha_prod, predict_x0_and_eps
+from editing.edits import check_scale
+from training.ema import ema_plan
+from training.flags import Config as TrainingConfig
+from training.flags import check_config, may_change, per_process
+from training.latents import check_vae
+from training.models import (
     cast_frozen,
     compute_dtype,
     encode_batch,
@@ -77,10 +70,17 @@ from training_models import (
     load_models,
     lora_options,
 )
-from training_optimizer import make_optimizer
-from training_output import check_run_dir, lock_output_dir, remove_replaced_model
-from training_report import this_command, write_readme
-from training_run import TrainRun
+from training.optimizer import make_optimizer
+from training.output import check_run_dir, lock_output_dir, remove_replaced_model
+from training.report import this_command, write_readme
+from training.run import TrainRun
+from training.sharding import (
+    combine,
+    gather,
+    global_norm,
+    replicate,
+    update_shards,
+)
 
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
 SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as ParquetImagePairs' names

@@ -37,8 +37,20 @@ from PIL import ImageOps
 from tqdm import tqdm
 
 from command_line import run_main
-from edit_lists import read_list
-from editing import (
+from diffusers_flax.executables import use_compilation_cache
+from diffusers_flax.images import (
+    GRID_IMAGE_SIZE,
+    GRID_IMAGES,
+    GRID_MARGIN,
+    IMAGE_FORMATS,
+    captioned,
+    check_image_file,
+    load_image,
+    save_image,
+    tile_grid,
+)
+from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from editing.edits import (
     check_model,
     check_scale,
     check_scheduler,
@@ -52,19 +64,7 @@ from editing import (
     preview_files,
     replicate_params,
 )
-from executables import use_compilation_cache
-from images import (
-    GRID_IMAGE_SIZE,
-    GRID_IMAGES,
-    GRID_MARGIN,
-    IMAGE_FORMATS,
-    captioned,
-    check_image_file,
-    load_image,
-    save_image,
-    tile_grid,
-)
-from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
+from editing.lists import read_list
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def edits_of_flags(inputs, instructions, output):
 
 
 def edits_of_jsonl(file):
-    """Read a list of edits, rows of {"input", "edit", "output"}; see edit_lists.py."""
+    """Read a list of edits, rows of {"input", "edit", "output"}; see editing/lists.py."""
     names = ("original_image", "edit_prompt", "output")
     rows = read_list(f"--edits_jsonl {file}", file, names)
     return [Edit(i, *(row[name] for name in names)) for i, row in enumerate(rows)]

@@ -32,10 +32,10 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from command_line import ask_before_replacing, naming_full_disk, run_main
-from config_flax import read_json, shard_names, writing_pipeline
-from ema_flax import posthoc_error, posthoc_weights, sigma_rel_to_gamma
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import torch_to_flax
+from diffusers_flax.loading.configs import read_json, shard_names, writing_pipeline
+from diffusers_flax.models.base import torch_to_flax
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
 LARGEST_ERROR = 0.1  # of the profile; above it there is a warning

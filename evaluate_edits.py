@@ -38,10 +38,27 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from acceleration_flax import parse
 from command_line import ask_before_replacing, differences, one_line, run_main, write_text
-from config_flax import INDEX_NAME, PARTS, fetch_file
-from edit_metrics import (
+from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.executables import peak_memory, step_options, use_compilation_cache
+from diffusers_flax.images import prepare_images, save_image
+from diffusers_flax.loading.configs import INDEX_NAME, PARTS, fetch_file
+from diffusers_flax.loading.lora import find_lora, split_weight
+from diffusers_flax.pipelines.base import MODULES
+from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from editing.edits import (
+    check_model,
+    check_scale,
+    check_scheduler,
+    check_seed,
+    compute_dtype,
+    edit_batches,
+    edit_size,
+    load_model,
+    plan_edits,
+    replicate_params,
+)
+from editing.metrics import (
     CLIP_METRICS,
     Clip,
     checksum_of_pairs,
@@ -54,24 +71,7 @@ from edit_metrics import (
     pixel_metrics,
     vae_round_trip,
 )
-from edit_report import write_report
-from editing import (
-    check_model,
-    check_scale,
-    check_scheduler,
-    check_seed,
-    compute_dtype,
-    edit_batches,
-    edit_size,
-    load_model,
-    plan_edits,
-    replicate_params,
-)
-from executables import peak_memory, step_options, use_compilation_cache
-from images import prepare_images, save_image
-from lora_flax import find_lora, split_weight
-from pipeline_flax_stable_diffusion_instruct_pix2pix import guidance_branches
-from pipeline_flax_utils import MODULES
+from editing.report import write_report
 
 RESULTS = "results.json"
 IMAGES = "images"  # directory of the images of grid.png

@@ -36,24 +36,14 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from command_line import one_line, run_main
-from ema_flax import ema_plan
-from executables import replace_leaves, use_compilation_cache
-from modeling_flax_blocks import CHECKPOINTED_BLOCKS
-from parquet_dataset import ParquetImagePairs
-from parquet_shards import KNOWN_COLUMNS
-from processes_flax import from_process_0, start_distributed, wait_for_all
-from sharding_flax import (
-    combine,
-    gather,
-    gather_by_block,
-    global_norm,
-    replicate,
-    state_shapes,
-    update_shards,
-)
-from training_flags import Config, check_config, check_schedules, ema_flags
-from training_latents import check_vae, write_latents
-from training_models import (
+from dataloading.dataset import ParquetImagePairs
+from dataloading.shards import KNOWN_COLUMNS
+from diffusers_flax.executables import replace_leaves, use_compilation_cache
+from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
+from training.ema import ema_plan
+from training.flags import Config, check_config, check_schedules, ema_flags
+from training.latents import check_vae, write_latents
+from training.models import (
     cast_frozen,
     check_models,
     compute_dtype,
@@ -63,14 +53,24 @@ from training_models import (
     load_validation_images,
     open_modules,
 )
-from training_optimizer import make_optimizer
-from training_output import (
+from training.optimizer import make_optimizer
+from training.output import (
     check_run_dir,
     lock_output_dir,
     merge_finished_run,
     merges_finished_run,
 )
-from training_run import TrainRun, make_update_average, start_average
+from training.processes import from_process_0, start_distributed, wait_for_all
+from training.run import TrainRun, make_update_average, start_average
+from training.sharding import (
+    combine,
+    gather,
+    gather_by_block,
+    global_norm,
+    replicate,
+    state_shapes,
+    update_shards,
+)
 
 # Errors of a process whose peer has died.
 LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"

@@ -1,11 +1,11 @@
 """Parquet shards of (image, instruction, edited image), as batches for training.
 
-The data loader, ParquetImagePairs, is in parquet_dataset.py. Run as a script, it describes a
+The data loader, ParquetImagePairs, is in dataloading/dataset.py. Run as a script, it describes a
 directory of shards and draws a preview of some pairs:
 
     python parquet_processing.py --train_data_dir data
 
-It also writes shards from your own images (parquet_pairs.py documents the formats of the list):
+It also writes shards from your own images (dataloading/pairs.py documents the formats of the list):
 
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
@@ -38,18 +38,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from command_line import run_main
-from images import (
-    FORMATS,
-    captioned,
-    check_image_file,
-    crop_square,
-    decode_image,
-    save_image,
-    tile_grid,
-)
-from parquet_dataset import ParquetImagePairs
-from parquet_pairs import write_pairs
-from parquet_shards import (
+from dataloading.dataset import ParquetImagePairs
+from dataloading.pairs import write_pairs
+from dataloading.shards import (
     KNOWN_COLUMNS,
     Cells,
     Pair,
@@ -59,6 +50,15 @@ from parquet_shards import (
     list_row_groups,
     pair_at,
     read_row_group,
+)
+from diffusers_flax.images import (
+    FORMATS,
+    captioned,
+    check_image_file,
+    crop_square,
+    decode_image,
+    save_image,
+    tile_grid,
 )
 
 __all__ = ["ParquetImagePairs"]

@@ -54,7 +54,7 @@ from huggingface_hub.utils import get_session, parse_ratelimit_headers, validate
 from tqdm import tqdm
 
 from command_line import run_main, write_text
-from processes_flax import which_worker
+from training.processes import which_worker
 
 CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
 SPLIT_WORDS = frozenset(

@@ -31,7 +31,20 @@ from flax import jax_utils
 from tqdm import tqdm
 
 from command_line import run_main
-from editing import (
+from diffusers_flax.executables import replace_leaves, step_options, use_compilation_cache
+from diffusers_flax.images import (
+    GRID_IMAGES,
+    check_image_file,
+    image_files,
+    image_grid,
+    read_latents,
+    read_prompts,
+    save_image,
+    to_batches,
+)
+from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from editing.edits import (
     cast_params,
     check_finite,
     check_scheduler,
@@ -43,19 +56,6 @@ from editing import (
     plan_images,
     preview_files,
 )
-from executables import replace_leaves, step_options, use_compilation_cache
-from images import (
-    GRID_IMAGES,
-    check_image_file,
-    image_files,
-    image_grid,
-    read_latents,
-    read_prompts,
-    save_image,
-    to_batches,
-)
-from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from sampling_flax import keys_per_image
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"

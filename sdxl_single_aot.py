@@ -34,7 +34,26 @@ from flax import jax_utils
 from tqdm import tqdm
 
 from command_line import one_line, run_main
-from editing import (
+from diffusers_flax.executables import (
+    ExecutableStore,
+    no_compilation_cache,
+    replace_leaves,
+    step_options,
+    surroundings,
+)
+from diffusers_flax.images import (
+    GRID_IMAGES,
+    check_image_file,
+    image_files,
+    image_grid,
+    read_latents,
+    read_prompts,
+    save_image,
+    to_batches,
+)
+from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from editing.edits import (
     cast_params,
     check_finite,
     check_scheduler,
@@ -45,25 +64,6 @@ from editing import (
     compute_dtype,
     plan_images,
 )
-from executables import (
-    ExecutableStore,
-    no_compilation_cache,
-    replace_leaves,
-    step_options,
-    surroundings,
-)
-from images import (
-    GRID_IMAGES,
-    check_image_file,
-    image_files,
-    image_grid,
-    read_latents,
-    read_prompts,
-    save_image,
-    to_batches,
-)
-from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from sampling_flax import keys_per_image
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"

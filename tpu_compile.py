@@ -45,18 +45,16 @@ import jax.numpy as jnp
 
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_writable, run_main, save_whole
-from config_flax import PUBLISHED_CONFIGS, write_json
-from editing import check_scale, check_scheduler
-from ema_flax import ema_plan
-from executables import matmul_flops
-from kernels_flax import plain_operations
-from lora_flax import add_lora
-from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_vae import FlaxAutoencoderKL
-from scheduling_flax import FlaxDDPMScheduler, training_scheduler
-from sharding_flax import cast_kernels, shard_axes, state_shapes
-from tpu_jobs import (
+from diffusers_flax.executables import matmul_flops
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS, write_json
+from diffusers_flax.loading.lora import add_lora
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.kernels import plain_operations
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler, training_scheduler
+from editing.edits import check_scale, check_scheduler
+from tpu.jobs import (
     DTYPES,
     FAMILIES,
     Edit,
@@ -69,7 +67,7 @@ from tpu_jobs import (
     read_configs,
     unet_job,
 )
-from tpu_programs import (
+from tpu.programs import (
     GIB,
     find_slice,
     largest_fitting,
@@ -82,9 +80,11 @@ from tpu_programs import (
     slice_devices,
     verdict,
 )
-from training_flags import check_batch, check_combinations, check_numbers, ema_flags
-from training_models import Models, check_models, encode_text, is_sdxl, lora_options
-from training_run import MAX_STEPS_IN_FLIGHT, make_update_average
+from training.ema import ema_plan
+from training.flags import check_batch, check_combinations, check_numbers, ema_flags
+from training.models import Models, check_models, encode_text, is_sdxl, lora_options
+from training.run import MAX_STEPS_IN_FLIGHT, make_update_average
+from training.sharding import cast_kernels, shard_axes, state_shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,8 @@ from benchmarks.harness import (
     rows_of,
     write_rows,
 )
-from parquet_pairs import SCHEMA
-from parquet_processing import ParquetImagePairs
-from parquet_shards import (
+from dataloading.pairs import SCHEMA
+from dataloading.shards import (
     Pair,
     decode_pair,
     list_row_groups,
@@ -61,6 +60,7 @@ from parquet_shards import (
     read_row_group,
     shard_files,
 )
+from parquet_processing import ParquetImagePairs
 
 try:
     import datasets

@@ -67,11 +67,11 @@ from benchmarks.harness import (
     write_rows,
 )
 from demo.evaluate import load_edits, measure, read_edits, read_image
-from ema_flax import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
 from parquet_processing import ParquetImagePairs
-from sharding_flax import replicate, shard_axes, start_state, to_host
-from training_models import encode_batch, load_models
-from training_run import Batches, make_update_average, start_average
+from training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
+from training.models import encode_batch, load_models
+from training.run import Batches, make_update_average, start_average
+from training.sharding import replicate, shard_axes, start_state, to_host
 
 RESOLUTION = 64  # of the demo
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999

@@ -66,7 +66,7 @@ from benchmarks.random_models import (
     make_xl_pipeline,
     write_pipeline,
 )
-from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule
+from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule
 
 POLL_SECONDS = 0.05
 

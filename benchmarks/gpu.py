@@ -73,13 +73,13 @@ from benchmarks.harness import (
 from benchmarks.random_models import make_pipeline, make_xl_pipeline
 from benchmarks.unet import Case, count_flops, make_inputs
 from command_line import one_line
-from config_flax import PUBLISHED_CONFIGS
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from scheduling_flax import FlaxDDPMScheduler, make_scheduler
-from tpu_jobs import Edit, Sdxl, Unet, open_pipeline, read_configs
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler, make_scheduler
+from tpu.jobs import Edit, Sdxl, Unet, open_pipeline, read_configs
 
 ACCELERATE = ("deepcache:interval=2", "guidance:stop=0.5")
 ACCELERATED = f"ours, {' '.join(ACCELERATE)}"

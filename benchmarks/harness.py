@@ -35,8 +35,8 @@ import torch
 from tqdm import tqdm
 
 from command_line import run_main
-from executables import replace_leaves
-from tpu_programs import check_compiler
+from diffusers_flax.executables import replace_leaves
+from tpu.programs import check_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")

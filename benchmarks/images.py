@@ -77,18 +77,18 @@ from benchmarks.random_models import (
     write_pipeline,
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
-from config_flax import PUBLISHED_CONFIGS
 from demo.evaluate import load_edits, measure, read_edits
-from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
-from modeling_flax_tiny_vae import FlaxAutoencoderTiny
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from pipeline_flax_stable_diffusion import FlaxStableDiffusionPipeline
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
+from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from scheduling_flax import make_scheduler, scheduler_from_pretrained
+from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.schedulers.ddpm import make_scheduler, scheduler_from_pretrained
 
 Technique = Literal[tuple(ACCELERATIONS)]
 # int8 convolutions take minutes on a CPU.

@@ -34,7 +34,7 @@ from benchmarks.harness import (
     time_in_this_process,
     write_contenders,
 )
-from kernels_flax import (
+from diffusers_flax.models.kernels import (
     attention,
     convolve,
     plain_operations,

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from benchmarks.harness import ROOT
-from config_flax import PUBLISHED_CONFIGS, write_json
-from modeling_flax_clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_vae import FlaxAutoencoderKL
-from scheduling_flax import FlaxEulerDiscreteScheduler
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS, write_json
+from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.schedulers.ddpm import FlaxEulerDiscreteScheduler
 
 TOKENIZER = ROOT / "demo" / "base_model" / "tokenizer"
 END_OF_TEXT = 633  # the last id of TOKENIZER

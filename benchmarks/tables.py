@@ -19,8 +19,8 @@ from benchmarks.gpu import PLANS
 from benchmarks.harness import GIB, ROOT, psnr_cell, read_rows, rows_of
 from benchmarks.tpu import OPTIONS
 from benchmarks.tpu_kernels import CASES
-from tpu_programs import find_slice, roofline_seconds
-from training_flags import Config as TrainingConfig
+from tpu.programs import find_slice, roofline_seconds
+from training.flags import Config as TrainingConfig
 
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 

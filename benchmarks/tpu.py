@@ -24,7 +24,7 @@ UNet and twenty per training step.
 
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
-(tpu_programs.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
+(tpu/programs.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
 5 to 75 minutes per program on two cores.
 """
 
@@ -52,12 +52,11 @@ from benchmarks.harness import (
     rows_of,
     write_rows,
 )
-from config_flax import read_json
-from modeling_flax_blocks import ResnetBlock2D, Transformer2D
-from modeling_flax_vae import Decoder
-from tpu_compile import count_flops
-from tpu_jobs import Edit, Sdxl, image_job
-from tpu_programs import (
+from diffusers_flax.loading.configs import read_json
+from diffusers_flax.models.blocks import ResnetBlock2D, Transformer2D
+from diffusers_flax.models.vae import Decoder
+from tpu.jobs import Edit, Sdxl, image_job
+from tpu.programs import (
     CHIPS,
     find_slice,
     measure,
@@ -65,6 +64,7 @@ from tpu_programs import (
     roofline_seconds,
     slice_devices,
 )
+from tpu_compile import count_flops
 
 PAIRS_PER_CHIP = 8
 TRAIN = ("train", "--mixed_precision", "bf16", "--ema", "full")

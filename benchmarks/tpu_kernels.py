@@ -8,7 +8,7 @@ waiting for data), and what the compiler expects of all other operations.
 
     python -m benchmarks.tpu_kernels convolution
 
-counts those of 3x3 convolutions: XLA's, kernels_flax.shifted_matmuls, and in int8.
+counts those of 3x3 convolutions: XLA's, models.kernels.shifted_matmuls, and in int8.
 --gradients: with the backward pass.
 
 Rows go to benchmarks/results/tpu.json. Needs a CPU and `pip install "jax[tpu]"`; ten minutes each.
@@ -35,11 +35,11 @@ from benchmarks.harness import (
     rows_of,
     write_rows,
 )
-from executables import no_compilation_cache
-from kernels_flax import shifted_matmuls, xla_convolve
-from modeling_flax_blocks import Attention as AttentionLayer
-from quantization_flax import int8_layer
-from tpu_programs import (
+from diffusers_flax.executables import no_compilation_cache
+from diffusers_flax.models.blocks import Attention as AttentionLayer
+from diffusers_flax.models.kernels import shifted_matmuls, xla_convolve
+from diffusers_flax.models.quantization import int8_layer
+from tpu.programs import (
     expected_cycles,
     find_slice,
     kernel_bytes,
@@ -65,7 +65,7 @@ SMALL_BLOCKS = {
     "block_kv_dkv": 512,
     "block_kv_dkv_compute": 512,
 }
-VARIANTS = {  # changes to the BlockSizes of kernels_flax.splash
+VARIANTS = {  # changes to the BlockSizes of models.kernels.splash
     "ours": {},
     "head dimension last": HEAD_DIM_LAST,
     "blocks of 512": SMALL_BLOCKS,

@@ -65,12 +65,12 @@ from benchmarks.harness import (
 )
 from benchmarks.random_models import END_OF_TEXT, TINY_UNET, make_pipeline
 from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inputs
-from sharding_flax import replicate, shard_axes, start_state
-from tpu_programs import find_slice, slice_devices
-from tpu_programs import measure as measure_program
-from training_checkpoints import release_memory
-from training_models import load_models
-from training_run import make_update_average, start_average
+from tpu.programs import find_slice, slice_devices
+from tpu.programs import measure as measure_program
+from training.checkpoints import release_memory
+from training.models import load_models
+from training.run import make_update_average, start_average
+from training.sharding import replicate, shard_axes, start_state
 
 EMA_DECAY = 0.9999
 

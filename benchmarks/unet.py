@@ -54,8 +54,8 @@ from benchmarks.harness import (
     write_rows,
 )
 from benchmarks.random_models import SD15, TINY_UNET
-from config_flax import PUBLISHED_CONFIGS
-from modeling_flax_unet import FlaxUNet2DConditionModel
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 SD15_EDIT = SD15["unet"] | {"in_channels": 8}
 TEXT_LENGTH = 77

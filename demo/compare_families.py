@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from command_line import run_main, save_whole  # noqa: E402
 from demo.photographs import EDITS  # noqa: E402
-from images import GRID_MARGIN  # noqa: E402
+from diffusers_flax.images import GRID_MARGIN  # noqa: E402
 
 FAMILIES = {"sd": "demo/base_model", "sdxl": "demo/base_model_xl"}
 TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}

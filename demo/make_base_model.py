@@ -59,12 +59,12 @@ from demo.photographs import (  # noqa: E402
     random_box,
     resize_box,
 )
-from images import scaled_size  # noqa: E402
-from modeling_flax_clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
-from modeling_flax_unet import FlaxUNet2DConditionModel  # noqa: E402
-from modeling_flax_vae import FlaxAutoencoderKL  # noqa: E402
-from scheduling_flax import FlaxDDIMScheduler, FlaxDDPMScheduler  # noqa: E402
-from training_models import encode_text  # noqa: E402
+from diffusers_flax.images import scaled_size  # noqa: E402
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel  # noqa: E402
+from diffusers_flax.models.vae import FlaxAutoencoderKL  # noqa: E402
+from diffusers_flax.schedulers.ddpm import FlaxDDIMScheduler, FlaxDDPMScheduler  # noqa: E402
+from training.models import encode_text  # noqa: E402
 
 SIZE = 64  # pixels of an image's side
 NUM_MERGES = 120
@@ -243,7 +243,7 @@ def random_time_ids(rng, size, box, mirrored):
         mirrored: whether the square is mirrored.
 
     Returns:
-        float32 (6,), see parquet_shards.decode_pair.
+        float32 (6,), see dataloading.shards.decode_pair.
     """
     side, longer_axis = box[2] - box[0], rng.integers(3)
     before, stored = np.zeros(2, int), np.full(2, side)  # along x and y

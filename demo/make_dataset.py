@@ -22,8 +22,8 @@ from tqdm import trange
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import run_main
+from dataloading.pairs import SCHEMA
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
-from parquet_pairs import SCHEMA
 
 SIZE = 64  # pixels of an image's side
 

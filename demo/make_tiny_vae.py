@@ -26,7 +26,7 @@ from demo.make_base_model import (  # noqa: E402
     image_batches,
     load_vae,
 )
-from modeling_flax_tiny_vae import FlaxAutoencoderTiny  # noqa: E402
+from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny  # noqa: E402
 
 WIDTHS = (32, 32, 32)
 TINY_VAE = FlaxAutoencoderTiny(

@@ -7,18 +7,17 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+from conftest import ROOT
 from safetensors import SafetensorError
 from tqdm import tqdm
 
 import command_line
 from command_line import ask_before_replacing, run_main, save_whole, write_text
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import signal, sys, threading
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import create_modified_unet
-from modeling_flax_unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

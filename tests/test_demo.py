@@ -41,15 +41,15 @@ from demo.photographs import (
     random_box,
     random_crop,
 )
-from images import crop_corner, scaled_size
-from modeling_flax_tiny_vae import FlaxAutoencoderTiny
-from parquet_processing import ParquetImagePairs
-from pipeline_flax_stable_diffusion import FlaxStableDiffusionPipeline
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+from diffusers_flax.images import crop_corner, scaled_size
+from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
+from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from training_report import validation_grid
+from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from parquet_processing import ParquetImagePairs
+from training.report import validation_grid
 
 BASE_MODEL = ROOT / "demo" / "base_model"
 XL_BASE_MODEL = ROOT / "demo" / "base_model_xl"

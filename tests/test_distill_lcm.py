@@ -30,15 +30,15 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import distill_lcm
 import edit_cli
-import processes_flax
-from lora_flax import add_lora
-from modeling_flax_unet import FlaxUNet2DConditionModel
-from modeling_flax_utils import flax_to_torch
-from processes_flax import lock_folder
-from sharding_flax import replicate, shard_axes, start_state, to_host
-from training_checkpoints import Checkpoints
-from training_flags import LORA_FILE
-from training_models import Models
+from diffusers_flax.loading.lora import add_lora
+from diffusers_flax.models.base import flax_to_torch
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from training import processes
+from training.checkpoints import Checkpoints
+from training.flags import LORA_FILE
+from training.models import Models
+from training.processes import lock_folder
+from training.sharding import replicate, shard_axes, start_state, to_host
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -371,7 +371,7 @@ def test_a_stopped_or_crashed_run_resumes_and_may_be_longer(
 
 
 def test_one_run_per_directory(models, data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(processes_flax, "LOCK_SECONDS", 0)
+    monkeypatch.setattr(processes, "LOCK_SECONDS", 0)
     with lock_folder(tmp_path), pytest.raises(SystemExit) as stop:
         distill_lcm.main(flags(models["epsilon"], data, tmp_path))
     assert stop.value.code == 2 and " is in use by process " in capsys.readouterr().err

@@ -15,12 +15,12 @@ from PIL import Image, ImageOps
 from tiny_models import make_tiny_pipeline
 
 import edit_cli
-from edit_cli import edit_size, edits_of_flags, load_fitted, save_image
-from images import GRID_MARGIN, load_image
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+from diffusers_flax.images import GRID_MARGIN, load_image
+from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from scheduling_flax import SCHEDULERS, make_scheduler
+from diffusers_flax.schedulers.ddpm import SCHEDULERS, make_scheduler
+from edit_cli import edit_size, edits_of_flags, load_fitted, save_image
 
 SCRIPT = Path(edit_cli.__file__)
 

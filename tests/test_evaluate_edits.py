@@ -30,15 +30,15 @@ from transformers import (
 
 import edit_cli
 import evaluate_edits
-from acceleration_flax import parse
-from edit_metrics import Clip, clip_metrics, count_flops, pixel_metrics
-from edit_report import draw_curve, markdown, mean_and_spread, write_labels
-from executables import step_options
-from images import decode_image
-from parquet_pairs import SCHEMA, image_cell
-from pipeline_flax_stable_diffusion_instruct_pix2pix import (
+from dataloading.pairs import SCHEMA, image_cell
+from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.executables import step_options
+from diffusers_flax.images import decode_image
+from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
+from editing.metrics import Clip, clip_metrics, count_flops, pixel_metrics
+from editing.report import draw_curve, markdown, mean_and_spread, write_labels
 
 STEPS = 2
 PROMPTS = ("make it red", "make it redder", "paint it red")

@@ -23,14 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-import parquet_dataset
 import parquet_processing
-import parquet_shards
-from edit_metrics import pairs_of_shards
-from images import LINE_HEIGHT, crop_square, decode_image, encoded_size
-from parquet_dataset import epoch_order
+from dataloading import dataset as dataloading_dataset
+from dataloading import shards as dataloading_shards
+from dataloading.dataset import epoch_order
+from dataloading.shards import Pair
+from diffusers_flax.images import LINE_HEIGHT, crop_square, decode_image, encoded_size
+from editing.metrics import pairs_of_shards
 from parquet_processing import ParquetImagePairs
-from parquet_shards import Pair
 
 SCRIPT = Path(parquet_processing.__file__)
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -699,7 +699,7 @@ def test_max_rows_are_too_few(numbered):
 @pytest.mark.parametrize("num_parts, window", [(1, 0), (1, 20), (2, 10), (3, 40)])
 def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
     """Row groups in memory: at most a window per part, its ends, and one read ahead."""
-    read, alive, most = parquet_shards.read_row_group, set(), []
+    read, alive, most = dataloading_shards.read_row_group, set(), []
 
     def watched(*args):
         cells = read(*args)
@@ -708,7 +708,7 @@ def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
         most.append(len(alive))
         return cells
 
-    monkeypatch.setattr(parquet_dataset, "read_row_group", watched)
+    monkeypatch.setattr(dataloading_dataset, "read_row_group", watched)
     for epoch in range(4):
         dataset = ParquetImagePairs(
             numbered, batch_size=num_parts, resolution=4, shuffle_buffer=window * num_parts,
@@ -788,9 +788,9 @@ def test_a_long_stretch_of_broken_pairs_is_looked_through_once(tmp_path, monkeyp
     rows += [(b"bad", "x", b"bad")] * 100
     write_shard(tmp_path / "a.parquet", rows, row_group_size=50)
     num_decoded = []
-    decode = parquet_shards.decode_pair
+    decode = dataloading_shards.decode_pair
     monkeypatch.setattr(
-        parquet_dataset, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
+        dataloading_dataset, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
     )
     dataset = ParquetImagePairs(tmp_path, batch_size=20, resolution=4, shuffle_buffer=100)
     seen = Counter(prompts_of(dataset))
@@ -831,7 +831,7 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
     seen, error = run(max_bad_fraction=0.1)  # more than ten of the 100 pairs of an epoch
     assert "11 of the first" in error or "12 of the first" in error
     assert "--max_bad_fraction 0.1" in error and "a.parquet row" in error
-    monkeypatch.setattr(parquet_dataset, "MIN_ROWS_FOR_BAD_FRACTION", 1)
+    monkeypatch.setattr(dataloading_dataset, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     assert run(max_bad_fraction=0)[0] <= seen
 
 
@@ -891,9 +891,9 @@ def test_every_type_of_text_and_of_bytes(tmp_path, text):
     assert all(schema.field("edited_image").type == kind for schema, kind in zip(schemas, BYTES))
     assert "string" in str(schemas[0].field("edit_prompt").type)
     rows = []
-    for group in parquet_shards.list_row_groups(tmp_path):
-        cells = parquet_shards.read_row_group(group)
-        rows += [parquet_shards.pair_at(cells, row) for row in range(group.num_rows)]
+    for group in dataloading_shards.list_row_groups(tmp_path):
+        cells = dataloading_shards.read_row_group(group)
+        rows += [dataloading_shards.pair_at(cells, row) for row in range(group.num_rows)]
     assert [row[:3] for row in rows] == list(zip(originals, edits, prompts)) * len(BYTES)
 
 
@@ -910,9 +910,9 @@ def test_a_struct_beside_its_flattened_copy(tmp_path, copy_first):
     names = sorted(columns, key="original_image.bytes".__ne__) if copy_first else columns
     pq.write_table(pa.table({name: columns[name] for name in names}), tmp_path / "a.parquet")
     for chosen, originals in {"": struct, "original_image.bytes": flat}.items():
-        (group,) = parquet_shards.list_row_groups(tmp_path, chosen)
-        cells = parquet_shards.read_row_group(group)
-        rows = [parquet_shards.pair_at(cells, row)[:3] for row in range(40)]
+        (group,) = dataloading_shards.list_row_groups(tmp_path, chosen)
+        cells = dataloading_shards.read_row_group(group)
+        rows = [dataloading_shards.pair_at(cells, row)[:3] for row in range(40)]
         assert rows == list(zip(originals, edits, map(str, range(40))))
         pairs = pairs_of_shards(tmp_path, (chosen, "", ""), ("", ""))
         assert [(pair.original, pair.truth) for pair in pairs] == list(zip(originals, edits))

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import ROOT
 from hub_server import Hub, ways_to_give_a_token
 from huggingface_hub import constants
 from hypothesis import given, settings
@@ -25,7 +26,6 @@ from hypothesis import strategies as st
 
 import script
 
-ROOT = Path(script.__file__).parent
 TOKEN = "hf_tokenThatMustNotLeak"
 PAPER = "timbrooks/instructpix2pix-clip-filtered"
 TPU_VARIABLES = (

@@ -23,25 +23,13 @@ from safetensors import safe_open
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
-import sampling_flax
 import tpu_compile
-from editing import cast_params
-from executables import matmul_flops, no_compilation_cache
-from pipeline_flax_stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from sharding_flax import (
-    gather,
-    global_norm,
-    reduce_scatter_mean,
-    replicate,
-    shard_axes,
-    shard_batch,
-    start_state,
-    state_shapes,
-    update_shards,
-)
-from tpu_compile import Edit, Sdxl, Train, Unet
-from tpu_jobs import image_job
-from tpu_programs import (
+from diffusers_flax.executables import matmul_flops, no_compilation_cache
+from diffusers_flax.pipelines import sampling
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from editing.edits import cast_params
+from tpu.jobs import image_job
+from tpu.programs import (
     CHIPS,
     LIBTPU_ENVIRONMENT,
     expected_cycles,
@@ -58,8 +46,20 @@ from tpu_programs import (
     roofline_seconds,
     slice_devices,
 )
-from training_models import cast_frozen, load_models
-from training_run import start_average
+from tpu_compile import Edit, Sdxl, Train, Unet
+from training.models import cast_frozen, load_models
+from training.run import start_average
+from training.sharding import (
+    gather,
+    global_norm,
+    reduce_scatter_mean,
+    replicate,
+    shard_axes,
+    shard_batch,
+    start_state,
+    state_shapes,
+    update_shards,
+)
 
 NUM_DEVICES = 4  # conftest.py's
 needs_libtpu = pytest.mark.skipif(
@@ -334,7 +334,7 @@ def test_sdxl_counts_every_step(tmp_path):
 @pytest.mark.slow
 def test_sdxl_counts_every_image(tmp_path, monkeypatch):
     """Also if images are decoded one after the other, in a loop."""
-    monkeypatch.setattr(sampling_flax, "DECODED_PIXELS", 1)
+    monkeypatch.setattr(sampling, "DECODED_PIXELS", 1)
     model = make_tiny_xl(tmp_path / "xl")
     config = Sdxl(
         tpu="v5e-4",

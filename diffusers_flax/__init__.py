@@ -1,0 +1,98 @@
+"""The Flax classes that diffusers 0.40 and transformers 5 removed, under the same names.
+
+    from diffusers_flax import FlaxStableDiffusionPipeline
+
+A name is imported from its module when it is first used, as jax takes seconds to import.
+"""
+
+import importlib
+
+NAMES = {  # by module
+    "models.unet": ("FlaxUNet2DConditionModel", "FlaxUNet2DConditionOutput"),
+    "models.vae": (
+        "FlaxAutoencoderKL",
+        "FlaxAutoencoderKLOutput",
+        "FlaxDecoderOutput",
+        "FlaxDiagonalGaussianDistribution",
+    ),
+    "models.tiny_vae": ("FlaxAutoencoderTiny", "FlaxAutoencoderTinyOutput"),
+    "models.clip": (
+        "FlaxBaseModelOutput",
+        "FlaxBaseModelOutputWithPooling",
+        "FlaxCLIPTextModel",
+        "FlaxCLIPTextModelOutput",
+        "FlaxCLIPTextModelWithProjection",
+        "FlaxCLIPTextPreTrainedModel",
+        "FlaxStableDiffusionSafetyChecker",
+    ),
+    "models.base": ("FlaxModelMixin",),
+    "models.pretrained": ("FlaxPreTrainedModel",),
+    "schedulers.base": (
+        "CommonSchedulerState",
+        "FlaxKarrasDiffusionSchedulers",
+        "FlaxSchedulerMixin",
+        "FlaxSchedulerOutput",
+        "SchedulerState",
+    ),
+    "schedulers.alpha": (
+        "DDIMSchedulerState",
+        "FlaxLCMScheduler",
+        "FlaxLCMSchedulerOutput",
+        "FlaxTCDScheduler",
+        "FlaxTCDSchedulerOutput",
+    ),
+    "schedulers.ddpm": (
+        "DDPMSchedulerState",
+        "FlaxDDIMScheduler",
+        "FlaxDDIMSchedulerOutput",
+        "FlaxDDPMScheduler",
+        "FlaxDDPMSchedulerOutput",
+        "FlaxPNDMScheduler",
+        "FlaxPNDMSchedulerOutput",
+        "PNDMSchedulerState",
+    ),
+    "schedulers.sigma": (
+        "DPMSolverMultistepSchedulerState",
+        "EulerDiscreteSchedulerState",
+        "FlaxDPMSolverMultistepScheduler",
+        "FlaxDPMSolverMultistepSchedulerOutput",
+        "FlaxEulerAncestralDiscreteScheduler",
+        "FlaxEulerDiscreteScheduler",
+        "FlaxEulerDiscreteSchedulerOutput",
+        "FlaxLMSDiscreteScheduler",
+        "FlaxLMSSchedulerOutput",
+        "LMSDiscreteSchedulerState",
+    ),
+    "pipelines.base": ("FlaxDiffusionPipeline",),
+    "pipelines.stable_diffusion": (
+        "FlaxStableDiffusionImg2ImgPipeline",
+        "FlaxStableDiffusionInpaintPipeline",
+        "FlaxStableDiffusionPipeline",
+    ),
+    "pipelines.instruct_pix2pix": ("FlaxStableDiffusionInstructPix2PixPipeline",),
+    "pipelines.stable_diffusion_xl": (
+        "FlaxStableDiffusionXLImg2ImgPipeline",
+        "FlaxStableDiffusionXLPipeline",
+    ),
+    "pipelines.instruct_pix2pix_xl": ("FlaxStableDiffusionXLInstructPix2PixPipeline",),
+    "executables": (
+        "FlaxImagePipelineOutput",
+        "FlaxStableDiffusionPipelineOutput",
+        "FlaxStableDiffusionXLPipelineOutput",
+    ),
+    "loading.configs": ("ConfigMixin", "ModelOutput"),
+}
+MODULE_OF = {name: module for module, names in NAMES.items() for name in names}
+__all__ = sorted(MODULE_OF)
+
+
+def __getattr__(name):
+    if name not in MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,547 @@
+"""Accelerations of sampling: their names and parameters, and what each step computes.
+
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(
+        "MODEL", accelerate=["deepcache:interval=3", "guidance:stop=0.6"]
+    )
+    plain = dataclasses.replace(pipeline, accelerate=Acceleration())
+
+An acceleration is written NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE. The classes below have the
+names, parameters and defaults; docs/acceleration.md says what each is worth. `plan_steps` decides
+before anything is traced which branches of guidance a step computes, and how.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+FEW_STEPS = 8  # caches need more: with few steps neighbours differ too much
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Guidance in a part of the steps only; the other steps compute one branch.
+
+    Args:
+        start, stop: the part of the steps, shares from 0 to 1.
+        image_stop: for edits, the share after which the guidance of the input image ends, if that
+            is before `stop`: two branches instead of three.
+        sigma_min, sigma_max: the noise levels with guidance, sigma_min < sigma <= sigma_max, where
+            sigma is the standard deviation of the noise over that of the image's part.
+
+    Source: arXiv 2404.07724 (interval of sigma; SDXL 0.28 to 5.42), arXiv 2506.08351 (early steps).
+    """
+
+    name: ClassVar[str] = "guidance"
+    slot: ClassVar[str] = "guidance"
+    start: float = 0.0
+    stop: float = 1.0
+    image_stop: float = 1.0
+    sigma_min: float = 0.0
+    sigma_max: float = np.inf
+
+    def __post_init__(self):
+        shares = {"start": self.start, "stop": self.stop, "image_stop": self.image_stop}
+        for name, share in shares.items():
+            require(0 <= share <= 1, self, name, "must be from 0 to 1, a share of the steps")
+        require(self.start < self.stop, self, "stop", "must be above start")
+        is_used = self.image_stop == 1 or self.image_stop < self.stop
+        require(is_used, self, "image_stop", f"must be below stop ({self.stop:g}), or left out")
+        require(0 <= self.sigma_min < self.sigma_max, self, "sigma_max", "must be above sigma_min")
+
+    def branches_of(self, i, num_steps, sigma, branches):
+        """The branches of step i."""
+        share = i / num_steps
+        inside = self.sigma_min < sigma <= self.sigma_max
+        if "text" not in branches or len(branches) == 1:
+            return branches
+        if not (inside and self.start <= share < self.stop):
+            return ("text",)
+        if share >= self.image_stop and "image" in branches:
+            return ("text", "image")
+        return branches
+
+
+@dataclass(frozen=True)
+class DeepCache:
+    """The whole UNet in every interval-th step; else its last layer alone, on the cached input.
+
+    Args:
+        interval: 2 or more: one step in `interval` is a whole one.
+        warmup: whole steps at the beginning.
+        center, power: if center >= 0, there are as many whole steps as with equal intervals, but
+            denser around step `center`: spaced evenly in x^(1/power), where x is the signed
+            distance to it. While two of them fall on one step, power is lowered by 0.02; it is an
+            error if they do at 1. power is at most 10.
+
+    Source: DeepCache (arXiv 2312.00858), sections 3.2 and 3.3. As in the authors' code, a power of
+    a negative distance is complex, and its real part counts.
+    """
+
+    name: ClassVar[str] = "deepcache"
+    slot: ClassVar[str] = "cache"
+    interval: int = 3
+    warmup: int = 1
+    center: int = -1
+    power: float = 1.4
+
+    def __post_init__(self):
+        require(self.interval >= 2, self, "interval", "must be 2 or more")
+        require(self.warmup >= 1, self, "warmup", "must be 1 or more")
+        require(self.center >= -1, self, "center", "must be a step, or -1 for equal intervals")
+        require(1 < self.power <= 10, self, "power", "must be above 1 and at most 10")
+        is_used = self.center >= 0 or self.power == DeepCache.power
+        require(is_used, self, "power", "has no effect without center")
+
+    def kinds(self, num_steps, starts):
+        """ "full" or "shallow" of each step; the steps `starts` have no valid cache."""
+        require(self.interval < num_steps, self, "interval", f"must be below the {num_steps} steps")
+        full = set(starts) | set(range(min(self.warmup, num_steps)))
+        if self.center < 0:
+            for start, stop in pairwise([*starts, num_steps]):
+                full |= set(range(start, stop, self.interval))
+        else:
+            full |= set(self.around_center(num_steps))
+        return ["full" if i in full else "shallow" for i in range(num_steps)]
+
+    def around_center(self, num_steps):
+        """The whole steps, denser around center."""
+        number, power = math.ceil(num_steps / self.interval), self.power
+        require(self.center < num_steps, self, "center", f"must be below the {num_steps} steps")
+        while power > 1:
+            start, stop = ((x + 0j) ** (1 / power) for x in (-self.center, num_steps - self.center))
+            distances = np.linspace(start, stop, number + 1) ** power
+            inner = np.unique(np.trunc(distances.real).astype(int))[1:-1]
+            if len(inner) == number - 1:
+                return [0, *(inner + self.center).tolist()]
+            power -= 0.02
+        raise ValueError(
+            f"--accelerate {describe(self)}: {number} whole steps of {num_steps} do not fit around "
+            f"step {self.center}; change center, power or interval"
+        )
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Whole steps become rarer; the others forecast the clean latents from those before.
+
+    Args:
+        warmup: whole steps at the beginning.
+        window, growth: a whole step follows floor(window) - 1 forecasts; window grows by `growth`
+            after each.
+        stop: share of the steps after which all are whole.
+        degree, ridge, history: Chebyshev polynomials up to `degree` are fitted to the latest
+            `history` whole steps, with ridge regression.
+        weight: of the fit in the forecast; the rest is linear extrapolation.
+
+    Source: Spectrum (arXiv 2603.01623).
+    """
+
+    name: ClassVar[str] = "spectrum"
+    slot: ClassVar[str] = "cache"
+    warmup: int = 4
+    window: float = 2.0
+    growth: float = 0.5
+    stop: float = 0.9
+    degree: int = 3
+    ridge: float = 1.0
+    history: int = 6
+    weight: float = 0.4
+
+    def __post_init__(self):
+        require(self.warmup >= 2, self, "warmup", "must be 2 or more")
+        require(1 <= self.window < np.inf, self, "window", "must be 1 or more, and finite")
+        require(0 <= self.growth < np.inf, self, "growth", "must be 0 or more, and finite")
+        require(0 < self.stop <= 1, self, "stop", "must be above 0, at most 1")
+        require(self.degree >= 0, self, "degree", "must be 0 or more")
+        require(0 < self.ridge < np.inf, self, "ridge", "must be above 0, and finite")
+        require(self.history >= 2, self, "history", "must be 2 or more")
+        require(0 <= self.weight <= 1, self, "weight", "must be from 0 to 1")
+
+    def kinds(self, num_steps, starts):
+        """ "full" or "forecast" of each step."""
+        require(self.window < num_steps, self, "window", f"must be below the {num_steps} steps")
+        kinds, window, forecasts = [], self.window, 0
+        for i in range(num_steps):
+            if i < self.warmup or i >= self.stop * num_steps:
+                kinds.append("full")
+            elif forecasts + 1 < int(window):
+                kinds.append("forecast")
+                forecasts += 1
+            else:
+                kinds.append("full")
+                window, forecasts = window + self.growth, 0
+        return kinds
+
+    def coefficients(self, kinds):
+        """Weights of the latest whole steps in each forecast, float32 (steps, history).
+
+        Row i multiplies the history before step i, the newest last; whole steps have zeros.
+        """
+        table, past = np.zeros((len(kinds), self.history), np.float32), []
+        for i, kind in enumerate(kinds):
+            if kind == "full":
+                past = [*past, i][-self.history :]
+                continue
+            steps = 2 * np.array([*past, i]) / 50 - 1
+            basis = np.polynomial.chebyshev.chebvander(steps, self.degree)
+            basis, now = basis[:-1], basis[-1]
+            gram = basis.T @ basis + self.ridge * np.eye(self.degree + 1)
+            row = self.weight * basis @ np.linalg.solve(gram, now)
+            row[-2:] += (1 - self.weight) * np.array([-0.5, 1.5])
+            table[i, self.history - len(past) :] = row
+        return table
+
+
+@dataclass(frozen=True)
+class TGate:
+    """Text to image: after the gate, cross-attention is that of the gate and guidance is off.
+
+    Before the gate, self-attention is reused between every interval-th step. After it, the text
+    has no effect but through the reused attention; SDXL gets the null text's pooled states.
+
+    Args:
+        gate: number of steps before the gate.
+        interval: of self-attention before the gate.
+        warmup: steps before self-attention is reused.
+
+    Source: T-GATE (arXiv 2404.02747), section 4.
+    """
+
+    name: ClassVar[str] = "tgate"
+    slot: ClassVar[str] = "cache"
+    gate: int = 10
+    interval: int = 5
+    warmup: int = 2
+
+    def __post_init__(self):
+        require(self.gate >= 2, self, "gate", "must be 2 or more")
+        require(self.interval >= 1, self, "interval", "must be 1 or more")
+        require(self.warmup >= 0, self, "warmup", "must be 0 or more")
+
+    def kinds(self, num_steps, starts):
+        """ "full", "store", "reuse" (self-attention), "gate" and "gated" (cross-attention)."""
+        kinds = []
+        for i in range(num_steps):
+            if i >= self.gate:
+                kinds.append("gated")
+            elif i == self.gate - 1:
+                kinds.append("gate")
+            elif i < self.warmup:
+                kinds.append("full")
+            else:
+                is_stored = i == self.warmup or i % self.interval == 0
+                kinds.append("store" if is_stored else "reuse")
+        return kinds
+
+
+@dataclass(frozen=True)
+class FirstBlockCache:
+    """If the UNet's first layer changes little, what the other layers add is reused.
+
+    Args:
+        threshold: mean absolute change of what the first layer adds, relative to its mean absolute
+            value at the latest whole step; each image decides for itself.
+
+    A program skips a step's work only if all images of the device's batch reuse.
+
+    Source: first-block cache of ParaAttention, a form of TeaCache (arXiv 2411.19108).
+    """
+
+    name: ClassVar[str] = "fbcache"
+    slot: ClassVar[str] = "cache"
+    threshold: float = 0.08
+
+    def __post_init__(self):
+        require(self.threshold > 0, self, "threshold", "must be above 0")
+
+    def kinds(self, num_steps, starts):
+        """ "full" where there is no valid cache, else "adaptive"."""
+        return ["full" if i in starts else "adaptive" for i in range(num_steps)]
+
+
+@dataclass(frozen=True)
+class TokenMerging:
+    """Self-attention over fewer positions: similar ones are averaged before and copied after.
+
+    Args:
+        ratio: share of the positions that is merged away, at most 0.75.
+        max_downsample: layers at 1/1, ..., 1/max_downsample of the latents' size merge. SDXL has
+            attention from 1/2 on.
+        random: True: the position that others of its 2x2 window may join is drawn per layer;
+            False: the upper left one.
+
+    Source: ToMe (arXiv 2303.17604), section 4.
+    """
+
+    name: ClassVar[str] = "tome"
+    slot: ClassVar[str] = "tome"
+    ratio: float = 0.5
+    max_downsample: int = 1
+    random: bool = True
+
+    def __post_init__(self):
+        require(0 < self.ratio <= 0.75, self, "ratio", "must be above 0, at most 0.75")
+        allowed = self.max_downsample in (1, 2, 4, 8)
+        require(allowed, self, "max_downsample", "must be 1, 2, 4 or 8")
+
+
+@dataclass(frozen=True)
+class Int8:
+    """The UNet's convolutions and linear layers in int8; see models.quantization.quantize.
+
+    Args:
+        mode: "fast": int8 matmuls in the layers where they are faster; "dynamic": in all layers;
+            "weight": only the weights are stored in int8.
+    """
+
+    name: ClassVar[str] = "int8"
+    slot: ClassVar[str] = "int8"
+    mode: str = "fast"
+
+    def __post_init__(self):
+        allowed = self.mode in ("fast", "dynamic", "weight")
+        require(allowed, self, "mode", "must be fast, dynamic or weight")
+
+
+@dataclass(frozen=True)
+class TinyDecoder:
+    """Images are decoded by TAESD (AutoencoderTiny), an eighteenth of the VAE's work.
+
+    Args:
+        path: directory or hub id; "": madebyollin/taesd, for SDXL madebyollin/taesdxl.
+    """
+
+    name: ClassVar[str] = "taesd"
+    slot: ClassVar[str] = "tiny_decoder"
+    path: str = ""
+
+
+TECHNIQUES = {
+    cls.name: cls
+    for cls in (
+        Guidance,
+        DeepCache,
+        Spectrum,
+        TGate,
+        FirstBlockCache,
+        TokenMerging,
+        Int8,
+        TinyDecoder,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """What a pipeline accelerates; None where it does not. Made by parse."""
+
+    guidance: Guidance | None = None
+    cache: DeepCache | Spectrum | TGate | FirstBlockCache | None = None
+    tome: TokenMerging | None = None
+    int8: Int8 | None = None
+    tiny_decoder: TinyDecoder | None = None
+
+    def __post_init__(self):
+        if isinstance(self.cache, TGate):
+            for other, reason in (
+                (self.guidance, "tgate ends guidance at its gate; set tgate:gate=N"),
+                (self.tome, "tgate caches the attention that tome changes; take one of them"),
+            ):
+                if other:
+                    raise ValueError(
+                        f"--accelerate tgate {other.name} do not go together: {reason}"
+                    )
+
+    def __str__(self):
+        parts = (getattr(self, field.name) for field in fields(self))
+        return " ".join(describe(part) for part in parts if part is not None)
+
+
+class Step(NamedTuple):
+    """What a step computes: the branches of guidance, and which function of caching_flax."""
+
+    branches: tuple
+    kind: str
+
+
+def require(is_valid, technique, name, constraint):
+    """Raise a ValueError that names a technique's parameter, unless it is valid."""
+    if not is_valid:
+        value = getattr(technique, name)
+        raise ValueError(f"--accelerate {technique.name}:{name}={value} {constraint}")
+
+
+def describe(technique):
+    """NAME:PARAMETER=VALUE,... with the parameters that are not the defaults."""
+    values = {field.name: getattr(technique, field.name) for field in fields(technique)}
+    changed = [
+        f"{f.name}={values[f.name]}" for f in fields(technique) if values[f.name] != f.default
+    ]
+    return ":".join([technique.name, *filter(None, [",".join(changed)])])
+
+
+def parse(specs):
+    """Read accelerations.
+
+    Args:
+        specs: "NAME:PARAMETER=VALUE,...", several separated by spaces or in a sequence; objects of
+            the classes above; an Acceleration; None or empty for none.
+
+    Returns:
+        Acceleration.
+
+    Raises:
+        ValueError: a name or parameter is unknown, a value is not valid, or two do not go together.
+    """
+    if isinstance(specs, Acceleration):
+        return specs
+    if isinstance(specs, str):
+        specs = specs.split()
+    elif isinstance(specs, tuple(TECHNIQUES.values())):
+        specs = [specs]
+    chosen = {}
+    if specs and not isinstance(specs, list | tuple):
+        raise ValueError(f"accelerate={specs!r} must be NAME:PARAMETER=VALUE,... or a list of them")
+    for spec in specs or ():
+        technique = parse_one(spec) if isinstance(spec, str) else spec
+        if not isinstance(technique, tuple(TECHNIQUES.values())):
+            raise ValueError(f"accelerate={spec!r} must be NAME:PARAMETER=VALUE,...")
+        if technique.slot in chosen:
+            first = chosen[technique.slot].name
+            reason = "is given twice" if first == technique.name else "are two caches"
+            names = first if first == technique.name else f"{first} and {technique.name}"
+            raise ValueError(f"--accelerate {names} {reason}; take one of them")
+        chosen[technique.slot] = technique
+    return Acceleration(**chosen)
+
+
+def parse_one(spec):
+    """ "NAME:PARAMETER=VALUE,..." -> an object of TECHNIQUES."""
+    name, colon, settings = spec.partition(":")
+    if name not in TECHNIQUES:
+        raise ValueError(
+            f"--accelerate {spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}; several "
+            "are separated by spaces, without quotation marks"
+        )
+    if colon and not settings:
+        raise ValueError(f"--accelerate {spec} has no parameter after the colon; write {name}")
+    cls = TECHNIQUES[name]
+    types = {field.name: field.type for field in fields(cls)}
+    values = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, text = setting.partition("=")
+        if key in types and not equals:
+            raise ValueError(f"--accelerate {spec}: write {name}:{key}=VALUE")
+        if key not in types:
+            raise ValueError(
+                f"--accelerate {spec}: {name} has no parameter {key!r}; write "
+                f"{name}:PARAMETER=VALUE with {', '.join(types)}"
+            )
+        if key in values:
+            raise ValueError(f"--accelerate {spec}: {key} is given twice")
+        try:
+            values[key] = convert(text, types[key])
+        except ValueError as error:
+            kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+            raise ValueError(
+                f"--accelerate {spec}: {key}={text} is not {kinds[types[key]]}"
+            ) from error
+    return cls(**values)
+
+
+def convert(text, kind):
+    """A parameter's text as bool, int, float or str."""
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    return kind(text)
+
+
+def plan_steps(acceleration, branches, scales):
+    """Decide what each step of a run computes.
+
+    Args:
+        acceleration: Acceleration.
+        branches: of guidance in a plain run, "text" the one that remains without guidance.
+        scales: alpha and sigma of each step, as from caches.noise_scales. A timestep that
+            PNDM repeats is a step.
+
+    Returns:
+        List of Step.
+
+    Raises:
+        ValueError: the accelerations do not fit these branches or this number of steps.
+    """
+    cache, num_steps = acceleration.cache, len(scales[0])
+    chosen = [branches] * num_steps
+    if acceleration.guidance:
+        with np.errstate(divide="ignore"):
+            sigmas = scales[1] / scales[0]
+        chosen = [
+            acceleration.guidance.branches_of(i, num_steps, sigma, branches)
+            for i, sigma in enumerate(sigmas)
+        ]
+        check_guidance(acceleration.guidance, branches, chosen)
+    if cache is None:
+        return [Step(active, "full") for active in chosen]
+    if num_steps <= FEW_STEPS:
+        raise ValueError(
+            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps} (with "
+            "those that PNDM repeats): with few steps neighbours differ too much; leave it out"
+        )
+    if isinstance(cache, TGate):
+        if cache.gate >= num_steps:
+            raise ValueError(
+                f"--accelerate tgate:gate={cache.gate} must be below the {num_steps} steps"
+            )
+        gated = ("null",) if "null" in branches else branches
+        chosen = [branches if i < cache.gate else gated for i in range(num_steps)]
+    starts = [i for i in range(num_steps) if i == 0 or chosen[i] != chosen[i - 1]]
+    kinds = cache.kinds(num_steps, starts)
+    if "full" in kinds and len(set(kinds)) == 1:
+        raise ValueError(
+            f"--accelerate {describe(cache)} has no effect: each of the {num_steps} steps is a "
+            "whole one; change its parameters, or leave it out"
+        )
+    return list(map(Step, chosen, kinds))
+
+
+def check_guidance(guidance, branches, chosen):
+    """Raise a ValueError if Guidance has no effect: chosen, the branches of each step."""
+    spec = describe(guidance)
+    if len(branches) == 1:
+        raise ValueError(
+            f"--accelerate {spec}: these guidance scales need no guidance; leave it out"
+        )
+    if "text" not in branches:
+        raise ValueError(
+            f"--accelerate {spec}: with guidance_scale 0 there is no text branch to end guidance "
+            "with; leave it out"
+        )
+    if guidance.image_stop < guidance.stop and len(branches) < 3:
+        raise ValueError(
+            f"--accelerate {spec}: image_stop is for edits whose guidance has three branches; give "
+            "stop alone"
+        )
+    if all(active == branches for active in chosen):
+        raise ValueError(
+            f"--accelerate {spec} leaves guidance in all steps; set stop or sigma_max lower, or "
+            "leave it out"
+        )
+    if all(len(active) == 1 for active in chosen):
+        raise ValueError(
+            f"--accelerate {spec} leaves no step with guidance; widen it, or set the "
+            "guidance scales to 1"
+        )
+
+
+def count_evaluations(steps):
+    """Evaluations of the UNet per image in a list of Step, each branch counted.
+
+    DeepCache's shallow steps and forecasts are none; fbcache's count as if it reused nothing.
+    """
+    return sum(len(step.branches) for step in steps if step.kind not in ("shallow", "forecast"))

@@ -1,0 +1,69 @@
+"""Previews of images while they are denoised.
+
+    preview = Preview(every=5, show=lambda step, keys, images: ...)
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", preview=preview)
+
+In each `every`-th step the compiled program decodes the clean latents that the step predicts with
+TAESD and calls `show` on the host. It does not wait for the call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers_flax.schedulers.base import predict_x0_and_eps
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Previews of a pipeline's images.
+
+    Args:
+        every: a preview is made after each `every`-th step, except for the last.
+        show: (number of steps done, uint32 (B, 2), the data of the images' PRNG keys, float32
+            (B, H, W, 3) in [0, 1]) -> None, for the images of one device. Arrays are NumPy's. An
+            error that it raises ends the call of the pipeline.
+        path: directory or hub id of the TAESD; "": that of --accelerate taesd, or
+            madebyollin/taesd, for SDXL madebyollin/taesdxl.
+    """
+
+    every: int
+    show: Callable
+    path: str = ""
+
+    def __post_init__(self):
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"--preview {self.every} must be a whole number, at least 1")
+        if not callable(self.show):
+            raise ValueError(f"Preview: show={self.show!r} must be a function")
+
+
+def make_watch(preview, decode, prediction_type, scales, keys):
+    """The function that `denoise` calls in each step.
+
+    Args:
+        preview: Preview.
+        decode: scaled latents (B, C, h, w) -> images (B, H, W, 3).
+        prediction_type: of the scheduler's config.
+        scales: of acceleration.caches.noise_scales.
+        keys: one per image.
+    """
+    alphas, sigmas = map(jnp.asarray, scales)
+
+    def show(step, key_data, images):
+        preview.show(int(step), np.asarray(key_data), np.asarray(images))
+
+    def watch(i, x, guided):
+        step = i + 1
+
+        def send():
+            x_0, _ = predict_x0_and_eps(prediction_type, alphas[i], sigmas[i], x, guided)
+            jax.debug.callback(show, step, jax.random.key_data(keys), decode(x_0))
+
+        is_due = (step % preview.every == 0) & (step < len(alphas))
+        jax.lax.cond(is_due, send, lambda: None)
+
+    return watch

@@ -1,0 +1,138 @@
+"""Token merging (ToMe): self-attention over fewer positions.
+
+Similar positions are averaged before an attention layer and its result is copied to all of them.
+
+    apply = merge_positions(TokenMerging(ratio=0.5), partial(unet.apply, {"params": params}))
+    features, _ = apply(x, time_emb, context, method="blocks")
+
+Source: ToMe for Stable Diffusion (arXiv 2303.17604), section 4; ToMe (arXiv 2210.09461).
+"""
+
+import math
+import zlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers_flax.models.blocks import Attention, BasicTransformerBlock, Transformer2D
+
+WINDOW = 2  # one position of each window of 2x2 is a destination
+
+
+def check_levels(technique, unet):
+    """Raise a ValueError if no layer of a UNet would merge."""
+    levels = [2**i for i, kind in enumerate(unet.down_block_types) if "CrossAttn" in kind]
+    if levels and levels[0] > technique.max_downsample:
+        raise ValueError(
+            f"--accelerate tome:max_downsample={technique.max_downsample} has no effect: this UNet "
+            f"has attention from 1/{levels[0]} of the latents' size on; set max_downsample="
+            f"{levels[0]}"
+        )
+
+
+def merge_positions(technique, apply):
+    """`apply` of a UNet with token merging in its self-attention.
+
+    Args:
+        technique: TokenMerging.
+        apply: unet.apply with parameters; its methods `blocks`, `first_layer` and `last_layer` end
+            with the arguments x, (B, H, W, C), time_emb and context.
+
+    Returns:
+        A function like apply.
+    """
+
+    def merged(*args, method, **options):
+        if method not in ("blocks", "first_layer", "last_layer"):
+            return apply(*args, method=method)
+        full_height = args[-3].shape[1]
+        size, block_input = None, None  # of the transformer and the block that run now
+
+        def intercept(call, args, kwargs, context):
+            nonlocal size, block_input
+            module = context.module
+            if isinstance(module, Transformer2D):
+                size = args[0].shape[1:3]
+            elif isinstance(module, BasicTransformerBlock):
+                block_input = args[0]
+            elif isinstance(module, Attention) and module.name == "attn1":
+                is_self_attention = len(args) < 2 or args[1] is None
+                if is_self_attention and full_height <= technique.max_downsample * size[0]:
+                    offsets = window_offsets(size, "/".join(module.path), technique.random)
+                    merge, unmerge = match(block_input, size, technique.ratio, offsets)
+                    return unmerge(call(merge(args[0]), *args[1:], **kwargs))
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(intercept):
+            return apply(*args, method=method, **options)
+
+    return merged
+
+
+def window_offsets(size, layer, random):
+    """Which position of each window is a destination: 0 to 3, row by row, NumPy (h / 2, w / 2).
+
+    Args:
+        size: (height, width) in positions.
+        layer: its name, the seed of the draw.
+        random: False: 0.
+    """
+    shape = size[0] // WINDOW, size[1] // WINDOW
+    if not random:
+        return np.zeros(shape, int)
+    return np.random.default_rng(zlib.crc32(layer.encode())).integers(WINDOW**2, size=shape)
+
+
+def destinations(size, offsets):
+    """(indices of the destinations, indices of the other positions), NumPy, each in order."""
+    rows, columns = np.indices(offsets.shape) * WINDOW + np.stack(np.divmod(offsets, WINDOW))
+    chosen = np.sort((rows * size[1] + columns).ravel())
+    return chosen, np.setdiff1d(np.arange(math.prod(size)), chosen)
+
+
+def match(x, size, ratio, offsets):
+    """Pair the most similar positions.
+
+    Args:
+        x: features to compare by their cosine, (B, N, C), N = height * width.
+        size: (height, width).
+        ratio: share of the N positions to merge away, at most those that are no destinations.
+        offsets: of window_offsets.
+
+    Returns:
+        (merge, unmerge): (B, N, D) -> (B, N - r, D), means of merged positions, and back.
+    """
+    to, others = destinations(size, offsets)
+    N = math.prod(size)
+    r = min(int(N * ratio), len(others))
+    unit = x.astype(jnp.float32)
+    unit = unit / jnp.linalg.norm(unit, axis=-1, keepdims=True)
+    similarity = jnp.einsum("bsc,bdc->bsd", unit[:, others], unit[:, to])
+    partner = similarity.argmax(-1)  # (B, len(others)), the index in `to`
+    order = jnp.argsort(-similarity.max(-1), axis=-1, stable=True)
+    merged, kept = order[:, :r], order[:, r:]  # indices in `others`
+    target = jnp.take_along_axis(partner, merged, axis=1)  # (B, r)
+    # Where position n of the result is found in the merged sequence: the kept, then `to`.
+    num_kept = len(others) - r
+    place = jnp.zeros((len(x), len(others)), jnp.int32)
+    scatter = jax.vmap(lambda row, index, value: row.at[index].set(value))
+    place = scatter(place, kept, jnp.broadcast_to(jnp.arange(num_kept), kept.shape))
+    place = scatter(place, merged, target.astype(jnp.int32) + num_kept)
+    source = jnp.zeros((len(x), N), jnp.int32)
+    source = source.at[:, others].set(place).at[:, to].set(jnp.arange(len(to)) + num_kept)
+
+    def merge(y):
+        sums = y[:, to].astype(jnp.float32)
+        moved = jnp.take_along_axis(y[:, others], merged[..., None], axis=1).astype(jnp.float32)
+        add = jax.vmap(lambda rows, index, values: rows.at[index].add(values))
+        counts = add(jnp.ones((len(y), len(to))), target, jnp.ones_like(target, jnp.float32))
+        means = (add(sums, target, moved) / counts[..., None]).astype(y.dtype)
+        unmoved = jnp.take_along_axis(y[:, others], kept[..., None], axis=1)
+        return jnp.concatenate([unmoved, means], axis=1)
+
+    def unmerge(y):
+        return jnp.take_along_axis(y, source[..., None], axis=1)
+
+    return merge, unmerge

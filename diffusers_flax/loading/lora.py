@@ -1,0 +1,498 @@
+"""LoRA: low-rank updates of a model's kernels. Train them, or fold files of them into a model.
+
+    loras = ["lcm-lora.safetensors", "style.safetensors:0.8"]
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", lora=loras)
+
+    trained, frozen = add_lora(params, 16, None, ("to_q", "to_v"))  # of the UNet's parameters
+    params = training.sharding.combine(frozen, trained)                 # for unet.apply
+    save_lora("pytorch_lora_weights.safetensors", trained, 16, None, ("to_q", "to_v"))
+    fold = partial(fold_lora, trained=trained, rank=16, alpha=None)
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, convert=fold)  # merged
+
+A layer whose parameters contain `lora_A`, `lora_B` and `lora_scale` adds lora_scale (x A) B to its
+output, where lora_scale is alpha / rank. B starts as zeros.
+
+Source: LoRA (arXiv 2106.09685), section 4.1; file layout and initial values: the PEFT library.
+Names of other layouts: diffusers before PEFT, and kohya-ss/sd-scripts.
+"""
+
+import json
+import math
+import re
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from command_line import one_line, save_whole
+from diffusers_flax.loading.configs import CONV_IN_FILE, LORA_FILE, fetch_file, locate
+from diffusers_flax.models.base import flax_to_torch, read_weights
+
+# The two factors of a layer, in the names of all layouts, after torch_to_flax.
+FACTOR = re.compile(
+    r"(.+?)(?:/lora_(A|B|down|up)(?:/default)?|[/_]lora/(down|up)|/lora_linear_layer/(down|up))"
+    r"/kernel"
+)
+DOWN_NAMES = ("A", "down")
+# Part of the pipeline by prefix, "/" replaced by "_"; a file without prefixes is of a UNet.
+PREFIXES = {
+    "base_model_model_": "unet",
+    "lora_unet_": "unet",
+    "unet_": "unet",
+    "lora_te1_": "text_encoder",
+    "lora_te2_": "text_encoder_2",
+    "lora_te_": "text_encoder",
+    "text_encoder_2_": "text_encoder_2",
+    "text_encoder_": "text_encoder",
+}
+# An adapter that PEFT's save_pretrained wrote: names of its entries, and its files.
+ADAPTER_PREFIX, ADAPTER_STEM = "base_model/model/", "adapter_model"
+ADAPTER_CONFIG = "adapter_config.json"
+# Values of PEFT's init_lora_weights that also change the weights of the base model.
+CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+REFUSED = {
+    "hada_w": "LoHa",
+    "lokr_": "LoKr",
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector": "DoRA",
+    "lora_mid": "a LoRA of three factors (lora_mid)",
+}
+# Names of the UNet's layers in the original repositories (sgm): block, then layer.
+SGM_BLOCK = re.compile(r"(input_blocks|middle_block|output_blocks)_(\d+)(?:_(\d+))?_(.+)")
+SGM_LAYERS = {
+    "in_layers_2": "conv1",
+    "out_layers_3": "conv2",
+    "emb_layers_1": "time_emb_proj",
+    "skip_connection": "conv_shortcut",
+}
+SGM_OTHERS = {
+    "input_blocks_0_0": "conv_in",
+    "time_embed_0": "time_embedding_linear_1",
+    "time_embed_2": "time_embedding_linear_2",
+    "label_emb_0_0": "add_embedding_linear_1",
+    "label_emb_0_2": "add_embedding_linear_2",
+    "out_2": "conv_out",
+}
+LAYERS_PER_BLOCK = 3  # of the up blocks; resnet and sampler of the down blocks
+
+
+class Update(NamedTuple):
+    """The update of one layer: scale * down @ up."""
+
+    down: np.ndarray  # float32 (..., in, rank)
+    up: np.ndarray  # float32 (rank, out)
+    scale: float
+    source: str  # the file
+
+
+class Loras:
+    """LoRA files, folded into a model's parameters while they are read.
+
+    Args:
+        specs: FILE or FILE:WEIGHT, each a safetensors or .bin file, a directory with
+            pytorch_lora_weights.safetensors, or a hub id (owner/name or owner/name/FILE). WEIGHT
+            multiplies the update, default 1.
+
+    Raises:
+        ValueError: a file is missing, damaged or not a LoRA.
+    """
+
+    def __init__(self, specs):
+        self.updates, self.folded = {}, set()
+        for spec in specs:
+            source, weight = split_weight(spec)
+            for key, update in read_updates(find_lora(source), weight).items():
+                self.updates.setdefault(key, []).append(update)
+
+    def fold(self, part, name, x):
+        """A parameter with the updates added, in the dtype of x; the sum is float32.
+
+        Args:
+            part: "unet", "text_encoder" or "text_encoder_2".
+            name: of the parameter, joined by "/".
+            x: NumPy array.
+
+        Raises:
+            ValueError: an update has other sizes.
+        """
+        layer, _, leaf = name.rpartition("/")
+        key = part, layer.replace("/", "_")
+        if leaf != "kernel" or key not in self.updates:
+            return x
+        self.folded.add(key)
+        total = np.asarray(x, np.float32)
+        for update in self.updates[key]:
+            delta = np.float32(update.scale) * (update.down @ update.up)
+            # A 1x1 convolution in one may be a linear layer in the other.
+            sizes = [[side for side in y.shape[:-2] if side != 1] for y in (delta, x)]
+            if sizes[0] != sizes[1] or delta.shape[-2:] != x.shape[-2:]:
+                raise ValueError(
+                    f"--lora {update.source} is for another model: its update of {part} {layer} "
+                    f"is {delta.shape[-2]} -> {delta.shape[-1]} wide, the model's layer "
+                    f"{x.shape[-2]} -> {x.shape[-1]}"
+                )
+            total = total + delta.reshape(x.shape)
+        return total.astype(x.dtype)
+
+    def require_folded(self):
+        """Raise a ValueError if an update belongs to no layer of the model."""
+        unused = sorted(self.updates.keys() - self.folded)
+        if unused:
+            sources = {update.source for key in unused for update in self.updates[key]}
+            some = ", ".join(" ".join(key) for key in unused[:3])
+            raise ValueError(
+                f"--lora {' '.join(sorted(sources))}: {len(unused)} of {len(self.updates)} layers "
+                f"do not exist in the model ({some}{', ...' if len(unused) > 3 else ''}); take a "
+                "LoRA of this model's family"
+            )
+
+
+def split_weight(spec):
+    """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0)."""
+    source, colon, weight = str(spec).rpartition(":")
+    if not colon or "/" in weight or "\\" in weight:
+        return str(spec), 1.0
+    try:
+        weight = float(weight)
+    except ValueError:
+        weight = math.nan
+    if not source or not math.isfinite(weight):
+        raise ValueError(f"--lora {spec}: write FILE or FILE:WEIGHT, such as style.safetensors:0.8")
+    return source, weight
+
+
+def find_lora(source):
+    """Path of a LoRA file, directory or hub id; downloaded if necessary.
+
+    Raises:
+        ValueError: it does not exist, or another file has trained parameters of the same run.
+    """
+    repository, name = locate("--lora", source)
+    name = name or LORA_FILE
+    file = fetch_file(repository, name, None, None)
+    if file is None and Path(repository).is_dir():
+        raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")
+    if file is None:
+        raise ValueError(
+            f"--lora {source} is not on this machine, and {name} of {repository} cannot be read "
+            "from the hub; check the name, or the connection"
+        )
+    if file.stem == ADAPTER_STEM:
+        fetch_file(repository, str(Path(name).with_name(ADAPTER_CONFIG)), None, None)
+    if fetch_file(repository, CONV_IN_FILE, None, None):
+        raise ValueError(
+            f"--lora {source} has {CONV_IN_FILE} next to it: a run with --lora_rank also trains "
+            "the first convolution; repeat the training command with --merge_lora, and give its "
+            "--output_dir as the model, without --lora"
+        )
+    return file
+
+
+def read_updates(file, weight):
+    """Read a LoRA file.
+
+    Args:
+        file: Path.
+        weight: multiplies all updates.
+
+    Returns:
+        {(part of the pipeline, its layer, joined by "_"): Update}.
+
+    Raises:
+        ValueError: an entry is not understood, or is of another method than LoRA.
+    """
+    downs, ups, alphas, names, is_adapter = {}, {}, {}, {}, False
+    for name, x in read_weights(file):
+        is_adapter |= name.startswith(ADAPTER_PREFIX)
+        for mark, method in REFUSED.items():
+            if mark in name:
+                raise ValueError(
+                    f"--lora {file} is {method} ({name}), which is not supported; merge it into "
+                    "its model with the program that made it"
+                )
+        x = np.asarray(x, np.float32)
+        if found := FACTOR.fullmatch(name):
+            layer, *words = found.groups()
+            is_down = next(word for word in words if word) in DOWN_NAMES
+            kind, value = downs if is_down else ups, x
+        elif name.endswith("/alpha") and x.size == 1:
+            layer, kind, value = name.removesuffix("/alpha"), alphas, float(x.reshape(()))
+        else:
+            raise ValueError(f"--lora {file}: its entry {name} is not of a LoRA")
+        key = layer_of(layer)
+        if key in kind:
+            raise ValueError(
+                f"--lora {file} has {' '.join(key)} twice, under different names; remove one"
+            )
+        kind[key] = value
+        names[key] = layer.removeprefix(ADAPTER_PREFIX).removeprefix(f"{key[0]}/")
+    if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
+        lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
+        problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
+        raise ValueError(f"--lora {file}: {problem}; download the file again")
+    settings = read_settings(file)
+    if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
+        raise ValueError(
+            f"--lora {file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
+            f"next to it, and name it {ADAPTER_STEM}{file.suffix}"
+        )
+    updates = {}
+    for key, down in downs.items():
+        up, rank = ups[key], down.shape[-1]
+        if not rank or up.shape[-2] != rank or up.size != rank * up.shape[-1]:
+            raise ValueError(
+                f"--lora {file}: the factors of {' '.join(key)} have shapes {down.shape} and "
+                f"{up.shape}, which do not fit each other"
+            )
+        alpha = alphas[key] if key in alphas else alpha_of(key[0], names[key], settings, rank)
+        scale = alpha / rank
+        updates[key] = Update(down, up.reshape(rank, -1), weight * scale, str(file))
+    return updates
+
+
+def read_settings(file):
+    """PEFT's settings of a LoRA, {"unet.r": 16, "unet.lora_alpha": 16, ...}; {} without.
+
+    They are in a safetensors file's header, or in a file next to what PEFT's save_pretrained wrote.
+
+    Raises:
+        ValueError: they are damaged, or of another method than LoRA.
+    """
+    config, settings = file.with_name(ADAPTER_CONFIG), {}
+    try:
+        if file.stem == ADAPTER_STEM and config.is_file():
+            settings = json.loads(config.read_text(encoding="utf-8"))
+            settings = {f"unet.{name}": value for name, value in settings.items()}
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "np") as tensors:
+                metadata = tensors.metadata() or {}
+            settings = dict(json.loads(metadata.get("lora_adapter_metadata", "{}")))
+        for name, value in settings.items():
+            if name.endswith(".alpha_pattern"):
+                settings[name] = {
+                    re.compile(rf"(.*\.)?({pattern})$"): finite(alpha)
+                    for pattern, alpha in (value or {}).items()
+                }
+            elif name.endswith(".lora_alpha"):
+                settings[name] = finite(value)
+    except (ValueError, TypeError, AttributeError, RecursionError, re.error) as error:
+        raise ValueError(
+            f"--lora {file}: the settings that PEFT stores with it are damaged "
+            f"({one_line(error, 200)}); download it again"
+        ) from error
+    for name, value in settings.items():
+        _, _, setting = name.rpartition(".")
+        changes_model = setting == "init_lora_weights" and str(value).startswith(CHANGES_MODEL)
+        if changes_model or (value and setting in ("use_dora", "use_rslora")):
+            raise ValueError(
+                f"--lora {file} has PEFT's setting {setting}={value}, which is not supported; "
+                "merge it into its model with PEFT"
+            )
+    return settings
+
+
+def finite(value):
+    """A number as a float; a ValueError unless it is finite."""
+    if not math.isfinite(value := float(value)):
+        raise ValueError(f"{value} is not finite")
+    return value
+
+
+def alpha_of(part, layer, settings, rank):
+    """The alpha of a layer in PEFT's settings; the rank if they have none."""
+    # PyTorch's name of the layer: attentions.0.proj_in, time_embedding.linear_1
+    torch_name = re.sub(r"(?<!linear)_(?=\d+(\.|$))", ".", layer.replace("/", "."))
+    for pattern, alpha in settings.get(f"{part}.alpha_pattern", {}).items():
+        if pattern.match(torch_name):
+            return alpha
+    return settings.get(f"{part}.lora_alpha", rank)
+
+
+def layer_of(name):
+    """(part of the pipeline, layer joined by "_") of a name in any layout."""
+    name = name.replace("/processor/", "/").replace("/", "_")
+    if name.endswith("to_out"):
+        name += "_0"
+    part = "unet"
+    for prefix, of_prefix in PREFIXES.items():
+        if name.startswith(prefix):
+            part, name = of_prefix, name.removeprefix(prefix)
+            break
+    if part == "unet":
+        return part, from_sgm(name)
+    return part, name if name.startswith("text_") else f"text_model_{name}"
+
+
+def from_sgm(name):
+    """A layer of the UNet in diffusers' names, joined by "_"; other names are unchanged."""
+    for theirs, ours in SGM_OTHERS.items():
+        if name == theirs:
+            return ours
+    found = SGM_BLOCK.fullmatch(name)
+    if not found:
+        return name
+    kind, number, inner, rest = found[1], int(found[2]), found[3], found[4]
+    rest = SGM_LAYERS.get(rest, rest)
+    if kind == "middle_block":
+        middle = {0: "resnets_0", 1: "attentions_0", 2: "resnets_1"}
+        return f"mid_block_{middle.get(number, number)}_{rest}"
+    layer_list = "attentions" if inner == "1" else "resnets"
+    if kind == "input_blocks":
+        block, layer = divmod(number - 1, LAYERS_PER_BLOCK)
+        if rest == "op":
+            return f"down_blocks_{block}_downsamplers_0_conv"
+        return f"down_blocks_{block}_{layer_list}_{layer}_{rest}"
+    block, layer = divmod(number, LAYERS_PER_BLOCK)
+    if rest == "conv":
+        return f"up_blocks_{block}_upsamplers_0_conv"
+    return f"up_blocks_{block}_{layer_list}_{layer}_{rest}"
+
+
+def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), seed=0):
+    """Split a model's parameters into frozen ones and trained ones, and add LoRA to the latter.
+
+    Args:
+        params: nested dict of arrays or of their shapes (ShapeDtypeStructs).
+        rank: columns of A and rows of B.
+        alpha: the update is scaled by alpha / rank; None: rank.
+        target_modules: last parts of the PyTorch names of dense and convolution layers, such as
+            "to_q" or "to_out.0".
+        fully_trained: names of top-level modules that are trained without LoRA.
+        seed: seed of the initial values.
+
+    Returns:
+        (trained, frozen), nested dicts; combine them to apply the model. A (..., in, rank) and
+        B (..., rank, out) are float32 kernels; the parameters of params are not copied.
+
+    Raises:
+        ValueError: a target module does not exist.
+    """
+    rng = np.random.default_rng(seed)
+    scale = np.float32((alpha or rank) / rank)
+    trained, frozen, unused = {}, {}, set(target_modules)
+    for name, x in sorted(flatten_dict(params, sep="/").items()):  # not in the order of files
+        module, _, leaf = name.rpartition("/")
+        if module.split("/")[0] in fully_trained:
+            trained[name] = x
+            continue
+        frozen[name] = x
+        targets = targets_of(module, target_modules) if leaf == "kernel" else set()
+        unused -= targets
+        if not targets:
+            continue
+        *kernel_size, num_in, num_out = x.shape
+        bound = 1 / math.sqrt(math.prod(kernel_size) * num_in)  # Kaiming uniform with a = sqrt(5)
+        shape_a, shape_b = (*kernel_size, num_in, rank), (*(1 for _ in kernel_size), rank, num_out)
+        trained[f"{module}/lora_A/kernel"] = rng.uniform(-bound, bound, shape_a).astype(np.float32)
+        trained[f"{module}/lora_B/kernel"] = np.zeros(shape_b, np.float32)
+        frozen[f"{module}/lora_scale"] = scale
+    if unused:
+        raise ValueError(
+            f"--lora_target_modules {' '.join(sorted(unused))} names no dense or convolution layer "
+            "of the UNet; usual ones are to_q, to_k, to_v, to_out.0, proj_in, proj_out, "
+            "ff.net.0.proj, ff.net.2, conv1 and conv2"
+        )
+    return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
+
+
+def targets_of(module, target_modules):
+    """The target modules that a layer, named as in the Flax tree, belongs to; a set."""
+    name, _ = flax_to_torch(f"{module}/bias", None)
+    return {target for target in target_modules if f".{name}".endswith(f".{target}.bias")}
+
+
+def fold_lora(name, x, trained, rank, alpha):
+    """Replace one parameter of a model by its value after training with LoRA.
+
+    Args:
+        name: of the parameter, joined by "/".
+        x: its value before, a NumPy array.
+        trained: of add_lora, as NumPy arrays.
+        rank, alpha: as for add_lora.
+
+    Returns:
+        float32 array: x + alpha / rank A B, a fully trained parameter, or x.
+    """
+    *path, leaf = name.split("/")
+    module = reduce(lambda tree, key: tree.get(key, {}), path, trained)
+    if leaf in module:
+        return np.asarray(module[leaf], np.float32)
+    x = np.asarray(x, np.float32)
+    if leaf != "kernel" or "lora_A" not in module:
+        return x
+    a, b = (np.asarray(module[f"lora_{letter}"]["kernel"], np.float32) for letter in "AB")
+    b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution
+    return x + np.float32((alpha or rank) / rank) * (a @ b)
+
+
+def save_lora(path, trained, rank, alpha, target_modules, run):
+    """Write a LoRA file that load_lora_weights of PyTorch's pipelines reads.
+
+    Args:
+        path: file to write, .safetensors.
+        trained: nested dict of add_lora; entries other than LoRA's are left out.
+        rank, alpha, target_modules: as for add_lora.
+        run: JSON dict for read_lora; describes the run.
+    """
+    tensors = {}
+    for name, x in flatten_dict(trained, sep="/").items():
+        if "/lora_" in name:
+            name, x = flax_to_torch(name, np.asarray(x, np.float32))
+            tensors[f"unet.{name}"] = np.ascontiguousarray(x)
+    settings = {
+        "unet.r": rank,
+        "unet.lora_alpha": alpha or rank,
+        "unet.target_modules": list(target_modules),
+    }
+    save_tensors(path, tensors, lora_adapter_metadata=json.dumps(settings), run=json.dumps(run))
+
+
+def save_conv_in(path, trained):
+    """Write the UNet's first convolution with PyTorch's names, for load_state_dict."""
+    tensors = dict(flax_to_torch(f"conv_in/{name}", x) for name, x in trained["conv_in"].items())
+    save_tensors(path, {name: np.ascontiguousarray(x) for name, x in tensors.items()})
+
+
+def save_tensors(path, tensors, **metadata):
+    """Write a safetensors file with the permissions of a new file."""
+
+    def save(file):
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(tensors, file, metadata={"format": "pt", **metadata})  # leaves 0600
+        file.chmod(mode)
+
+    save_whole(path, save)
+
+
+def read_lora(path, conv_in_path):
+    """Read the files of save_lora and save_conv_in.
+
+    Returns:
+        (trained, run): as they were saved.
+
+    Raises:
+        ValueError: a file is missing or damaged, or has no record of the run.
+    """
+    flat = dict(read_weights(path)) | dict(read_weights(conv_in_path))
+    run = read_record(path)
+    if run is None:
+        raise ValueError(
+            f"{path} has no record of the run that made it; train again with --overwrite_output_dir"
+        )
+    trained = {name.removeprefix("unet/"): x for name, x in flat.items()}
+    return unflatten_dict(trained, sep="/"), run
+
+
+def read_record(path):
+    """The run of a LoRA file as save_lora has saved it; None: no record, or the file is damaged."""
+    try:
+        with safe_open(path, "np") as file:
+            run = (file.metadata() or {}).get("run")
+    except (OSError, SafetensorError):
+        return None
+    return None if run is None else json.loads(run)

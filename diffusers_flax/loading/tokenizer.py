@@ -1,0 +1,67 @@
+"""CLIP's tokenizers of a pipeline directory: open them, tokenize prompts."""
+
+import numpy as np
+
+from command_line import one_line
+from diffusers_flax.loading.configs import fetch_directory, warn_once
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
+    """Open a CLIP tokenizer of a pipeline directory.
+
+    Args:
+        path: directory or hub id.
+        text_encoder: the module that gets its tokens.
+        revision: branch, tag or commit on the hub.
+        subfolder: "tokenizer" or "tokenizer_2".
+        hub_options: see fetch_file.
+
+    Raises:
+        ValueError: it is missing, damaged, or belongs to another text encoder.
+    """
+    from transformers import CLIPTokenizer  # takes a second
+
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(
+            fetch_directory(path, TOKENIZER_FILES, subfolder, revision, **hub_options)
+        )
+    except Exception as error:  # the tokenizers library raises plain Exception
+        reason = one_line(error)
+        raise ValueError(
+            f"the {subfolder} of {path} cannot be read: {reason}; copy or download it again"
+        ) from error
+    # Without its files transformers silently makes a tokenizer of two tokens.
+    if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
+        raise ValueError(
+            f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
+            f"{text_encoder.module.vocab_size}; copy or download {path}/{subfolder} again, from "
+            "the same model"
+        )
+    return tokenizer
+
+
+def tokenize(tokenizer, prompt, length):
+    """Token ids, int32 (B, length), of a str or list of str; logs what it cuts off."""
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not prompts:
+        raise ValueError("prompt is an empty list; give at least one text, which may be empty")
+    rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int32)
+    for row, ids in zip(rows, tokenizer(prompts, verbose=False).input_ids):
+        if len(ids) > length:
+            cut = tokenizer.decode(ids[length - 1 : -1])
+            warn_once(
+                f"prompt is {len(ids)} tokens long, the text encoder takes {length}; "
+                f"cut off: {cut!r}"
+            )
+            ids = [*ids[: length - 1], ids[-1]]  # with the end-of-text token
+        row[: len(ids)] = ids
+    return rows

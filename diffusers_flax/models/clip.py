@@ -1,0 +1,596 @@
+"""FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection: prompts to text states.
+
+The published class names and parameter trees; CLIP-L (quick-GELU) of SD 1.x, OpenCLIP-H (GELU) of
+SD 2.x, OpenCLIP-bigG of SDXL, from their transformers `config.json`; and the safety
+checker with its image encoder.
+
+    text_encoder, params = FlaxCLIPTextModel.from_pretrained(
+        "MODEL", subfolder="text_encoder", _do_init=False
+    )
+    states = text_encoder(input_ids, params=params).last_hidden_state
+
+Source: CLIP (arXiv 2103.00020), section 2.4; the numerics are those of PyTorch transformers.
+"""
+
+import logging
+from functools import partial
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import FrozenDict
+from jax.typing import DTypeLike
+from PIL import Image
+
+from diffusers_flax.loading.configs import ModelOutput
+from diffusers_flax.models.base import RUNTIME_FIELDS, FlaxModelMixin
+from diffusers_flax.models.blocks import (
+    CLIPEmbeddings,
+    CLIPEncoder,
+    CLIPEncoderLayer,
+    LayerNorm,
+)
+from diffusers_flax.models.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
+
+logger = logging.getLogger(__name__)
+
+
+@flax.struct.dataclass
+class FlaxBaseModelOutputWithPooling(ModelOutput):
+    """What a text model returns.
+
+    Args:
+        last_hidden_state: (B, T, D), after the final norm.
+        pooler_output: (B, D), its end-of-text row.
+        hidden_states: the embeddings and every layer's output, (B, T, D) each, before the final
+            norm; None if not asked for.
+        attentions: every layer's softmax weights, (B, heads, T, T) each; None if not asked for.
+    """
+
+    last_hidden_state: jax.Array | None = None
+    pooler_output: jax.Array | None = None
+    hidden_states: tuple | None = None
+    attentions: tuple | None = None
+
+
+@flax.struct.dataclass
+class FlaxCLIPTextModelOutput(ModelOutput):
+    """What a text model with projection returns.
+
+    Args:
+        text_embeds: (B, projection_dim), the end-of-text row, projected.
+        last_hidden_state, hidden_states, attentions: as in FlaxBaseModelOutputWithPooling.
+    """
+
+    text_embeds: jax.Array | None = None
+    last_hidden_state: jax.Array | None = None
+    hidden_states: tuple | None = None
+    attentions: tuple | None = None
+
+
+def encoder_layer(module, is_causal, dropout=0.0):
+    """CLIPEncoderLayer with the settings of a text or vision module."""
+    return partial(
+        CLIPEncoderLayer,
+        module.num_attention_heads,
+        module.intermediate_size,
+        module.hidden_act,
+        module.layer_norm_eps,
+        module.dtype,
+        is_causal,
+        dropout,
+    )
+
+
+def check_shape(name, array, shapes):
+    """Raise ValueError if an array, unless None, has none of the shapes; name is the argument's."""
+    if array is not None and array.shape not in shapes:
+        expected = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name} has shape {array.shape}; with these input_ids it is {expected}")
+
+
+class CLIPTextTransformer(nn.Module):
+    """Embeddings, encoder, final norm."""
+
+    embeddings_args: tuple
+    num_layers: int
+    layer: partial
+    epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, input_ids, mask, position_ids, deterministic, output_attentions):
+        """(B, T) int -> FlaxBaseModelOutput, its last_hidden_state after the final norm."""
+        x = CLIPEmbeddings(*self.embeddings_args, self.dtype, name="embeddings")(
+            input_ids, position_ids
+        )
+        encoder = CLIPEncoder(self.num_layers, self.layer, name="encoder")
+        output = encoder(x, mask, deterministic, output_attentions)
+        norm = LayerNorm(self.epsilon, self.dtype, name="final_layer_norm")
+        return output.replace(last_hidden_state=norm(output.last_hidden_state))
+
+
+class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
+    """The Linen module of FlaxCLIPTextModel; its fields are entries of a `config.json`.
+
+    `dtype` is the dtype of the computation, not of the parameters.
+    """
+
+    vocab_size: int = 49408
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    projection_dim: int = 512
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 77
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    attention_dropout: float | None = 0.0
+    bos_token_id: int | None = 49406
+    eos_token_id: int | None = 49407
+    pad_token_id: int | None = 1
+    dtype: DTypeLike = jnp.float32
+
+    weights_name = "model"
+    torch_class_name = "CLIPTextModel"
+    fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
+    # Initial values, outputs of a call, and dropout, which PyTorch's class reads and does not use.
+    ignored_config = ("dropout", "initializer_factor", "initializer_range", *CALL_SETTINGS)
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        return self.init(rng, jnp.zeros((1, self.max_position_embeddings), jnp.int32))["params"]
+
+    def encode(self, input_ids, attention_mask, position_ids, deterministic, output_attentions):
+        """Common to both models: (FlaxBaseModelOutput, end-of-text row (B, D))."""
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids has shape {input_ids.shape}; it is (batch, tokens)")
+        T = input_ids.shape[1]
+        if self.max_position_embeddings < T:
+            raise ValueError(
+                f"input_ids are {T} tokens long, this text encoder takes at most "
+                f"{self.max_position_embeddings}; truncate the prompt"
+            )
+        like_ids = [input_ids.shape, (1, T)]
+        check_shape("attention_mask", attention_mask, like_ids)
+        check_shape("position_ids", position_ids, [*like_ids, (T,)])
+        mask = None if attention_mask is None else attention_mask.astype(bool)[:, None, None, :]
+        layer = encoder_layer(self, is_causal=True, dropout=self.attention_dropout or 0.0)
+        embeddings_args = (self.vocab_size, self.hidden_size, self.max_position_embeddings)
+        transformer = CLIPTextTransformer(
+            embeddings_args,
+            self.num_hidden_layers,
+            layer,
+            self.layer_norm_eps,
+            self.dtype,
+            name="text_model",
+        )
+        position_ids = jnp.arange(T)[None] if position_ids is None else position_ids
+        output = transformer(input_ids, mask, position_ids, deterministic, output_attentions)
+        # Configs written before transformers 4.30 carry eos_token_id=2, which is wrong; in CLIP's
+        # vocabulary the end of text has the highest number.
+        ends = input_ids if self.eos_token_id in (None, 2) else input_ids == self.eos_token_id
+        rows = jnp.arange(len(input_ids)), jnp.argmax(ends, axis=-1)
+        return output, output.last_hidden_state[rows]
+
+    @nn.compact
+    def __call__(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        deterministic=True,
+        output_attentions=False,
+        output_hidden_states=False,
+        return_dict=True,
+    ):
+        """Encode token ids; arguments as for FlaxCLIPTextModel.
+
+        deterministic: False applies attention_dropout, with an rng "dropout".
+        """
+        output, pooled = self.encode(
+            input_ids, attention_mask, position_ids, deterministic, output_attentions
+        )
+        output = FlaxBaseModelOutputWithPooling(
+            output.last_hidden_state,
+            pooled,
+            output.hidden_states if output_hidden_states else None,
+            output.attentions,
+        )
+        return output if return_dict else output.to_tuple()
+
+
+class FlaxCLIPTextModelWithProjectionModule(FlaxCLIPTextModule):
+    """The Linen module of FlaxCLIPTextModelWithProjection."""
+
+    torch_class_name = "CLIPTextModelWithProjection"
+
+    @nn.compact
+    def __call__(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        deterministic=True,
+        output_attentions=False,
+        output_hidden_states=False,
+        return_dict=True,
+    ):
+        """As FlaxCLIPTextModule; returns FlaxCLIPTextModelOutput, whose [0] is text_embeds."""
+        output, pooled = self.encode(
+            input_ids, attention_mask, position_ids, deterministic, output_attentions
+        )
+        projection = nn.Dense(
+            self.projection_dim, use_bias=False, dtype=self.dtype, name="text_projection"
+        )
+        output = FlaxCLIPTextModelOutput(
+            projection(pooled),
+            output.last_hidden_state,
+            output.hidden_states if output_hidden_states else None,
+            output.attentions,
+        )
+        return output if return_dict else output.to_tuple()
+
+
+class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
+    """What FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection share."""
+
+    config_class = FromTransformers("CLIPTextConfig")
+
+    def __call__(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        params=None,
+        dropout_rng=None,
+        train=False,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+    ):
+        """Encode token ids.
+
+        Args:
+            input_ids: (B, T) integers, T at most max_position_embeddings.
+            attention_mask: (B, T) or (1, T), 0 for tokens that no token attends to; None attends
+                to all, as Stable Diffusion was trained. Attention is causal either way.
+            position_ids: (B, T), (1, T) or (T,) integers; None counts from 0.
+            params: nested dict of arrays; None or {} for the model's own.
+            dropout_rng: PRNG key, needed with train=True where config.attention_dropout is not 0.
+            train: True applies config.attention_dropout.
+            output_attentions, output_hidden_states: True fills attentions and hidden_states; None
+                takes the config's.
+            return_dict: False returns a tuple; None takes the config's.
+
+        Returns:
+            FlaxBaseModelOutputWithPooling, [0] last_hidden_state; with projection
+            FlaxCLIPTextModelOutput, [0] text_embeds.
+
+        Raises:
+            ValueError: input_ids, attention_mask or position_ids have another shape, or
+                dropout_rng or the parameters are missing.
+        """
+        module = self.module
+        if train and module.attention_dropout and dropout_rng is None:
+            raise ValueError(
+                f"train=True applies attention_dropout={module.attention_dropout}; pass a PRNG "
+                "key as dropout_rng="
+            )
+        return module.apply(
+            self._variables(params),
+            *map(as_int32, (input_ids, attention_mask, position_ids)),
+            deterministic=not train,
+            rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+            **self._call_settings(
+                output_attentions=output_attentions,
+                output_hidden_states=output_hidden_states,
+                return_dict=return_dict,
+            ),
+        )
+
+
+def as_int32(array):
+    """An array as int32; None stays None."""
+    return None if array is None else jnp.asarray(array).astype(jnp.int32)
+
+
+class FlaxCLIPTextModel(FlaxCLIPTextPreTrainedModel):
+    """CLIP's text encoder; see FlaxPreTrainedModel."""
+
+    module_class = FlaxCLIPTextModule
+
+
+class FlaxCLIPTextModelWithProjection(FlaxCLIPTextPreTrainedModel):
+    """The same with a linear projection of the end-of-text row, as SDXL uses it."""
+
+    module_class = FlaxCLIPTextModelWithProjectionModule
+
+
+# --------------------------------------------------------------------- images
+
+
+class CLIPVisionEmbeddings(nn.Module):
+    """The class token and the patches, plus position embeddings."""
+
+    hidden_size: int
+    image_size: int
+    patch_size: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, pixels):
+        """(B, H, W, C) -> (B, 1 + number of patches, hidden_size), the class token first."""
+        normal = nn.initializers.normal(0.02)
+        patch_embedding = nn.Conv(
+            self.hidden_size,
+            (self.patch_size, self.patch_size),
+            strides=self.patch_size,
+            padding="VALID",
+            use_bias=False,
+            dtype=self.dtype,
+            kernel_init=normal,
+            name="patch_embedding",
+        )
+        num_positions = (self.image_size // self.patch_size) ** 2 + 1
+        position_embedding = nn.Embed(
+            num_positions,
+            self.hidden_size,
+            dtype=self.dtype,
+            embedding_init=normal,
+            name="position_embedding",
+        )
+        token = self.param("class_embedding", normal, (self.hidden_size,)).astype(self.dtype)
+        B = len(pixels)
+        tokens = jnp.broadcast_to(token, (B, 1, self.hidden_size))
+        patches = patch_embedding(pixels).reshape(B, -1, self.hidden_size)
+        embeddings = jnp.concatenate([tokens, patches], axis=1)
+        return embeddings + position_embedding(jnp.arange(num_positions))
+
+
+class CLIPVisionTransformer(nn.Module):
+    """Embeddings, norm, encoder, norm of the class token."""
+
+    embeddings_args: tuple
+    num_layers: int
+    layer: partial
+    epsilon: float
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, pixels):
+        """(B, H, W, C) -> FlaxBaseModelOutputWithPooling; only the pooled output is normed."""
+        norm = partial(LayerNorm, self.epsilon, self.dtype)
+        # The published name has this spelling.
+        x = norm(name="pre_layrnorm")(
+            CLIPVisionEmbeddings(*self.embeddings_args, self.dtype, name="embeddings")(pixels)
+        )
+        x = CLIPEncoder(self.num_layers, self.layer, name="encoder")(x).last_hidden_state
+        return FlaxBaseModelOutputWithPooling(x, norm(name="post_layernorm")(x[:, 0]))
+
+
+class FlaxCLIPVisionModule(nn.Module, FlaxModelMixin):
+    """CLIP's image encoder; its fields are entries of a `vision_config`."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_channels: int = 3
+    image_size: int = 224
+    patch_size: int = 32
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    dtype: DTypeLike = jnp.float32
+
+    fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
+
+    @nn.compact
+    def __call__(self, pixel_values):
+        """Encode images.
+
+        Args:
+            pixel_values: (B, H, W, C), normalised by a CLIPImageProcessor.
+
+        Returns:
+            FlaxBaseModelOutputWithPooling: last_hidden_state (B, 1 + number of patches, D) without
+            a norm, pooler_output (B, D), the class token after post_layernorm.
+        """
+        side = self.image_size
+        check_images("pixel_values", pixel_values, (side, side, self.num_channels))
+        layer = encoder_layer(self, is_causal=False)
+        transformer = CLIPVisionTransformer(
+            (self.hidden_size, self.image_size, self.patch_size),
+            self.num_hidden_layers,
+            layer,
+            self.layer_norm_eps,
+            self.dtype,
+            name="vision_model",
+        )
+        return transformer(pixel_values)
+
+
+def check_images(name, images, shape):
+    """Raise ValueError if images are not (B, *shape); name is the argument's."""
+    if images.shape[1:] != shape:
+        expected = f"(batch, {str(shape)[1:]}"
+        raise ValueError(
+            f"{name} has shape {images.shape}; this image encoder takes {expected}; resize the "
+            "images with its CLIPImageProcessor"
+        )
+
+
+# ------------------------------------------------------------- safety checker
+
+NUM_CONCEPTS, NUM_SPECIAL_CARE = 17, 3
+# Added to the scores of all concepts if an image matches a special-care concept.
+ADJUSTMENT = 0.01
+VISION_ENTRIES = FlaxCLIPVisionModule.__dataclass_fields__.keys() - RUNTIME_FIELDS
+
+
+class FlaxStableDiffusionSafetyCheckerModule(nn.Module, FlaxModelMixin):
+    """The Linen module of FlaxStableDiffusionSafetyChecker.
+
+    Args:
+        vision_config: fields of FlaxCLIPVisionModule.
+        projection_dim: size of the concepts' embeddings.
+        dtype: compute dtype of the image encoder; distances are float32.
+    """
+
+    vision_config: FrozenDict
+    projection_dim: int = 512
+    dtype: DTypeLike = jnp.float32
+
+    weights_name = "model"
+    torch_class_name = "StableDiffusionSafetyChecker"
+    fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
+
+    @classmethod
+    def from_config(cls, config=None, dtype=jnp.float32, **overrides):
+        """Build the module from the content of a CLIPConfig's config.json.
+
+        As in transformers, vision_config_dict replaces vision_config entirely.
+        """
+        if unknown := overrides.keys() - {"projection_dim"}:
+            raise ValueError(
+                f"{cls.__name__} has no setting {', '.join(sorted(unknown))}; it has "
+                "projection_dim and dtype; to change others pass a CLIPConfig as config="
+            )
+        config = {**(config or {}), **overrides}
+        vision = config.get("vision_config_dict") or config.get("vision_config") or {}
+        vision = {name: vision[name] for name in VISION_ENTRIES & vision.keys()}
+        vision = FlaxCLIPVisionModule.from_config(vision).config
+        projection_dim = config.get("projection_dim", cls.projection_dim)
+        return cls(FrozenDict(vision), projection_dim, dtype)
+
+    def _file_content(self):
+        return {
+            "architectures": [self.torch_class_name],
+            "model_type": "clip",
+            "projection_dim": self.projection_dim,
+            "vision_config": {"model_type": "clip_vision_model", **self.vision_config},
+        }
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration; concepts are ones. rng: a PRNG key."""
+        channels, side = self.vision_config["num_channels"], self.vision_config["image_size"]
+        return self.init(rng, jnp.zeros((1, channels, side, side)))["params"]
+
+    def setup(self):
+        self.vision_model = FlaxCLIPVisionModule(**self.vision_config, dtype=self.dtype)
+        self.visual_projection = nn.Dense(self.projection_dim, use_bias=False, dtype=self.dtype)
+        ones = partial(self.param, init_fn=nn.initializers.ones)
+        self.concept_embeds = ones("concept_embeds", shape=(NUM_CONCEPTS, self.projection_dim))
+        self.special_care_embeds = ones(
+            "special_care_embeds", shape=(NUM_SPECIAL_CARE, self.projection_dim)
+        )
+        self.concept_embeds_weights = ones("concept_embeds_weights", shape=(NUM_CONCEPTS,))
+        self.special_care_embeds_weights = ones(
+            "special_care_embeds_weights", shape=(NUM_SPECIAL_CARE,)
+        )
+
+    def cosine_distances(self, clip_input):
+        """Cosines between the images' embeddings and the concepts'.
+
+        Args:
+            clip_input: (B, 3, H, W), from a CLIPImageProcessor.
+
+        Returns:
+            float32 (B, 17) to the concepts, (B, 3) to those of special care.
+        """
+        channels, side = self.vision_config["num_channels"], self.vision_config["image_size"]
+        check_images("clip_input", clip_input, (channels, side, side))
+        pixels = jnp.transpose(clip_input, (0, 2, 3, 1)).astype(self.dtype)
+        embeds = normalize(self.visual_projection(self.vision_model(pixels).pooler_output))
+        concepts, special = map(normalize, (self.concept_embeds, self.special_care_embeds))
+        cosines = partial(jnp.matmul, embeds, precision="highest")  # thresholds have 3 decimals
+        return cosines(concepts.T), cosines(special.T)
+
+    def __call__(self, clip_input):
+        """Find images that show a concept; clip_input as above. Returns bool (B,)."""
+        concept_cosines, special_cosines = self.cosine_distances(clip_input)
+        weights, special_weights = (
+            x.astype(jnp.float32)
+            for x in (self.concept_embeds_weights, self.special_care_embeds_weights)
+        )
+        needs_care = jnp.any(jnp.round(special_cosines - special_weights, 3) > 0, axis=1)
+        adjustment = jnp.where(needs_care, ADJUSTMENT, 0.0)[:, None]
+        scores = jnp.round(concept_cosines - weights + adjustment, 3)
+        return jnp.any(scores > 0, axis=1)
+
+
+def normalize(rows):
+    """Rows of length 1, float32."""
+    rows = rows.astype(jnp.float32)
+    return rows / jnp.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
+
+
+class FlaxStableDiffusionSafetyChecker(FlaxPreTrainedModel):
+    """Finds images that show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
+
+    config_class = FromTransformers("CLIPConfig")
+    module_class = FlaxStableDiffusionSafetyCheckerModule
+    main_input_name = "clip_input"
+
+    def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
+        super().__init__(config, input_shape or (1, 224, 224, 3), seed, dtype, _do_init)
+
+    @classmethod
+    def _entries(cls, config):
+        vision = {name: getattr(config.vision_config, name) for name in VISION_ENTRIES}
+        return {"projection_dim": config.projection_dim, "vision_config": vision}
+
+    @classmethod
+    def _entry_names(cls):
+        return {"projection_dim"}
+
+    def __call__(self, clip_input, params=None):
+        """Find images that show a concept.
+
+        Args:
+            clip_input: (B, 3, H, W), the pixel_values of a CLIPImageProcessor.
+            params: nested dict of arrays; None or {} for the model's own.
+
+        Returns:
+            bool (B,).
+
+        Raises:
+            ValueError: clip_input of another size, or the parameters are missing.
+        """
+        return _flags(self.module, self._variables(params), jnp.asarray(clip_input))
+
+    def filter_images(self, images, feature_extractor, params=None):
+        """Blacken the images that show a concept.
+
+        Args:
+            images: (B, H, W, 3), float in [0, 1].
+            feature_extractor: CLIPImageProcessor of this model.
+            params: nested dict of arrays; None for the model's own.
+
+        Returns:
+            (images, has_nsfw_concepts): a NumPy array like images, and a list of B bools, True
+            where the image is black.
+
+        Raises:
+            ValueError: the feature extractor makes images of another size than the model takes.
+        """
+        images = np.asarray(images)
+        pixels = (images * 255).round().astype(np.uint8)
+        features = feature_extractor([Image.fromarray(image) for image in pixels])
+        flags = np.asarray(self(np.stack(features.pixel_values), params))
+        if flags.any():
+            logger.warning(
+                "%d of %d images may not be safe for work and are black; "
+                "try another prompt or another seed",
+                flags.sum(),
+                len(flags),
+            )
+            images = np.where(flags[:, None, None, None], np.zeros((), images.dtype), images)
+        return images, flags.tolist()
+
+
+@partial(jax.jit, static_argnums=0)
+def _flags(module, variables, clip_input):
+    return module.apply(variables, clip_input)

@@ -1,0 +1,322 @@
+"""FlaxPreTrainedModel: a Linen module, its config and its parameters in one object.
+
+transformers' Flax classes had this form: called like a function, with their own parameters or
+with those given.
+
+    text_encoder = FlaxCLIPTextModel.from_pretrained("MODEL", subfolder="text_encoder")
+    states = text_encoder(input_ids)[0]
+    states = text_encoder(input_ids, params=other_params, train=True)[0]
+
+    text_encoder, params = FlaxCLIPTextModel.from_pretrained("MODEL", _do_init=False)
+"""
+
+import copy
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax.core import FrozenDict, unfreeze
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from command_line import one_line
+from diffusers_flax.loading.configs import fetch_directory, refuse_push_to_hub, take_hub_options
+from diffusers_flax.models.base import RUNTIME_FIELDS, FloatingCasts
+
+# Config entries that choose what a call returns, not what it computes; their defaults.
+CALL_SETTINGS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
+
+
+class FromTransformers:
+    """A class attribute that imports a class of transformers when read, as configs import torch."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __get__(self, instance, owner):
+        import transformers
+
+        return getattr(transformers, self.name)
+
+
+class FlaxPreTrainedModel(FloatingCasts):
+    """Base class of the CLIP models.
+
+    A subclass has `config_class`, a transformers config; `module_class`, a Linen module that is a
+    FlaxModelMixin; and `__call__`.
+
+    Args:
+        config: config_class; the model refers to this object, so changing it changes the model. Or
+            the content of a config.json; the first access to `config` then makes the object.
+        input_shape: stored as an attribute; no parameter depends on it.
+        seed: of the random parameters.
+        dtype: compute dtype of the module, not the dtype of the parameters.
+        _do_init: True makes random float32 parameters. False makes none: a call then takes
+            params=.
+
+    Raises:
+        ValueError: config is of another class.
+    """
+
+    config_class = None
+    module_class = None
+    main_input_name = "input_ids"
+    base_model_prefix = ""
+    framework = "flax"
+    generation_config = None
+    _missing_keys = frozenset()  # from_pretrained refuses incomplete weights
+
+    def __init__(self, config, input_shape=(1, 1), seed=0, dtype=jnp.float32, _do_init=True):
+        if isinstance(config, Mapping):
+            self._content = dict(config)
+            self._first_module = self.module_class.from_config(self._content, dtype=dtype)
+        else:
+            self.config = self._checked_config(config)
+        self.input_shape = input_shape
+        self.seed = seed
+        self.dtype = dtype
+        self._do_init = _do_init
+        self._params = _init_weights(self.module, self.key) if _do_init else None
+
+    # ---------------------------------------------------------------- config and parameters
+
+    @functools.cached_property
+    def config(self):
+        """The config; changing it changes the model."""
+        try:
+            return self.config_class.from_dict(self._content)
+        except Exception as error:  # transformers' checks raise errors of many types
+            name, reason = self.config_class.__name__, one_line(error)
+            raise ValueError(f"{name} refuses the config: {reason}") from error
+
+    @classmethod
+    def _checked_config(cls, config):
+        if not isinstance(config, cls.config_class):
+            raise ValueError(
+                f"config is a {type(config).__name__}; {cls.__name__} takes a "
+                f"{cls.config_class.__name__}"
+            )
+        return config
+
+    @property
+    def module(self):
+        """The Linen module of the current config; equal configs give equal modules."""
+        if "config" not in vars(self):  # not read, therefore unchanged
+            return self._first_module
+        return self.module_class.from_config(self._entries(self.config), dtype=self.dtype)
+
+    @classmethod
+    def _entries(cls, config):
+        """What the module needs of a config, as in a config.json."""
+        return {name: getattr(config, name) for name in cls._entry_names()}
+
+    @classmethod
+    def _entry_names(cls):
+        return cls.module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS
+
+    def _call_settings(self, **given):
+        """The given CALL_SETTINGS; the config's in place of None."""
+        if "config" in vars(self):
+            defaults = {name: getattr(self.config, name) for name in given}
+        else:  # reading config would import torch
+            defaults = CALL_SETTINGS | self._content
+        return {name: defaults[name] if x is None else x for name, x in given.items()}
+
+    @functools.cached_property
+    def key(self):
+        """PRNG key of the random parameters; made when read, as it starts JAX."""
+        return jax.random.PRNGKey(self.seed)
+
+    @property
+    def torch_class_name(self):
+        """The PyTorch class that opens the same directory."""
+        return self.module_class.torch_class_name
+
+    @property
+    def params(self):
+        """The parameters, a nested dict of arrays. Assigned arrays may have other shapes.
+
+        Raises:
+            ValueError: _do_init was False, or an assigned tree lacks parameters.
+        """
+        self._require_init()
+        return self._params
+
+    @params.setter
+    def params(self, params):
+        self._require_init()
+        if missing := self.required_params - flatten_dict(unfreeze(params)).keys():
+            names = ", ".join(sorted("/".join(path) for path in missing))
+            raise ValueError(
+                f"params lack {names}; assign the complete tree of {type(self).__name__}"
+            )
+        self._params = unfreeze(params) if isinstance(params, FrozenDict) else params
+
+    def _require_init(self):
+        if not self._do_init:
+            raise ValueError(
+                f"this {type(self).__name__} was made with _do_init=False and has no parameters; "
+                "pass them as params="
+            )
+
+    @property
+    def params_shape_tree(self):
+        """The parameters' shapes and dtypes, a nested dict of jax.ShapeDtypeStruct."""
+        return jax.eval_shape(lambda: self.module.init_weights(jax.random.PRNGKey(0)))
+
+    @property
+    def required_params(self):
+        """The paths of all parameters, a set of tuples of names."""
+        return set(flatten_dict(self.params_shape_tree))
+
+    def init_weights(self, rng, input_shape=None, params=None):
+        """Random float32 parameters.
+
+        Args:
+            rng: PRNG key.
+            input_shape: no effect, as no parameter depends on it.
+            params: tree to complete; missing parameters are random.
+
+        Returns:
+            Nested dict of arrays.
+        """
+        random = self.module.init_weights(rng)
+        if params is None:
+            return random
+        return unflatten_dict(flatten_dict(random) | flatten_dict(unfreeze(params)))
+
+    def _variables(self, params):
+        """What Linen's apply takes: the given parameters, or the model's own for None or {}."""
+        return {"params": params or self.params}
+
+    @classmethod
+    def can_generate(cls):
+        """False: these models generate no text."""
+        return False
+
+    # ---------------------------------------------------------------- files
+
+    @classmethod
+    def from_config(cls, config, dtype=jnp.float32, **overrides):
+        """Build the model, without parameters, from the content of a config.json.
+
+        Args:
+            config: mapping; entries it lacks take the module's defaults.
+            dtype: compute dtype of the module.
+            **overrides: entries that win over `config`.
+
+        Returns:
+            The model, as with _do_init=False.
+
+        Raises:
+            ValueError: an entry that this model does not implement or that has the wrong type.
+        """
+        cls.module_class.from_config(config, **_without_call_settings(overrides))
+        return cls({**config, **overrides}, dtype=dtype, _do_init=False)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        dtype=jnp.float32,
+        *,
+        config=None,
+        subfolder="",
+        revision=None,
+        ignore_mismatched_sizes=False,
+        trust_remote_code=None,
+        _do_init=True,
+        **kwargs,
+    ):
+        """Read config.json and the weights in the same directory.
+
+        Args:
+            pretrained_model_name_or_path: a directory, or a hub id ("owner/name").
+            dtype: compute dtype of the module; the parameters have the dtype of their files.
+            config: config_class that replaces the directory's config.json, or a directory or hub id
+                that has one.
+            subfolder: the model's directory in a pipeline, e.g. "text_encoder".
+            revision: branch, tag or commit on the hub.
+            ignore_mismatched_sizes: must be False; weights fit the config or are refused.
+            trust_remote_code: without effect, as no code is downloaded.
+            _do_init: True returns the model with its parameters, False both apart.
+            **kwargs: variant, from_pt and the hub's keywords as in FlaxModelMixin.from_pretrained,
+                and config entries that override config.json, e.g. output_hidden_states=True.
+
+        Returns:
+            The model; its `params` are JAX arrays. With _do_init=False (model, params), params a
+            nested dict of NumPy arrays.
+
+        Raises:
+            ValueError: as FlaxModelMixin.from_pretrained.
+        """
+        if ignore_mismatched_sizes:
+            raise ValueError(
+                "ignore_mismatched_sizes=True is not supported; load the model as it is stored, "
+                "then change model.config and model.params"
+            )
+        path, place = pretrained_model_name_or_path, dict(subfolder=subfolder, revision=revision)
+        names = {*CALL_SETTINGS, *cls._entry_names()}
+        overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        entries = _without_call_settings(overrides)
+        if config is not None:
+            if isinstance(config, str | Path):
+                if not os.path.isfile(config):
+                    hub_options = take_hub_options(dict(kwargs))
+                    config = fetch_directory(config, ["config.json"], **hub_options)
+                config = cls.config_class.from_pretrained(config)
+            config = cls._checked_config(config)
+            config = copy.deepcopy(config) if overrides else config
+            for name, value in overrides.items():
+                setattr(config, name, value)
+            kwargs["config"], entries = cls._entries(config), {}
+        load = cls.module_class.from_pretrained
+        _, params = load(path, dtype, **place, **kwargs, **entries)
+        if config is None:
+            content = cls.module_class.load_config(path, **place, **take_hub_options(kwargs))
+            config = {**content, **overrides}
+        model = cls(config, dtype=dtype, _do_init=False)
+        if not _do_init:
+            return model, params
+        model._do_init, model._params = True, jax.tree.map(jnp.asarray, params)
+        return model
+
+    def save_pretrained(
+        self,
+        save_directory,
+        params=None,
+        push_to_hub=False,
+        max_shard_size="10GB",
+        token=None,
+        safe_serialization=True,
+        **kwargs,
+    ):
+        """Write config.json and safetensors that PyTorch's from_pretrained opens.
+
+        Args:
+            save_directory: directory, made if absent.
+            params: nested dict of arrays, not replicated; None for the model's own.
+            push_to_hub: must be False.
+            max_shard_size: largest safetensors file, in bytes or as "10GB".
+            token, safe_serialization: without effect; nothing is uploaded, and the files are
+                safetensors.
+            **kwargs: variant, dtype and flax_msgpack of FlaxModelMixin.save_pretrained.
+
+        Raises:
+            ValueError: params are not this model's, or push_to_hub is True.
+        """
+        refuse_push_to_hub(push_to_hub)
+        self.module.save_pretrained(
+            save_directory, params or self.params, max_shard_size=max_shard_size, **kwargs
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)  # equal modules share the compiled program
+def _init_weights(module, rng):
+    return module.init_weights(rng)
+
+
+def _without_call_settings(entries):
+    return {name: value for name, value in entries.items() if name not in CALL_SETTINGS}

@@ -1,0 +1,374 @@
+"""FlaxAutoencoderTiny: TAESD, a small approximation of the VAE, for fast decoding and previews.
+
+One architecture for Stable Diffusion (madebyollin/taesd) and SDXL (madebyollin/taesdxl); any
+`AutoencoderTiny` config.json. Its latents are those of the UNet: they are already scaled, and its
+own scaling_factor is 1.
+
+    vae, params = FlaxAutoencoderTiny.from_pretrained("madebyollin/taesd")
+    images = vae.apply({"params": params}, scaled_latents, method=vae.decode).sample
+
+Source: github.com/madebyollin/taesd; numerics of PyTorch diffusers.
+"""
+
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+
+from diffusers_flax.loading.configs import ModelOutput, locate
+from diffusers_flax.models.base import FlaxModelMixin
+from diffusers_flax.models.blocks import Conv
+from diffusers_flax.models.kernels import convolve
+from diffusers_flax.models.vae import FlaxDecoderOutput
+
+# Hub ids of the published ones: of Stable Diffusion 1 and 2, of SDXL.
+TINY_VAES = ("madebyollin/taesd", "madebyollin/taesdxl")
+
+
+@struct.dataclass
+class FlaxAutoencoderTinyOutput(ModelOutput):
+    """What encode returns: scaled latents (B, latent_channels, h, w)."""
+
+    latents: jax.Array
+
+
+class BiasFreeConv(nn.Module):
+    """A 3x3 convolution without bias."""
+
+    features: int
+    stride: int = 1
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        """x (B, H, W, C) -> (B, H / stride, W / stride, features)."""
+        shape = (3, 3, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
+        return convolve(x, kernel, self.stride, ((1, 1), (1, 1)))
+
+
+class BlockConvs(nn.Module):
+    """Three 3x3 convolutions with ReLU between them; PyTorch numbers the ReLUs too."""
+
+    width: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(Conv(self.width, dtype=self.dtype, name="0")(x))
+        x = nn.relu(Conv(self.width, dtype=self.dtype, name="2")(x))
+        return Conv(self.width, dtype=self.dtype, name="4")(x)
+
+
+class TinyBlock(nn.Module):
+    """Convolutions plus the input, then ReLU."""
+
+    width: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(x + BlockConvs(self.width, self.dtype, name="conv")(x))
+
+
+class EncoderLayers(nn.Module):
+    """The layers of the encoder, named by number as PyTorch's nn.Sequential names them."""
+
+    latent_channels: int
+    width: int
+    num_blocks: tuple
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        names = map(str, itertools.count())
+        x = Conv(self.width, dtype=self.dtype, name=next(names))(x)
+        for level, num_blocks in enumerate(self.num_blocks):
+            if level > 0:
+                x = BiasFreeConv(self.width, 2, self.dtype, name=next(names))(x)
+            for _ in range(num_blocks):
+                x = TinyBlock(self.width, self.dtype, name=next(names))(x)
+        return Conv(self.latent_channels, dtype=self.dtype, name=next(names))(x)
+
+
+class Encoder(nn.Module):
+    """Images (B, H, W, 3) in [-1, 1] to scaled latents (B, h, w, latent_channels)."""
+
+    latent_channels: int
+    width: int
+    num_blocks: tuple
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        layers = EncoderLayers(
+            self.latent_channels, self.width, self.num_blocks, self.dtype, name="layers"
+        )
+        return layers((x + 1) / 2)
+
+
+class DecoderLayers(nn.Module):
+    """The layers of the decoder, named by number as PyTorch's nn.Sequential names them."""
+
+    out_channels: int
+    width: int
+    num_blocks: tuple
+    upsampling_factor: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        names = map(str, itertools.count())
+        x = nn.relu(Conv(self.width, dtype=self.dtype, name=next(names))(x))
+        next(names)  # PyTorch numbers the ReLU
+        for level, num_blocks in enumerate(self.num_blocks):
+            if level > 0:
+                x = upsample_nearest(x, self.upsampling_factor)
+                next(names)  # PyTorch numbers the upsampling
+                x = BiasFreeConv(self.width, dtype=self.dtype, name=next(names))(x)
+            for _ in range(num_blocks):
+                x = TinyBlock(self.width, self.dtype, name=next(names))(x)
+        return Conv(self.out_channels, dtype=self.dtype, name=next(names))(x)
+
+
+class Decoder(nn.Module):
+    """Scaled latents (B, h, w, latent_channels) to images (B, H, W, 3), about [-1, 1]."""
+
+    out_channels: int
+    width: int
+    num_blocks: tuple
+    upsampling_factor: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        layers = DecoderLayers(
+            self.out_channels,
+            self.width,
+            self.num_blocks,
+            self.upsampling_factor,
+            self.dtype,
+            name="layers",
+        )
+        return 2 * layers(3 * jnp.tanh(x / 3)) - 1
+
+
+def choose_tiny_vae(decoder, preview, published):
+    """Directory or hub id of the TAESD that previews or --accelerate taesd need; None without.
+
+    Args:
+        decoder: acceleration.plans.TinyDecoder or None.
+        preview: acceleration.previews.Preview or None.
+        published: of TINY_VAES, the one of the model's family.
+
+    Raises:
+        ValueError: both name one, it does not exist, or is the published one of the other family.
+    """
+    if not decoder and not preview:
+        return None
+    if decoder and preview and preview.path:
+        raise ValueError(
+            f"--preview_decoder {preview.path} and --accelerate taesd: previews are decoded as the "
+            "images are; leave --preview_decoder out"
+        )
+    source = (decoder or preview).path or published
+    if source in TINY_VAES and source != published:
+        raise ValueError(
+            f"the TAESD {source} is of the other family of models; this one's is {published}"
+        )
+    source, file = locate("the TAESD", source)
+    if file:
+        raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
+    return source
+
+
+def open_tiny_vae(source, vae, dtype, **hub_options):
+    """The FlaxAutoencoderTiny of a directory or hub id, without weights.
+
+    Args:
+        source: directory or hub id.
+        vae: config of the VAE whose latents it decodes.
+        dtype: of the computation.
+
+    Raises:
+        ValueError: its config is missing, or it does not decode these latents.
+    """
+    try:
+        config = FlaxAutoencoderTiny.load_config(source, **hub_options)
+    except ValueError as error:
+        if source not in TINY_VAES:
+            raise
+        raise ValueError(
+            f"the TAESD {source} cannot be read from the hub; name a copy's directory with "
+            "--accelerate taesd:path=DIRECTORY or --preview_decoder DIRECTORY"
+        ) from error
+    if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
+        raise ValueError(
+            f"{source} is of class {config.get('_class_name', 'unknown')}, not AutoencoderTiny; "
+            "name the directory of a TAESD"
+        )
+    tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
+    check_latents(tiny, vae, source)
+    return tiny
+
+
+def check_latents(tiny, vae, source):
+    """Raise a ValueError unless a FlaxAutoencoderTiny decodes the latents of a VAE's config."""
+    sizes = [
+        (module.latent_channels, 2 ** (len(channels) - 1))
+        for module, channels in (
+            (tiny, tiny.encoder_block_out_channels),
+            (vae, vae.block_out_channels),
+        )
+    ]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the TAESD {source} decodes latents of {sizes[0][0]} channels to images "
+            f"{sizes[0][1]} times as large; the model's have {sizes[1][0]} and {sizes[1][1]}; name "
+            "one for this model"
+        )
+
+
+def upsample_nearest(x, factor):
+    """Repeat every pixel: x (B, H, W, C) -> (B, factor H, factor W, C)."""
+    B, H, W, C = x.shape
+    x = jnp.broadcast_to(x[:, :, None, :, None], (B, H, factor, W, factor, C))
+    return x.reshape(B, factor * H, factor * W, C)
+
+
+class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
+    """The tiny autoencoder; its fields are the entries of an AutoencoderTiny `config.json`.
+
+    `dtype` is the dtype of the computation. block_out_channels is decoder_block_out_channels and
+    force_upcast is False, as in PyTorch, whatever values are given.
+    """
+
+    in_channels: int = 3
+    out_channels: int = 3
+    encoder_block_out_channels: tuple = (64, 64, 64, 64)
+    decoder_block_out_channels: tuple = (64, 64, 64, 64)
+    latent_channels: int = 4
+    upsampling_scaling_factor: int = 2
+    num_encoder_blocks: tuple = (1, 3, 3, 3)
+    num_decoder_blocks: tuple = (3, 3, 3, 1)
+    latent_magnitude: float = 3
+    latent_shift: float = 0.5
+    scaling_factor: float = 1.0
+    force_upcast: bool = False
+    block_out_channels: tuple | None = None
+    dtype: DTypeLike = jnp.float32
+
+    weights_name = "diffusion_pytorch_model"
+    torch_class_name = "AutoencoderTiny"
+    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
+        "act_fn": "relu",
+        "shift_factor": 0.0,
+        "upsample_fn": "nearest",
+    }
+    ignored_config = ()
+
+    def __post_init__(self):
+        self.block_out_channels = self.decoder_block_out_channels
+        self.force_upcast = False
+        super().__post_init__()
+
+    def setup(self):
+        for part in ("encoder", "decoder"):
+            widths = tuple(getattr(self, f"{part}_block_out_channels"))
+            counts = tuple(getattr(self, f"num_{part}_blocks"))
+            if len(set(widths)) != 1 or len(widths) != len(counts):
+                raise ValueError(
+                    f"{part}_block_out_channels={widths} does not suit num_{part}_blocks={counts}: "
+                    f"it must be one width, repeated {len(counts)} times"
+                )
+        if self.upsampling_scaling_factor < 1:
+            raise ValueError(
+                f"upsampling_scaling_factor={self.upsampling_scaling_factor} must be at least 1"
+            )
+        self.encoder = Encoder(
+            self.latent_channels,
+            self.encoder_block_out_channels[0],
+            tuple(self.num_encoder_blocks),
+            self.dtype,
+        )
+        self.decoder = Decoder(
+            self.out_channels,
+            self.decoder_block_out_channels[0],
+            tuple(self.num_decoder_blocks),
+            self.upsampling_scaling_factor,
+            self.dtype,
+        )
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        size = 2 ** len(self.num_encoder_blocks)
+        return self.init(rng, jnp.zeros((1, self.in_channels, size, size)))["params"]
+
+    def scale_latents(self, latents):
+        """Scaled latents to [0, 1], for storing them as an image."""
+        return jnp.clip(latents / (2 * self.latent_magnitude) + self.latent_shift, 0, 1)
+
+    def unscale_latents(self, stored):
+        """The inverse of scale_latents: [0, 1] to scaled latents."""
+        return (stored - self.latent_shift) * (2 * self.latent_magnitude)
+
+    def encode(self, sample, return_dict=True):
+        """Scaled latents of images, without noise.
+
+        Args:
+            sample: images (B, in_channels, H, W) in [-1, 1]; H and W multiples of
+                2 ** (len(num_encoder_blocks) - 1).
+            return_dict: False returns a plain tuple.
+
+        Returns:
+            FlaxAutoencoderTinyOutput; latents is (B, latent_channels, h, w) in `dtype`.
+
+        Raises:
+            ValueError: sample has another shape.
+        """
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+            raise ValueError(
+                f"sample has shape {tuple(sample.shape)}, this VAE encodes "
+                f"(batch, {self.in_channels}, height, width)"
+            )
+        factor = 2 ** (len(self.num_encoder_blocks) - 1)
+        if sample.shape[2] % factor or sample.shape[3] % factor:
+            raise ValueError(
+                f"image size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
+                "resize or crop it first"
+            )
+        latents = self.encoder(jnp.transpose(sample.astype(jnp.float32), (0, 2, 3, 1)))
+        latents = jnp.transpose(latents, (0, 3, 1, 2))
+        return FlaxAutoencoderTinyOutput(latents) if return_dict else (latents,)
+
+    def decode(self, latents, return_dict=True):
+        """Images of latents.
+
+        Args:
+            latents: as the UNet makes them, scaled, (B, latent_channels, h, w).
+            return_dict: False returns a plain tuple.
+
+        Returns:
+            FlaxDecoderOutput; sample is (B, out_channels, H, W) in `dtype`, about [-1, 1].
+
+        Raises:
+            ValueError: latents have another shape.
+        """
+        if latents.ndim != 4 or latents.shape[1] != self.latent_channels:
+            raise ValueError(
+                f"latents have shape {tuple(latents.shape)}, this VAE decodes "
+                f"(batch, {self.latent_channels}, height, width)"
+            )
+        sample = self.decoder(jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1)))
+        sample = jnp.transpose(sample, (0, 3, 1, 2))
+        return FlaxDecoderOutput(sample) if return_dict else (sample,)
+
+    def __call__(self, sample, return_dict=True):
+        """Encode, round the latents to 8 bits as PyTorch's forward does, and decode."""
+        latents = self.encode(sample).latents.astype(jnp.float32)
+        stored = jnp.round(255 * self.scale_latents(latents))
+        return self.decode(self.unscale_latents(stored / 255), return_dict)

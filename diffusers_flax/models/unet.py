@@ -1,0 +1,529 @@
+"""FlaxUNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x, XL and InstructPix2Pix.
+
+The published class name, call signature and parameter tree; any `config.json` of those families.
+
+    unet, params = FlaxUNet2DConditionModel.from_pretrained("MODEL", subfolder="unet")
+    noise = unet.apply({"params": params}, sample, timesteps, encoder_hidden_states).sample
+
+Source: Latent Diffusion Models (arXiv 2112.10752) and SDXL (arXiv 2307.01952); the numerics are
+those of PyTorch diffusers.
+"""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.typing import DTypeLike
+
+from diffusers_flax.loading.configs import ModelOutput
+from diffusers_flax.models.base import FlaxModelMixin
+from diffusers_flax.models.blocks import (
+    Conv,
+    Dense,
+    Downsample2D,
+    GroupNorm,
+    ResnetBlock2D,
+    Transformer2D,
+    Upsample2D,
+    checkpointed,
+)
+
+CROSS_ATTENTION_BLOCKS = {
+    "DownBlock2D": False,
+    "CrossAttnDownBlock2D": True,
+    "UpBlock2D": False,
+    "CrossAttnUpBlock2D": True,
+}
+
+
+@struct.dataclass
+class FlaxUNet2DConditionOutput(ModelOutput):
+    """What the model returns: sample, (B, out_channels, H, W)."""
+
+    sample: jax.Array
+
+
+class DownBlock(nn.Module):
+    """Residual blocks, each followed by a transformer if there is one, then downsampling."""
+
+    out_channels: int
+    num_layers: int
+    resnet: partial
+    transformer: partial | None
+    downsample: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x, time_emb, context, only_first_layer=False, first_output=None):
+        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections.
+
+        only_first_layer: True ends after the first layer, (B, H, W, out_channels).
+        first_output: of the first layer; None computes it.
+        """
+        skips = []
+        for i in range(1 if only_first_layer else self.num_layers):
+            if i == 0 and first_output is not None:
+                x = first_output
+            else:
+                x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
+                if self.transformer is not None:
+                    x = self.transformer(name=f"attentions_{i}")(x, context)
+            skips.append(x)
+        if only_first_layer:
+            return x, skips
+        if self.downsample:
+            x = Downsample2D(self.out_channels, dtype=self.dtype, name="downsamplers_0")(x)
+            skips.append(x)
+        return x, skips
+
+
+class UpBlock(nn.Module):
+    """Residual blocks over the skips, each with a transformer if there is one, then upsampling."""
+
+    out_channels: int
+    num_layers: int
+    resnet: partial
+    transformer: partial | None
+    upsample: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x, skips, time_emb, context, size, first_layer=0):
+        """(the result, the input of the last layer without its skip connection).
+
+        x (B, H, W, C), skips taken from the end; size: height and width to upsample to;
+        first_layer: to begin with, x is its input.
+        """
+        for i in range(first_layer, self.num_layers):
+            last_input = x
+            x = jnp.concatenate((x, skips[first_layer - 1 - i]), axis=-1)
+            x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
+            if self.transformer is not None:
+                x = self.transformer(name=f"attentions_{i}")(x, context)
+        if self.upsample:
+            x = Upsample2D(self.out_channels, dtype=self.dtype, name="upsamplers_0")(x, size)
+        return x, last_input
+
+
+class MidBlock(nn.Module):
+    """A transformer between two residual blocks."""
+
+    out_channels: int
+    resnet: partial
+    transformer: partial
+
+    @nn.compact
+    def __call__(self, x, time_emb, context):
+        x = self.resnet(self.out_channels, name="resnets_0")(x, time_emb)
+        x = self.transformer(name="attentions_0")(x, context)
+        return self.resnet(self.out_channels, name="resnets_1")(x, time_emb)
+
+
+def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
+    """Sine and cosine of the timestep at dim / 2 frequencies, 1 to 1/10000.
+
+    Args:
+        timesteps: (B,), any real dtype.
+        dim: length of the embedding, even.
+        flip_sin_to_cos: True puts the cosines first, as Stable Diffusion does.
+        freq_shift: 0 (Stable Diffusion) or 1: subtracted from the number of frequencies.
+
+    Returns:
+        (B, dim) float32.
+
+    Source: DDPM (arXiv 2006.11239), appendix B, after arXiv 1706.03762, section 3.5.
+    """
+    half = dim // 2
+    frequencies = np.exp(-np.log(10000.0) * np.arange(half) / (half - freq_shift))
+    angles = timesteps.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
+    parts = (
+        (jnp.cos(angles), jnp.sin(angles))
+        if flip_sin_to_cos
+        else (jnp.sin(angles), jnp.cos(angles))
+    )
+    return jnp.concatenate(parts, axis=-1)
+
+
+def guidance_embedding(guidance_scale, dim):
+    """The timestep_cond of a UNet that is distilled with guidance.
+
+    Args:
+        guidance_scale: (B,), as without distillation: 1 is no guidance.
+        dim: the UNet's time_cond_proj_dim.
+
+    Returns:
+        (B, dim) float32.
+
+    Source: Latent Consistency Models (arXiv 2310.04378), section 4.2; scale and order of the
+    frequencies as in the published models.
+    """
+    return sinusoidal_embedding(1000 * (guidance_scale - 1), dim, False, freq_shift=1)
+
+
+class TimestepEmbedding(nn.Module):
+    """Two dense layers with SiLU between; a condition is projected and added first."""
+
+    dim: int
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, condition=None):
+        if condition is not None:
+            project = Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name="cond_proj")
+            x = x + project(condition)
+        x = nn.silu(Dense(self.dim, dtype=self.dtype, name="linear_1")(x))
+        return Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
+
+
+class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
+    """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
+
+    `attention_head_dim` is the number of heads, despite its name, as in every released
+    Stable Diffusion. `dtype` is the dtype of the computation, not of the parameters.
+    """
+
+    sample_size: int | tuple | None = 32
+    in_channels: int = 4
+    out_channels: int = 4
+    down_block_types: tuple = (
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "DownBlock2D",
+    )
+    up_block_types: tuple = (
+        "UpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+    )
+    mid_block_type: str | None = "UNetMidBlock2DCrossAttn"  # None: no middle block
+    only_cross_attention: bool | tuple = False
+    block_out_channels: tuple = (320, 640, 1280, 1280)
+    layers_per_block: int | tuple = 2
+    attention_head_dim: int | tuple = 8
+    num_attention_heads: int | tuple | None = None  # PyTorch and the published class refuse others
+    cross_attention_dim: int = 1280
+    dropout: float = 0.0  # no other value is implemented
+    use_linear_projection: bool = False
+    dtype: DTypeLike = jnp.float32
+    flip_sin_to_cos: bool = True
+    freq_shift: int = 0
+    use_memory_efficient_attention: bool = False  # no effect: attention has one form
+    split_head_dim: bool = False  # no effect: attention has one form
+    transformer_layers_per_block: int | tuple = 1
+    addition_embed_type: str | None = None  # "text_time": SDXL's added_cond_kwargs
+    addition_time_embed_dim: int | None = None  # length of each time id's embedding
+    addition_embed_type_num_heads: int = 64  # no effect on "text_time"
+    projection_class_embeddings_input_dim: int | None = None  # of text_embeds and time ids together
+    time_cond_proj_dim: int | None = None  # of distilled UNets: length of timestep_cond
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+    upcast_attention: bool | None = False  # logits and softmax are float32 either way
+    gradient_checkpointing: bool = False
+
+    weights_name = "diffusion_pytorch_model"
+    torch_class_name = "UNet2DConditionModel"
+    # Options that are not implemented: the only value that each may have, besides null.
+    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
+        "act_fn": "silu",
+        "attention_type": "default",
+        "center_input_sample": False,
+        "class_embed_type": None,
+        "class_embeddings_concat": False,
+        "conv_in_kernel": 3,
+        "conv_out_kernel": 3,
+        "cross_attention_norm": None,
+        "downsample_padding": 1,
+        "dropout": 0.0,
+        "dual_cross_attention": False,
+        "encoder_hid_dim": None,
+        "encoder_hid_dim_type": None,
+        "mid_block_scale_factor": 1,
+        "num_attention_heads": None,
+        "num_class_embeds": None,
+        "resnet_out_scale_factor": 1.0,
+        "resnet_skip_time_act": False,
+        "resnet_time_scale_shift": "default",
+        "reverse_transformer_layers_per_block": None,
+        "time_embedding_act_fn": None,
+        "time_embedding_dim": None,
+        "time_embedding_type": "positional",
+        "timestep_post_act": None,
+    }
+    # Read and dropped: they change no number of this class.
+    ignored_config = (
+        "mid_block_only_cross_attention",
+        "split_head_dim",
+        "use_memory_efficient_attention",
+    )
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        factor = 2 ** (len(self.block_out_channels) - 1)
+        sample = jnp.zeros((1, self.in_channels, factor, factor))
+        context = jnp.zeros((1, 1, self.cross_attention_dim))
+        added = None
+        if self.addition_embed_type not in (None, "text_time"):
+            raise ValueError(
+                f"addition_embed_type={self.addition_embed_type!r} is not supported; "
+                "null and 'text_time' (SDXL) are"
+            )
+        if self.addition_embed_type is not None:
+            per_id = self.addition_time_embed_dim  # how many ids there are, makes no difference
+            text_dim = self.projection_class_embeddings_input_dim - per_id
+            added = {"text_embeds": jnp.zeros((1, text_dim)), "time_ids": jnp.zeros((1, 1))}
+        options = {"added_cond_kwargs": added}
+        if self.time_cond_proj_dim is not None:
+            options["timestep_cond"] = jnp.zeros((1, self.time_cond_proj_dim))
+        return self.init(rng, sample, jnp.zeros((1,), jnp.int32), context, **options)["params"]
+
+    def _per_block(self, name):
+        """The config entry `name` as one value per down block."""
+        value, num_blocks = getattr(self, name), len(self.block_out_channels)
+        values = tuple(value) if isinstance(value, tuple | list) else (value,) * num_blocks
+        if len(values) != num_blocks:
+            raise ValueError(
+                f"{name} has {len(values)} entries, block_out_channels has {num_blocks}; "
+                "give one per block"
+            )
+        return values
+
+    def setup(self):
+        """Check the configuration and make the blocks."""
+        for name in ("num_attention_heads", "dropout"):
+            value, supported = getattr(self, name), self.fixed_config[name]
+            if value != supported:
+                raise ValueError(f"{name}={value!r} is not supported, only {supported!r} is")
+        if self.mid_block_type not in (None, "UNetMidBlock2DCrossAttn"):
+            raise ValueError(
+                f"mid_block_type={self.mid_block_type!r} is not supported; null and "
+                "'UNetMidBlock2DCrossAttn' are"
+            )
+        channels = self.block_out_channels
+        num_blocks = len(channels)
+        num_heads = self._per_block("attention_head_dim")
+        num_layers = self._per_block("layers_per_block")
+        num_transformer_layers = self._per_block("transformer_layers_per_block")
+        only_cross_attention = self._per_block("only_cross_attention")
+        resnet = partial(
+            checkpointed(ResnetBlock2D, self.gradient_checkpointing),
+            num_groups=self.norm_num_groups,
+            epsilon=self.norm_eps,
+            dtype=self.dtype,
+        )
+
+        def transformer(i, only_cross_attention=False):
+            return partial(
+                Transformer2D,
+                num_heads=num_heads[i],
+                num_layers=num_transformer_layers[i],
+                num_groups=self.norm_num_groups,
+                use_linear_projection=self.use_linear_projection,
+                only_cross_attention=only_cross_attention,
+                gradient_checkpointing=self.gradient_checkpointing,
+                dtype=self.dtype,
+            )
+
+        def block_transformer(block_type, i):
+            if block_type not in CROSS_ATTENTION_BLOCKS:
+                raise ValueError(
+                    f"block type {block_type} is not supported; those that are: "
+                    f"{', '.join(CROSS_ATTENTION_BLOCKS)}"
+                )
+            if CROSS_ATTENTION_BLOCKS[block_type]:
+                return transformer(i, only_cross_attention[i])
+            return None
+
+        self.time_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
+        if self.addition_embed_type is not None:
+            self.add_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
+        self.conv_in = Conv(channels[0], dtype=self.dtype)
+        self.down_blocks = [
+            DownBlock(
+                channels[i],
+                num_layers[i],
+                resnet,
+                block_transformer(block_type, i),
+                downsample=i < num_blocks - 1,
+                dtype=self.dtype,
+            )
+            for i, block_type in enumerate(self._per_block("down_block_types"))
+        ]
+        if self.mid_block_type is not None:
+            self.mid_block = MidBlock(channels[-1], resnet, transformer(num_blocks - 1))
+        self.up_blocks = [
+            UpBlock(
+                channels[-1 - i],  # of the down block on the same level
+                num_layers[-1 - i] + 1,
+                resnet,
+                block_transformer(block_type, num_blocks - 1 - i),
+                upsample=i < num_blocks - 1,
+                dtype=self.dtype,
+            )
+            for i, block_type in enumerate(self._per_block("up_block_types"))
+        ]
+        self.conv_norm_out = GroupNorm(self.norm_num_groups, self.norm_eps, self.dtype, True)
+        self.conv_out = Conv(self.out_channels, dtype=self.dtype)
+
+    def __call__(
+        self,
+        sample,
+        timesteps,
+        encoder_hidden_states,
+        added_cond_kwargs=None,
+        down_block_additional_residuals=None,
+        mid_block_additional_residual=None,
+        return_dict=True,
+        train=False,
+        timestep_cond=None,
+    ):
+        """Predict the noise (or v) in sample.
+
+        Args:
+            sample: (B, in_channels, H, W), any H and W.
+            timesteps: (B,), or a scalar for all.
+            encoder_hidden_states: text states, (B, T, cross_attention_dim).
+            added_cond_kwargs: for SDXL {"text_embeds": (B, D), the pooled text, "time_ids": (B, 6),
+                heights and widths of the original, the crop's corner and the result; the refiner
+                takes five, the last an aesthetic score}; else None.
+            down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
+            mid_block_additional_residual: (B, C, h, w), added before the up blocks, or None.
+            return_dict: False returns a plain tuple.
+            train: part of the published signature; without dropout it has no effect.
+            timestep_cond: embedding of the guidance scale, (B, time_cond_proj_dim), for UNets that
+                are distilled to need one; see guidance_embedding.
+
+        Returns:
+            FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
+
+        Raises:
+            ValueError: an input's shape does not match the configuration.
+        """
+        x, time_emb, context = self.embed(
+            sample, timesteps, encoder_hidden_states, added_cond_kwargs, timestep_cond
+        )
+        residuals = down_block_additional_residuals, mid_block_additional_residual
+        x, _ = self.blocks(x, time_emb, context, *residuals)
+        x = self.predict(x)
+        return FlaxUNet2DConditionOutput(x) if return_dict else (x,)
+
+    # The parts of a call. Features are channels-last, (B, H, W, C).
+
+    def embed(
+        self,
+        sample,
+        timesteps,
+        encoder_hidden_states,
+        added_cond_kwargs=None,
+        timestep_cond=None,
+    ):
+        """The features after conv_in, the time embedding (B, D) and the text states in `dtype`.
+
+        Arguments and errors as in __call__.
+        """
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+            raise ValueError(
+                f"sample has shape {tuple(sample.shape)}, this UNet takes "
+                f"(batch, {self.in_channels}, height, width)"
+            )
+        if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
+            raise ValueError(
+                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet "
+                f"takes cross_attention_dim={self.cross_attention_dim}; take both from one model"
+            )
+        if (added_cond_kwargs is None) != (self.addition_embed_type is None):
+            raise ValueError(
+                "added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None"
+                if self.addition_embed_type is None
+                else "this is an SDXL UNet, which needs added_cond_kwargs={'text_embeds': ..., "
+                "'time_ids': ...}"
+            )
+        if timestep_cond is not None and self.time_cond_proj_dim is None:
+            raise ValueError("timestep_cond is given; this UNet has time_cond_proj_dim=None")
+
+        timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
+        time_emb = sinusoidal_embedding(
+            timesteps, self.block_out_channels[0], self.flip_sin_to_cos, self.freq_shift
+        )
+        time_emb = self.time_embedding(time_emb.astype(self.dtype), timestep_cond)
+        if added_cond_kwargs is not None:
+            time_emb = time_emb + self._embed_added(**added_cond_kwargs)
+        x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))
+        return self.conv_in(x), time_emb, encoder_hidden_states.astype(self.dtype)
+
+    def _embed_added(self, text_embeds, time_ids):
+        """SDXL's embedding of the pooled text and of sizes and crop, (B, 4 * channels[0]).
+
+        Source: SDXL (arXiv 2307.01952), section 2.2.
+        """
+        ids = sinusoidal_embedding(
+            time_ids.reshape(-1),
+            self.addition_time_embed_dim,
+            self.flip_sin_to_cos,
+            self.freq_shift,
+        ).reshape(len(time_ids), -1)
+        added = jnp.concatenate((text_embeds.astype(self.dtype), ids.astype(self.dtype)), axis=-1)
+        if added.shape[-1] != self.projection_class_embeddings_input_dim:
+            raise ValueError(
+                f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
+                f"{added.shape[-1]} numbers, this UNet takes projection_class_embeddings_input_dim="
+                f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
+                "refiner 5"
+            )
+        return self.add_embedding(added)
+
+    def blocks(
+        self, x, time_emb, context, down_residuals=None, mid_residual=None, first_output=None
+    ):
+        """All blocks.
+
+        Args:
+            x, time_emb, context: as from embed.
+            down_residuals, mid_residual: __call__'s additional residuals.
+            first_output: what first_layer returned; None computes it.
+
+        Returns:
+            (features for `predict`; the input of the last layer, for `last_layer`).
+        """
+        skips = [x]
+        for block in self.down_blocks:
+            x, passed = block(x, time_emb, context, first_output=first_output)
+            first_output = None
+            skips += passed
+        if down_residuals is not None:
+            skips = [
+                skip + jnp.transpose(residual.astype(self.dtype), (0, 2, 3, 1))
+                for skip, residual in zip(skips, down_residuals, strict=True)
+            ]
+        if self.mid_block_type is not None:
+            x = self.mid_block(x, time_emb, context)
+        if mid_residual is not None:
+            x = x + jnp.transpose(mid_residual.astype(self.dtype), (0, 2, 3, 1))
+        for block in self.up_blocks:
+            taken, skips = skips[-block.num_layers :], skips[: -block.num_layers]
+            size = skips[-1].shape[1:3] if skips else None
+            x, last_input = block(x, taken, time_emb, context, size)
+        return x, last_input
+
+    def first_layer(self, x, time_emb, context):
+        """The first layer of the first block alone; arguments as in blocks."""
+        return self.down_blocks[0](x, time_emb, context, only_first_layer=True)[0]
+
+    def last_layer(self, last_input, x, time_emb, context):
+        """The last layer of the last block alone: features for `predict`.
+
+        Args:
+            last_input: its input, as from `blocks`, also of another timestep.
+            x, time_emb, context: as in blocks.
+        """
+        block = self.up_blocks[-1]
+        first = block.num_layers - 1
+        return block(last_input, [x], time_emb, context, None, first_layer=first)[0]
+
+    def predict(self, x):
+        """Features (B, H, W, C) -> prediction (B, out_channels, H, W)."""
+        return jnp.transpose(self.conv_out(self.conv_norm_out(x)), (0, 3, 1, 2))

@@ -1,0 +1,362 @@
+"""FlaxAutoencoderKL: images to latents and back.
+
+The published class name, call signature and parameter tree; any `AutoencoderKL` config.json of
+Stable Diffusion 1.x, 2.x and SDXL.
+
+    vae, params = FlaxAutoencoderKL.from_pretrained("MODEL", subfolder="vae")
+    posterior = vae.apply({"params": params}, images, method=vae.encode).latent_dist
+    latents = latents / vae.config.scaling_factor
+    images = vae.apply({"params": params}, latents, method=vae.decode).sample
+
+Source: Latent Diffusion Models (arXiv 2112.10752), section 3.1; numerics of PyTorch diffusers.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+
+from diffusers_flax.loading.configs import ModelOutput
+from diffusers_flax.models.base import FlaxModelMixin
+from diffusers_flax.models.blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
+from diffusers_flax.models.kernels import attention
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class FlaxDiagonalGaussianDistribution:
+    """The posterior over latents, channels-last and float32: a pytree of mean and logvar.
+
+    Args:
+        parameters: the encoder's output (B, h, w, 2C): mean, logarithm of the variance.
+        deterministic: True takes the variance as 0.
+
+    Attributes:
+        mean: (B, h, w, C).
+        logvar: (B, h, w, C), in [-30, 20].
+    """
+
+    def __init__(self, parameters, deterministic=False):
+        self.mean, logvar = jnp.split(parameters.astype(jnp.float32), 2, axis=-1)
+        self.logvar = jnp.clip(logvar, -30.0, 20.0)
+        self.deterministic = deterministic
+
+    def tree_flatten_with_keys(self):
+        """For JAX: the arrays with their names, and what is static."""
+        names = ("mean", "logvar")
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+        return children, self.deterministic
+
+    @classmethod
+    def tree_unflatten(cls, deterministic, children):
+        """For JAX: the inverse."""
+        distribution = object.__new__(cls)
+        distribution.mean, distribution.logvar = children
+        distribution.deterministic = deterministic
+        return distribution
+
+    @property
+    def var(self):
+        """(B, h, w, C)."""
+        return jnp.zeros_like(self.mean) if self.deterministic else jnp.exp(self.logvar)
+
+    @property
+    def std(self):
+        """(B, h, w, C)."""
+        return jnp.zeros_like(self.mean) if self.deterministic else jnp.exp(0.5 * self.logvar)
+
+    def sample(self, key):
+        """One draw, (B, h, w, C)."""
+        return self.mean + self.std * jax.random.normal(key, self.mean.shape)
+
+    def mode(self):
+        """The most probable latent, (B, h, w, C)."""
+        return self.mean
+
+    def nll(self, sample, axis=(1, 2, 3)):
+        """Negative log likelihood of sample (B, h, w, C) in nats, summed over axis."""
+        if self.deterministic:
+            return jnp.zeros((1,))
+        terms = math.log(2 * math.pi) + self.logvar + jnp.square(sample - self.mean) / self.var
+        return 0.5 * terms.sum(axis)
+
+    def kl(self, other=None):
+        """Divergence from other, or from the standard normal, in nats per image, (B,)."""
+        if self.deterministic:
+            return jnp.zeros((1,))
+        if other is None:
+            terms = jnp.square(self.mean) + self.var - 1.0 - self.logvar
+        else:
+            terms = (jnp.square(self.mean - other.mean) + self.var) / other.var
+            terms = terms - 1.0 - self.logvar + other.logvar
+        return 0.5 * terms.sum((1, 2, 3))
+
+
+@struct.dataclass
+class FlaxAutoencoderKLOutput(ModelOutput):
+    """What encode returns."""
+
+    latent_dist: FlaxDiagonalGaussianDistribution
+
+
+@struct.dataclass
+class FlaxDecoderOutput(ModelOutput):
+    """What decode returns: images (B, 3, H, W), about [-1, 1]."""
+
+    sample: jax.Array
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention with one head over the positions of a feature map, plus the input."""
+
+    num_groups: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        B, H, W, C = x.shape
+        h = GroupNorm(self.num_groups, 1e-6, self.dtype, name="group_norm")(x).reshape(B, H * W, C)
+        query = nn.Dense(C, dtype=self.dtype, name="query")(h)
+        key = nn.Dense(C, dtype=self.dtype, name="key")(h)
+        value = nn.Dense(C, dtype=self.dtype, name="value")(h)
+        h = nn.Dense(C, dtype=self.dtype, name="proj_attn")(attention(query, key, value, 1))
+        return x + h.reshape(B, H, W, C)
+
+
+class MidBlock(nn.Module):
+    """Two residual blocks, with self-attention between them if add_attention."""
+
+    out_channels: int
+    num_groups: int
+    add_attention: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        resnet = (self.out_channels, self.num_groups, 1e-6, self.dtype)
+        x = ResnetBlock2D(*resnet, name="resnets_0")(x)
+        if self.add_attention:
+            x = AttentionBlock(self.num_groups, self.dtype, name="attentions_0")(x)
+        return ResnetBlock2D(*resnet, name="resnets_1")(x)
+
+
+class LevelBlock(nn.Module):
+    """The residual blocks of one resolution, then down- or upsampling if given."""
+
+    out_channels: int
+    num_layers: int
+    num_groups: int
+    dtype: DTypeLike
+    downsample: bool = False
+    upsample: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.num_layers):
+            resnet = ResnetBlock2D(
+                self.out_channels, self.num_groups, 1e-6, self.dtype, name=f"resnets_{i}"
+            )
+            x = resnet(x)
+        if self.downsample:
+            padding = ((0, 1), (0, 1))
+            x = Downsample2D(self.out_channels, padding, self.dtype, name="downsamplers_0")(x)
+        if self.upsample:
+            x = Upsample2D(self.out_channels, self.dtype, name="upsamplers_0")(x)
+        return x
+
+
+class Encoder(nn.Module):
+    """Images (B, H, W, 3) to moments before quant_conv, (B, h, w, 2 * latent_channels)."""
+
+    latent_channels: int
+    block_out_channels: tuple
+    layers_per_block: int
+    num_groups: int
+    mid_block_add_attention: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        x = Conv(self.block_out_channels[0], dtype=self.dtype, name="conv_in")(x)
+        last = len(self.block_out_channels) - 1
+        for i, width in enumerate(self.block_out_channels):
+            x = LevelBlock(
+                width,
+                self.layers_per_block,
+                self.num_groups,
+                self.dtype,
+                downsample=i < last,
+                name=f"down_blocks_{i}",
+            )(x)
+        x = MidBlock(
+            self.block_out_channels[-1],
+            self.num_groups,
+            self.mid_block_add_attention,
+            self.dtype,
+            name="mid_block",
+        )(x)
+        x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
+        return Conv(2 * self.latent_channels, dtype=self.dtype, name="conv_out")(x)
+
+
+class Decoder(nn.Module):
+    """Latents after post_quant_conv, (B, h, w, latent_channels), to images (B, H, W, 3)."""
+
+    out_channels: int
+    block_out_channels: tuple
+    layers_per_block: int
+    num_groups: int
+    mid_block_add_attention: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        x = Conv(self.block_out_channels[-1], dtype=self.dtype, name="conv_in")(x)
+        x = MidBlock(
+            self.block_out_channels[-1],
+            self.num_groups,
+            self.mid_block_add_attention,
+            self.dtype,
+            name="mid_block",
+        )(x)
+        last = len(self.block_out_channels) - 1
+        for i, width in enumerate(reversed(self.block_out_channels)):
+            x = LevelBlock(
+                width,
+                self.layers_per_block + 1,
+                self.num_groups,
+                self.dtype,
+                upsample=i < last,
+                name=f"up_blocks_{i}",
+            )(x)
+        x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
+        return Conv(self.out_channels, dtype=self.dtype, name="conv_out")(x)
+
+
+class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
+    """The variational autoencoder; its fields are the entries of a diffusers VAE `config.json`.
+
+    `dtype` is the dtype of the computation; the latent distribution is always float32.
+    """
+
+    in_channels: int = 3
+    out_channels: int = 3
+    down_block_types: tuple = ("DownEncoderBlock2D",)
+    up_block_types: tuple = ("UpDecoderBlock2D",)
+    block_out_channels: tuple = (64,)
+    layers_per_block: int = 1
+    act_fn: str = "silu"  # no other value is implemented
+    latent_channels: int = 4
+    norm_num_groups: int = 32
+    sample_size: int | tuple | None = 32
+    scaling_factor: float = 0.18215
+    dtype: DTypeLike = jnp.float32
+    force_upcast: bool = True
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
+
+    weights_name = "diffusion_pytorch_model"
+    torch_class_name = "AutoencoderKL"
+    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
+        "act_fn": "silu",
+        "latents_mean": None,
+        "latents_std": None,
+        "shift_factor": None,
+    }
+    ignored_config = ()
+
+    def setup(self):
+        if self.act_fn != "silu":
+            raise ValueError(f"act_fn={self.act_fn!r} is not supported, only act_fn='silu' is")
+        for types, known in (
+            (self.down_block_types, "DownEncoderBlock2D"),
+            (self.up_block_types, "UpDecoderBlock2D"),
+        ):
+            if set(types) != {known}:
+                raise ValueError(
+                    f"VAE block types {list(types)} are not supported, only {known} is"
+                )
+        shared = dict(
+            block_out_channels=tuple(self.block_out_channels),
+            layers_per_block=self.layers_per_block,
+            num_groups=self.norm_num_groups,
+            mid_block_add_attention=self.mid_block_add_attention,
+            dtype=self.dtype,
+        )
+        self.encoder = Encoder(self.latent_channels, **shared)
+        self.decoder = Decoder(self.out_channels, **shared)
+        if self.use_quant_conv:
+            self.quant_conv = Conv(2 * self.latent_channels, 1, dtype=self.dtype)
+        if self.use_post_quant_conv:
+            self.post_quant_conv = Conv(self.latent_channels, 1, dtype=self.dtype)
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        size = 2 ** (len(self.block_out_channels) - 1)
+        sample = jnp.zeros((1, self.in_channels, size, size))
+        return self.init(rng, sample)["params"]
+
+    def encode(self, sample, deterministic=True, return_dict=True):
+        """The posterior over latents of images.
+
+        Args:
+            sample: images (B, in_channels, H, W) in [-1, 1]; H and W multiples of
+                2 ** (len(block_out_channels) - 1).
+            deterministic: part of the published signature; there is no dropout.
+            return_dict: False returns a plain tuple.
+
+        Returns:
+            FlaxAutoencoderKLOutput; latent_dist is channels-last and float32.
+        """
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+            raise ValueError(
+                f"sample has shape {tuple(sample.shape)}, this VAE encodes "
+                f"(batch, {self.in_channels}, height, width)"
+            )
+        factor = 2 ** (len(self.block_out_channels) - 1)
+        if sample.shape[2] % factor or sample.shape[3] % factor:
+            raise ValueError(
+                f"image size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
+                "resize or crop it first"
+            )
+        moments = self.encoder(jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1)))
+        if self.use_quant_conv:
+            moments = self.quant_conv(moments)
+        posterior = FlaxDiagonalGaussianDistribution(moments)
+        return FlaxAutoencoderKLOutput(posterior) if return_dict else (posterior,)
+
+    def decode(self, latents, deterministic=True, return_dict=True):
+        """Images of latents.
+
+        Args:
+            latents: unscaled, (B, latent_channels, h, w); (B, h, w, latent_channels) is taken as
+                well where axis 1 is not latent_channels long.
+            deterministic: part of the published signature; there is no dropout.
+            return_dict: False returns a plain tuple.
+
+        Returns:
+            FlaxDecoderOutput; sample is (B, out_channels, H, W) in `dtype`, about [-1, 1].
+        """
+        if latents.ndim != 4 or self.latent_channels not in (latents.shape[1], latents.shape[3]):
+            raise ValueError(
+                f"latents have shape {tuple(latents.shape)}, this VAE decodes "
+                f"(batch, {self.latent_channels}, height, width)"
+            )
+        if latents.shape[1] == self.latent_channels:
+            latents = jnp.transpose(latents, (0, 2, 3, 1))
+        latents = latents.astype(self.dtype)
+        if self.use_post_quant_conv:
+            latents = self.post_quant_conv(latents)
+        sample = jnp.transpose(self.decoder(latents), (0, 3, 1, 2))
+        return FlaxDecoderOutput(sample) if return_dict else (sample,)
+
+    def __call__(self, sample, sample_posterior=False, deterministic=True, return_dict=True):
+        """Encode and decode; with sample_posterior a latent is drawn (rng "gaussian")."""
+        posterior = self.encode(sample, deterministic).latent_dist
+        latents = (
+            posterior.sample(self.make_rng("gaussian")) if sample_posterior else posterior.mode()
+        )
+        return self.decode(jnp.transpose(latents, (0, 3, 1, 2)), deterministic, return_dict)

@@ -1,0 +1,626 @@
+"""The base class of the pipelines: reads and writes a pipeline directory; tokenizing, image sizes.
+
+A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
+`_generate` of arrays, which executables.run compiles and calls.
+"""
+
+import importlib.metadata
+import inspect
+import logging
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from tqdm import tqdm
+
+import diffusers_flax
+from diffusers_flax.acceleration.caches import make_segments, noise_scales
+from diffusers_flax.acceleration.plans import Acceleration, parse, plan_steps
+from diffusers_flax.acceleration.previews import Preview, make_watch
+from diffusers_flax.acceleration.token_merging import check_levels
+from diffusers_flax.executables import (
+    FlaxImagePipelineOutput as FlaxImagePipelineOutput,  # published here
+)
+from diffusers_flax.executables import FlaxStableDiffusionPipelineOutput
+from diffusers_flax.images import to_pil
+from diffusers_flax.loading.configs import (
+    INDEX_NAME,
+    PART_FILES,
+    PARTS,
+    ConfigMixin,
+    FrozenConfig,
+    fetch_source,
+    has,
+    locate,
+    read_index,
+    refuse_push_to_hub,
+    take_hub_options,
+    warn_once,
+    write_json,
+    writing_pipeline,
+)
+from diffusers_flax.loading.lora import Loras
+from diffusers_flax.loading.tokenizer import load_tokenizer, tokenize
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.quantization import mode_of, quantize
+from diffusers_flax.models.tiny_vae import (
+    TINY_VAES,
+    FlaxAutoencoderTiny,
+    choose_tiny_vae,
+    open_tiny_vae,
+)
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.sampling import decode, denoise
+from diffusers_flax.schedulers.ddpm import Scheduler, scheduler_from_config
+
+logger = logging.getLogger(__name__)
+
+MODULES = {
+    "unet": FlaxUNet2DConditionModel,
+    "vae": FlaxAutoencoderKL,
+    "text_encoder": FlaxCLIPTextModel,
+    "text_encoder_2": FlaxCLIPTextModelWithProjection,
+}
+TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
+
+# The class names that model_index.json may have, without "Flax".
+PIPELINE_CLASSES = (
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionInstructPix2PixPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionXLInstructPix2PixPipeline",
+)
+
+
+@dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
+class FlaxDiffusionPipeline(ConfigMixin):
+    """A pipeline. Subclasses have its parts as fields; absent parts are None.
+
+    They define `torch_class_name`, the PyTorch class that opens the same directory, and `check`.
+    """
+
+    accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
+    preview: Preview | None = field(default=None, kw_only=True)
+    tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
+    tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
+    unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
+    # The programs that `run` has compiled, to log when it compiles again.
+    compiled: set = field(default_factory=set, kw_only=True, repr=False)
+    _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
+
+    config_name = INDEX_NAME
+    tiny_vae_name = TINY_VAES[0]  # hub id of the decoder for previews and --accelerate taesd
+    torch_class_name = None
+    safety_checker = None
+    feature_extractor = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "accelerate", parse(self.accelerate))
+        self.check_acceleration(self.accelerate)
+        if self.accelerate.tome:
+            check_levels(self.accelerate.tome, self.unet)
+        wanted = choose_tiny_vae(self.accelerate.tiny_decoder, self.preview, self.tiny_vae_name)
+        if wanted and (self.tiny_vae is None or self.tiny_vae_source not in (None, wanted)):
+            raise ValueError(
+                f"accelerate or preview need the TAESD {wanted}, which this pipeline has not "
+                "loaded; give from_pretrained this accelerate= and preview="
+            )
+
+    @classmethod
+    def check_acceleration(cls, acceleration):
+        """Raise a ValueError for an Acceleration that is not for this kind of pipeline."""
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
+        """Read a directory's configs without weights; raise an error if it is of another class.
+
+        Args:
+            pretrained_model_name_or_path, revision: as for from_pretrained.
+            given: {part: object} that replace the directory's; "unet" as in from_pretrained.
+
+        Returns:
+            (model_index.json's content; {part: the content of its JSON file}); unet and vae have
+            the config of the given ones.
+
+        Raises:
+            ValueError: the directory or parts are missing, or it is another kind of pipeline.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        revision=None,
+        variant=None,
+        dtype=None,
+        scheduler=None,
+        from_pt=False,
+        split_head_dim=False,
+        use_memory_efficient_attention=False,
+        lora=(),
+        accelerate=(),
+        preview=None,
+        **parts,
+    ):
+        """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
+
+        Args:
+            pretrained_model_name_or_path: directory or hub id; only the files used are downloaded.
+            revision: branch, tag or commit on the hub.
+            variant: of the weights' file names, e.g. "fp16".
+            dtype: compute dtype of the modules, None: float32; parameters keep their files' dtype.
+            scheduler: scheduler object that replaces the directory's.
+            from_pt: True looks for PyTorch's weight files only.
+            split_head_dim, use_memory_efficient_attention: of the published signature; no effect.
+            lora: LoRA files to fold into the weights, FILE or FILE:WEIGHT; see loading.lora.Loras.
+            accelerate: NAME or NAME:PARAMETER=VALUE,... or several; see acceleration.plans.parse.
+            preview: Preview, to show the images while they are made.
+            **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
+                Their parameters are not read: put them into params. unet may also be a str, the
+                file, directory or hub id of a UNet, whose weights are read. safety_checker, a
+                FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
+                the directory's own are not read, and without them images are not checked. And
+                cache_dir, force_download, local_files_only, token of
+                huggingface_hub.hf_hub_download.
+
+        Returns:
+            (pipeline, params); params {"unet", "vae", "text_encoder", ...} of NumPy arrays and
+            {"scheduler"}, the scheduler's state, float32 for any dtype; {"safety_checker"} if it
+            has parameters.
+
+        Raises:
+            ValueError: the directory is missing, another kind of pipeline, or a part cannot be
+                read.
+        """
+        path, hub_options = pretrained_model_name_or_path, take_hub_options(parts)
+        if cls is FlaxDiffusionPipeline:
+            cls = pipeline_class(path, revision, **hub_options)
+        if "safety_checker" not in parts and has(
+            read_index(path, revision, **hub_options), "safety_checker"
+        ):
+            warn_once(
+                f"the safety checker of {path} is not read: images are not checked; give "
+                "safety_checker= and feature_extractor=, or safety_checker=None"
+            )
+        dtype = jnp.float32 if dtype is None else dtype
+        pipeline = cls.open(
+            path, revision, dtype, scheduler, parts, accelerate, preview, **hub_options
+        )
+        given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
+        params = pipeline.load_params(path, revision, variant, from_pt, given, lora, **hub_options)
+        pipeline.quantize_params(params)
+        return pipeline, params
+
+    @classmethod
+    def open(
+        cls,
+        pretrained_model_name_or_path,
+        revision=None,
+        dtype=jnp.float32,
+        scheduler=None,
+        given=None,
+        accelerate=(),
+        preview=None,
+        **hub_options,
+    ):
+        """The pipeline of from_pretrained without weights, which is fast.
+
+        Args:
+            pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview: as for
+                from_pretrained.
+            given: {part: object} that replace the directory's; "unet" as in from_pretrained.
+
+        Raises:
+            ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
+        """
+        path, accelerate = pretrained_model_name_or_path, parse(accelerate)
+        names = {f.name for f in fields(cls)} & PARTS
+        if unknown := sorted((given or {}).keys() - names):
+            raise ValueError(
+                f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
+            )
+        parts, unet_source = dict(given or {}), None
+        if scheduler is not None:
+            parts["scheduler"] = scheduler
+        index, configs = cls.check(path, revision, parts, **hub_options)
+        if isinstance(parts.get("unet"), str | Path):
+            unet_source = str(parts.pop("unet"))
+        if scheduler is None:
+            parts["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
+        for name in MODULES.keys() & configs.keys() - parts.keys():
+            parts[name] = MODULES[name].from_config(configs[name], dtype=dtype)
+        for name in TEXT_ENCODERS.keys() & configs.keys() - parts.keys():
+            text_encoder = parts[TEXT_ENCODERS[name]]
+            parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
+        # A refiner has no first text encoder.
+        absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
+        settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
+        if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
+            tiny_vae = open_tiny_vae(source, parts["vae"], dtype, **hub_options)
+            settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
+        return cls(**parts, **absent, **settings, accelerate=accelerate, preview=preview)
+
+    def load_params(
+        self,
+        pretrained_model_name_or_path,
+        revision=None,
+        variant=None,
+        from_pt=False,
+        given=(),
+        lora=(),
+        **hub_options,
+    ):
+        """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
+        loras = Loras([lora] if isinstance(lora, str | Path) else lora)
+        params = {"scheduler": self.scheduler.create_state()}
+        if self.safety_checker is not None and self.safety_checker._do_init:
+            params["safety_checker"] = self.safety_checker.params
+        for name, module in vars(self).items():
+            if name in MODULES and name not in given and module is not None:
+                source = pretrained_model_name_or_path
+                options = {"subfolder": name, "revision": revision, "variant": variant}
+                if name in TEXT_ENCODERS.values():
+                    options["_do_init"] = False
+                if name == "unet" and self.unet_source:
+                    source = fetch_source("--unet", self.unet_source, **hub_options)
+                    options = {"config": dict(module.config)}
+                options |= {"from_pt": from_pt, "convert": partial(loras.fold, name)}
+                _, params[name] = type(module).from_pretrained(source, **options, **hub_options)
+        loras.require_folded()
+        if self.tiny_vae is not None:
+            _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(
+                self.tiny_vae_source, **hub_options
+            )
+        return params
+
+    def quantize_params(self, params):
+        """Make the UNet's kernels int8, in place, if the acceleration says so."""
+        if int8 := self.accelerate.int8:
+            if "unet" not in params:
+                raise ValueError(
+                    "--accelerate int8 needs the UNet's parameters; with unet= leave it out, put "
+                    "quantize(params) into params['unet'] (models/quantization.py)"
+                )
+            params["unet"] = quantize(params["unet"], int8.mode)
+
+    @property
+    def components(self):
+        """{name: part} of the pipeline, to construct another one from."""
+        parameters = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in parameters if name in PARTS}
+
+    def text_modules(self):
+        """The modules of the text encoders, the only parts whose config may change."""
+        encoders = (getattr(self, name, None) for name in TEXT_ENCODERS.values())
+        return tuple(encoder.module for encoder in encoders if encoder is not None)
+
+    def progress_bar(self, iterable):
+        """A progress bar over an iterable, with the options of set_progress_bar_config.
+
+        Pipelines show none, as all steps are one compiled program.
+        """
+        return tqdm(iterable, **self._progress_bar_config)
+
+    def set_progress_bar_config(self, **kwargs):
+        """Options of tqdm for progress_bar, such as disable=True."""
+        self._progress_bar_config.clear()
+        self._progress_bar_config.update(kwargs)
+
+    @classmethod
+    def _settings(cls, index):
+        """Fields other than parts, from model_index.json."""
+        return {}
+
+    @property
+    def config(self):
+        """The content of model_index.json, read-only: {part: (library, class)} and settings."""
+        index = {
+            "_class_name": self.torch_class_name,
+            "_diffusers_version": importlib.metadata.version("diffusers"),
+            "feature_extractor": [None, None],
+            "image_encoder": [None, None],
+            "scheduler": ["diffusers", type(self.scheduler).__name__.removeprefix("Flax")],
+            **self._index(),
+        }
+        for name, part in self.components.items():
+            if part is None:
+                index[name] = [None, None]
+            elif name in MODULES:
+                library = "transformers" if name.startswith("text_encoder") else "diffusers"
+                index[name] = [library, part.torch_class_name]
+            elif name in TEXT_ENCODERS:
+                index[name] = ["transformers", "CLIPTokenizer"]
+            elif name == "safety_checker":
+                index[name] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+            elif name == "feature_extractor":
+                index[name] = ["transformers", "CLIPImageProcessor"]
+        return FrozenConfig(index)
+
+    def _file_content(self):
+        return self.config
+
+    @classmethod
+    def _read_config(cls, path, subfolder=None, revision=None, **hub_options):
+        return read_index(path, revision, **hub_options)
+
+    def save_pretrained(self, save_directory, params, push_to_hub=False):
+        """Write a pipeline directory that PyTorch's class opens.
+
+        The directory may exist, be a mount point or a link: a model in it is replaced, other files
+        are not changed. It has a model_index.json only while its model is complete. If the save is
+        interrupted while writing, nothing changes; see writing_pipeline.
+
+        Args:
+            save_directory: directory, created if missing.
+            params: as from from_pretrained, not replicated; "scheduler" may be missing, and
+                "safety_checker" if the object has its parameters.
+            push_to_hub: must be False; `hf upload` sends a directory to the hub.
+
+        Raises:
+            ValueError: params lack a part or do not match it, or push_to_hub is True.
+        """
+        refuse_push_to_hub(push_to_hub)
+        self._require_params(params)
+        parts = {name: part for name, part in self.components.items() if part is not None}
+        with writing_pipeline(save_directory) as folder:
+            for name, part in parts.items():
+                if name in MODULES:
+                    part.save_pretrained(folder / name, params=params[name])
+                elif name == "safety_checker":
+                    part.save_pretrained(folder / name, params=params.get(name))
+                else:
+                    part.save_pretrained(folder / name)
+                if name in TEXT_ENCODERS:
+                    # vocab.json and merges.txt, which is what transformers before 5.0 reads.
+                    part.backend_tokenizer.model.save(str(folder / name))
+            write_json(folder / INDEX_NAME, self.config)
+
+    def _require_params(self, params):
+        """Raise a ValueError if parameters of a module are missing."""
+        names = {name for name in (*MODULES, "tiny_vae") if getattr(self, name, None) is not None}
+        if missing := sorted(names - params.keys()):
+            raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
+        wanted, found = getattr(self.accelerate.int8, "mode", None), mode_of(params["unet"])
+        if wanted != found:
+            raise ValueError(
+                f"the UNet's parameters are {f'int8 in mode {found}' if found else 'not int8'}, "
+                f"accelerate says {f'int8:mode={wanted}' if wanted else 'nothing of int8'}; give "
+                "from_pretrained this accelerate="
+            )
+
+    def _index(self):
+        """Entries of model_index.json other than parts."""
+        return {
+            "requires_safety_checker": self.safety_checker is not None,
+            "safety_checker": [None, None],
+        }
+
+    def description(self):
+        """All that a compiled program depends on in a pipeline, except the code, as a str."""
+        lines = [type(self).__name__]
+        for name, part in vars(self).items():
+            if name in MODULES or name == "scheduler":
+                module = getattr(part, "module", part)  # a text encoder's config is not a mapping
+                settings = None if part is None else sorted(module.config.items())
+                lines.append(f"{name} {type(part).__name__} {settings} {vars(part).get('dtype')}")
+            elif name in TEXT_ENCODERS:
+                ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
+                lines.append(f"{name} {ids}")
+            elif name == "tiny_vae" and part is not None:
+                lines.append(f"{name} {sorted(part.config.items())} {part.dtype}")
+            elif name in ("dtype", "accelerate", *self._settings({})):
+                lines.append(f"{name} {part}")
+        return "\n".join(lines)
+
+    # ----------------------------------------------------------------- sizes
+
+    @property
+    def vae_scale_factor(self):
+        """Pixels per latent, along a side: 8."""
+        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    def image_size(self, height=None, width=None, image_shape=None):
+        """Height and width of the result, in pixels.
+
+        Args:
+            height, width: None: those of the input image, or, without one, the size that the model
+                was trained at.
+            image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
+
+        Raises:
+            ValueError: height or width is not a positive multiple of the VAE's factor, or differs
+                from the latents'.
+        """
+        factor = self.vae_scale_factor
+        if image_shape is None:
+            side = self.unet.config.sample_size
+            height_0, width_0 = (
+                x * factor for x in (side if isinstance(side, tuple) else (side, side))
+            )
+        else:
+            height_0, width_0 = image_shape[-2:]
+            if self._is_latents(image_shape):
+                height_0, width_0 = height_0 * factor, width_0 * factor
+                if height not in (None, height_0) or width not in (None, width_0):
+                    raise ValueError(
+                        f"size {height}x{width} (height x width) is not the size of these latents, "
+                        f"{height_0}x{width_0}; leave height and width out"
+                    )
+        sides = [
+            default if side is None else side
+            for side, default in ((height, height_0), (width, width_0))
+        ]
+        size = f"size {sides[0]}x{sides[1]} (height x width)"
+        if not all(isinstance(side, int | np.integer) for side in sides):
+            raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
+        if any(side < 1 or side % factor for side in sides):
+            near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
+            reason = "must be positive" if min(sides) < 1 else f"is not divisible by {factor}"
+            raise ValueError(f"{size} {reason}; try {near}")
+        return tuple(map(int, sides))
+
+    def _is_latents(self, image_shape):
+        return image_shape[-3] == self.vae.config.latent_channels
+
+    def latent_shape(self, batch_size, height=None, width=None):
+        """(B, 4, height / 8, width / 8), see image_size."""
+        height, width = self.image_size(height, width)
+        factor = self.vae_scale_factor
+        return batch_size, self.vae.config.latent_channels, height // factor, width // factor
+
+    @property
+    def _vae(self):
+        """The VAE in the dtype that it computes in."""
+        return self.vae
+
+    def _decode(self, params, latents):
+        """Images of scaled latents, by the tiny VAE if the acceleration says so; see decode."""
+        if self.accelerate.tiny_decoder:
+            return decode(self.tiny_vae, params["tiny_vae"], latents)
+        return decode(self._vae, params["vae"], latents)
+
+    # ----------------------------------------------------------------- inputs
+
+    def _schedule(self, num_inference_steps, shape, first_step=0, timesteps=None):
+        """The scheduler's state for the steps, float32, and the steps' noise_scales.
+
+        Arguments as in set_timesteps.
+        """
+        with jax.ensure_compile_time_eval():
+            state = self.scheduler.set_timesteps(
+                self.scheduler.create_state(), num_inference_steps, shape, first_step, timesteps
+            )
+            constants = jax.tree.map(np.asarray, state)
+        return jax.tree.map(jnp.asarray, constants), noise_scales(constants)
+
+    def _denoise_steps(self, params, schedule, x_t, keys, branches, inputs, guide, eta):
+        """x_0 of x_t.
+
+        schedule: of _schedule; branches: of guidance; inputs, guide: as for make_segments; keys and
+        eta: as for denoise.
+        """
+        state, scales = schedule
+        prediction_type = self.scheduler.config.prediction_type
+        segments = make_segments(
+            self.accelerate,
+            plan_steps(self.accelerate, branches, scales),
+            self.unet,
+            params["unet"],
+            inputs,
+            guide,
+            prediction_type,
+            scales,
+        )
+        watch = None
+        if self.preview:
+            tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
+            watch = make_watch(self.preview, tiny_decode, prediction_type, scales, keys)
+        return denoise(self.scheduler, state, x_t, keys, segments, eta, watch)
+
+    def prepare_text_inputs(self, prompt):
+        """Tokenize prompts, for negative prompts and the like.
+
+        Args:
+            prompt: str or list of str; tokens past the text encoder's 77 are cut, with a warning.
+
+        Returns:
+            prompt_ids, int32 (B, 77).
+        """
+        return tokenize(self.tokenizer, prompt, self.text_encoder.module.max_position_embeddings)
+
+    numpy_to_pil = staticmethod(to_pil)
+
+    def _output(self, result, params, jit, output_type, return_dict):
+        """The result of a call, after the safety checker, if there is one."""
+        flags = False
+        if self.safety_checker is not None and output_type != "latent":
+            result, flags = self._check_images(result, params, jit)
+        if output_type == "pil":
+            result = self.numpy_to_pil(result)
+        output = FlaxStableDiffusionPipelineOutput(result, flags)
+        return output if return_dict else output.to_tuple()
+
+    def _check_images(self, images, params, jit):
+        """Make images black that the safety checker flags: (images, flat list of bool)."""
+        if "safety_checker" not in params:
+            raise ValueError("params has no safety_checker; add safety_checker.params under it")
+        params = params["safety_checker"]
+        if jit:
+            params = jax.tree.map(lambda x: x[0], params)
+        images = np.asarray(images)
+        checked, flags = self.safety_checker.filter_images(
+            images.reshape(-1, *images.shape[-3:]), self.feature_extractor, params
+        )
+        return checked.reshape(images.shape), flags
+
+
+def given_configs(given, **hub_options):
+    """{part: its config} of parts that replace a directory's; of unet and vae, others are {}.
+
+    given: as for FlaxDiffusionPipeline.check. A file of weights has the directory's config.
+    """
+    configs = {}
+    for name, part in (given or {}).items():
+        if isinstance(part, str | Path):
+            folder, file = locate("--unet", part)
+            if file is None:
+                configs[name] = MODULES[name].load_config(folder, **hub_options)
+        elif name in PART_FILES and part is not None:
+            configs[name] = dict(part.config) if name in ("unet", "vae") else {}
+    return configs
+
+
+def source_of(path, part, given):
+    """The name of a part's source for errors: the directory, or what replaces its part."""
+    replacement = (given or {}).get(part)
+    if isinstance(replacement, str | Path):
+        return replacement
+    return path if replacement is None else f"{path} with the given {part}"
+
+
+def pipeline_class(path, revision=None, **hub_options):
+    """The pipeline class that a directory's model_index.json names."""
+    name = str(read_index(path, revision, **hub_options).get("_class_name")).removeprefix("Flax")
+    if name not in PIPELINE_CLASSES:
+        raise ValueError(
+            f"{path} is a {name}, which is not supported; supported are "
+            f"{', '.join(PIPELINE_CLASSES)}"
+        )
+    return getattr(diffusers_flax, f"Flax{name}")
+
+
+@dataclass(frozen=True, eq=False)
+class StableDiffusionParts(FlaxDiffusionPipeline):
+    """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
+
+    Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
+    transformers CLIPTokenizer; scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and
+    feature_extractor, its CLIPImageProcessor, or None; dtype.
+    """
+
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel
+    tokenizer: Any
+    unet: FlaxUNet2DConditionModel
+    scheduler: Scheduler
+    safety_checker: Any = None
+    feature_extractor: Any = None
+    dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.safety_checker is not None and self.feature_extractor is None:
+            raise ValueError(
+                "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "
+                "input; give both or neither"
+            )

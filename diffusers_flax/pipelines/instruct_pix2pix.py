@@ -1,0 +1,377 @@
+"""FlaxStableDiffusionInstructPix2PixPipeline: edit images by instruction, in one compiled program.
+
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained("MODEL")
+    prompt_ids, image = pipeline.prepare_inputs("make it red", Image.open("in.png"))
+    images = pipeline(prompt_ids, image, params, jax.random.key(0)).images    # (1, H, W, 3), [0, 1]
+
+On several devices, each with an equal part of the images:
+
+    p_params = flax.jax_utils.replicate(params)
+    prompt_ids, image = flax.training.common_utils.shard((prompt_ids, image))
+    images = pipeline(prompt_ids, image, p_params, key, jit=True).images  # (devices, B, H, W, 3)
+
+Source: InstructPix2Pix (arXiv 2211.09800).
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers_flax.acceleration.plans import TGate
+from diffusers_flax.executables import (
+    FlaxStableDiffusionPipelineOutput,
+    output_options,
+    run,
+    step_options,
+)
+from diffusers_flax.images import pair_up, prepare_images
+from diffusers_flax.loading.configs import read_parts
+from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts, given_configs, source_of
+from diffusers_flax.pipelines.sampling import (
+    keys_per_image,
+    rescale_guidance,
+    resize,
+    rows_of,
+    rows_per_image,
+    starting_noise,
+)
+
+__all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
+
+# Branches of guidance: the UNet sees instruction and image, the image only, or neither.
+BRANCHES = ("text", "image", "null")
+TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
+
+
+def guidance_weights(guidance_scale, image_guidance_scale):
+    """Weights of the branches' noise predictions in the guided one; they sum to 1.
+
+    Source: InstructPix2Pix (arXiv 2211.09800), equation 3, sorted by prediction.
+    """
+    return (
+        guidance_scale,
+        image_guidance_scale - guidance_scale,
+        1 - image_guidance_scale,
+    )
+
+
+def guidance_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
+    """Choose the branches that are needed; all three for JAX arrays.
+
+    A branch is needed if its weight is not zero, and the text's for guidance_rescale.
+
+    Args:
+        guidance_scale, image_guidance_scale: s_T and s_I, numbers >= 0 or JAX arrays.
+        guidance_rescale: number from 0 to 1, or a JAX array.
+
+    Returns:
+        Some of BRANCHES, in their order.
+
+    Raises:
+        ValueError: a scale is negative or not finite, or guidance_rescale is not from 0 to 1.
+    """
+    rescales = isinstance(guidance_rescale, jax.Array) or guidance_rescale > 0
+    if not isinstance(guidance_rescale, jax.Array) and not 0 <= guidance_rescale <= 1:
+        raise ValueError(f"guidance_rescale={guidance_rescale} must be from 0 to 1; 0 is off")
+    scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
+    if any(isinstance(scale, jax.Array) for scale in scales.values()):
+        return BRANCHES
+    for name, scale in scales.items():
+        if not 0 <= scale < math.inf:
+            raise ValueError(
+                f"{name}={scale} must be 0 or more; guidance_scale=1 and image_guidance_scale=1 "
+                "switch guidance off"
+            )
+    weights = guidance_weights(guidance_scale, image_guidance_scale)
+    needed = dict(zip(BRANCHES, weights))
+    return tuple(x for x in BRANCHES if needed[x] != 0 or (x == "text" and rescales))
+
+
+def check_channels(path, configs):
+    """Raise a ValueError unless the UNet takes the latents of an image to edit.
+
+    Args:
+        path: pipeline directory or hub id.
+        configs: {part: its config}, with "unet" and "vae".
+    """
+    in_channels = configs["unet"].get("in_channels", 4)
+    latent_channels = configs["vae"].get("latent_channels", 4)
+    if (dim := configs["unet"].get("time_cond_proj_dim")) is not None:
+        raise ValueError(
+            f"the UNet of {path} has time_cond_proj_dim={dim}: it embeds one guidance scale, and "
+            "edits have two; distil a LoRA with distill_lcm.py instead"
+        )
+    if in_channels == latent_channels:
+        raise ValueError(
+            f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, so "
+            "it makes images from text only; widen it with create_modified_unet.py and train it "
+            "with flax_train_instruct_pix2pix.py"
+        )
+    if in_channels != 2 * latent_channels:
+        raise ValueError(
+            f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, "
+            f"which must be twice its VAE's latent_channels={latent_channels}"
+        )
+
+
+def pixels_per_latent(configs, resolution):
+    """How many pixels of a side the VAE turns into one; checks --resolution as well.
+
+    Args:
+        configs: {part: its config}, with "unet" and "vae".
+        resolution: of the longer side of the images, pixels.
+
+    Raises:
+        ValueError: the UNet would have to halve latents with a side of one pixel.
+    """
+    factor = 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
+    unet = {"block_out_channels": MODULES["unet"].block_out_channels} | dict(configs["unet"])
+    smallest = factor * 2 ** (len(unet["block_out_channels"]) - 1)
+    if resolution < smallest:
+        side = unet.get("sample_size")
+        usual = f"; its UNet was made for {factor * side}" if isinstance(side, int) else ""
+        raise ValueError(
+            f"--resolution {resolution} is too small: this model's VAE and UNet reduce sides to "
+            f"1/{smallest}, which takes {smallest} pixels or more{usual}"
+        )
+    return factor
+
+
+class InstructPix2Pix:
+    """The editing pipelines of Stable Diffusion and SDXL have these methods in common.
+
+    A subclass has `_conditions`: texts of each branch -> the UNet's arguments after the timestep.
+    """
+
+    check_channels = staticmethod(check_channels)
+
+    @classmethod
+    def check_acceleration(cls, acceleration):
+        """See FlaxDiffusionPipeline.check_acceleration."""
+        if isinstance(acceleration.cache, TGate):
+            raise ValueError(
+                "--accelerate tgate is for text to image; for edits take guidance:stop=0.6"
+            )
+
+    def prepare_inputs(self, prompt, image):
+        """Turn instructions and images into arrays; a single one of either is repeated.
+
+        Args:
+            prompt: str or list of str.
+            image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
+                or arrays (B, H, W, 3); uint8, or float in [0, 1].
+
+        Returns:
+            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1].
+
+        Raises:
+            ValueError: numbers of prompts and images differ, sizes differ, or it is not an image.
+        """
+        return pair_up(self.prepare_text_inputs(prompt), prepare_images(image))
+
+    def __call__(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        guidance_scale=7.5,
+        image_guidance_scale=1.5,
+        height=None,
+        width=None,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+    ):
+        """Edit a batch of images; compiles at the first call of each size, see the class.
+
+        Args:
+            prompt_ids: instructions, int32 (B, 77), SDXL (B, 2, 77); with jit all arrays are
+                (devices, B, ...).
+            image: images, float32 (B, 3, H, W) in [-1, 1].
+            params: from from_pretrained; with jit replicated. Without jit the first call copies
+                NumPy arrays to the device for all calls and makes them read-only. To alternate
+                between models, use jax.device_put(params) for each.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            guidance_scale: weight of the instruction, >= 0.
+            image_guidance_scale: similarity to the image, >= 0. Both 1: no guidance, a third of the
+                work; image_guidance_scale 1, or both equal: two thirds.
+            height, width: of the result, multiples of the VAE's factor (8); the images are
+                resized to it. None: the size of the images.
+            latents: initial noise, standard normal, (B, 4, H / 8, W / 8); None: random.
+            neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None: the empty text,
+                for SDXL zeros.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
+            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the result's
+            scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+
+        Raises:
+            ValueError: invalid shapes, sizes, scales or steps, or an unknown output_type.
+        """
+        if image.dtype == np.uint8:
+            raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")
+        scales = dict(
+            guidance_scale=float(guidance_scale), image_guidance_scale=float(image_guidance_scale)
+        )
+        images = run(
+            self,
+            jit,
+            arrays=dict(
+                prompt_ids=prompt_ids,
+                image=image,
+                params=params,
+                prng_seed=prng_seed,
+                latents=latents,
+                neg_prompt_ids=neg_prompt_ids,
+            ),
+            shared=scales | {"guidance_rescale": float(guidance_rescale)},
+            options=step_options(num_inference_steps, timesteps, eta)
+            | output_options(output_type)
+            | dict(
+                height=height,
+                width=width,
+                branches=guidance_branches(**scales, guidance_rescale=guidance_rescale),
+            ),
+        )
+        return self._output(images, params, jit, output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        image_guidance_scale=1.5,
+        latents=None,
+        neg_prompt_ids=None,
+        branches=None,
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        return_latents=False,
+    ):
+        """The edit as one pure function of arrays, for one device; jit or pmap it.
+
+        Args:
+            branches: branches of guidance to compute, static; None: those with a weight other than
+                zero, all three if the scales are traced. The other arguments are those of __call__.
+
+        Returns:
+            images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
+            float32 (B, 4, H / 8, W / 8).
+        """
+        if branches is None:
+            branches = guidance_branches(guidance_scale, image_guidance_scale, guidance_rescale)
+        B = prompt_ids.shape[0]
+        if image.ndim != 4 or image.shape[0] != B:
+            raise ValueError(
+                f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; image is "
+                "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
+            )
+
+        # The image to edit: the posterior's mode, unscaled, as in training (section 3.2).
+        vae = self._vae
+        posterior = vae.apply(
+            {"params": params["vae"]},
+            resize(image, self.image_size(height, width, image.shape)),
+            method=vae.encode,
+        ).latent_dist
+        image_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
+        image_latents_in = jnp.concatenate(
+            [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
+        )
+        conditions = self._conditions(
+            params, prompt_ids, neg_prompt_ids, branches, image_latents.shape
+        )
+
+        # Noise, one key per image
+        keys = keys_per_image(prng_seed, B)
+        schedule = self._schedule(num_inference_steps, image_latents.shape, timesteps=timesteps)
+        x_T = starting_noise(latents, keys, image_latents.shape) * schedule[0].init_noise_sigma
+
+        # Denoise
+        def inputs(active, x_t_scaled, t):
+            fixed = rows_of([image_latents_in, *conditions], branches, active)
+            model_input = jnp.concatenate([x_t_scaled] * len(active))
+            return jnp.concatenate([model_input, fixed[0]], axis=1), t, *fixed[1:]
+
+        def guide(active, eps_pred):
+            weights = (guidance_scale, image_guidance_scale)
+            if active != branches:  # guidance by the image has ended, or all guidance
+                weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
+            weights = guidance_weights(*(jnp.asarray(s, jnp.float32) for s in weights))
+            weights = dict(zip(BRANCHES, weights))
+            eps_pred = dict(zip(active, jnp.split(eps_pred, len(active))))
+            guided = sum(weights[branch] * eps for branch, eps in eps_pred.items())
+            if "text" not in active:
+                return guided
+            return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
+
+        x_0 = self._denoise_steps(params, schedule, x_T, keys, branches, inputs, guide, eta)
+        return x_0 if return_latents else self._decode(params, x_0)
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusionParts):
+    """Edit images with Stable Diffusion 1.x and 2.x.
+
+    Scheduler, number of steps, image size and branches are compiled in; another choice compiles
+    again and logs it. The guidance scales are arguments of the compiled program; it changes only if
+    a branch of guidance is added or removed.
+    """
+
+    torch_class_name = "StableDiffusionInstructPix2PixPipeline"
+    text_axes = 1  # of one image's prompt_ids
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
+        """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models other than SDXL."""
+        path = pretrained_model_name_or_path
+        parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
+        class_name = str(index.get("_class_name"))
+        if "XL" in class_name:
+            raise ValueError(
+                f"{path} is a {class_name}; open it with FlaxStableDiffusionXLInstructPix2Pix"
+                "Pipeline (diffusers_flax/pipelines/instruct_pix2pix_xl.py)"
+            )
+        check_channels(source_of(path, "unet", given), configs)
+        return index, configs
+
+    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+        B = len(prompt_ids)
+        if neg_prompt_ids is None:
+            null_ids = self.prepare_text_inputs("")
+        else:
+            null_ids = rows_per_image(neg_prompt_ids, B).astype(prompt_ids.dtype)
+        text_ids = jnp.concatenate([prompt_ids, null_ids])
+        states = self.text_encoder(text_ids, params=params["text_encoder"], return_dict=True)
+        text, null_text = states.last_hidden_state[:B], states.last_hidden_state[B:]
+        states = {"text": text, "null": jnp.broadcast_to(null_text, text.shape)}  # (B, 77, D)
+        return [jnp.concatenate([states[TEXT_OF_BRANCH[branch]] for branch in branches])]

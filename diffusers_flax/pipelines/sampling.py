@@ -1,0 +1,310 @@
+"""Sampling as pure functions: keys and noise per image, guidance, the denoising loop, the VAE.
+
+They run inside a compiled program and do not depend on the pipelines:
+
+    keys = keys_per_image(key, B)
+    x_t = starting_noise(None, keys, (B, 4, h, w)) * state.init_noise_sigma
+
+    def predict(x_in, t):
+        eps_pred = unet.apply({"params": params}, jnp.tile(x_in, (2, 1, 1, 1)), t, text).sample
+        return guide(eps_pred, ("text", "null"), guidance_scale=7.5, guidance_rescale=0.0)
+
+    images = decode(vae, vae_params, denoise(scheduler, state, x_t, keys, predict))
+
+The noise of an image depends only on its key, not on the batch or the devices.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Indices folded into an image's key: 0 for its initial noise, i + 1 for the noise of step i.
+POSTERIOR_NOISE = 2**31 - 1  # for the sample of the VAE's posterior
+SEQUEL = 2**31 - 2  # for a second pipeline that continues from the image (refiner, image to image)
+
+# Pixels that the VAE decodes at once; more are not faster, and a million take 3 GiB in float32.
+DECODED_PIXELS = 1024 * 1024
+# The branches of guidance of a text-to-image model.
+BRANCHES = ("text", "null")
+
+
+def guidance_branches(guidance_scale):
+    """The branches of guidance to compute: as in PyTorch, both if the scale is above 1.
+
+    Args:
+        guidance_scale: number >= 0, or an array of any values, which needs both branches; from 0
+            to 1 it interpolates between the null text and the text.
+
+    Returns:
+        A part of BRANCHES, in its order.
+
+    Raises:
+        ValueError: the scale is negative or not finite.
+    """
+    if isinstance(guidance_scale, jax.Array) or np.ndim(guidance_scale):
+        return BRANCHES
+    if not isinstance(guidance_scale, Real):
+        raise ValueError(f"guidance_scale={guidance_scale!r} must be a number or an array")
+    if not 0 <= guidance_scale < math.inf:
+        raise ValueError(
+            f"guidance_scale={guidance_scale} must be 0 or more; up to 1 there is no guidance"
+        )
+    return BRANCHES if guidance_scale > 1 else ("text",)
+
+
+def guide(eps_pred, branches, guidance_scale, guidance_rescale):
+    """Combine the predictions of the branches by classifier-free guidance.
+
+    Args:
+        eps_pred: float32 (branches * B, C, h, w).
+        branches: BRANCHES or one of them.
+        guidance_scale: scalar or one per image, (B,).
+        guidance_rescale: phi, scalar in [0, 1]; 0: off.
+
+    Returns:
+        (B, C, h, w).
+
+    Source: classifier-free guidance (arXiv 2207.12598), equation 6.
+    """
+    if len(branches) == 1:
+        return eps_pred
+    text, null = jnp.split(eps_pred, 2)
+    scale = jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1, 1, 1)
+    return rescale_guidance(null + scale * (text - null), text, guidance_rescale)
+
+
+def rescale_guidance(guided, text, guidance_rescale):
+    """Bring the standard deviation of guided predictions closer to that of the text's branch.
+
+    Args:
+        guided, text: guided prediction and the prediction for the text, (B, C, h, w).
+        guidance_rescale: phi, scalar in [0, 1]; 0: off.
+
+    Returns:
+        (B, C, h, w).
+
+    Source: arXiv 2305.08891, equations 15 and 16.
+    """
+    phi = jnp.asarray(guidance_rescale, jnp.float32)
+    std_text, std_guided = (x.std((1, 2, 3), keepdims=True, ddof=1) for x in (text, guided))
+    return guided * jnp.where(phi > 0, 1 - phi + phi * std_text / std_guided, 1)
+
+
+def rows_of(tree, branches, active):
+    """The rows of some branches of arrays that have those of all, one branch after the other.
+
+    Args:
+        tree: of arrays (branches * B, ...).
+        branches: of the arrays.
+        active: some of them.
+
+    Returns:
+        The tree of arrays (active * B, ...).
+    """
+    if active == branches:
+        return tree
+
+    def rows(x):
+        parts = jnp.split(x, len(branches))
+        return jnp.concatenate([parts[branches.index(branch)] for branch in active])
+
+    return jax.tree.map(rows, tree)
+
+
+def as_keys(prng_seed):
+    """Typed PRNG keys; uint32 keys (..., 2) are converted."""
+    if np.ndim(prng_seed) == 0 and not isinstance(prng_seed, jax.Array):
+        raise ValueError(f"prng_seed={prng_seed} is not a PRNG key; make one: jax.random.key(0)")
+    if jnp.issubdtype(prng_seed.dtype, jax.dtypes.prng_key):
+        return prng_seed
+    return jax.random.wrap_key_data(prng_seed)
+
+
+def keys_per_image(prng_seed, num_images):
+    """Keys (num_images,): those given, or fold_in(key, 0), fold_in(key, 1), ... of a single key."""
+    keys = as_keys(prng_seed)
+    if keys.ndim:
+        if keys.shape != (num_images,):
+            raise ValueError(
+                f"prng_seed has {keys.shape} keys for {num_images} images; give one key, or "
+                "one per image"
+            )
+        return keys
+    return jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(num_images))
+
+
+def keys_of_sequel(keys):
+    """Keys for a pipeline that continues from these images; reused noise would be visible."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, SEQUEL)
+
+
+def rows_per_image(ids, num_images):
+    """Broadcast token ids of negative prompts, one per image or one for all, to (num_images, T)."""
+    if len(ids) not in (1, num_images):
+        raise ValueError(
+            f"neg_prompt_ids has shape {ids.shape} for {num_images} images; give one row, or "
+            "one per image"
+        )
+    return jnp.broadcast_to(ids, (num_images, *ids.shape[1:]))
+
+
+def normal(keys, number, shape):
+    """Standard normal noise, float32 (len(keys), *shape), one key per image.
+
+    Args:
+        keys: one per image, (B,).
+        number: 0 for the initial noise, i + 1 for step i, or POSTERIOR_NOISE.
+        shape: of one image's noise.
+    """
+    return jax.vmap(
+        lambda key: jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+    )(keys)
+
+
+def starting_noise(latents, keys, shape):
+    """The initial noise, float32: latents if given, else standard normal.
+
+    Raises:
+        ValueError: latents are not of this shape.
+    """
+    if latents is None:
+        return normal(keys, 0, shape[1:])
+    if latents.shape != shape:
+        raise ValueError(f"latents have shape {latents.shape}, need {shape}")
+    return latents.astype(jnp.float32)
+
+
+def check_eta(scheduler, eta):
+    """Raise a ValueError for an eta that a scheduler does not take; None is its default."""
+    if eta is None:
+        return
+    if "eta" not in inspect.signature(scheduler.step).parameters:
+        raise ValueError(
+            f"eta={eta} is not an option of {type(scheduler).__name__}; use DDIM or TCD"
+        )
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta={eta} must be from 0 to 1")
+
+
+class Segment(NamedTuple):
+    """Consecutive steps of the denoising loop, compiled as one loop.
+
+    Fields:
+        num_steps: how many.
+        predict: functions (model_input, t, i, cache) -> (guided prediction, float32, cache); i is
+            the number of the step in the run.
+        kinds: the index in `predict` of each step's function, (num_steps,) NumPy integers.
+        enter: (the cache of the segment before, None at first; x_t) -> the cache to start with, a
+            tree of arrays.
+    """
+
+    num_steps: int
+    predict: tuple
+    kinds: np.ndarray
+    enter: Callable
+
+
+def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
+    """The denoising loop.
+
+    Args:
+        scheduler: a scheduler of diffusers_flax/schedulers/ddpm.py.
+        state: its state, of set_timesteps.
+        x_t: noisy sample (B, C, h, w), float32.
+        keys: one per image, for schedulers that draw noise in each step.
+        predict: (model_input, t) -> guided prediction, float32; or a list of Segment.
+        eta: share of noise in a step of DDIM (0 to 1; default 0) and TCD (0 to 1; default 0.3).
+        watch: (i, model_input, guided) -> None, called in each step, for previews.
+
+    Returns:
+        x_0, like x_t.
+
+    Raises:
+        ValueError: the scheduler has no eta, or it is out of range.
+    """
+    check_eta(scheduler, eta)
+    options = {} if eta is None else {"eta": eta}
+    segments = predict
+    if callable(predict):
+        num_steps = len(state.timesteps)
+
+        def same_in_each_step(model_input, t, i, cache):
+            return predict(model_input, t), cache
+
+        kinds = np.zeros(num_steps, int)
+        segments = [Segment(num_steps, (same_in_each_step,), kinds, lambda cache, x_t: ())]
+
+    first, cache = 0, None
+    for segment in segments:
+        kinds = jnp.asarray(segment.kinds, jnp.int32)
+
+        def body(i, carry, segment=segment, kinds=kinds, first=first):
+            x_t, state, cache = carry
+            t = state.timesteps[i]
+            arguments = scheduler.scale_model_input(state, x_t, t), t, i, cache
+            if len(segment.predict) == 1:
+                guided, cache = segment.predict[0](*arguments)
+            else:
+                guided, cache = jax.lax.switch(kinds[i - first], segment.predict, *arguments)
+            if watch is not None:
+                watch(i, arguments[0], guided)
+            noise = normal(keys, i + 1, x_t.shape[1:])
+            x_t, state = scheduler.step(
+                state, guided, t, x_t, noise=noise, return_dict=False, **options
+            )
+            return x_t, state, cache
+
+        last = first + segment.num_steps
+        carry = x_t, state, segment.enter(cache, x_t)
+        x_t, state, cache = jax.lax.fori_loop(first, last, body, carry)
+        first = last
+    return x_t
+
+
+def encode(vae, params, image, keys):
+    """Scaled latents of images, drawn from the VAE's posterior.
+
+    Args:
+        vae, params: FlaxAutoencoderKL and its parameters.
+        image: (B, 3, H, W) in [-1, 1].
+        keys: one per image.
+
+    Returns:
+        float32 (B, C, h, w).
+    """
+    posterior = vae.apply({"params": params}, image, method=vae.encode).latent_dist
+    noise = normal(keys, POSTERIOR_NOISE, posterior.mean.shape[1:])
+    latents = (posterior.mean + posterior.std * noise) * vae.config.scaling_factor
+    return jnp.transpose(latents, (0, 3, 1, 2))
+
+
+def resize(image, size):
+    """Images (B, C, H, W) in [-1, 1] resized to size (height, width) by Lanczos."""
+    if size == image.shape[2:]:
+        return image
+    return jax.image.resize(image, (*image.shape[:2], *size), "lanczos3").clip(-1, 1)
+
+
+def decode(vae, params, latents):
+    """Images, float32 (B, H, W, 3) in [0, 1], of scaled latents (B, C, h, w)."""
+
+    def decode_some(latents):
+        latents = latents / vae.config.scaling_factor
+        decoded = vae.apply({"params": params}, latents, method=vae.decode).sample  # (n, 3, H, W)
+        images = jnp.transpose(decoded.astype(jnp.float32), (0, 2, 3, 1))
+        return (images / 2 + 0.5).clip(0, 1)
+
+    B, _, h, w = latents.shape
+    factor = 2 ** (len(vae.block_out_channels) - 1)
+    most = max(1, DECODED_PIXELS // (h * w * factor**2))
+    n = max(n for n in range(1, B + 1) if B % n == 0 and n <= most)
+    if n == B:
+        return decode_some(latents)
+    images = jax.lax.map(decode_some, latents.reshape(-1, n, *latents.shape[1:]))
+    return images.reshape(B, *images.shape[2:])

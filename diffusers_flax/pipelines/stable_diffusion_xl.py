@@ -1,0 +1,276 @@
+"""FlaxStableDiffusionXLPipeline and FlaxStableDiffusionXLImg2ImgPipeline: SDXL, base and refiner.
+
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", dtype=jnp.bfloat16)
+    prompt_ids = pipeline.prepare_inputs("a red panda reading")  # (1, 2, 77)
+    images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
+
+Base, then refiner, which continues from the base's latents:
+
+    latents = pipeline(prompt_ids, params, key, output_type="latent").images
+    refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained("REFINER")
+    images = refiner(refiner.prepare_text_inputs(prompt), latents, params, key, 0.3).images
+
+On several devices as with FlaxStableDiffusionPipeline. As in PyTorch's pipelines by default, micro-
+conditioning says that the original has the result's size and was not cropped, and the refiner gets
+the aesthetic scores 6 and, for the null text, 2.5. Other sizes, and sharing the steps between base
+and refiner (denoising_end, denoising_start), are not supported.
+
+Source: SDXL (arXiv 2307.01952).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from diffusers_flax.executables import FlaxStableDiffusionXLPipelineOutput
+from diffusers_flax.loading.configs import has, read_parts
+from diffusers_flax.loading.tokenizer import tokenize
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.tiny_vae import TINY_VAES
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.base import (
+    TEXT_ENCODERS,
+    FlaxDiffusionPipeline,
+    given_configs,
+    source_of,
+)
+from diffusers_flax.pipelines.sampling import rows_per_image
+from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage
+from diffusers_flax.schedulers.ddpm import Scheduler
+
+AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
+SD_SCALING_FACTOR, SDXL_SCALING_FACTOR = 0.18215, 0.13025  # of the VAEs' latents
+
+
+@dataclass(frozen=True, eq=False)
+class XLParts(FlaxDiffusionPipeline):
+    """Parts of SDXL's pipelines: two text encoders, micro-conditioning, VAE.
+
+    force_zeros_for_empty_prompt: without a negative prompt the text states are zeros instead of the
+    states of an empty prompt. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
+    """
+
+    text_encoder: FlaxCLIPTextModel | None  # None: a refiner
+    text_encoder_2: FlaxCLIPTextModelWithProjection
+    vae: FlaxAutoencoderKL
+    tokenizer: Any  # a transformers CLIPTokenizer; None: a refiner
+    tokenizer_2: Any
+    unet: FlaxUNet2DConditionModel
+    scheduler: Scheduler
+    dtype: DTypeLike = jnp.float32
+    force_zeros_for_empty_prompt: bool = True
+    requires_aesthetics_score: bool = False
+
+    text_axes = 2  # of one image's prompt_ids
+    tiny_vae_name = TINY_VAES[1]
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
+        """See FlaxDiffusionPipeline.check; accepts SDXL, and its refiner for image to image."""
+        path = pretrained_model_name_or_path
+
+        def parts(index):
+            class_name = str(index.get("_class_name"))
+            if "XL" not in class_name:
+                raise ValueError(
+                    f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
+                    f"Flax{class_name}"
+                )
+            absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
+            if absent and not issubclass(cls, ImageToImage):
+                raise ValueError(
+                    f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs an "
+                    "image; make one with the base model and refine it with "
+                    "FlaxStableDiffusionXLImg2ImgPipeline"
+                )
+            names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
+            return [name for name in names if name not in absent]
+
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
+        unet_source, vae_source = (source_of(path, name, given) for name in ("unet", "vae"))
+        if configs["unet"].get("addition_embed_type") != "text_time":
+            raise ValueError(
+                f"the UNet of {unet_source} has no addition_embed_type='text_time': it is not SDXL"
+            )
+        if configs["vae"].get("scaling_factor", SD_SCALING_FACTOR) == SD_SCALING_FACTOR:
+            raise ValueError(
+                f"the VAE of {vae_source} has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
+                "Diffusion's VAE; take SDXL's"
+            )
+        cls.check_channels(unet_source, configs)
+        return index, configs
+
+    @classmethod
+    def _settings(cls, index):
+        return {
+            "force_zeros_for_empty_prompt": bool(index.get("force_zeros_for_empty_prompt", True)),
+            "requires_aesthetics_score": bool(index.get("requires_aesthetics_score", False)),
+        }
+
+    def _index(self):
+        return {
+            "force_zeros_for_empty_prompt": self.force_zeros_for_empty_prompt,
+            "requires_aesthetics_score": self.requires_aesthetics_score,
+        }
+
+    @property
+    def _text_parts(self):
+        """[(name, text encoder, its tokenizer)] of the existing text encoders."""
+        pairs = [(encoder, getattr(self, name)) for name, encoder in TEXT_ENCODERS.items()]
+        return [(name, getattr(self, name), tokenizer) for name, tokenizer in pairs if tokenizer]
+
+    def prepare_text_inputs(self, prompt):
+        """Tokenize prompts for every text encoder, each with its own tokenizer.
+
+        Args:
+            prompt: str or list of str; tokens past the 77th are cut, with a warning.
+
+        Returns:
+            prompt_ids, int32 (B, 2, 77); (B, 1, 77) for a refiner, which has one text encoder.
+        """
+        return np.stack(
+            [
+                tokenize(tokenizer, prompt, encoder.module.max_position_embeddings)
+                for _, encoder, tokenizer in self._text_parts
+            ],
+            axis=1,
+        )
+
+    def get_embeddings(self, prompt_ids, params):
+        """Text states for the UNet.
+
+        Args:
+            prompt_ids: (B, 2, 77), as from prepare_text_inputs.
+            params: the pipeline's.
+
+        Returns:
+            (penultimate hidden states, concatenated, (B, 77, D + D_2); the second text encoder's
+            projected pooled output, (B, projection_dim)).
+
+        Source: SDXL (arXiv 2307.01952), section 2.1.
+        """
+        if prompt_ids.shape[1] != len(self._text_parts):
+            raise ValueError(
+                f"prompt_ids has shape {prompt_ids.shape}, this pipeline has "
+                f"{len(self._text_parts)} text encoders; make it with this pipeline's "
+                "prepare_text_inputs"
+            )
+        outputs = [
+            encoder(
+                prompt_ids[:, i],
+                params=params[name],
+                output_hidden_states=True,
+                return_dict=True,
+            )
+            for i, (name, encoder, _) in enumerate(self._text_parts)
+        ]
+        states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
+        return states, outputs[-1].text_embeds
+
+    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+        texts = {"text": prompt_ids}
+        if neg_prompt_ids is not None:
+            texts["null"] = neg_prompt_ids.astype(prompt_ids.dtype)
+        elif not self.force_zeros_for_empty_prompt:
+            texts["null"] = self.prepare_text_inputs("")
+        if "null" in texts:
+            texts["null"] = rows_per_image(texts["null"], len(prompt_ids))
+        encoded = list(dict.fromkeys(branch for branch in branches if branch in texts)) or ["text"]
+        states, pooled = self.get_embeddings(
+            jnp.concatenate([texts[branch] for branch in encoded]), params
+        )
+        states, pooled = (
+            dict(zip(encoded, jnp.split(x, len(encoded)))) for x in (states, pooled)
+        )  # per branch (B, 77, D), (B, D)
+        if "null" not in encoded:  # no negative prompt: SDXL was trained with zeros
+            states["null"] = jnp.zeros_like(states["text"])
+            pooled["null"] = jnp.zeros_like(pooled["text"])
+        time_ids = [
+            jnp.tile(self._time_ids(branch, latent_shape), (len(prompt_ids), 1))
+            for branch in branches
+        ]
+        added = {
+            "text_embeds": jnp.concatenate([pooled[branch] for branch in branches]),
+            "time_ids": jnp.concatenate(time_ids),
+        }
+        return [jnp.concatenate([states[branch] for branch in branches]), added]
+
+    def _time_ids(self, branch, latent_shape):
+        """Micro-conditioning: original size, crop corner, target size (6,); a refiner's (5,).
+
+        Source: SDXL (arXiv 2307.01952), section 2.2.
+        """
+        size = [side * self.vae_scale_factor for side in latent_shape[2:]]
+        if self.requires_aesthetics_score:
+            return jnp.array([*size, 0, 0, AESTHETIC_SCORES[branch]], jnp.float32)
+        return jnp.array([*size, 0, 0, *size], jnp.float32)
+
+    def _output(self, result, params, jit, output_type, return_dict):
+        result = self.numpy_to_pil(result) if output_type == "pil" else result
+        output = FlaxStableDiffusionXLPipelineOutput(result)
+        return output if return_dict else output.to_tuple()
+
+    @property
+    def _vae(self):
+        """The VAE, in float32 if its config has force_upcast."""
+        return self.vae.clone(dtype=jnp.float32) if self.vae.config.force_upcast else self.vae
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
+    """Text to image with SDXL; see XLParts, and TextToImage for what is compiled in."""
+
+    torch_class_name = "StableDiffusionXLPipeline"
+
+    def __call__(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        guidance_scale=7.5,
+        height=None,
+        width=None,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        output_type="np",
+        jit=False,
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+    ):
+        """Make a batch of images; arguments as in FlaxStableDiffusionPipeline, but:
+
+        Args:
+            prompt_ids, neg_prompt_ids: int32 (B, 2, 77); neg_prompt_ids=None: zeros, not a text.
+        """
+        return super().__call__(
+            prompt_ids,
+            params,
+            prng_seed,
+            num_inference_steps,
+            height,
+            width,
+            guidance_scale,
+            latents,
+            neg_prompt_ids,
+            return_dict,
+            jit,
+            output_type,
+            guidance_rescale,
+            timesteps,
+            eta,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionXLImg2ImgPipeline(XLParts, ImageToImage):
+    """Image to image with SDXL's base or refiner, from an image or latents."""
+
+    torch_class_name = "StableDiffusionXLImg2ImgPipeline"

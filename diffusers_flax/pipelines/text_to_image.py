@@ -1,0 +1,406 @@
+"""Base classes of the pipelines for text to image and image to image, of all families.
+
+`_generate` is one pure function of arrays: text encoding, denoising and decoding are one program.
+
+Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXiv 2108.01073).
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers_flax.executables import output_options, run, step_options
+from diffusers_flax.images import pair_up, prepare_images
+from diffusers_flax.loading.configs import read_parts
+from diffusers_flax.models.unet import guidance_embedding
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, given_configs, source_of
+from diffusers_flax.pipelines.sampling import (
+    encode,
+    guidance_branches,
+    guide,
+    keys_of_sequel,
+    keys_per_image,
+    normal,
+    resize,
+    rows_of,
+    rows_per_image,
+    starting_noise,
+)
+
+
+def check_channels(path, configs, for_inpainting=False):
+    """Refuse a UNet with other input channels than the pipeline feeds.
+
+    path, configs: as in FlaxDiffusionPipeline.check. Inpainting adds a mask and the latents of the
+    masked image to the noisy latents.
+    """
+    in_channels = configs["unet"].get("in_channels", 4)
+    latent_channels = configs["vae"].get("latent_channels", 4)
+    expected = 2 * latent_channels + 1 if for_inpainting else latent_channels
+    if in_channels != expected:
+        raise ValueError(
+            f"the UNet of {path} has in_channels={in_channels}, this pipeline needs {expected}; "
+            "edit with an InstructPix2Pix model by edit_cli.py, inpaint with "
+            "FlaxStableDiffusionInpaintPipeline"
+        )
+
+
+class TextToImage(FlaxDiffusionPipeline):
+    """Text to image; common to the pipelines of Stable Diffusion 1.x, 2.x and XL.
+
+    Scheduler (dataclasses.replace changes it), number of steps and image size are compiled in;
+    another choice compiles again and logs it. The guidance scale is an argument of the program;
+    with 1 or less the program has one branch. The scheduler computes in float32, also if
+    params["scheduler"] has another dtype.
+    """
+
+    text_axes = 1  # of one image's prompt_ids
+    check_channels = staticmethod(check_channels)
+
+    @classmethod
+    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
+        """See FlaxDiffusionPipeline.check; accepts Stable Diffusion 1.x and 2.x."""
+        path = pretrained_model_name_or_path
+        parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+        configs = given_configs(given, **hub_options)
+        index, configs = read_parts(path, parts, revision, configs, **hub_options)
+        class_name = str(index.get("_class_name"))
+        if "XL" in class_name:
+            raise ValueError(
+                f"{path} is a {class_name}; this pipeline is for Stable Diffusion 1.x and 2.x; for "
+                "XL use FlaxStableDiffusionXLPipeline (sdxl_single.py)"
+            )
+        cls.check_channels(source_of(path, "unet", given), configs)
+        return index, configs
+
+    def prepare_inputs(self, prompt):
+        """Tokenize prompts; see prepare_text_inputs.
+
+        Args:
+            prompt: str or list of str.
+
+        Returns:
+            prompt_ids, int32 (B, 77).
+        """
+        return self.prepare_text_inputs(prompt)
+
+    def __call__(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+    ):
+        """Make a batch of images; compiles at the first call of each size, see the class.
+
+        Args:
+            prompt_ids: int32 (B, 77), as from prepare_inputs; with jit all arrays are
+                (devices, B, ...).
+            params: from from_pretrained; with jit replicated. Without jit the first call copies
+                NumPy arrays to the device for all calls and makes them read-only. To alternate
+                between models, use jax.device_put(params) for each.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            height, width: of the images, multiples of 8; None takes the size that the model was
+                trained at.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image;
+                a number up to 1: no guidance, half of the work.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: in [0, 1]; reduces the contrast that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249).
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
+            (devices, B, H, W, 3), float32 in [0, 1].
+
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        return self._run(
+            jit,
+            output_type,
+            return_dict,
+            guidance_scale,
+            guidance_rescale,
+            arrays=dict(
+                prompt_ids=prompt_ids,
+                params=params,
+                prng_seed=prng_seed,
+                latents=latents,
+                neg_prompt_ids=neg_prompt_ids,
+            ),
+            options=step_options(num_inference_steps, timesteps, eta)
+            | dict(height=height, width=width),
+        )
+
+    def _run(
+        self, jit, output_type, return_dict, guidance_scale, guidance_rescale, arrays, options
+    ):
+        """Common to all calls: choose the branches, run, make the output."""
+        options = options | output_options(output_type)
+        options |= {"branches": self.guidance_branches(guidance_scale)}
+        shared = {"guidance_rescale": guidance_rescale}
+        if np.ndim(guidance_scale):
+            arrays = arrays | {"guidance_scale": guidance_scale}
+        else:
+            shared["guidance_scale"] = guidance_scale
+        result = run(self, jit, arrays, shared, options)
+        return self._output(result, arrays["params"], jit, output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+        timesteps=None,
+        eta=None,
+    ):
+        """Text to image as one pure function of arrays, for one device; jit or pmap it.
+
+        Args as in __call__. guidance_scale may be traced, then both branches run, unless
+        `branches` (static) names them; None: those that guidance_scale needs.
+
+        Returns:
+            images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
+            float32 (B, 4, H / 8, W / 8).
+        """
+        branches = self.guidance_branches(guidance_scale) if branches is None else branches
+        shape = self.latent_shape(len(prompt_ids), height, width)
+        keys = keys_per_image(prng_seed, len(prompt_ids))
+        schedule = self._schedule(num_inference_steps, shape, timesteps=timesteps)
+        x_t = starting_noise(latents, keys, shape) * schedule[0].init_noise_sigma
+        conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
+        guidance = guidance_scale, guidance_rescale
+        x_0 = self._denoise(params, schedule, x_t, keys, conditions, branches, guidance, eta)
+        return x_0 if return_latents else self._decode(params, x_0)
+
+    def guidance_branches(self, guidance_scale):
+        """The branches to compute; a UNet that is distilled with guidance needs only one."""
+        branches = guidance_branches(guidance_scale)
+        return ("text",) if self.unet.config.time_cond_proj_dim is not None else branches
+
+    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+        """The UNet's arguments after the timestep, for all branches: a list."""
+        if neg_prompt_ids is None:
+            neg_prompt_ids = self.prepare_text_inputs("")
+        neg_prompt_ids = rows_per_image(neg_prompt_ids, len(prompt_ids))
+        texts = {"text": prompt_ids, "null": neg_prompt_ids.astype(prompt_ids.dtype)}
+        ids = jnp.concatenate([texts[branch] for branch in branches])
+        states = self.text_encoder(ids, params=params["text_encoder"], return_dict=True)
+        return [states.last_hidden_state]  # (branches * B, 77, D)
+
+    def _denoise(
+        self,
+        params,
+        schedule,
+        x_t,
+        keys,
+        conditions,
+        branches,
+        guidance,
+        eta,
+        extra_channels=(),
+    ):
+        """x_0 of x_t, guided.
+
+        schedule: of _schedule; conditions: of _conditions; guidance: scale and rescale;
+        extra_channels, each (B, C, h, w), join the UNet's input.
+        """
+        timestep_cond = None
+        if (dim := self.unet.config.time_cond_proj_dim) is not None:
+            scale = jnp.asarray(guidance[0], jnp.float32).reshape(-1)
+            timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (len(x_t),)), dim)
+        states, added = (*conditions, None)[:2]
+
+        def inputs(active, x_t_scaled, t):
+            model_input = jnp.concatenate([x_t_scaled, *extra_channels], axis=1)
+            model_input = jnp.concatenate([model_input] * len(active))
+            text = rows_of((states, added), branches, active)
+            return model_input, t, *text, timestep_cond
+
+        def guide_active(active, eps_pred):
+            return guide(eps_pred, active, *guidance)
+
+        return self._denoise_steps(params, schedule, x_t, keys, branches, inputs, guide_active, eta)
+
+
+class ImageToImage(TextToImage):
+    """Text and an image to begin with in, image out.
+
+    An image's noise differs from the noise that TextToImage draws for the same key, so one key can
+    make an image and continue from it. With strength below 1 it differs from PyTorch for two
+    schedulers: PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS
+    takes coefficients for derivatives that it does not have.
+
+    Source: SDEdit (arXiv 2108.01073), algorithm 1.
+    """
+
+    def prepare_inputs(self, prompt, image):
+        """Turn prompts and images into arrays; a single one of either is repeated.
+
+        Args:
+            prompt: str or list of str.
+            image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
+                or arrays (B, H, W, 3); uint8, or float in [0, 1]; or what output_type="latent"
+                gave, (B, 4, h, w).
+
+        Returns:
+            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1], or the latents.
+
+        Raises:
+            ValueError: numbers of prompts and images differ, sizes differ, or it is not an image.
+        """
+        if getattr(image, "ndim", 0) != 4 or not self._is_latents(image.shape):
+            image = prepare_images(image)
+        return pair_up(super().prepare_inputs(prompt), image)
+
+    def get_timestep_start(self, num_inference_steps, strength):
+        """Number of first steps to skip: the noised image replaces their result.
+
+        Args:
+            num_inference_steps: of the full schedule.
+            strength: share of the steps to run, in [0, 1].
+
+        Raises:
+            ValueError: strength is out of range, or leaves no step.
+        """
+        if not 0 <= strength <= 1:
+            raise ValueError(f"strength={strength} must be from 0 to 1, the share of the steps")
+        num_done = min(int(num_inference_steps * strength), num_inference_steps)
+        if num_done < 1:
+            raise ValueError(
+                f"strength={strength} of num_inference_steps={num_inference_steps} leaves no step "
+                f"to do; take strength {1 / num_inference_steps:.2g} or more"
+            )
+        return num_inference_steps - num_done
+
+    def _encode(self, params, image, keys, height, width):
+        """Scaled latents of images, or those given, float32 (B, 4, h, w)."""
+        size = self.image_size(height, width, image.shape)
+        if self._is_latents(image.shape):
+            return image.astype(jnp.float32)
+        return encode(self._vae, params["vae"], resize(image, size), keys)
+
+    def __call__(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        strength=0.8,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        noise=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+    ):
+        """Make a batch of images from others; arguments as in FlaxStableDiffusionPipeline, and:
+
+        Args:
+            image: images, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
+                latents (B, 4, h, w), as from output_type="latent".
+            strength: fraction of the steps to run, in (0, 1]; 1 almost ignores the image.
+            height, width: of the result; the images are resized to it. None takes their own; the
+                size of latents stays.
+            noise: standard normal noise that is added at first, like latents.
+        """
+        steps = step_options(num_inference_steps, timesteps, eta)
+        start = self.get_timestep_start(steps["num_inference_steps"], strength)
+        return self._run(
+            jit,
+            output_type,
+            return_dict,
+            guidance_scale,
+            guidance_rescale,
+            arrays=dict(
+                prompt_ids=prompt_ids,
+                image=image,
+                params=params,
+                prng_seed=prng_seed,
+                noise=noise,
+                neg_prompt_ids=neg_prompt_ids,
+            ),
+            options=steps | dict(start_timestep=start, height=height, width=width),
+        )
+
+    def _generate(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        start_timestep=10,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        noise=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+        timesteps=None,
+        eta=None,
+    ):
+        """Image to image as one pure function of arrays, for one device; jit or pmap it.
+
+        Args as in __call__; start_timestep, a Python int, is get_timestep_start's.
+
+        Returns:
+            As FlaxStableDiffusionPipeline._generate.
+        """
+        branches = self.guidance_branches(guidance_scale) if branches is None else branches
+        if image.ndim != 4 or len(image) != len(prompt_ids):
+            raise ValueError(
+                f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
+                "batch; prepare_inputs makes both"
+            )
+        keys = keys_of_sequel(keys_per_image(prng_seed, len(prompt_ids)))
+        latents = self._encode(params, image, keys, height, width)
+        schedule = self._schedule(num_inference_steps, latents.shape, start_timestep, timesteps)
+        state, _ = schedule
+        if noise is None:
+            noise = normal(keys, 0, latents.shape[1:])
+        elif noise.shape != latents.shape:
+            raise ValueError(f"noise has shape {noise.shape}, need {latents.shape}")
+        x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
+        conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, latents.shape)
+        guidance = guidance_scale, guidance_rescale
+        x_0 = self._denoise(params, schedule, x_t, keys, conditions, branches, guidance, eta)
+        return x_0 if return_latents else self._decode(params, x_0)

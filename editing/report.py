@@ -1,0 +1,348 @@
+"""The report of evaluate_edits.py: results.md, curve.png and grid.png, drawn from results.json."""
+
+from collections import Counter, defaultdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from command_line import save_whole, write_text
+from diffusers_flax.images import captioned, load_image, save_image, tile_grid
+from editing.metrics import CLIP_METRICS, PIXEL_METRICS
+
+GRID_IMAGE_SIZE = 192  # pixels, longer side
+GRID_MARGIN = 8  # pixels
+LABEL_SIZE = 8  # of the font in the curve, points
+# Where a label may stand beside its point, points; a negative x: to the left of it
+LABEL_PLACES = [(x, y) for y in (4, -11, 14, -21, 24, -31) for x in (4, -4)]
+FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+SAMPLING_FLAGS = ("scheduler", "timesteps", "eta", "timestep_spacing", "lora", "accelerate")
+HEADINGS = {
+    "l1": "L1",
+    "mse": "MSE",
+    "error_ratio": "error ratio",
+    "l1_to_input": "L1 to input",
+    "image_similarity": "image sim.",
+    "direction_similarity": "direction sim.",
+    "text_similarity": "text sim.",
+    "truth_similarity": "truth sim.",
+}
+# x and y of the curve, the first pair that all rows have; the names of the axes
+CURVES = (
+    ("direction_similarity", "image_similarity"),
+    ("l1", "l1_to_input"),
+)
+AXES = {
+    "direction_similarity": "CLIP direction similarity (change of image and captions)",
+    "image_similarity": "CLIP image similarity (to the input)",
+    "l1": "L1 to the truth",
+    "l1_to_input": "L1 to the input",
+}
+
+
+def over_seeds(rows):
+    """Rows of the same model and scales, in their order.
+
+    Returns:
+        {(model, guidance_scale, image_guidance_scale): list of rows, one per seed}.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["model"], row["guidance_scale"], row["image_guidance_scale"]].append(row)
+    return dict(groups)
+
+
+def mean_and_spread(rows, name):
+    """Mean of a metric over rows and its sample standard deviation; None if there is none."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    mean = float(np.mean(values)) if values else None
+    return mean, float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def cell(rows, name, digits=4):
+    """A metric of rows for a table: "mean ± spread", the mean, or nothing."""
+    mean, spread = mean_and_spread(rows, name)
+    if mean is None:
+        return ""
+    return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
+
+
+def markdown(results, sentences):
+    """The content of results.md.
+
+    Args:
+        results: content of results.json.
+        sentences: what is left out.
+    """
+    settings, rows, baselines = (results[name] for name in ("settings", "rows", "baselines"))
+    metrics = [
+        name
+        for name in (*PIXEL_METRICS, *CLIP_METRICS)
+        if any(row.get(name) is not None for row in rows + baselines)
+    ]
+    seeds = sorted({row["seed"] for row in rows})
+    names = short_names(results["models"])
+    clip = f"CLIP model: {settings['clip_model']}"
+    clip += "" if settings["clip_model"] == "none" else "; its metrics are named sim."
+    conditions = [
+        f"{settings['num_pairs']} pairs",
+        f"{settings['num_inference_steps']} steps",
+        f"longer side {settings['resolution']} pixels",
+        settings["dtype"],
+        settings["devices"],
+    ]
+    conditions += [
+        f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name in SAMPLING_FLAGS
+        if (value := settings.get(name)) is not None
+    ]
+    lines = [
+        "# Edits",
+        "",
+        f"{', '.join(conditions)}. Means over the pairs, then mean ± standard deviation over seeds "
+        f"({', '.join(map(str, seeds))}). {clip.rstrip('.')}.",
+        "",
+        *(f"- {sentence}" for sentence in sentences),
+        *[""] * bool(sentences),
+    ]
+    heads = ("model", "guidance", "image guidance", "seeds", *map(HEADINGS.get, metrics))
+    lines += table_head(heads)
+    for label, row in merge_baselines(baselines, metrics, names):
+        lines.append(f"| {' | '.join([label, '', '', '', *(cell([row], x) for x in metrics)])} |")
+    for (model, *scales), group in over_seeds(rows).items():
+        cells = [names[model], *map(str, scales), str(len(group))]
+        lines.append(f"| {' | '.join([*cells, *(cell(group, name) for name in metrics)])} |")
+    lines += ["", *costs(rows, names)] if rows else []
+    for name, model in results["models"].items():
+        if "parameters" in model:
+            parts = ", ".join(f"{part} {n:,}" for part, n in model["parameters"].items())
+            also = "" if names[name] == name else f" ({name})"
+            lines.append(f"\n{names[name]}{also}: {model['pipeline']}; parameters: {parts}.")
+    return "\n".join(lines) + "\n"
+
+
+def table_head(heads):
+    """The first two lines of a Markdown table."""
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+
+
+def short_names(models):
+    """{model: the last part of its path or hub id, or all of it if several have that part}."""
+    last = {model: Path(model).name or model for model in models}
+    counts = Counter(last.values())
+    return {model: name if counts[name] == 1 else model for model, name in last.items()}
+
+
+def merge_baselines(baselines, metrics, names):
+    """The baselines, those of models with the same VAE once: [(label, row)].
+
+    Args:
+        baselines: rows of results.json.
+        metrics: names of the metrics that are shown.
+        names: of short_names.
+    """
+    groups = defaultdict(list)
+    for row in baselines:
+        groups[row["baseline"], *(row.get(name) for name in metrics)].append(row)
+    counts = Counter(key[0] for key in groups)
+    merged = []
+    for (baseline, *_), rows in groups.items():
+        models = ", ".join(names.get(row["model"], row["model"]) for row in rows if row["model"])
+        merged.append((f"{baseline} ({models})" if counts[baseline] > 1 else baseline, rows[0]))
+    return merged
+
+
+def costs(rows, names):
+    """A table of what an edit costs; runs of one model with the same FLOPs are one line.
+
+    Their seconds differ by noise only, so the median is shown, with the range.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["model"], row["flops_per_edit"]].append(row)
+    most = max(row["flops_per_edit"] for row in rows)
+    unit, name = next((x for x in FLOP_UNITS if most >= x[0]), FLOP_UNITS[-1])
+    memory = " and ".join(sorted({f"of the {row['peak_memory_of']}" for row in rows}))
+    heads = ("edits", "runs", "s per edit, median (range)", "s to compile")
+    lines = table_head((*heads, f"GiB, peak {memory}", f"{name} per edit"))
+    for (model, flops), group in groups.items():
+        scales = {(row["guidance_scale"], row["image_guidance_scale"]): None for row in group}
+        first = "{:g} and {:g}".format(*next(iter(scales)))
+        more = f" (and {len(scales) - 1} more)" if len(scales) > 1 else ""
+        seconds = [row["seconds_per_edit"] for row in group]
+        cells = [
+            f"{names[model]} at {first}{more}",
+            str(len(group)),
+            f"{np.median(seconds):.2g} ({min(seconds):.2g} to {max(seconds):.2g})",
+            f"{max(row['compile_seconds'] for row in group):.1f}",
+            f"{max(row['peak_memory_bytes'] for row in group) / 2**30:.2f}",
+            f"{flops / unit:.3g}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def draw_curve(results, file):
+    """Draw one metric against another over image_guidance_scale, a line per model.
+
+    The paper's curve, CLIP direction similarity (x) and image similarity (y); without captions or
+    CLIP, L1 to the truth and to the input.
+
+    Returns:
+        What was drawn, a sentence; None if neither can be drawn.
+
+    Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
+    """
+    import matplotlib.figure  # seconds to import; without pyplot no display is used
+
+    rows = results["rows"]
+    axes = next(
+        (
+            pair
+            for pair in CURVES
+            if rows and all(row.get(x) is not None for row in rows for x in pair)
+        ),
+        None,
+    )
+    if axes is None:
+        return None
+    figure = matplotlib.figure.Figure(figsize=(8, 7), layout="constrained")
+    plot = figure.add_subplot()
+    lines, names = defaultdict(list), short_names(results["models"])
+    for (model, guidance_scale, image_guidance_scale), group in over_seeds(rows).items():
+        points = [mean_and_spread(group, name) for name in axes]
+        lines[model, guidance_scale].append((image_guidance_scale, *points))
+    labels = []
+    for (model, guidance_scale), points in lines.items():
+        points.sort()
+        (x, x_spread), (y, y_spread) = (
+            zip(*((mean, spread or 0) for mean, spread in column))
+            for column in list(zip(*points))[1:]
+        )
+        label = f"{names[model]}, guidance {guidance_scale:g}"
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "label": label}
+        line, *_ = plot.errorbar(x, y, y_spread, x_spread, **style)
+        for (scale, *_), point in zip(points, zip(x, y)):
+            labels.append((f"{scale:g}", point, line.get_color()))
+    # The baselines may be so far away that they would squeeze the curves into points.
+    limits = [widened(values) for values in zip(*(point for _, point, _ in labels))]
+    for label, row in merge_baselines(results["baselines"], axes, names):
+        if all(row.get(name) is not None for name in axes):
+            point = [row[name] for name in axes]
+            if not all(low <= value <= high for value, (low, high) in zip(point, limits)):
+                label += " at ({:.3g}, {:.3g}), outside".format(*point)
+            plot.plot(*point, "x", label=label)
+    plot.set_xlim(limits[0])
+    plot.set_ylim(limits[1])
+    plot.set_xlabel(AXES[axes[0]])
+    plot.set_ylabel(AXES[axes[1]])
+    settings = results["settings"]
+    clip = f", {settings['clip_model']}" if axes == CURVES[0] else ""
+    plot.set_title(f"{settings['num_pairs']} pairs{clip}; numbers: image guidance", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.draw_without_rendering()  # places the axes
+    write_labels(plot, labels)
+    save_whole(file, partial(figure.savefig, format="png", dpi=120))
+    return f"{file.name}: {AXES[axes[0]]} and {AXES[axes[1]]}"
+
+
+def widened(values):
+    """(low, high) around values, with a quarter of their range on both sides, at least 5%."""
+    low, high = min(values), max(values)
+    margin = max((high - low) / 4, 0.05 * max(abs(low), abs(high)), 1e-3)
+    return low - margin, high + margin
+
+
+def write_labels(plot, labels):
+    """Write texts next to points, at the first of some places where they cover no other text.
+
+    A text that would cover others at all of them is left out.
+
+    Args:
+        plot: matplotlib Axes, with its final size and limits.
+        labels: list of (text, (x, y), color).
+    """
+    scale = plot.figure.dpi / 72  # pixels of a point
+    taken = []
+    for text, point, color in labels:
+        left, bottom = plot.transData.transform(point)
+        width, height = 0.65 * LABEL_SIZE * len(text) * scale, LABEL_SIZE * scale
+        for dx, dy in LABEL_PLACES:
+            x, y = left + dx * scale - (width if dx < 0 else 0), bottom + dy * scale
+            if all(
+                x > other_right or x + width < other_left or abs(y - other_y) > height
+                for other_left, other_right, other_y in taken
+            ):
+                taken.append((x, x + width, y))
+                plot.annotate(
+                    text,
+                    point,
+                    xytext=(dx, dy),
+                    textcoords="offset points",
+                    fontsize=LABEL_SIZE,
+                    color=color,
+                    horizontalalignment="right" if dx < 0 else "left",
+                )
+                break
+
+
+def best_rows(rows, folder, shown):
+    """Per model the row with images in folder whose L1 to the truth is least.
+
+    Without truth, the row that was measured first; shown: the pairs whose images are needed.
+    """
+    best = {}
+    for row in rows:
+        if all(Path(folder, row["images"], f"{i}.png").is_file() for i in shown):
+            other = best.setdefault(row["model"], row)
+            if row["l1"] is not None and row["l1"] < other["l1"]:
+                best[row["model"]] = row
+    return list(best.values())
+
+
+def draw_grid(results, pairs, folder):
+    """The grid: a row per pair; input, truth if known, and the best row of each model.
+
+    Args:
+        results: content of results.json.
+        pairs: list of (row, HeldOutPair, size (width, height)).
+        folder: of the rows' images.
+
+    Returns:
+        PIL image.
+    """
+    box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
+    rows = best_rows(results["rows"], folder, [i for i, _, _ in pairs])
+    names = short_names(results["models"])
+    has_truth = any(pair.truth is not None for _, pair, _ in pairs)
+    tiles = []
+    for i, pair, size in pairs:
+        cells = [(pair.fitted_original(size), pair.instruction)]
+        if has_truth:
+            truth = pair.fitted_truth(size)
+            cells.append((truth, "truth") if truth else (Image.new("RGB", size, "white"), ""))
+        for row in rows:
+            scales = f"{row['guidance_scale']:g} and {row['image_guidance_scale']:g}"
+            image = load_image(Path(folder, row["images"], f"{i}.png"))
+            cells.append((image, f"{names[row['model']]}, guidance {scales}"))
+        tiles += [captioned([ImageOps.contain(image, box)], text) for image, text in cells]
+    return tile_grid(tiles, 1 + has_truth + len(rows), GRID_MARGIN)
+
+
+def write_report(output_dir, results, pairs, sentences):
+    """Write results.md, curve.png and grid.png.
+
+    Args:
+        output_dir: directory of results.json.
+        results: its content.
+        pairs: those of the grid, list of (row, HeldOutPair, size).
+        sentences: what is left out.
+    """
+    curve = draw_curve(results, output_dir / "curve.png")
+    if curve is None:  # of earlier results
+        (output_dir / "curve.png").unlink(missing_ok=True)
+    sentences = [*sentences, curve or "no curve: it needs captions and CLIP, or truths"]
+    save_image(draw_grid(results, pairs, output_dir / "images"), output_dir / "grid.png")
+    text = markdown(results, sentences)
+    write_text(output_dir / "results.md", text)

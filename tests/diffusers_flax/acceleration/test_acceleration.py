@@ -1,0 +1,722 @@
+"""Caches, fewer branches and token merging, against the techniques' own PyTorch packages."""
+
+import ast
+import dataclasses
+import importlib.util
+import math
+import warnings
+from pathlib import Path
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_pipeline_instruct_pix2pix import psnr
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import edit_cli
+import sdxl_single
+import sdxl_single_aot
+from diffusers_flax.acceleration.plans import (
+    Acceleration,
+    DeepCache,
+    Guidance,
+    Spectrum,
+    TGate,
+    parse,
+    plan_steps,
+)
+from diffusers_flax.acceleration.token_merging import match, window_offsets
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from diffusers_flax.pipelines.sampling import keys_per_image, normal
+from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
+from diffusers_flax.schedulers.ddpm import make_scheduler
+from tpu import jobs
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import tgate
+    import tgate.tgate_utils
+    import tomesd
+    from DeepCache import DeepCacheSDHelper
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+PROMPT, STEPS, SHAPE = "make it red", 12, (4, 16, 16)
+SCALES = (np.full(20, 0.6), np.full(20, 0.8))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: directory} of random models with two levels, and attention at the first."""
+    folder = tmp_path_factory.mktemp("models")
+    levels = {"unet_channels": (16, 32)}
+    return {
+        "sd": make_tiny_pipeline(folder / "sd", in_channels=4, **levels),
+        "edits": make_tiny_pipeline(folder / "edits", **levels),
+        "xl": make_tiny_xl(folder / "xl"),
+        "xl edits": make_tiny_xl(folder / "xl_edits", edits=True),
+    }
+
+
+def open_ours(folder, accelerate=(), scheduler=None, **options):
+    """(pipeline, params) with a scheduler."""
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder, accelerate=accelerate)
+    if scheduler:
+        config = dict(pipeline.scheduler.config) | options
+        pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
+    return pipeline, params
+
+
+def open_theirs(folder, scheduler):
+    """PyTorch's pipeline with our scheduler's config."""
+    cls = diffusers.DiffusionPipeline
+    theirs = cls.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    name = type(scheduler).__name__.removeprefix("Flax")
+    theirs.scheduler = getattr(diffusers, name).from_config(dict(scheduler.config))
+    return theirs
+
+
+def images_of(pipeline, params, key=3, steps=STEPS, size=64, **options):
+    prompt_ids = pipeline.prepare_inputs(PROMPT)
+    options = dict(num_inference_steps=steps, height=size, width=size) | options
+    return pipeline(prompt_ids, params, jax.random.key(key), **options).images
+
+
+def images_of_theirs(theirs, key=3, steps=STEPS, size=64, call=None, factor=4, **options):
+    shape = (4, size // factor, size // factor)
+    noise = normal(keys_per_image(jax.random.key(key), 1), 0, shape)
+    latents = torch.from_numpy(np.array(noise))
+    options = dict(num_inference_steps=steps, height=size, width=size) | options
+    call = call or theirs
+    return call(PROMPT, latents=latents, output_type="np", **options).images
+
+
+def assert_images_agree(found, plain, expected):
+    """The accelerated image has 50 dB more PSNR to the expected one than the plain image has.
+
+    Neighbouring parameters of a technique give at most 26 dB more with these random models.
+    """
+    assert psnr(found, expected) > max(85, psnr(plain, expected) + 50)
+
+
+@pytest.mark.parametrize(
+    ("model", "scheduler"),
+    [
+        pytest.param("sd", "pndm", marks=pytest.mark.slow),
+        pytest.param("xl", "euler", marks=pytest.mark.slow),
+        pytest.param("sd", "ddim", marks=pytest.mark.slow),
+        pytest.param("sd", "euler", marks=pytest.mark.slow),
+    ],
+)
+def test_deepcache_is_its_pytorch_package(models, model, scheduler):
+    pipeline, params = open_ours(models[model], "deepcache:interval=3", scheduler)
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    factor = pipeline.vae_scale_factor
+    helper = enable_deepcache(theirs, 3)
+    if scheduler == "pndm":  # their helper finds a repeated timestep's first place only
+        steps = iter(range(100))
+        forward = helper.function_dict["unet_forward"]
+
+        def count_steps(*args, **kwargs):
+            helper.cur_timestep = next(steps)
+            return forward(*args, **kwargs)
+
+        theirs.unet.forward = count_steps
+    expected = images_of_theirs(theirs, factor=factor, guidance_scale=7.5)
+    assert_images_agree(found, plain, expected)
+
+
+@pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
+def test_tgate_is_its_pytorch_package(models, model):
+    pipeline, params = open_ours(models[model], "tgate:gate=8,interval=4,warmup=1", "ddim")
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    loader = tgate.TgateSDLoader if model == "sd" else tgate.TgateSDXLLoader
+    theirs = loader(theirs, gate_step=8, sp_interval=4, fi_interval=1, warm_up=1)
+    expected = images_of_theirs(
+        theirs,
+        factor=pipeline.vae_scale_factor,
+        call=theirs.tgate,
+        gate_step=8,
+        sp_interval=4,
+        warm_up=1,
+        guidance_scale=7.5,
+    )
+    assert_images_agree(found, plain, expected)
+
+
+@pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
+def test_token_merging_is_its_pytorch_package(models, model):
+    downsample = 1 if model == "sd" else 2
+    spec = f"tome:ratio=0.5,random=false,max_downsample={downsample}"
+    pipeline, params = open_ours(models[model], spec, "ddim")
+    found = images_of(pipeline, params, steps=3)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params, steps=3)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    tomesd.apply_patch(theirs, ratio=0.5, use_rand=False, max_downsample=downsample)
+    factor = pipeline.vae_scale_factor
+    expected = images_of_theirs(theirs, steps=3, factor=factor, guidance_scale=7.5)
+    assert_images_agree(found, plain, expected)
+
+
+def test_merging_equal_positions_loses_nothing():
+    """Odd sizes and a random choice: copies of a position come back as they were."""
+    size, rng = (5, 7), np.random.default_rng(0)
+    offsets = window_offsets(size, "layer", random=True)
+    assert offsets.shape == (2, 3) and len(np.unique(offsets)) > 1
+    x = np.repeat(rng.normal(size=(2, 1, 8)), 35, 1).astype(np.float32)
+    merge, unmerge = match(jnp.asarray(x), size, 0.75, offsets)
+    merged = merge(jnp.asarray(x))
+    assert merged.shape == (2, 35 - 26, 8)
+    np.testing.assert_allclose(unmerge(merged), x, atol=1e-6)
+
+
+def test_spectrum_is_the_papers_equations(models):
+    """The forecast written anew around PyTorch's UNet."""
+    pipeline, params = open_ours(models["sd"], "spectrum", "ddim")
+    found = images_of(pipeline, params, steps=20)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params, steps=20)
+    theirs = open_theirs(models["sd"], pipeline.scheduler)
+    kinds = "FFFF.F.F..F..F...FFF"
+    alpha_bars, past, calls = theirs.scheduler.alphas_cumprod, [], iter(range(20))
+    step = theirs.scheduler.step
+
+    def forecast_or_step(eps, t, sample, **options):
+        i, alpha_bar = next(calls), alpha_bars[t]
+        if kinds[i] == "F":
+            x_0 = (sample - (1 - alpha_bar) ** 0.5 * eps) / alpha_bar**0.5
+            past.append((i, x_0))
+        else:
+            latest = past[-6:]
+            taus = torch.tensor([2 * j / 50 - 1 for j, _ in latest], dtype=torch.float64)
+            now = torch.tensor([2 * i / 50 - 1], dtype=torch.float64)
+            design = torch.stack([torch.cos(m * torch.arccos(taus)) for m in range(4)], 1)
+            here = torch.stack([torch.cos(m * torch.arccos(now)) for m in range(4)], 1)
+            inverse = torch.linalg.inv(design.T @ design + torch.eye(4, dtype=torch.float64))
+            weights = (design @ inverse @ here.T).flatten()
+            fit = sum(w * h for w, (_, h) in zip(weights, latest))
+            (_, before), (_, last) = latest[-2:]
+            x_0 = (0.6 * (last + 0.5 * (last - before)) + 0.4 * fit).float()
+            eps = (sample - alpha_bar**0.5 * x_0) / (1 - alpha_bar) ** 0.5
+        return step(eps, t, sample, **options)
+
+    theirs.scheduler.step = forecast_or_step
+    expected = images_of_theirs(theirs, steps=20, guidance_scale=7.5)
+    assert_images_agree(found, plain, expected)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "prediction_type"),
+    [("euler", "v_prediction"), ("dpmsolver++", "epsilon"), ("pndm", "epsilon")],
+)
+def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction_type):
+    """A model that always predicts the same x_0, with several noise levels and predictions."""
+    spec = "spectrum:ridge=1e-6,warmup=2"
+    pipeline, _ = open_ours(
+        models["sd"], spec, scheduler, prediction_type=prediction_type, clip_sample=False
+    )
+    state, scales = pipeline._schedule(20, (1, *SHAPE))
+    clean = jnp.full((1, *SHAPE), 0.7)
+
+    class Constant:
+        """A UNet whose prediction is that of the clean latents."""
+
+        def apply(self, variables, *args, method):
+            if method == "embed":
+                return args
+            if method == "blocks":
+                x, t = args
+                i = jnp.argmin(jnp.abs(state.timesteps - t))
+                alpha, sigma = (jnp.asarray(s)[i] for s in scales)
+                eps = (x - alpha * clean) / sigma
+                v = alpha * eps - sigma * clean
+                return (v if prediction_type == "v_prediction" else eps), None
+            return args[0]
+
+    results = []
+    for acceleration in (pipeline.accelerate, Acceleration()):
+        fake = dataclasses.replace(pipeline, unet=Constant(), accelerate=acceleration)
+        keys = keys_per_image(jax.random.key(0), 1)
+        x_t = normal(keys, 0, SHAPE) * state.init_noise_sigma
+        results.append(
+            fake._denoise_steps(
+                {"unet": {}},
+                (state, scales),
+                x_t,
+                keys,
+                ("text",),
+                lambda active, x, t: (x, t),
+                lambda active, eps: eps,
+                eta=None,
+            )
+        )
+    np.testing.assert_allclose(*results, atol=1e-3)
+    assert jnp.abs(results[0] - clean).mean() < 0.05
+
+
+def test_first_block_cache_is_written_anew(models):
+    """The decision and the residuals around PyTorch's UNet by hooks."""
+    pipeline, params = open_ours(models["sd"], "fbcache:threshold=0.3", "ddim")
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models["sd"], pipeline.scheduler)
+    unet, kept, seen = theirs.unet, {}, {}
+    unet.conv_in.register_forward_hook(lambda m, a, out: seen.update(start=out))
+    first = unet.down_blocks[0].attentions[0]
+    first.register_forward_hook(lambda m, a, out: seen.update(first=out[0]))
+    reused = []
+
+    def replace_features(module, args):
+        added = seen["first"] - seen["start"]
+        if kept:
+            change = (added - kept["added"]).abs().mean() / kept["added"].abs().mean()
+            reused.append(bool(change <= 0.3))
+            if reused[-1]:
+                return (seen["first"] + kept["rest"],)
+        kept.update(added=added, rest=args[0] - seen["first"])
+        return args
+
+    unet.conv_norm_out.register_forward_pre_hook(replace_features)
+    expected = images_of_theirs(theirs, guidance_scale=7.5)
+    assert 2 < sum(reused) < STEPS - 1
+    assert_images_agree(found, plain, expected)
+
+
+SLOW_SPECS = (
+    "deepcache",
+    "spectrum",
+    "tgate:gate=7",
+    "tome:max_downsample=8",
+    "guidance:start=0.2,stop=0.6",
+)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "fbcache:threshold=0.3",
+        *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW_SPECS),
+    ],
+)
+def test_an_image_does_not_depend_on_its_batch_or_devices(models, spec):
+    pipeline, params = open_ours(models["sd"], spec, "ddim")
+    texts = ["make it red", "it", "red", "make"]
+    prompt_ids = np.concatenate([pipeline.prepare_inputs(text) for text in texts])
+    keys = keys_per_image(jax.random.key(1), 4)
+    options = dict(num_inference_steps=STEPS, height=32, width=32)
+    together = pipeline(prompt_ids, params, keys, **options).images
+    alone = pipeline(prompt_ids[1:2], params, keys[1:2], **options).images
+    np.testing.assert_allclose(alone, together[1:2], atol=2e-4)
+    again = pipeline(prompt_ids, params, keys, **options).images
+    np.testing.assert_array_equal(together, again)
+    replicated = jax.tree.map(lambda x: jnp.stack([x] * 2), params)
+    split = (prompt_ids.reshape(2, 2, -1), replicated, keys.reshape(2, 2))
+    on_two = pipeline(*split, **options, jit=True).images
+    np.testing.assert_allclose(on_two.reshape(together.shape), together, atol=2e-4)
+
+
+def scales_per_step(theirs, scales):
+    """A callback that sets PyTorch's guidance scales for the step after each one."""
+
+    def callback(pipe, i, t, kwargs):
+        for name, values in scales.items():
+            setattr(pipe, f"_{name}", values[min(i + 1, len(values) - 1)])
+        return {}
+
+    return {"callback_on_step_end": callback, **{name: x[0] for name, x in scales.items()}}
+
+
+OFF = 1 + 1e-9  # of guidance: above 1, so that PyTorch computes all branches
+
+
+@pytest.mark.parametrize(
+    ("model", "scheduler"), [("sd", "ddim"), pytest.param("xl", "euler", marks=pytest.mark.slow)]
+)
+@pytest.mark.slow
+def test_guidance_in_an_interval(models, model, scheduler):
+    pipeline, params = open_ours(models[model], "guidance:start=0.25,stop=0.75", scheduler)
+    found = images_of(pipeline, params)
+    plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    callback = scales_per_step(theirs, {"guidance_scale": [OFF] * 3 + [7.5] * 6 + [OFF] * 3})
+    expected = images_of_theirs(theirs, factor=pipeline.vae_scale_factor, **callback)
+    assert_images_agree(found, plain, expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "scales", "numbers"),
+    [
+        ("edits", (7.5, 1.5), [3] * 4 + [2] * 4 + [1] * 4),
+        pytest.param("edits", (1.5, 1.5), [2] * 8 + [1] * 4, marks=pytest.mark.slow),
+        pytest.param("edits", (7.5, 1.0), [2] * 8 + [1] * 4, marks=pytest.mark.slow),
+        pytest.param("xl edits", (7.5, 1.5), [3] * 4 + [2] * 4 + [1] * 4, marks=pytest.mark.slow),
+    ],
+)
+def test_edits_go_from_three_branches_to_two_to_one(models, model, scales, numbers):
+    """The guidance of the image ends at step 4, that of the text at step 8."""
+    spec = "guidance:image_stop=0.3,stop=0.6" if numbers[0] == 3 else "guidance:stop=0.6"
+    pipeline, params = open_ours(models[model], spec, "euler")
+    plan = plan_steps(pipeline.accelerate, guidance_branches(*scales), np.ones((2, STEPS)))
+    assert [len(step.branches) for step in plan] == numbers
+    image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
+    key, options = jax.random.key(3), dict(num_inference_steps=STEPS)
+    options |= dict(guidance_scale=scales[0], image_guidance_scale=scales[1])
+    inputs = *pipeline.prepare_inputs(PROMPT, image), params, key
+    found = pipeline(*inputs, **options).images
+    plain = dataclasses.replace(pipeline, accelerate=Acceleration())(*inputs, **options).images
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    calls = iter(range(STEPS))
+
+    def drop_branches(module, args, kwargs, output):
+        """Guidance ends where the branches that it compares predict the same."""
+        i, (text, image, null) = next(calls), output[0].chunk(3)
+        if numbers[i] == 1:
+            image = null = text
+        elif numbers[0] == 3 > numbers[i]:
+            null = image
+        return (torch.cat([text, image, null]),)
+
+    theirs.unet.register_forward_hook(drop_branches, with_kwargs=True)
+    image = torch.from_numpy(image.transpose(2, 0, 1)[None])
+    if model == "xl edits":
+        options |= dict(height=64, width=64)
+    shape = (4, *(64 // pipeline.vae_scale_factor,) * 2)
+    noise = normal(keys_per_image(key, 1), 0, shape)
+    options |= dict(latents=torch.from_numpy(np.array(noise)), output_type="np")
+    expected = theirs(PROMPT, image=image, **options).images
+    assert_images_agree(found, plain, expected)
+
+
+def enable_deepcache(theirs, interval):
+    """The package's cache in a PyTorch pipeline."""
+    helper = DeepCacheSDHelper(pipe=theirs)
+    helper.set_params(cache_interval=interval, cache_branch_id=0)
+    helper.enable()
+    return helper
+
+
+@pytest.mark.parametrize("model", ["edits", pytest.param("xl edits", marks=pytest.mark.slow)])
+def test_deepcache_of_edits_is_its_pytorch_package(models, model):
+    """Three branches of guidance share a cache, each its rows."""
+    pipeline, params = open_ours(models[model], "deepcache:interval=3", "ddim")
+    image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
+    key, options = jax.random.key(3), dict(num_inference_steps=STEPS)
+    inputs = *pipeline.prepare_inputs(PROMPT, image), params, key
+    plain = dataclasses.replace(pipeline, accelerate=Acceleration())
+    images = [p(*inputs, **options).images for p in (pipeline, plain)]
+    theirs = open_theirs(models[model], pipeline.scheduler)
+    enable_deepcache(theirs, 3)
+    if model == "xl edits":
+        options |= dict(height=64, width=64)
+    shape = (4, *(64 // pipeline.vae_scale_factor,) * 2)
+    noise = normal(keys_per_image(key, 1), 0, shape)
+    options |= dict(latents=torch.from_numpy(np.array(noise)), output_type="np")
+    options |= dict(guidance_scale=7.5, image_guidance_scale=1.5)
+    image = torch.from_numpy(image.transpose(2, 0, 1)[None])
+    assert_images_agree(*images, theirs(PROMPT, image=image, **options).images)
+
+
+@pytest.mark.slow
+def test_deepcache_of_image_to_image_is_its_pytorch_package(models, monkeypatch):
+    """The plan begins at the first step that is run: 12 of 16."""
+    module = diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img
+    pipeline, params = open_ours(models["sd"], "deepcache:interval=3", "ddim")
+    pipeline = FlaxStableDiffusionImg2ImgPipeline(
+        **pipeline.components, accelerate=pipeline.accelerate
+    )
+    image, noise = np.random.default_rng(0).standard_normal((2, 1, 4, 16, 16), np.float32)
+    options = dict(strength=0.75, num_inference_steps=16, guidance_scale=7.5)
+    inputs = pipeline.prepare_inputs(PROMPT, image)
+    plain = dataclasses.replace(pipeline, accelerate=Acceleration())
+    images = [
+        p(*inputs, params, jax.random.key(3), noise=noise, **options).images
+        for p in (pipeline, plain)
+    ]
+    monkeypatch.setattr(module, "randn_tensor", lambda *args, **kwargs: torch.from_numpy(noise))
+    theirs = diffusers.StableDiffusionImg2ImgPipeline(
+        **open_theirs(models["sd"], pipeline.scheduler).components, requires_safety_checker=False
+    )
+    theirs.set_progress_bar_config(disable=True)
+    enable_deepcache(theirs, 3)
+    assert_images_agree(
+        *images, theirs(PROMPT, image=torch.from_numpy(image), output_type="np", **options).images
+    )
+    with pytest.raises(ValueError, match="deepcache needs more than 8 steps, not 7"):
+        pipeline(*inputs, params, jax.random.key(3), strength=0.35, num_inference_steps=20)
+
+
+def test_plans():
+    """Whole steps of DeepCache and Spectrum, and the kinds of T-GATE."""
+    initials = lambda technique, n: "".join(x[0] for x in technique.kinds(n, [0]))  # noqa: E731
+    letters = {"full": "F", "forecast": "."}
+    assert "".join(letters[x] for x in Spectrum().kinds(20, [0])) == "FFFF.F.F..F..F...FFF"
+    assert [Spectrum().kinds(n, [0]).count("full") for n in (20, 30, 50)] == [11, 14, 19]
+    assert initials(DeepCache(interval=3), 9) == "fssfssfss"
+    assert initials(DeepCache(interval=3, warmup=4), 9) == "ffffssfss"
+    # A change of the branches needs a whole step.
+    sigmas = np.stack([np.ones(12), np.ones(12)])
+    plan = plan_steps(parse("deepcache guidance:stop=0.4"), ("text", "null"), sigmas)
+    assert "".join(step.kind[0] for step in plan) == "fssfsfssfssf"
+    assert TGate(gate=6, interval=3).kinds(8, [0]) == [
+        *("full", "full", "store", "store", "reuse", "gate", "gated", "gated")
+    ]
+    interval = Guidance(sigma_min=0.5, sigma_max=2.0)
+    sigmas = np.stack([np.ones(4), [3.0, 2.0, 1.0, 0.5]])
+    plan = plan_steps(Acceleration(interval), ("text", "null"), sigmas)
+    assert [len(step.branches) for step in plan] == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("turbo", "'turbo' is unknown; known: guidance, deepcache, "),
+        ("deepcache:interval=2,interval=3", "interval is given twice"),
+        ("spectrum:window=inf", "window=inf must be 1 or more, and finite"),
+        ("deepcache:speed=2", "has no parameter 'speed'; write deepcache:PARAMETER=VALUE with"),
+        ("deepcache:interval=many", "interval=many is not a whole number"),
+        ("deepcache:interval=1", "interval=1 must be 2 or more"),
+        ("deepcache spectrum", "deepcache and spectrum are two caches; take one of them"),
+        ("deepcache deepcache", "deepcache is given twice"),
+        ("tgate guidance:stop=0.5", "tgate guidance do not go together"),
+        ("tome:ratio=0.9", "ratio=0.9 must be above 0, at most 0.75"),
+        ("guidance:stop=0", "stop=0.0 must be above start"),
+        ("int8:mode=fp4", "mode=fp4 must be fast, dynamic or weight"),
+        ("tome:random=maybe", "random=maybe is not true or false"),
+        ("deepcache:", "has no parameter after the colon; write deepcache"),
+        ("deepcache:power=2", "power=2.0 has no effect without center"),
+        ("deepcache:center=-7", "center=-7 must be a step, or -1 for equal intervals"),
+        ("deepcache:center=5,power=1", "power=1.0 must be above 1 and at most 10"),
+    ],
+)
+def test_bad_specs(spec, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_specs_are_canonical():
+    text = "guidance:stop=0.5 deepcache:interval=2 int8"
+    assert str(parse("int8 deepcache:interval=2,warmup=1 guidance:stop=0.5")) == text
+    assert parse(text) == parse(text.split()) == parse(parse(text))
+    assert str(parse(())) == "" and parse(None) == Acceleration()
+    assert parse(DeepCache()) == parse([DeepCache()]) == parse("deepcache")
+    assert parse(["taesd:path=a b"]).tiny_decoder.path == "a b"
+    with pytest.raises(ValueError, match="tgate guidance do not go together"):
+        Acceleration(guidance=Guidance(stop=0.5), cache=TGate())
+
+
+BOTH, ALL = ("text", "null"), ("text", "image", "null")
+
+
+@pytest.mark.parametrize(
+    ("spec", "branches", "message"),
+    [
+        ("guidance", BOTH, "--accelerate guidance leaves guidance in all steps; set stop or"),
+        ("guidance:stop=0.5", ("text",), "guidance scales need no guidance; leave it out"),
+        ("guidance:image_stop=0.5", BOTH, "image_stop is for edits whose guidance has three"),
+        ("guidance:sigma_min=2", ALL, "guidance:sigma_min=2.0 leaves no step with guidance"),
+        ("guidance:stop=0.5", ("image", "null"), "with guidance_scale 0 there is no text branch"),
+        ("tgate:gate=20", BOTH, "tgate:gate=20 must be below the 20 steps"),
+        ("deepcache:center=20", BOTH, "deepcache:center=20 must be below the 20 steps"),
+    ],
+)
+def test_what_has_no_effect_is_refused(spec, branches, message):
+    with pytest.raises(ValueError, match=message):
+        plan_steps(parse(spec), branches, SCALES)
+
+
+def plan_of_package(num_steps, interval, center, power):
+    """The whole steps by DeepCache's own function; its file does not import with new diffusers."""
+    folder = importlib.util.find_spec("DeepCache").submodule_search_locations[0]
+    tree = ast.parse(Path(folder, "sd", "pipeline_stable_diffusion.py").read_text())
+    name, scope = "sample_from_quad_center", {"np": np}
+    tree.body = [node for node in tree.body if getattr(node, "name", None) == name]
+    exec(compile(tree, name, "exec"), scope)
+    with warnings.catch_warnings(action="ignore", category=np.exceptions.ComplexWarning):
+        return scope[name](num_steps, math.ceil(num_steps / interval), center, power)[0]
+
+
+@pytest.mark.parametrize(("num_steps", "interval"), [(20, 5), (50, 2), (50, 3), (50, 5)])
+@pytest.mark.parametrize(("center", "power"), [(0, 1.4), (5, 3.0), (15, 1.4), (10, 2.0), (19, 1.2)])
+def test_deepcache_around_a_center_is_its_pytorch_package(num_steps, interval, center, power):
+    kinds = DeepCache(interval, center=center, power=power).kinds(num_steps, [0])
+    found = [i for i, kind in enumerate(kinds) if kind == "full"]
+    assert found == list(plan_of_package(num_steps, interval, center, power))
+    assert len(found) == -(-num_steps // interval)
+
+
+def test_a_changed_acceleration_needs_its_parameters(models, tmp_path, monkeypatch):
+    pipeline, params = open_ours(models["sd"])
+    message = "the UNet's parameters are not int8, accelerate says int8:mode=fast; give from_pretra"
+    with pytest.raises(ValueError, match=message):
+        images_of(dataclasses.replace(pipeline, accelerate="int8"), params, steps=2)
+    with pytest.raises(ValueError, match="need the TAESD madebyollin/taesd, which this"):
+        dataclasses.replace(pipeline, accelerate="taesd")
+    save_tiny_vae(tmp_path / "a", (8, 8, 8))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny, _ = open_ours(models["sd"], "taesd:path=~/a")
+    assert dataclasses.replace(tiny, accelerate="deepcache").tiny_vae is tiny.tiny_vae
+    with pytest.raises(ValueError, match="accelerate or preview need the TAESD some/other, which"):
+        dataclasses.replace(tiny, accelerate="taesd:path=some/other")
+    with pytest.raises(ValueError, match="the TAESD nothing does not exist; check the path"):
+        dataclasses.replace(tiny, accelerate="taesd:path=nothing")
+    assert dataclasses.replace(pipeline, accelerate="deepcache").accelerate.cache == DeepCache()
+    unet = pipeline.unet
+    with pytest.raises(ValueError, match="int8 needs the UNet's parameters; with unet= leave it"):
+        FlaxDiffusionPipeline.from_pretrained(models["sd"], unet=unet, accelerate="int8")
+
+
+def test_parts_that_do_not_fit_are_refused(models, tmp_path):
+    """A TAESD for other latents or of the other family; token merging without attention."""
+    save_tiny_vae(tmp_path / "tiny", (8, 8))
+    message = "of 4 channels to images 2 times as large; the model's have 4 and 4; name one for"
+    with pytest.raises(ValueError, match=message):
+        open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}")
+    for model, other in (("sd", "taesdxl"), ("xl", "taesd"), ("edits", "taesdxl")):
+        with pytest.raises(ValueError, match=f"madebyollin/{other} is of the other family"):
+            open_ours(models[model], f"taesd:path=madebyollin/{other}")
+    config = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"]
+    unet = FlaxUNet2DConditionModel.from_config(config)
+    pipeline, _ = open_ours(models["xl"])
+    dataclasses.replace(pipeline, unet=unet, accelerate="tome:max_downsample=2")
+    message = "tome:max_downsample=1 has no effect: this UNet has"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(pipeline, unet=unet, accelerate="tome")
+    with pytest.raises(ValueError, match=message):
+        jobs.open_pipeline(jobs.Sdxl(tpu="v5e-1", accelerate=("tome",)))
+
+
+@pytest.mark.parametrize("scales", [("7.5", "1.5"), ("1.5", "1.5"), ("1", "1")])
+def test_tgate_is_refused_for_edits(models, tmp_path, capsys, scales):
+    """Whatever branches of guidance the scales need."""
+    Image.new("RGB", (32, 32)).save(tmp_path / "in.png")
+    flags = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png"), "--edit", PROMPT]
+    flags += ["--resolution", "32", "--accelerate", "tgate"]
+    flags += ["--guidance_scale", scales[0], "--image_guidance_scale", scales[1]]
+    with pytest.raises(SystemExit):
+        edit_cli.main(flags)
+    assert "error: --accelerate tgate is for text to image; for edits" in capsys.readouterr().err
+    pipeline, _ = open_ours(models["edits"])
+    with pytest.raises(ValueError, match="tgate is for text to image"):
+        dataclasses.replace(pipeline, accelerate="tgate")
+
+
+def save_tiny_vae(folder, channels):
+    """A random AutoencoderTiny that reduces images by 2^(n - 1), n = len(channels)."""
+    torch.manual_seed(0)
+    blocks = (1,) * len(channels)
+    tiny = diffusers.AutoencoderTiny(
+        encoder_block_out_channels=channels,
+        decoder_block_out_channels=channels,
+        num_encoder_blocks=blocks,
+        num_decoder_blocks=blocks,
+    )
+    tiny.save_pretrained(folder)
+    return tiny
+
+
+def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
+    tiny = save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
+    pipeline, params = open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}", "ddim")
+    found = images_of(pipeline, params, steps=3)
+    theirs = open_theirs(models["sd"], pipeline.scheduler)
+    theirs.vae = tiny
+    expected = images_of_theirs(theirs, steps=3, guidance_scale=7.5)
+    assert psnr(found, expected) > 60
+    with pytest.raises(ValueError, match="params lack tiny_vae"):
+        images_of(pipeline, {name: x for name, x in params.items() if name != "tiny_vae"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dynamic", "weight"])
+def test_int8_images_are_close(models, mode):
+    pipeline, params = open_ours(models["sd"], f"int8:mode={mode}", "ddim")
+    attention = params["unet"]["mid_block"]["attentions_0"]["transformer_blocks_0"]["attn1"]
+    assert attention["to_q"]["kernel"].dtype == np.int8
+    plain, plain_params = open_ours(models["sd"], (), "ddim")
+    images = [images_of(p, x, steps=3) for p, x in ((pipeline, params), (plain, plain_params))]
+    assert 30 < psnr(*images) < 100
+
+
+def test_scripts(models, tmp_path, capsys):
+    """Each combination of the AOT script has its own executable; jit makes the same image."""
+    tiny = tmp_path / "tiny"
+    save_tiny_vae(tiny, (8, 8, 8, 8))
+    flags = ["--pretrained_model_name_or_path", str(models["xl"]), "--prompt", PROMPT]
+    flags += ["--num_images", "1", "--num_inference_steps", "9"]
+    fast = [*flags, "--accelerate", "deepcache:interval=2", "guidance:stop=0.5", "int8"]
+    fast.append(f"taesd:path={tiny}")
+    store = ["--executable_dir", str(tmp_path / "store")]
+    images, said = {}, {}
+    for name, script, arguments in (
+        ("jit", sdxl_single, [*fast, "--compilation_cache_dir", ""]),
+        ("aot", sdxl_single_aot, [*fast, *store]),
+        ("plain", sdxl_single_aot, [*flags, *store]),
+        ("again", sdxl_single_aot, [*fast, *store]),
+    ):
+        script.main([*arguments, "--output", str(tmp_path / f"{name}.png")])
+        images[name] = np.int16(Image.open(tmp_path / f"{name}.png"))
+        said[name] = capsys.readouterr().err
+    assert np.abs(images["aot"] - images["jit"]).max() <= 1
+    np.testing.assert_array_equal(images["again"], images["aot"])
+    assert np.abs(images["plain"] - images["jit"]).mean() > 1
+    unsaved = "compiling (no executable of these settings is saved"
+    assert unsaved in said["aot"] and unsaved in said["plain"]
+    assert "loaded in" in said["again"]
+
+
+def test_edit_cli(models, tmp_path):
+    """Two images, with previews after steps 4 and 8 of 9; the plain edit is another image."""
+    save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    for name, image in zip("ab", pixels):
+        Image.fromarray(image).save(tmp_path / f"{name}.png")
+    flags = ["--model", str(models["edits"]), "--edit", PROMPT, "--resolution", "64"]
+    flags += ["--num_inference_steps", "9", "--compilation_cache_dir", ""]
+    flags += ["--input", str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    previews = ["--preview", "4", "--preview_decoder", str(tmp_path / "tiny")]
+    fast = ["--accelerate", "deepcache:interval=2", "guidance:image_stop=0.3,stop=0.6"]
+    images = {}
+    for folder, extra in (("plain", previews), ("fast", fast)):
+        edit_cli.main([*flags, "--output", str(tmp_path / folder), *extra])
+        for file in (tmp_path / folder).iterdir():
+            images[f"{folder}/{file.name}"] = np.int16(Image.open(file))
+    steps = {f"plain/{name}-step-00{step}.png" for name in "ab" for step in (4, 8)}
+    assert images.keys() == steps | {f"{x}/{name}.png" for x in ("plain", "fast") for name in "ab"}
+    assert np.abs(images["plain/a.png"] - images["fast/a.png"]).max() > 1
+    assert np.any(images["plain/a-step-004.png"] != images["plain/b-step-004.png"])
+
+
+@pytest.mark.parametrize("script", [edit_cli, sdxl_single, sdxl_single_aot])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--accelerate", "turbo"], "'turbo' is unknown; known: guidance, deepcache, "),
+        (["--accelerate", "deepcache", "--num_inference_steps", "8"], "needs more than 8 steps"),
+        (["--accelerate", "deepcache", "tgate"], "deepcache and tgate are two caches"),
+        (["--accelerate", "taesd:path=/no/such"], "/no/such"),
+    ],
+)
+def test_bad_flags_are_one_line(models, tmp_path, capsys, script, flags, message):
+    arguments = ["--pretrained_model_name_or_path", str(models["xl"])]
+    if script is edit_cli:
+        Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+        arguments = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png")]
+        arguments += ["--edit", PROMPT, "--resolution", "64"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*arguments, *flags])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error

@@ -1,0 +1,212 @@
+"""Models by hub id: from a stand-in for the hub, and from the cache when no hub answers."""
+
+import contextlib
+import hashlib
+import re
+import shutil
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hub_server import send
+from huggingface_hub import constants
+from tiny_models import make_tiny_pipeline, make_tiny_xl, write_tokenizer
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
+
+from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.loading import hub
+from diffusers_flax.models.clip import FlaxCLIPTextModel
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+from editing.metrics import Clip
+
+COMMIT = "c" * 40
+ANSWER_LIMIT = 1  # seconds that the client waits for the hub
+
+
+class ModelHub:
+    """A hub of models: the files of `folder`/OWNER/NAME, and the paths asked for."""
+
+    def __init__(self, folder):
+        self.requests, self.status = [], 404  # of files that are not there
+        this = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                this.requests.append(self.path)
+                path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/(?:main|c{40})/(.+)", self.path)
+                file = path and folder / path[1] / path[2]
+                if not (file and file.is_file()):
+                    code = {"X-Error-Code": "EntryNotFound"} if this.status == 404 else {}
+                    return send(self, this.status, headers=code | {"X-Repo-Commit": COMMIT})
+                content = file.read_bytes()
+                etag = hashlib.sha256(content).hexdigest()
+                send(self, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def use_hub(monkeypatch, tmp_path):
+    """A function that makes a port of this machine the hub, with an empty cache in tmp_path."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", ANSWER_LIMIT)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "")
+
+    def use(port):
+        endpoint = f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(hub, "_hub", {"asked": None, "answers": True})
+
+    return use
+
+
+def put_in_cache(folder, name):
+    """A repository in the hub client's cache; returns the directory of its files."""
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return Path(shutil.copytree(folder, repository / "snapshots" / COMMIT))
+
+
+def make_clip(folder):
+    """Write a tiny CLIP model of transformers, with its processor."""
+    vocab = write_tokenizer(folder)
+    tower = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    text = tower | {"vocab_size": len(vocab)}
+    vision = tower | {"image_size": 32, "patch_size": 16}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    CLIPImageProcessor(crop_size=32, size=32).save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def unreachable(kind):
+    """The port of a hub out of reach, and a list of the connections to it."""
+    connections = []
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        if kind == "silent":
+            server.listen()
+
+            def accept():
+                with contextlib.suppress(OSError):  # until the socket is closed
+                    while True:
+                        connections.append(server.accept()[0])
+
+            threading.Thread(target=accept, daemon=True).start()
+        yield port, connections
+        if kind == "silent":
+            server.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.parametrize("kind", ["closed", "silent"])
+def test_a_cached_model_opens_without_the_hub(use_hub, tmp_path, kind):
+    """Both tokenizers, CLIP for evaluation; what is not cached is an error, all without waiting."""
+    with unreachable(kind) as (port, connections):
+        use_hub(port)
+        put_in_cache(make_tiny_xl(tmp_path / "xl", edits=True), "someone/xl")
+        put_in_cache(tmp_path / "xl" / "text_encoder", "someone/text")
+        put_in_cache(make_clip(tmp_path / "clip"), "someone/clip")
+        start = time.monotonic()
+        pipeline, params = FlaxDiffusionPipeline.from_pretrained("someone/xl", variant="fp16")
+        assert pipeline.prepare_text_inputs("make it red").shape == (1, 2, 77)
+        assert {"unet", "vae", "text_encoder", "text_encoder_2"} <= params.keys()
+        assert Clip("someone/clip").text_features(["red", "make it"]).shape[0] == 2
+        config = FlaxCLIPTextModel.from_pretrained(
+            "someone/xl", subfolder="text_encoder", config="someone/text"
+        ).config
+        assert config.hidden_size == 16
+        with pytest.raises(ValueError, match="the TAESD madebyollin/taesdxl cannot be read"):
+            type(pipeline).open("someone/xl", accelerate=parse("taesd"))
+        with pytest.raises(ValueError, match=r"--clip_model someone/other cannot be opened"):
+            Clip("someone/other")
+        # One question is not answered; opening itself takes a second or two.
+        assert time.monotonic() - start < ANSWER_LIMIT + 8
+        assert len(connections) <= 1  # a silent hub is not asked twice
+
+
+def test_what_a_model_needs_is_downloaded(use_hub, tmp_path):
+    """A later process asks the same hub again; one with the cache alone makes no request."""
+    folder = make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")
+    make_clip(tmp_path / "hub" / "someone" / "clip")
+    with ModelHub(tmp_path / "hub") as server:
+        use_hub(server.port)
+        pipeline, _ = FlaxDiffusionPipeline.from_pretrained("someone/tiny")
+        expected = FlaxStableDiffusionInstructPix2PixPipeline.open(folder)
+        ids = pipeline.prepare_text_inputs("make it red")
+        assert (ids == expected.prepare_text_inputs("make it red")).all()
+        assert Clip("someone/clip").dim == 512
+        count = len(server.requests)
+        FlaxDiffusionPipeline.from_pretrained("someone/tiny", local_files_only=True)
+        assert len(server.requests) == count
+
+
+@pytest.mark.parametrize("status", [503, 404])
+def test_a_hub_that_fails_and_a_file_that_is_missing(use_hub, tmp_path, caplog, status):
+    """Errors of the server leave the cache; a missing file is an answer."""
+    with ModelHub(tmp_path / "empty") as server:
+        server.status = status
+        use_hub(server.port)
+        put_in_cache(make_tiny_pipeline(tmp_path / "tiny"), "someone/tiny")
+        if status == 503:
+            FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
+            assert len(server.requests) == hub.TRIES
+            assert "does not answer (HTTP 503)" in caplog.text
+        else:
+            with pytest.raises(ValueError, match=r"has no model_index\.json"):
+                FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
+            assert "does not answer" not in caplog.text
+
+
+def test_a_hub_that_fails_once_is_asked_again_at_once(use_hub, tmp_path, monkeypatch):
+    """Nothing is cached: the model is downloaded all the same."""
+    make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")
+    answers = iter(["HTTP 503"])
+    ask = hub.ask
+    monkeypatch.setattr(hub, "ask", lambda *args: next(answers, None) or ask(*args))
+    with ModelHub(tmp_path / "hub") as server:
+        use_hub(server.port)
+        FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
+
+
+def test_a_hub_is_asked_again(use_hub, tmp_path, monkeypatch):
+    """A process that began without the network downloads once it is back."""
+    make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")
+    with ModelHub(tmp_path / "hub") as server, unreachable("closed") as (port, _):
+        use_hub(port)
+        with pytest.raises(ValueError, match=r"has no model_index\.json"):
+            FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
+        state = hub._hub
+        use_hub(server.port)
+        monkeypatch.setattr(hub, "_hub", state)
+        with pytest.raises(ValueError, match=r"has no model_index\.json"):
+            FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
+        state["asked"] -= hub.ASK_AGAIN_AFTER
+        FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")

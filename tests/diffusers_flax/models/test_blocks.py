@@ -1,0 +1,413 @@
+"""Norms, gate, convolution and attention against PyTorch, values and gradients."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffusers_flax.models.blocks import Conv, gated_gelu, group_norm, layer_norm
+from diffusers_flax.models.kernels import (
+    BLOCK_LOGITS,
+    _num_blocks,
+    attention,
+    blockwise,
+    convolve,
+    fits_cudnn,
+    fits_splash,
+    plain_operations,
+    shifted_matmuls,
+    splash,
+    winograd,
+)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def value_and_gradients(function, args):
+    """A function's value and its vector-Jacobian product with random numbers, NumPy arrays."""
+    out, pull = jax.vjp(function, *map(jnp.asarray, args))
+    weights = normal(*out.shape, seed=1)
+    return [np.asarray(x) for x in (out, *pull(jnp.asarray(weights, out.dtype)))]
+
+
+def torch_value_and_gradients(function, args):
+    """The same by PyTorch in float64."""
+    args = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in args]
+    out = function(*args)
+    out.backward(torch.from_numpy(normal(*out.shape, seed=1)).double())
+    return [x.detach().numpy() for x in (out, *(arg.grad for arg in args))]
+
+
+def assert_close(found, expected, tolerance, least=0.0):
+    """Each array is within tolerance of its largest value, or of `least` if that is larger."""
+    for ours, theirs in zip(found, expected, strict=True):
+        atol = tolerance * max(np.abs(theirs).max(), least)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
+
+
+def torch_attention(query, key, value):
+    """(B, T, N, H), (B, S, N, H) twice -> (B, T, N, H), by PyTorch."""
+    args = (x.swapaxes(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(*args).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("activate", [False, True])
+@pytest.mark.parametrize("offset", [0, 100])  # a mean 100 times the deviation: nothing cancels
+@pytest.mark.parametrize(("shape", "num_groups"), [((2, 5, 7, 24), 8), ((3, 6, 12), 12)])
+@pytest.mark.parametrize("outlier", [0, 300])  # of the first position, in deviations
+def test_group_norm(shape, num_groups, offset, activate, outlier):
+    channels, x = shape[-1], normal(*shape) + offset
+    x[:, 0] += outlier
+    args = x, normal(channels, seed=2), normal(channels, seed=3)
+
+    def theirs(x, scale, bias):
+        out = F.group_norm(x.movedim(-1, 1), num_groups, scale, bias, 1e-5).movedim(1, -1)
+        return F.silu(out) if activate else out
+
+    def ours(x, scale, bias):
+        return group_norm(x, scale, bias, num_groups, 1e-5, activate, jnp.float32)
+
+    expected = torch_value_and_gradients(theirs, args)
+    assert_close(value_and_gradients(ours, args), expected, 3e-5 if offset else 3e-6)
+
+
+@pytest.mark.parametrize("offset", [0, 100])
+def test_layer_norm(offset):
+    args = normal(2, 9, 20) + offset, normal(20, seed=2), normal(20, seed=3)
+    expected = torch_value_and_gradients(lambda x, *w: F.layer_norm(x, (20,), *w, eps=1e-5), args)
+    found = value_and_gradients(lambda x, *w: layer_norm(x, *w, 1e-5, jnp.float32), args)
+    assert_close(found, expected, 1e-6 if offset == 0 else 3e-5)
+
+
+def test_gated_gelu():
+    args = (3 * normal(2, 9, 20),)
+
+    def theirs(x):
+        hidden, gate = x.chunk(2, -1)
+        return hidden * F.gelu(gate)
+
+    assert_close(
+        value_and_gradients(gated_gelu, args), torch_value_and_gradients(theirs, args), 1e-6
+    )
+
+
+def test_bfloat16_goes_in_and_comes_out():
+    """The result is float32's, rounded once; gradients have their arguments' dtypes."""
+    x, scale, bias = jnp.asarray(normal(2, 8, 64), jnp.bfloat16), jnp.ones(64), jnp.zeros(64)
+    norms = {
+        "group": lambda x, dtype: group_norm(x, scale, bias, 8, 1e-5, True, dtype),
+        "layer": lambda x, dtype: layer_norm(x, scale, bias, 1e-5, dtype),
+    }
+    for norm in norms.values():
+        out, pull = jax.vjp(partial(norm, dtype=jnp.bfloat16), x)
+        assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
+        exact = norm(x.astype(jnp.float32), jnp.float32)
+        np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+    out, pull = jax.vjp(gated_gelu, x)
+    assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
+
+
+def test_norms_keep_their_input_alone():
+    """Only x is saved for the backward pass, and a few numbers per channel or position."""
+    x, scale, bias = jnp.ones((2, 64, 32), jnp.bfloat16), jnp.ones(32), jnp.zeros(32)
+    for function in (
+        lambda x: group_norm(x, scale, bias, 8, 1e-5, True, jnp.bfloat16),
+        lambda x: layer_norm(x, scale, bias, 1e-5, jnp.bfloat16),
+        gated_gelu,
+    ):
+        _, pull = jax.vjp(function, x)
+        large = [y for y in jax.tree.leaves(pull) if y.size >= x.size]
+        assert [(y.shape, y.dtype) for y in large] == [(x.shape, x.dtype)]
+
+
+@pytest.mark.parametrize("lengths", [(256, 256), (128, 384), (1024, 2048)])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, pytest.param(512, marks=pytest.mark.slow)])
+def test_splash_is_attention(lengths, head_dim):
+    """The TPU's kernel, interpreted, with its smallest and largest blocks."""
+    T, S = lengths
+    shapes = (1, T, 2, head_dim), (1, S, 2, head_dim), (1, S, 2, head_dim)
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    found = value_and_gradients(partial(splash, interpret=True), args)
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+
+
+@pytest.mark.parametrize("length", [2048, 640])  # one kernel backward, and two
+def test_splash_in_bfloat16(length):
+    shapes = (1, 256, 2, 40), (1, length, 2, 40), (1, length, 2, 40)
+    args = [jnp.asarray(normal(*shape, seed=i), jnp.bfloat16) for i, shape in enumerate(shapes)]
+    found = value_and_gradients(partial(splash, interpret=True), args)
+    args = [np.asarray(x, np.float32) for x in args]
+    for x, exact in zip(found, torch_value_and_gradients(torch_attention, args)):
+        assert np.linalg.norm(x.astype(np.float32) - exact) < 0.008 * np.linalg.norm(exact)
+
+
+# Sizes for one block of all 6 heads, blocks of one head, and blocks of some of its queries.
+@pytest.mark.parametrize("num_logits", [6 * 24 * 10, 24 * 10, 9 * 10, 1])
+@pytest.mark.parametrize(("T", "S"), [(24, 10), (23, 10), (1, 10), (24, 1)])
+def test_blockwise_is_attention(num_logits, T, S, monkeypatch):
+    monkeypatch.setattr("diffusers_flax.models.kernels.ALL_LOGITS", num_logits)
+    monkeypatch.setattr("diffusers_flax.models.kernels.BLOCK_LOGITS", num_logits)
+    shapes = (2, T, 3, 8), (2, S, 3, 8), (2, S, 3, 8)
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    found = value_and_gradients(blockwise, args)
+    # With one key the gradient of its logits is 0.
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5, least=1.0)
+
+
+def test_blockwise_does_not_overflow():
+    args = [30 * normal(2, 24, 3, 8), normal(2, 10, 3, 8, seed=1), normal(2, 10, 3, 8, seed=2)]
+    found = value_and_gradients(blockwise, args)  # of logits of up to 200
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-4)
+
+
+def test_blocks_of_blockwise(monkeypatch):
+    """Blocks have about BLOCK_LOGITS logits for any length, and reuse memory."""
+    for length in (64**2, 103**2, 128**2):
+        queries = -(-length // _num_blocks(8, length, length))
+        assert 0.9 * BLOCK_LOGITS < queries * length <= BLOCK_LOGITS
+    assert _num_blocks(16, 256, 256) is None
+    monkeypatch.setattr("diffusers_flax.models.kernels.ALL_LOGITS", 2**14)
+    monkeypatch.setattr("diffusers_flax.models.kernels.BLOCK_LOGITS", 2**14)
+    x = jax.ShapeDtypeStruct((1, 1021, 1, 64), jnp.float32)  # 64 blocks
+    grad = jax.grad(lambda *args: blockwise(*args).sum(), (0, 1, 2))
+    temporaries = jax.jit(grad).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < 12 * 1021 * 64 * 4  # all logits would be 16 of them, each key's sums 128
+
+
+def test_blockwise_in_bfloat16():
+    """Results, at most 1, agree with float32 to bfloat16's 8 bits."""
+    args = [normal(2, 64, 4, 16, seed=i) for i in range(3)]
+    args = [jnp.asarray(x, jnp.bfloat16) for x in args]
+    out, pull = jax.vjp(blockwise, *args)
+    exact, exact_pull = jax.vjp(blockwise, *(x.astype(jnp.float32) for x in args))
+    assert {x.dtype for x in (out, *pull(out))} == {jnp.dtype(jnp.bfloat16)}
+    found = [np.float32(x) for x in (out, *pull(out))]
+    assert_close(found, [exact, *exact_pull(out.astype(jnp.float32))], 2e-2)
+
+
+@pytest.mark.parametrize("least_channels", [1, 320])  # with Winograd's algorithm, and without
+@pytest.mark.parametrize("out_channels", [8, 200])  # fewer than positions, and more
+@pytest.mark.parametrize(
+    ("stride", "padding"),
+    [(1, ((1, 1), (1, 1))), (2, ((1, 1), (1, 1))), (2, ((0, 1), (0, 1)))],
+)
+def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
+    monkeypatch.setattr("diffusers_flax.models.kernels.LEAST_CHANNELS", least_channels)
+    args = normal(2, 6, 9, 5), normal(3, 3, 5, out_channels, seed=2)
+
+    def theirs(x, kernel):
+        x = F.pad(x.movedim(-1, 1), (*padding[1], *padding[0]))
+        return F.conv2d(x, kernel.permute(3, 2, 0, 1), stride=stride).movedim(1, -1)
+
+    ours = partial(convolve, stride=stride, padding=padding)
+    assert_close(value_and_gradients(ours, args), torch_value_and_gradients(theirs, args), 1e-5)
+
+
+@pytest.mark.parametrize(("ours", "tolerance"), [(winograd, 2e-6), (shifted_matmuls, 1e-5)])
+@pytest.mark.parametrize(
+    "size", [(5, 7), (1, 1), *(pytest.param(x, marks=pytest.mark.slow) for x in ((6, 8), (2, 9)))]
+)
+def test_convolution_algorithms(size, ours, tolerance):
+    """Values and gradients of PyTorch's convolution, in float32 and bfloat16."""
+    args = normal(2, *size, 5), normal(3, 3, 5, 7, seed=2)
+
+    def theirs(x, kernel):
+        return F.conv2d(x.movedim(-1, 1), kernel.permute(3, 2, 0, 1), padding=1).movedim(1, -1)
+
+    found = value_and_gradients(ours, args)
+    assert_close(found, torch_value_and_gradients(theirs, args), tolerance)
+    args = [jnp.asarray(x, jnp.bfloat16) for x in args]
+    found = value_and_gradients(ours, args)
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    args = [np.float32(x) for x in args]
+    expected = torch_value_and_gradients(theirs, args)
+    assert_close([np.float32(x) for x in found], expected, 2e-2)
+
+
+@pytest.mark.parametrize("least_channels", [1, 320])
+@pytest.mark.parametrize("features", [8, 200])
+def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
+    """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
+    monkeypatch.setattr("diffusers_flax.models.kernels.LEAST_CHANNELS", least_channels)
+    x = normal(2, 6, 9, 5)
+    for size in (3, 1):
+        params = nn.Conv(features, (size, size)).init(jax.random.key(0), x)
+        shapes = jax.eval_shape(Conv(features, size).init, jax.random.key(0), x)
+        assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
+        for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+            ours = Conv(features, size, dtype=dtype)
+            theirs = nn.Conv(features, (size, size), dtype=dtype)
+            found, expected = (jax.vjp(module.apply, params, x) for module in (ours, theirs))
+            assert found[0].dtype == dtype
+            g = jnp.asarray(normal(*found[0].shape, seed=1), dtype)
+            gradients = [jax.tree.leaves(pull(g)) for _, pull in (found, expected)]
+            assert_close([np.float32(found[0])], [np.float32(expected[0])], tolerance)
+            assert_close(*gradients, tolerance)
+
+
+@pytest.mark.parametrize("wrap", [nn.remat, lambda module: module], ids=["remat", "plain"])
+def test_winograd_under_pmap(wrap, monkeypatch):
+    """In a module, on several devices, with and without rematerialisation, against XLA's."""
+    x = normal(2, 3, 6, 8, 12)
+    module = wrap(Conv)(12)
+    params = module.init(jax.random.key(0), x[0])
+
+    def gradients():
+        def loss(params, x):
+            return (jnp.tanh(module.apply(params, x)) * x).sum()
+
+        run = jax.pmap(jax.value_and_grad(loss, (0, 1)), in_axes=(None, 0))
+        return jax.tree.leaves(run(params, x))
+
+    plain = gradients()
+    monkeypatch.setattr("diffusers_flax.models.kernels.LEAST_CHANNELS", 1)
+    jax.clear_caches()
+    found = gradients()
+    # The algorithm is a different one.
+    assert any(not np.array_equal(a, b) for a, b in zip(found, plain))
+    assert_close(found, plain, 1e-5)
+
+
+def test_convolution_of_each_platform():
+    """CPU: matmuls for 1x1 kernels and few positions, Winograd for many channels; else XLA.
+
+    TPU: a matmul per kernel position for small batches with many positions and channels; else XLA.
+    """
+
+    def lowered(platform, features, size=3, stride=1, side=4, channels=8, batch=1):
+        x = jax.ShapeDtypeStruct((batch, side, side, channels), jnp.float32)
+        conv = Conv(features, size, stride)
+        params = jax.eval_shape(conv.init, jax.random.key(0), x)
+        loss = jax.value_and_grad(lambda *args: conv.apply(*args).sum(), (0, 1))
+        return jax.jit(loss).trace(params, x).lower(lowering_platforms=(platform,)).as_text()
+
+    assert "dot_general" in lowered("cpu", 64) and "convolution" not in lowered("cpu", 64)
+    assert "convolution" not in lowered("cpu", 8, 1)
+    for conv, is_winograd in (
+        ((320, 3, 1, 16, 320), True),
+        ((640, 3, 1, 16, 320), False),  # the kernel is too large for its 256 positions
+        ((320, 3, 2, 64, 320), False),
+        ((320, 3, 1, 64, 4), False),
+    ):
+        assert ("tensor<16x" in lowered("cpu", *conv)) == is_winograd
+        assert "dot_general" not in lowered("tpu", *conv)
+    for conv, is_matmuls in (
+        ((320, 3, 1, 32, 320), True),
+        ((320, 3, 1, 16, 320, 3), True),
+        ((320, 3, 1, 16, 320, 8), False),
+        ((320, 3, 1, 16, 320, 9), False),
+        ((320, 3, 1, 256, 320), False),
+        ((320, 3, 1, 32, 319), False),
+        ((320, 3, 1, 16, 320), False),
+        ((320, 3, 2, 64, 320), False),
+    ):
+        # The gradient of the kernel is XLA's convolution.
+        assert lowered("tpu", *conv).count("dot_general") == 18 * is_matmuls
+        assert "dot_general" not in lowered("cuda", *conv)
+    for shape in (("cpu", 16), ("tpu", 64), ("cuda", 64), ("tpu", 8, 1), ("cuda", 8, 1)):
+        text = lowered(*shape)
+        assert "dot_general" not in text and "convolution" in text
+
+
+def lowered(platform, length, key_length=None, dtype=jnp.bfloat16, **options):
+    """The program of attention's gradient for a platform, text."""
+    query = jax.ShapeDtypeStruct((2, length, 320), dtype)
+    key = jax.ShapeDtypeStruct((2, key_length or length, 320), dtype)
+
+    def loss(*args):
+        return attention(*args, num_heads=8, **options).astype(jnp.float32).sum()
+
+    with jax.numpy_dtype_promotion("standard"):  # jax's own code promotes in the backward pass
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, key)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_kernel_of_each_platform(monkeypatch):
+    assert "tpu_custom_call" in lowered("tpu", 1024)
+    assert "tpu_custom_call" not in lowered("tpu", 1024, 77)  # text
+    assert "tpu_custom_call" not in lowered("tpu", 1024, is_causal=True)
+    assert "custom_call" not in lowered("cpu", 1024)
+
+    # As on a GPU, where jax reads cuDNN's version and the compute capability.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    def hopper(query_shape, key_shape, dtype, device):
+        return fits_cudnn(query_shape, key_shape, dtype, gpu("9.0"))
+
+    monkeypatch.setattr("diffusers_flax.models.kernels.fits_cudnn", hopper)
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    text = lowered("cuda", 1024)
+    assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
+    assert "cudnn" not in lowered("cuda", 1024, 77)  # text
+    assert "cudnn" not in lowered("cuda", 1024, dtype=jnp.float32)
+    assert "cudnn" not in lowered("cuda", 1024, is_causal=True)
+    assert "cudnn" not in lowered("tpu", 1024)
+
+
+def gpu(capability, platform="gpu", version="cuda 12090"):
+    """A device as jax describes it."""
+    client = SimpleNamespace(platform_version=version)
+    return SimpleNamespace(platform=platform, client=client, compute_capability=capability)
+
+
+def test_which_fit():
+    assert fits_splash((1, 1024, 8, 40), (1, 1024, 8, 40))
+    assert fits_splash((1, 4096, 8, 128), (1, 1024, 8, 128))
+    assert not fits_splash((1, 512, 8, 40), (1, 1024, 8, 40))
+    assert not fits_splash((1, 1024, 8, 40), (1, 77, 8, 40))
+    assert not fits_splash((1, 1100, 8, 40), (1, 1100, 8, 40))
+    assert fits_splash((1, 1024, 1, 512), (1, 1024, 1, 512))  # the VAE's
+    assert not fits_splash((1, 1024, 1, 200), (1, 1024, 1, 200))
+
+    shape, half = (1, 64, 8, 40), jnp.dtype(jnp.bfloat16)
+    large = (1, 64, 8, 160)
+    assert fits_cudnn(shape, shape, half, gpu("8.0"))
+    assert not fits_cudnn(shape, shape, half, gpu("7.5"))
+    assert fits_cudnn(large, large, half, gpu("9.0"))
+    assert not fits_cudnn(large, large, half, gpu("8.0"))
+    assert not fits_cudnn((1, 64, 8, 36), (1, 64, 8, 36), half, gpu("9.0"))
+    assert not fits_cudnn((1, 64, 1, 512), (1, 64, 1, 512), half, gpu("9.0"))
+    assert not fits_cudnn(shape, (1, 77, 8, 40), half, gpu("9.0"))
+    assert not fits_cudnn(shape, shape, jnp.dtype(jnp.float32), gpu("9.0"))
+    assert not fits_cudnn(shape, shape, half, gpu("9.0", version="rocm 6"))
+    assert not fits_cudnn(shape, shape, half, jax.devices()[0])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_is_pytorchs(is_causal):
+    shapes = (2, 24, 32), (2, 24, 32), (2, 24, 32)
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+    def theirs(*args):
+        heads = [x.unflatten(-1, (4, 8)).swapaxes(1, 2) for x in args]
+        out = F.scaled_dot_product_attention(*heads, is_causal=is_causal, scale=1 / math.sqrt(8))
+        return out.swapaxes(1, 2).flatten(2)
+
+    found = value_and_gradients(partial(attention, num_heads=4, is_causal=is_causal), args)
+    assert_close(found, torch_value_and_gradients(theirs, args), 1e-5)
+
+
+def test_plain_operations_can_be_counted():
+    """All FLOPs of the forward pass are counted, although kernels and loops hide them."""
+    query = jax.ShapeDtypeStruct((2, 1024, 320), jnp.float32)
+
+    def count(platform):
+        program = jax.jit(lambda query: attention(query, query, query, num_heads=8))
+        lowered = program.trace(query).lower(lowering_platforms=(platform,))
+        return lowered.cost_analysis()["flops"]
+
+    products = 2 * (2 * 2 * 1024**2 * 320)
+    for platform in ("cpu", "tpu"):
+        assert count(platform) < products / 2
+        with plain_operations():
+            assert products < count(platform) < 1.1 * products

@@ -1,0 +1,364 @@
+"""FlaxCLIPTextModel, an object with config and parameters, against PyTorch's model."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from flax.core import freeze
+from flax.traverse_util import flatten_dict
+from transformers import (
+    CLIPConfig,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+)
+
+from diffusers_flax.models.clip import (
+    FlaxBaseModelOutputWithPooling,
+    FlaxCLIPTextModel,
+    FlaxCLIPTextModelOutput,
+    FlaxCLIPTextModelWithProjection,
+)
+
+CONFIG = dict(
+    vocab_size=20,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    projection_dim=8,
+    max_position_embeddings=6,
+    bos_token_id=18,
+    eos_token_id=19,
+)
+IDS = np.array([[18, 3, 4, 19, 19, 19], [18, 5, 6, 7, 8, 19]])
+CLASSES = {
+    CLIPTextModel: FlaxCLIPTextModel,
+    CLIPTextModelWithProjection: FlaxCLIPTextModelWithProjection,
+}
+
+
+@pytest.fixture(scope="module", params=CLASSES, ids=lambda cls: cls.__name__)
+def folder(request, tmp_path_factory):
+    """A model directory written by a PyTorch class."""
+    torch.manual_seed(0)
+    config = CLIPTextConfig(**CONFIG, attn_implementation="eager")
+    path = tmp_path_factory.mktemp(request.param.__name__)
+    request.param(config).save_pretrained(path)
+    return path, request.param
+
+
+@pytest.fixture(scope="module")
+def model():
+    return FlaxCLIPTextModel(CLIPTextConfig(**CONFIG), seed=1)
+
+
+def assert_close(ours, theirs):
+    np.testing.assert_allclose(np.asarray(ours), theirs.detach().numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_pytorch(folder, masked):
+    path, torch_class = folder
+    theirs = torch_class.from_pretrained(path, attn_implementation="eager").eval()
+    ours = CLASSES[torch_class].from_pretrained(path)
+    mask = np.array([[1, 1, 1, 1, 0, 0], [1] * 6]) if masked else None
+    positions = np.array([[0, 1, 2, 3, 3, 3], [0, 1, 2, 3, 4, 5]])
+    expected = theirs(
+        torch.tensor(IDS),
+        attention_mask=None if mask is None else torch.tensor(mask),
+        position_ids=torch.tensor(positions),
+        output_hidden_states=True,
+        output_attentions=True,
+    )
+    result = ours(IDS, mask, positions, output_hidden_states=True, output_attentions=True)
+    assert list(result.keys()) == list(expected.keys())
+    for name in ("last_hidden_state", "pooler_output", "text_embeds"):
+        if name in expected:
+            assert_close(result[name], expected[name])
+    for name in ("hidden_states", "attentions"):
+        assert len(result[name]) == len(expected[name])
+        for array, tensor in zip(result[name], expected[name]):
+            assert_close(array, tensor)
+    # Attention with and without returned weights gives the same states.
+    np.testing.assert_allclose(ours(IDS, mask, positions)[0], result[0], atol=1e-5)
+
+
+def test_pytorch_opens_what_it_writes(folder, tmp_path):
+    path, torch_class = folder
+    ours = CLASSES[torch_class].from_pretrained(path)
+    ours.save_pretrained(tmp_path / "own")
+    ours.save_pretrained(tmp_path / "given", params=jax.tree.map(lambda x: x + 1, ours.params))
+    theirs = torch_class.from_pretrained(path).state_dict()
+    for name, shift in (("own", 0), ("given", 1)):
+        reopened, report = torch_class.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(report.values()), report
+        for key, tensor in reopened.state_dict().items():
+            torch.testing.assert_close(tensor, theirs[key] + shift)
+    with pytest.raises(ValueError, match="push_to_hub=True is not supported; save, then"):
+        ours.save_pretrained(tmp_path / "no", push_to_hub=True)
+
+
+def test_output_forms(model):
+    result = model(IDS)
+    assert isinstance(result, FlaxBaseModelOutputWithPooling) and isinstance(result, dict)
+    assert list(result) == ["last_hidden_state", "pooler_output"]
+    assert result[0] is result.last_hidden_state is result["last_hidden_state"]
+    as_tuple = model(IDS, return_dict=False, output_hidden_states=True)
+    assert type(as_tuple) is tuple and len(as_tuple) == 3 and len(as_tuple[2]) == 3
+    projected = FlaxCLIPTextModelWithProjection(model.config)(IDS)
+    assert isinstance(projected, FlaxCLIPTextModelOutput)
+    assert projected[0] is projected.text_embeds and projected.text_embeds.shape == (2, 8)
+    config = CLIPTextConfig(**CONFIG, output_hidden_states=True, return_dict=False)
+    assert len(FlaxCLIPTextModel(config)(IDS)) == 3
+    # Integers of any width and floats are token ids.
+    np.testing.assert_array_equal(model(IDS.astype(np.float32))[0], result[0])
+
+
+def test_parameters_of_the_call_or_its_own(model):
+    zeros = jax.tree.map(jnp.zeros_like, model.params)
+    assert not jnp.any(model(IDS, params=zeros)[0])
+    assert jnp.any(model(IDS, params={})[0])
+    assert jnp.any(model(IDS)[0])
+    np.testing.assert_array_equal(model(IDS, params=freeze(model.params))[0], model(IDS)[0])
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(model.params))
+
+
+def test_jit_and_gradients(model):
+    def loss(params, ids):
+        return jnp.square(model(ids, params=params, train=True, dropout_rng=key)[0]).mean()
+
+    key = jax.random.PRNGKey(0)
+    gradient = jax.jit(jax.grad(loss))(model.params, IDS)
+    table = gradient["text_model"]["embeddings"]["token_embedding"]["embedding"]
+    used = np.unique(IDS)
+    assert jnp.any(table[used] != 0, axis=1).all()
+    assert not jnp.any(np.delete(table, used, axis=0))
+    compiled = jax.jit(model)(IDS, params=model.params)  # the model is callable, outputs a pytree
+    assert isinstance(compiled, FlaxBaseModelOutputWithPooling)
+    np.testing.assert_allclose(compiled[0], model(IDS)[0], atol=1e-6)
+    assert hash(model.__call__) == hash(model.__call__)  # apply_fn of a TrainState
+
+
+def test_without_parameters(model, tmp_path):
+    bare = FlaxCLIPTextModel(model.config, _do_init=False)
+    for use in (lambda: bare.params, lambda: setattr(bare, "params", {}), lambda: bare(IDS)):
+        with pytest.raises(ValueError, match="_do_init=False and has no parameters"):
+            use()
+    np.testing.assert_array_equal(bare(IDS, params=model.params)[0], model(IDS)[0])
+    model.save_pretrained(tmp_path)
+    bare, params = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
+    np.testing.assert_array_equal(bare(IDS, params=params)[0], model(IDS)[0])
+
+
+def test_a_new_token_as_textual_inversion_adds_it(model, tmp_path):
+    model.save_pretrained(tmp_path / "base")
+    model = FlaxCLIPTextModel.from_pretrained(tmp_path / "base")
+    before = model(IDS)[0]
+    params = model.params
+    embeddings = params["text_model"]["embeddings"]["token_embedding"]
+    embeddings["embedding"] = jnp.pad(embeddings["embedding"], ((0, 1), (0, 0)))
+    model.config.vocab_size = 21
+    model.params = params
+    assert model.module.vocab_size == 21
+    new = np.where(IDS == 3, 20, IDS)
+    assert not jnp.isnan(model(new)[0]).any()
+    assert jnp.any(model(new)[0] != before)
+    embeddings["embedding"] = embeddings["embedding"].at[20].set(embeddings["embedding"][3])
+    np.testing.assert_array_equal(model(new)[0], before)
+    model.save_pretrained(tmp_path / "larger")
+    assert json.loads((tmp_path / "larger" / "config.json").read_text())["vocab_size"] == 21
+    theirs = CLIPTextModel.from_pretrained(tmp_path / "larger")
+    assert_close(model(new, params=params)[0], theirs(torch.tensor(new))[0])
+    model.config.vocab_size = 20  # config and params disagree
+    with pytest.raises(ValueError, match="wrong shape: text_model/embeddings/token_embedding"):
+        model.save_pretrained(tmp_path / "wrong")
+
+
+def test_setter_and_init_weights(model):
+    params = model.init_weights(jax.random.PRNGKey(3), (1, 1))
+    assert flatten_dict(params).keys() == model.required_params
+    shapes = jax.tree.map(lambda x: x.shape, model.params_shape_tree)
+    assert shapes == jax.tree.map(jnp.shape, params)
+    other = FlaxCLIPTextModel(model.config)
+    other.params = freeze(params)
+    assert type(other.params) is type(other.params["text_model"]) is dict
+    norm = params["text_model"].pop("final_layer_norm")
+    with pytest.raises(ValueError, match="params lack text_model/final_layer_norm/bias, text_"):
+        other.params = params
+    completed = model.init_weights(jax.random.PRNGKey(4), params=params)
+    assert flatten_dict(completed).keys() == model.required_params
+    kept = params["text_model"]["embeddings"]["token_embedding"]["embedding"]
+    assert completed["text_model"]["embeddings"]["token_embedding"]["embedding"] is kept
+    np.testing.assert_array_equal(completed["text_model"]["final_layer_norm"]["bias"], norm["bias"])
+    seeds = [FlaxCLIPTextModel(model.config, seed=seed).params for seed in (1, 0)]
+    jax.tree.map(np.testing.assert_array_equal, seeds[0], model.params)
+    same = jax.tree.map(np.array_equal, seeds[1], model.params)
+    assert not same["text_model"]["embeddings"]["token_embedding"]["embedding"]
+
+
+def test_modules_of_equal_configs_are_equal(model):
+    """Then jit compiles once for both."""
+    other = FlaxCLIPTextModel(CLIPTextConfig(**CONFIG), _do_init=False)
+    assert other.module == model.module and hash(other.module) == hash(model.module)
+    other.config.hidden_act = "gelu"
+    assert other.module != model.module
+
+
+def test_dtypes(model):
+    half = FlaxCLIPTextModel(model.config, dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(half.params)} == {jnp.dtype("float32")}
+    result = half(IDS, output_attentions=True)
+    assert result[0].dtype == result.attentions[0].dtype == jnp.bfloat16
+    for cast, dtype in (
+        (half.to_bf16, jnp.bfloat16),
+        (half.to_fp16, jnp.float16),
+        (half.to_fp32, jnp.float32),
+    ):
+        assert {x.dtype for x in jax.tree.leaves(cast(half.params))} == {jnp.dtype(dtype)}
+    mask = jax.tree.map(lambda x: x.ndim > 1, half.params)
+    layer = half.to_bf16(half.params, mask)["text_model"]["encoder"]["layers"]["0"]["mlp"]["fc1"]
+    assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_settings_on_loading(folder):
+    path, torch_class = folder
+    cls = CLASSES[torch_class]
+    model = cls.from_pretrained(path, subfolder="", output_hidden_states=True, eos_token_id=2)
+    assert len(model(IDS).hidden_states) == 3
+    assert model.config.eos_token_id == model.module.eos_token_id == 2
+    config = CLIPTextConfig(**CONFIG)
+    assert cls.from_pretrained(path, config=config).config is config
+    assert cls.from_pretrained(path, config=str(path)).module == cls.from_pretrained(path).module
+    other = cls.from_pretrained(path, config=config, hidden_act="gelu")
+    assert (other.config.hidden_act, config.hidden_act) == ("gelu", "quick_gelu")
+    assert other.module.hidden_act == "gelu"
+    for wrong, message in (
+        (dict(hiden_size=8), "has no setting 'hiden_size'"),
+        (dict(hidden_size=32), "wrong shape: "),
+        (dict(ignore_mismatched_sizes=True), "ignore_mismatched_sizes=True is not supported"),
+        (dict(num_hidden_layers=3), "missing: text_model/encoder/layers/2/"),
+        (dict(config=CLIPTextConfig(**CONFIG | dict(num_hidden_layers=1))), "unexpected: text"),
+        (dict(hidden_act="relu"), "hidden_act=relu is not supported"),
+        (dict(config=CLIPConfig()), f"config is a CLIPConfig; {cls.__name__} takes a CLIPText"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cls.from_pretrained(path, **wrong)
+    assert cls.from_pretrained(path, config=config, _do_init=False)[0].config is config
+    with pytest.raises(ValueError, match=f"config is a CLIPConfig; {cls.__name__} takes a CLIPT"):
+        cls(CLIPConfig())
+
+
+def test_attention_dropout():
+    model = FlaxCLIPTextModel(CLIPTextConfig(**CONFIG, attention_dropout=0.5))
+    rngs = [jax.random.PRNGKey(seed) for seed in range(200)]
+    still = model(IDS)[0]
+    np.testing.assert_array_equal(model(IDS, dropout_rng=rngs[0])[0], still)
+    with pytest.raises(ValueError, match=r"attention_dropout=0.5; pass a PRNG key as dropout_rng"):
+        model(IDS, train=True)
+    train = jax.jit(
+        lambda params, rng: model(
+            IDS, params=params, dropout_rng=rng, train=True, output_attentions=True
+        )
+    )
+    first = train(model.params, rngs[0])
+    np.testing.assert_array_equal(train(model.params, rngs[0])[0], first[0])
+    assert jnp.any(train(model.params, rngs[1])[0] != first[0])
+    # Half of the weights that causality leaves are dropped, the others are doubled.
+    weights = model(IDS, output_attentions=True).attentions[0]
+    dropped = jnp.stack([train(model.params, rng).attentions[0] for rng in rngs])
+    kept = np.asarray(dropped > 0)
+    np.testing.assert_allclose(kept.mean(), 0.5 * np.mean(weights > 0), rtol=0.02)
+    doubled = np.broadcast_to(2 * weights, kept.shape)
+    np.testing.assert_allclose(np.asarray(dropped)[kept], doubled[kept], rtol=1e-5)
+
+
+def test_refuses_what_are_no_token_ids(model):
+    with pytest.raises(ValueError, match=r"input_ids has shape \(6,\); it is \(batch, tokens\)"):
+        model(IDS[0])
+    with pytest.raises(ValueError, match="7 tokens long, this text encoder takes at most 6"):
+        model(np.zeros((1, 7), int))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 5), (3, 6), (2, 1), (5,), (2, 1, 1, 6)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_refuses_masks_and_positions_of_other_shapes(folder, shape):
+    ours = CLASSES[folder[1]].from_pretrained(folder[0])
+    found = re.escape(str(shape))
+    for name, expected in (
+        ("attention_mask", r"\(2, 6\) or \(1, 6\)"),
+        ("position_ids", r"\(2, 6\) or \(1, 6\) or \(6,\)"),
+    ):
+        message = f"^{name} has shape {found}; with these input_ids it is {expected}"
+        with pytest.raises(ValueError, match=message):
+            ours(IDS, **{name: np.ones(shape, int)})
+
+
+def test_one_row_of_mask_or_positions_serves_all(folder):
+    """Against PyTorch with a row per prompt, as it takes no mask of one row."""
+    path, torch_class = folder
+    theirs = torch_class.from_pretrained(path, attn_implementation="eager").eval()
+    ours = CLASSES[torch_class].from_pretrained(path)
+    mask, positions = np.array([[1, 1, 0, 1, 0, 1]]), np.array([[2, 0, 1, 3, 5, 4]])
+    for settings in (
+        dict(attention_mask=mask),
+        dict(position_ids=positions),
+        dict(position_ids=positions[0]),
+    ):
+        tensors = {
+            name: torch.tensor(np.broadcast_to(array, (2, 6))) for name, array in settings.items()
+        }
+        expected = theirs(torch.tensor(IDS), **tensors).last_hidden_state
+        assert_close(ours(IDS, **settings).last_hidden_state, expected)
+
+
+def test_the_content_of_a_config_file(model):
+    """The content serves as the config; transformers' config is made at the first access."""
+    bare = FlaxCLIPTextModel.from_config(CONFIG, dtype=jnp.bfloat16, output_hidden_states=True)
+    assert bare.module.dtype == jnp.bfloat16
+    assert bare(IDS, params=model.params).hidden_states is not None
+    assert "config" not in vars(bare)
+    assert isinstance(bare.config, CLIPTextConfig) and bare.config.output_hidden_states
+    bare.config.vocab_size = 30
+    assert bare.module.vocab_size == 30
+    for wrong in (
+        lambda: FlaxCLIPTextModel(CONFIG | {"vocab_size": "many"}),
+        lambda: FlaxCLIPTextModel.from_config(CONFIG, vocab_size="many"),
+    ):
+        with pytest.raises(
+            ValueError, match="vocab_size='many' has the wrong type, it must be int"
+        ):
+            wrong()
+    odd = FlaxCLIPTextModel(CONFIG | {"layer_norm_eps": 1}, _do_init=False)
+    with pytest.raises(ValueError, match=r"CLIPTextConfig refuses the config: .*layer_norm_eps"):
+        print(odd.config)
+
+
+def test_a_model_in_a_pipeline_needs_no_torch(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    code = """if True:
+        import sys
+        from diffusers_flax.models.clip import FlaxCLIPTextModel
+        model, params = FlaxCLIPTextModel.from_pretrained(sys.argv[1], _do_init=False)
+        assert model([[0]], params=params)[0].any()
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, cwd=ROOT)
+
+
+def test_published_attributes(model):
+    assert model.main_input_name == "input_ids" and model.framework == "flax"
+    assert model.input_shape == (1, 1) and model.base_model_prefix == ""
+    assert model.config_class is CLIPTextConfig and isinstance(model.module, model.module_class)
+    assert not model.can_generate() and not model._missing_keys

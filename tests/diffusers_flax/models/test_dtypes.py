@@ -1,0 +1,167 @@
+"""Every public model and pipeline in float16 and bfloat16 on a CPU, against float32."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax.models.base import cast_floating
+from diffusers_flax.models.clip import (
+    FlaxCLIPTextModel,
+    FlaxCLIPTextModelWithProjection,
+    FlaxStableDiffusionSafetyChecker,
+)
+from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+
+# Of the largest value. float16 rounds by 0.05%, bfloat16 by 0.4%, dozens of times.
+TOLERANCES = {"float16": 6e-3, "bfloat16": 5e-2}
+BLOCKS = dict(
+    block_out_channels=(32, 64),
+    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    layers_per_block=1,
+    attention_head_dim=4,
+    cross_attention_dim=24,
+)
+XL = dict(
+    use_linear_projection=True,
+    addition_embed_type="text_time",
+    addition_time_embed_dim=8,
+    projection_class_embeddings_input_dim=20 + 6 * 8,
+)
+CLIP = dict(
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=64,
+    projection_dim=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=9,
+    eos_token_id=99,
+)
+TEXT_ENTRIES = ("vocab_size", "max_position_embeddings", "eos_token_id")
+IDS = jnp.asarray([[1, 5, 7, 99, 0, 0, 0, 0, 0], [2, 3, 4, 5, 6, 7, 99, 0, 0]])
+MASK = (jnp.arange(9) < 7).astype(jnp.int32)[None]
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def unet(dtype, **config):
+    module = FlaxUNet2DConditionModel(**BLOCKS, **config, dtype=dtype)
+    added = {"text_embeds": normal(2, 20), "time_ids": jnp.ones((2, 6))} if config else None
+    args = normal(2, 4, 16, 16), jnp.asarray([3, 500]), normal(2, 7, 24, seed=1), added
+    return module, lambda params: module.apply({"params": params}, *args).sample
+
+
+def vae(dtype):
+    module = FlaxAutoencoderKL(
+        block_out_channels=(32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        dtype=dtype,
+    )
+
+    def call(params):
+        apply = partial(module.apply, {"params": params})
+        posterior = apply(normal(1, 3, 32, 32), method=module.encode).latent_dist
+        return posterior.mode(), apply(normal(1, 4, 16, 16), method=module.decode).sample
+
+    return module, call
+
+
+def tiny_vae(dtype):
+    module = FlaxAutoencoderTiny(
+        encoder_block_out_channels=(16, 16),
+        decoder_block_out_channels=(16, 16),
+        num_encoder_blocks=(1, 1),
+        num_decoder_blocks=(1, 1),
+        dtype=dtype,
+    )
+
+    def call(params):
+        apply = partial(module.apply, {"params": params})
+        latents = apply(normal(1, 3, 32, 32), method=module.encode).latents
+        return latents, apply(normal(1, 4, 16, 16), method=module.decode).sample
+
+    return module, call
+
+
+def text_model(cls, dtype):
+    model = cls.from_config(CLIP, dtype=dtype)
+
+    def call(params):
+        plain = model(IDS, params=params, return_dict=True)
+        masked = model(IDS, MASK, params=params, output_attentions=True, output_hidden_states=True)
+        return tuple(plain.values()), masked.to_tuple()
+
+    return model.module, call
+
+
+def safety_checker(dtype):
+    tower = {name: CLIP[name] for name in CLIP if name not in TEXT_ENTRIES}
+    vision = tower | {"image_size": 32, "patch_size": 16, "hidden_act": "quick_gelu"}
+    config = {"vision_config": vision, "projection_dim": 16}
+    model = FlaxStableDiffusionSafetyChecker.from_config(config, dtype=dtype)
+    module = model.module
+
+    def call(params):
+        params = params | {"concept_embeds": normal(17, 16), "special_care_embeds": normal(3, 16)}
+        images = normal(2, 3, 32, 32)
+        return module.apply({"params": params}, images, method=module.cosine_distances)
+
+    return module, call
+
+
+MODELS = {
+    "UNet": unet,
+    "UNet of SDXL": partial(unet, **XL),
+    "VAE": vae,
+    "TAESD": tiny_vae,
+    "CLIP text": partial(text_model, FlaxCLIPTextModel),
+    "CLIP text with projection": partial(text_model, FlaxCLIPTextModelWithProjection),
+    "safety checker": safety_checker,
+}
+
+
+def error(ours, expected):
+    """Largest difference as a share of the largest value."""
+    return np.abs(np.asarray(ours, np.float32) - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """Compute dtypes; the parameters are float32."""
+    module, call = MODELS[name](jnp.float32)
+    params = jax.jit(module.init_weights)(jax.random.key(0))
+    exact = jax.tree.leaves(jax.jit(call)(params))
+    for dtype, tolerance in TOLERANCES.items():
+        results = jax.tree.leaves(jax.jit(MODELS[name](jnp.dtype(dtype))[1])(params))
+        for ours, expected in zip(results, exact, strict=True):
+            assert error(ours, expected) < tolerance, dtype
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_tiny_pipeline, pytest.param(partial(make_tiny_xl, edits=True), marks=pytest.mark.slow)],
+)
+def test_pipelines(tmp_path, make):
+    """An edit in three steps, with parameters of the compute dtype."""
+    folder = make(tmp_path / "model")
+    image = np.random.default_rng(0).random((32, 32, 3), np.float32)
+    images = {}
+    for dtype in ("float32", *TOLERANCES):
+        pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder, dtype=jnp.dtype(dtype))
+        params = cast_floating(params, jnp.dtype(dtype))
+        inputs = pipeline.prepare_inputs("make it red", image)
+        images[dtype] = pipeline(*inputs, params, jax.random.key(0), num_inference_steps=3).images
+    for dtype, tolerance in TOLERANCES.items():
+        assert error(images[dtype], images["float32"]) < tolerance, dtype

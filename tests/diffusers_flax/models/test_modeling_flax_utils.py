@@ -1,0 +1,1063 @@
+"""Files on disk <-> parameter trees: names, shapes and values against PyTorch, formats, errors."""
+
+import copy
+import json
+import logging
+import os
+import pickle
+import re
+import tracemalloc
+from pathlib import Path
+from unittest.mock import Mock
+
+import diffusers
+import flax.linen as nn
+import flax.serialization
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from create_modified_unet import widen
+from diffusers_flax.loading import configs
+from diffusers_flax.models import base
+from diffusers_flax.models.base import FlaxModelMixin, flax_to_torch, torch_to_flax
+from diffusers_flax.models.clip import (
+    FlaxCLIPTextModel,
+    FlaxCLIPTextModelWithProjectionModule,
+    FlaxCLIPTextModule,
+)
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+
+UNET = dict(
+    sample_size=8,
+    block_out_channels=(8, 16),
+    norm_num_groups=4,
+    layers_per_block=1,
+    cross_attention_dim=12,
+    attention_head_dim=2,
+    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+)
+VAE = dict(
+    block_out_channels=(8, 16),
+    norm_num_groups=4,
+    down_block_types=("DownEncoderBlock2D",) * 2,
+    up_block_types=("UpDecoderBlock2D",) * 2,
+)
+CLIP = dict(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=10,
+    projection_dim=12,
+    bos_token_id=38,
+    eos_token_id=39,
+)
+
+
+def torch_model(kind):
+    torch.manual_seed(0)
+    match kind:
+        case "unet_conv":
+            return diffusers.UNet2DConditionModel(**UNET)
+        case "unet_no_middle":
+            return diffusers.UNet2DConditionModel(**UNET, mid_block_type=None)
+        case "unet_linear":
+            return diffusers.UNet2DConditionModel(**UNET, use_linear_projection=True)
+        case "unet_sdxl":  # the mapping covers modules that the Flax UNet does not implement
+            return diffusers.UNet2DConditionModel(
+                **UNET,
+                use_linear_projection=True,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=4,
+                projection_class_embeddings_input_dim=36,
+                transformer_layers_per_block=(2, 1),
+            )
+        case "vae":
+            return diffusers.AutoencoderKL(**VAE)
+        case "clip":
+            return transformers.CLIPTextModel(transformers.CLIPTextConfig(**CLIP))
+        case "clip_projection":
+            config = transformers.CLIPTextConfig(**CLIP)
+            return transformers.CLIPTextModelWithProjection(config)
+
+
+FLAX_CLASSES = {
+    "unet_conv": FlaxUNet2DConditionModel,
+    "unet_linear": FlaxUNet2DConditionModel,
+    "unet_no_middle": FlaxUNet2DConditionModel,
+    "vae": FlaxAutoencoderKL,
+    "clip": FlaxCLIPTextModule,
+    "clip_projection": FlaxCLIPTextModelWithProjectionModule,
+}
+
+
+# --- names, shapes, values ---
+
+# Per kind of parameter, PyTorch's name and shape, then those of the published Flax checkpoints.
+PUBLISHED = """
+conv_in.weight 320 4 3 3
+conv_in/kernel 3 3 4 320
+conv_norm_out.weight 320
+conv_norm_out/scale 320
+time_embedding.linear_1.weight 1280 320
+time_embedding/linear_1/kernel 320 1280
+time_embedding.linear_2.bias 1280
+time_embedding/linear_2/bias 1280
+add_embedding.linear_1.weight 1280 2816
+add_embedding/linear_1/kernel 2816 1280
+down_blocks.0.attentions.1.norm.weight 320
+down_blocks_0/attentions_1/norm/scale 320
+down_blocks.0.attentions.0.proj_in.weight 320 320 1 1
+down_blocks_0/attentions_0/proj_in/kernel 1 1 320 320
+down_blocks.1.attentions.0.proj_in.weight 640 640
+down_blocks_1/attentions_0/proj_in/kernel 640 640
+up_blocks.2.attentions.1.transformer_blocks.9.attn2.to_k.weight 640 2048
+up_blocks_2/attentions_1/transformer_blocks_9/attn2/to_k/kernel 2048 640
+mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0.weight 1280 1280
+mid_block/attentions_0/transformer_blocks_0/attn1/to_out_0/kernel 1280 1280
+mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0.bias 1280
+mid_block/attentions_0/transformer_blocks_0/attn1/to_out_0/bias 1280
+mid_block.attentions.0.transformer_blocks.0.attn1.to_q.weight 1280 1280
+mid_block/attentions_0/transformer_blocks_0/attn1/to_q/kernel 1280 1280
+mid_block.attentions.0.transformer_blocks.0.ff.net.0.proj.weight 10240 1280
+mid_block/attentions_0/transformer_blocks_0/ff/net_0/proj/kernel 1280 10240
+mid_block.attentions.0.transformer_blocks.0.ff.net.2.weight 1280 5120
+mid_block/attentions_0/transformer_blocks_0/ff/net_2/kernel 5120 1280
+mid_block.attentions.0.transformer_blocks.0.norm3.weight 1280
+mid_block/attentions_0/transformer_blocks_0/norm3/scale 1280
+mid_block.resnets.1.time_emb_proj.weight 1280 1280
+mid_block/resnets_1/time_emb_proj/kernel 1280 1280
+up_blocks.0.resnets.2.conv_shortcut.weight 1280 2560 1 1
+up_blocks_0/resnets_2/conv_shortcut/kernel 1 1 2560 1280
+up_blocks.0.upsamplers.0.conv.weight 1280 1280 3 3
+up_blocks_0/upsamplers_0/conv/kernel 3 3 1280 1280
+down_blocks.0.downsamplers.0.conv.bias 320
+down_blocks_0/downsamplers_0/conv/bias 320
+encoder.down_blocks.1.resnets.0.norm1.weight 128
+encoder/down_blocks_1/resnets_0/norm1/scale 128
+encoder.mid_block.attentions.0.group_norm.weight 512
+encoder/mid_block/attentions_0/group_norm/scale 512
+encoder.mid_block.attentions.0.to_q.weight 512 512
+encoder/mid_block/attentions_0/query/kernel 512 512
+decoder.mid_block.attentions.0.to_k.bias 512
+decoder/mid_block/attentions_0/key/bias 512
+decoder.mid_block.attentions.0.to_v.weight 512 512
+decoder/mid_block/attentions_0/value/kernel 512 512
+decoder.mid_block.attentions.0.to_out.0.bias 512
+decoder/mid_block/attentions_0/proj_attn/bias 512
+quant_conv.weight 8 8 1 1
+quant_conv/kernel 1 1 8 8
+text_model.embeddings.token_embedding.weight 49408 768
+text_model/embeddings/token_embedding/embedding 49408 768
+text_model.embeddings.position_embedding.weight 77 768
+text_model/embeddings/position_embedding/embedding 77 768
+text_model.encoder.layers.11.self_attn.q_proj.weight 768 768
+text_model/encoder/layers/11/self_attn/q_proj/kernel 768 768
+text_model.encoder.layers.0.layer_norm1.weight 768
+text_model/encoder/layers/0/layer_norm1/scale 768
+text_model.encoder.layers.0.mlp.fc1.weight 3072 768
+text_model/encoder/layers/0/mlp/fc1/kernel 768 3072
+text_model.final_layer_norm.bias 768
+text_model/final_layer_norm/bias 768
+text_projection.weight 1280 1024
+text_projection/kernel 1024 1280
+vision_model.vision_model.embeddings.class_embedding 1024
+vision_model/vision_model/embeddings/class_embedding 1024
+vision_model.vision_model.embeddings.patch_embedding.weight 1024 3 14 14
+vision_model/vision_model/embeddings/patch_embedding/kernel 14 14 3 1024
+vision_model.vision_model.pre_layrnorm.weight 1024
+vision_model/vision_model/pre_layrnorm/scale 1024
+visual_projection.weight 768 1024
+visual_projection/kernel 1024 768
+concept_embeds 17 768
+concept_embeds 17 768
+special_care_embeds_weights 3
+special_care_embeds_weights 3
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize(("torch_line", "flax_line"), [*zip(PUBLISHED[::2], PUBLISHED[1::2])])
+def test_published_names_and_shapes(torch_line, flax_line):
+    (torch_key, *torch_shape), (flax_key, *flax_shape) = torch_line.split(), flax_line.split()
+    torch_shape, flax_shape = tuple(map(int, torch_shape)), tuple(map(int, flax_shape))
+    key, array = torch_to_flax(torch_key, np.broadcast_to(np.int8(0), torch_shape))
+    assert (key, array.shape) == (flax_key, flax_shape)
+    key, array = flax_to_torch(key, array)
+    assert (key, array.shape) == (torch_key, torch_shape)
+
+
+def test_axes():
+    conv = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)  # O, I, H, W
+    _, kernel = torch_to_flax("conv_in.weight", conv)
+    for o, i, h, w in np.ndindex(conv.shape):
+        assert kernel[h, w, i, o] == conv[o, i, h, w]
+    linear = np.arange(6).reshape(2, 3)  # out, in
+    _, kernel = torch_to_flax("time_embedding.linear_1.weight", linear)
+    x = np.array([[1, 10, 100]])
+    np.testing.assert_array_equal(x @ kernel, x @ linear.T)
+
+
+@pytest.mark.parametrize("kind", [*FLAX_CLASSES, "unet_sdxl"])
+def test_every_tensor_goes_there_and_back(kind):
+    state = {key: tensor.numpy() for key, tensor in torch_model(kind).state_dict().items()}
+    flax_keys = set()
+    for key, tensor in state.items():
+        flax_key, array = torch_to_flax(key, tensor)
+        flax_keys.add(flax_key)
+        torch_key, back = flax_to_torch(flax_key, array)
+        # transformers 5 leaves the prefix out of CLIPTextModel's names; published files have it.
+        assert torch_key == (f"text_model.{key}" if kind == "clip" else key)
+        np.testing.assert_array_equal(back, tensor, strict=True)
+    assert len(flax_keys) == len(state)
+
+
+@pytest.mark.parametrize("as_conv", [False, True])
+def test_old_vae_attention_names(as_conv):
+    prefix = "encoder.mid_block.attentions.0"
+    for old, new in zip(
+        ("query", "key", "value", "proj_attn"), ("to_q", "to_k", "to_v", "to_out.0")
+    ):
+        weight = np.random.default_rng(0).normal(size=(4, 4))
+        old_weight = weight[:, :, None, None] if as_conv else weight
+        key, kernel = torch_to_flax(f"{prefix}.{old}.weight", old_weight)
+        assert key == f"encoder/mid_block/attentions_0/{old}/kernel"
+        np.testing.assert_array_equal(kernel, weight.T, strict=True)
+        key, back = flax_to_torch(key, kernel)
+        assert key == f"{prefix}.{new}.weight"
+        np.testing.assert_array_equal(back, weight, strict=True)
+
+
+# --- the real models, read from and opened by PyTorch ---
+
+
+def assert_same_tree(tree, expected):
+    flat, expected = flatten_dict(tree, sep="/"), flatten_dict(expected, sep="/")
+    assert flat.keys() == expected.keys()
+    for key, value in expected.items():
+        assert flat[key].dtype == value.dtype, key
+        np.testing.assert_array_equal(flat[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("kind", FLAX_CLASSES)
+def test_pytorch_opens_what_we_write(kind, tmp_path):
+    theirs = torch_model(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    module, params = FLAX_CLASSES[kind].from_pretrained(tmp_path / "theirs")
+    module.save_pretrained(tmp_path / "ours", params)
+
+    reopened, report = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, reopened.state_dict()[key]), key
+    with safetensors.safe_open(
+        tmp_path / "ours" / f"{module.weights_name}.safetensors", "pt"
+    ) as file:
+        assert file.metadata() == {"format": "pt"}
+
+    reopened.save_pretrained(tmp_path / "reopened")
+    wrote, rewrote = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "reopened")
+    )
+    rewrote.pop("_name_or_path", None)
+    assert rewrote == wrote
+
+
+def test_a_widened_unet_still_has_no_middle_block(tmp_path):
+    """A UNet widened and saved as by create_modified_unet.py."""
+    torch_model("unet_no_middle").save_pretrained(tmp_path / "narrow")
+    narrow, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "narrow")
+    narrow.clone(in_channels=8).save_pretrained(tmp_path / "wide", widen(params, 8))
+    wide, report = diffusers.UNet2DConditionModel.from_pretrained(
+        tmp_path / "wide", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert wide.mid_block is None and wide.config.in_channels == 8
+
+
+def test_unprefixed_clip_names_and_buffers_are_read(tmp_path):
+    theirs = torch_model("clip")
+    theirs.save_pretrained(tmp_path)
+    _, expected = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
+    state = {
+        f"text_model.{k.removeprefix('text_model.')}": v for k, v in theirs.state_dict().items()
+    }
+    bare = {k.removeprefix("text_model."): v for k, v in state.items()}
+    for names, buffer in ((state, "text_model.embeddings"), (bare, "embeddings")):
+        positions = {f"{buffer}.position_ids": torch.arange(10)[None]}
+        safetensors.torch.save_file({**names, **positions}, tmp_path / "model.safetensors")
+        _, params = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
+        assert_same_tree(params, expected)
+
+
+def test_old_flax_config_and_msgpack_name_open(tmp_path):
+    module = FlaxUNet2DConditionModel(**UNET)
+    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    config = {"_class_name": "FlaxUNet2DConditionModel", "_diffusers_version": "0.3.0", **UNET}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "diffusion_flax_model.msgpack").write_bytes(flax.serialization.to_bytes(params))
+    reopened, loaded = FlaxUNet2DConditionModel.from_pretrained(tmp_path)
+    assert reopened == module
+    assert_same_tree(loaded, params)
+
+
+# --- one tiny module in every format ---
+
+
+class TinyModel(nn.Module, FlaxModelMixin):
+    in_channels: int = 4
+    widths: tuple = (6, 5)
+    dtype: type = jnp.float32
+    gradient_checkpointing: bool = False
+
+    torch_class_name = "UNet2DConditionModel"
+    fixed_config = {"act_fn": "silu", "time_cond_proj_dim": None, "sizes": [1, 2]}  # noqa: RUF012
+    ignored_config = ("memory_trick",)
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(self.widths[0], (3, 3), name="conv_in")(x)
+        x = nn.LayerNorm(name="conv_norm_out")(x)
+        for i, width in enumerate(self.widths[1:]):
+            x = nn.Dense(width, name=f"to_out_{i}")(x)
+        return x
+
+    def init_weights(self, rng):
+        return self.init(rng, jnp.zeros((1, 8, 8, self.in_channels)))["params"]
+
+
+CONFIG = {"_class_name": "UNet2DConditionModel", "in_channels": 4, "widths": [6, 5]}
+STATE_SHAPES = {
+    "conv_in.weight": (6, 4, 3, 3),
+    "conv_in.bias": (6,),
+    "conv_norm_out.weight": (6,),
+    "conv_norm_out.bias": (6,),
+    "to_out.0.weight": (5, 6),
+    "to_out.0.bias": (5,),
+}
+
+
+def tiny_state(dtype=torch.float32, **extra_shapes):
+    generator = torch.Generator().manual_seed(1)
+    shapes = STATE_SHAPES | extra_shapes
+    return {k: torch.randn(shape, generator=generator).to(dtype) for k, shape in shapes.items()}
+
+
+def tiny_params(dtype=np.float32):
+    """The tree of tiny_state, with axes transposed by hand."""
+    state = {k: v.numpy().astype(dtype) for k, v in tiny_state().items()}
+    return {
+        "conv_in": {
+            "kernel": np.moveaxis(state["conv_in.weight"], (0, 1), (3, 2)),
+            "bias": state["conv_in.bias"],
+        },
+        "conv_norm_out": {
+            "scale": state["conv_norm_out.weight"],
+            "bias": state["conv_norm_out.bias"],
+        },
+        "to_out_0": {
+            "kernel": np.swapaxes(state["to_out.0.weight"], 0, 1),
+            "bias": state["to_out.0.bias"],
+        },
+    }
+
+
+def save_single(folder, state, name="diffusion_pytorch_model.safetensors"):
+    safetensors.torch.save_file(state, folder / name)
+
+
+def save_shards(folder, state, save, pattern, index_name):
+    weight_map = {}
+    for i, keys in enumerate((list(state)[:2], list(state)[2:]), 1):
+        name = pattern.format(f"{i:05d}-of-00002")
+        save({k: state[k] for k in keys}, folder / name)
+        weight_map |= dict.fromkeys(keys, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / index_name).write_text(json.dumps(index))
+
+
+def write_weights(folder, form, dtype=torch.float32):
+    state, stem = tiny_state(dtype), "diffusion_pytorch_model"
+    st, pt = safetensors.torch.save_file, torch.save
+    match form:
+        case "safetensors":
+            save_single(folder, state)
+        case "safetensors sharded":
+            name = f"{stem}-{{}}.safetensors"
+            save_shards(folder, state, st, name, f"{stem}.safetensors.index.json")
+        case "safetensors fp16":
+            save_single(folder, state, f"{stem}.fp16.safetensors")
+        case "safetensors sharded fp16":
+            name = f"{stem}.fp16-{{}}.safetensors"
+            save_shards(folder, state, st, name, f"{stem}.safetensors.index.fp16.json")
+        case "safetensors sharded, diffusers' older names, fp16":
+            name = f"{stem}-{{}}.fp16.safetensors"
+            save_shards(folder, state, st, name, f"{stem}.safetensors.fp16.index.json")
+        case "safetensors sharded, huggingface_hub's names, fp16":
+            name = f"{stem}.fp16-{{}}.safetensors"
+            save_shards(folder, state, st, name, f"{stem}.fp16.safetensors.index.json")
+        case "bin sharded, diffusers' older names, fp16":
+            name = f"{stem}-{{}}.fp16.bin"
+            save_shards(folder, state, pt, name, f"{stem}.bin.fp16.index.json")
+        case "bin":
+            torch.save(state, folder / f"{stem}.bin")
+        case "bin before 1.6":
+            torch.save(state, folder / f"{stem}.bin", _use_new_zipfile_serialization=False)
+        case "bin sharded":
+            save_shards(folder, state, pt, f"{stem}-{{}}.bin", f"{stem}.bin.index.json")
+        case "bin fp16":
+            torch.save(state, folder / f"{stem}.fp16.bin")
+        case "msgpack":
+            tree = tiny_params(np.dtype(getattr(jnp, str(dtype).removeprefix("torch."))))
+            data = flax.serialization.msgpack_serialize(jax.tree.map(jnp.asarray, tree))
+            (folder / "diffusion_flax_model.msgpack").write_bytes(data)
+
+
+FORMS = (
+    "safetensors",
+    "safetensors sharded",
+    "safetensors fp16",
+    "safetensors sharded fp16",
+    "safetensors sharded, diffusers' older names, fp16",
+    "safetensors sharded, huggingface_hub's names, fp16",
+    "bin sharded, diffusers' older names, fp16",
+    "bin",
+    "bin before 1.6",
+    "bin sharded",
+    "bin fp16",
+    "msgpack",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model directory without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def variant_of(form):
+    return "fp16" if form.endswith("fp16") else None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_format_gives_the_same_params(folder, form):
+    write_weights(folder, form)
+    module, params = TinyModel.from_pretrained(folder, variant=variant_of(form))
+    assert module == TinyModel(in_channels=4, widths=(6, 5))
+    assert_same_tree(params, tiny_params())
+    for leaf in jax.tree.leaves(params):
+        assert leaf.flags.c_contiguous
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin", "msgpack"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_stored_dtype_is_kept(folder, form, name):
+    write_weights(folder, form, getattr(torch, name))
+    module, params = TinyModel.from_pretrained(folder, jnp.bfloat16)
+    assert module.dtype == jnp.bfloat16
+    assert_same_tree(params, tiny_params(np.dtype(getattr(jnp, name))))
+
+
+def test_order_of_formats(folder):
+    ones = jax.tree.map(np.ones_like, tiny_params())
+    msgpack = flax.serialization.msgpack_serialize(ones)
+    (folder / "diffusion_flax_model.msgpack").write_bytes(msgpack)
+    with pytest.raises(ValueError, match=r"no weights in .* neither diffusion_pytorch_model\.safe"):
+        TinyModel.from_pretrained(folder, from_pt=True)
+    assert_same_tree(TinyModel.from_pretrained(folder)[1], ones)
+    twos = {k: torch.full(s, 2.0) for k, s in STATE_SHAPES.items()}
+    torch.save(twos, folder / "diffusion_pytorch_model.bin")
+    assert_same_tree(TinyModel.from_pretrained(folder)[1], jax.tree.map(lambda x: x + x, ones))
+    write_weights(folder, "safetensors")
+    assert_same_tree(TinyModel.from_pretrained(folder, from_pt=True)[1], tiny_params())
+
+
+def test_sharded_msgpack(folder):
+    flat, weight_map = flatten_dict(tiny_params(), sep="/"), {}
+    for i, keys in enumerate((list(flat)[:2], list(flat)[2:]), 1):
+        name = f"diffusion_flax_model-{i:05d}-of-00002.msgpack"
+        tree = flax.traverse_util.unflatten_dict({k: flat[k] for k in keys}, sep="/")
+        (folder / name).write_bytes(flax.serialization.msgpack_serialize(tree))
+        weight_map |= dict.fromkeys(keys, name)
+    index = folder / "diffusion_flax_model.msgpack.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert_same_tree(TinyModel.from_pretrained(folder)[1], tiny_params())
+
+
+# --- weights that do not fit, files that cannot be read ---
+
+BAD_STATE = {
+    "conv_in.weight": (6, 3, 3, 3),
+    "conv_norm_out.weight": (7,),
+    "up_blocks.0.extra.weight": (2, 2),
+    "mid_block.extra.bias": (2,),
+}
+BAD_REPORT = (
+    "does not fit TinyModel: "
+    "missing: conv_in/bias, to_out_0/kernel; "
+    "unexpected: mid_block/extra/bias, up_blocks_0/extra/kernel; "
+    "wrong shape: conv_in/kernel is (3, 3, 3, 6), model has (3, 3, 4, 6), "
+    "conv_norm_out/scale is (7,), model has (6,); "
+    "conv_in takes 3 channels, the config says 4: create_modified_unet.py widens a UNet"
+)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "msgpack"])
+def test_every_bad_key_is_named(folder, form):
+    state = tiny_state(**BAD_STATE)
+    del state["conv_in.bias"], state["to_out.0.weight"]
+    if form == "safetensors":
+        name = "diffusion_pytorch_model.safetensors"
+        save_single(folder, state)
+    else:
+        name = "diffusion_flax_model.msgpack"
+        flat = dict(torch_to_flax(k, v.numpy()) for k, v in state.items())
+        tree = flax.traverse_util.unflatten_dict(flat, sep="/")
+        (folder / name).write_bytes(flax.serialization.msgpack_serialize(tree))
+    with pytest.raises(ValueError) as error:
+        TinyModel.from_pretrained(folder)
+    assert str(error.value) == f"{folder / name} {BAD_REPORT}"
+
+
+def test_save_refuses_replicated_params(tmp_path):
+    replicated = jax.tree.map(lambda x: np.stack([x] * 2), tiny_params())
+    with pytest.raises(ValueError, match=r"params does not fit .*conv_in/bias is \(2, 6\)"):
+        TinyModel().save_pretrained(tmp_path / "new", replicated)
+    assert not (tmp_path / "new").exists()
+
+
+class Malicious:
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.victim),)
+
+
+def test_pickled_code_is_refused(folder):
+    victim = folder / "executed"
+    state = {**tiny_state(), "conv_in.bias": Malicious(victim)}
+    torch.save(state, folder / "diffusion_pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"diffusion_pytorch_model\.bin cannot be read as weights"):
+        TinyModel.from_pretrained(folder)
+    assert not victim.exists()
+    torch.load(folder / "diffusion_pytorch_model.bin", weights_only=False)
+    assert victim.exists()  # so the file would have done it
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 3438167540\n"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "pointer"])
+@pytest.mark.parametrize("form", ["safetensors", "bin", "msgpack"])
+def test_damaged_files(folder, form, damage):
+    write_weights(folder, form)
+    (file,) = (f for f in folder.iterdir() if f.name != "config.json")
+    data = {"truncated": file.read_bytes()[:-200], "empty": b"", "pointer": POINTER}[damage]
+    file.write_bytes(data)
+    with pytest.raises(ValueError) as error:
+        TinyModel.from_pretrained(folder)
+    assert str(error.value).startswith(f"{file} cannot be read as weights (")
+    assert "\n" not in str(error.value)
+
+
+def test_errors_of_the_machine_are_not_blamed_on_the_file(folder, monkeypatch):
+    """A missing torch or too little memory is not reported as a damaged file."""
+    write_weights(folder, "bin")
+    for error in (ImportError("No module named 'torch'"), MemoryError(), PermissionError("no")):
+        reader = Mock(side_effect=error)
+        monkeypatch.setattr(base, "_read_bin", reader)
+        with pytest.raises(type(error)):
+            TinyModel.from_pretrained(folder)
+
+
+def test_bin_that_is_no_state_dict(folder):
+    torch.save({"step": 3, **tiny_state()}, folder / "diffusion_pytorch_model.bin")
+    with pytest.raises(ValueError, match="'step' is not a tensor"):
+        TinyModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin", "bin before 1.6", "msgpack"])
+def test_damaged_bytes_load_or_are_refused_by_name(folder, form):
+    write_weights(folder, form)
+    (file,) = (f for f in folder.iterdir() if f.name != "config.json")
+    good, rng = file.read_bytes(), np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(150):
+        data = bytearray(good[: rng.choice([len(good), rng.integers(1, len(good))])])
+        for place in rng.integers(0, min(len(data), 700), rng.integers(1, 4)):
+            data[place] = rng.integers(256)  # in what describes the tensors, more than in them
+        file.write_bytes(data)
+        try:
+            TinyModel.from_pretrained(folder)
+        except ValueError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+            num_refused += 1
+    assert num_refused > 75
+
+
+def test_weights_that_are_no_floats_are_refused(folder):
+    for name, bias in (
+        ("diffusion_flax_model.msgpack", [0.0] * 6),
+        ("diffusion_pytorch_model.bin", torch.zeros(6, dtype=torch.int32)),
+        ("diffusion_pytorch_model.safetensors", torch.zeros(6, dtype=torch.int8)),
+    ):
+        if name.endswith("msgpack"):
+            params = tiny_params()
+            params["conv_in"]["bias"] = bias
+            (folder / name).write_bytes(flax.serialization.msgpack_serialize(params))
+        else:
+            state = tiny_state() | {"conv_in.bias": bias}
+            save = torch.save if name.endswith("bin") else safetensors.torch.save_file
+            save(state, folder / name)
+        with pytest.raises(
+            ValueError, match=rf"{name} .*conv_in[./]bias' is \w+, no array of floats"
+        ):
+            TinyModel.from_pretrained(folder)
+
+
+OUTSIDE = "outside.safetensors"
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        [],
+        {},
+        "diffusion_pytorch_model.safetensors",
+        {"conv_in.weight": None},
+        {"conv_in.weight": ["a"]},
+        {"conv_in.weight": ""},
+        {"conv_in.weight": ".."},
+        {"conv_in.weight": "a\0b"},
+        {"conv_in.weight": "a" * 300},
+        {"conv_in.weight": f"../{OUTSIDE}"},
+        {"conv_in.weight": f"..\\{OUTSIDE}"},
+        {"conv_in.weight": f"{{parent}}/{OUTSIDE}"},
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_an_index_lists_files_of_its_own_folder_only(folder, weight_map):
+    model = folder / "model"
+    model.mkdir()
+    (folder / "config.json").rename(model / "config.json")
+    save_single(folder, tiny_state(), OUTSIDE)  # which would fit
+    index = model / "diffusion_pytorch_model.safetensors.index.json"
+    content = json.dumps({"weight_map": weight_map}).replace("{parent}", str(folder))
+    index.write_text(content)
+    with pytest.raises(ValueError, match=r"has no weight_map|lists the shard") as error:
+        TinyModel.from_pretrained(model)
+    assert str(error.value).startswith(str(index)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"in_channels": "8"}, "in_channels='8' has the wrong type, it must be int"),
+        ({"in_channels": True}, "in_channels=True has the wrong type, it must be int"),
+        ({"in_channels": None}, "in_channels=None has the wrong type, it must be int"),
+        ({"widths": {"0": 6}}, "widths={'0': 6} has the wrong type, it must be tuple"),
+        ({"widths": 6}, "widths=6 has the wrong type, it must be tuple"),
+        ({"in_channels": -4}, "cannot be built"),
+        ({"widths": []}, "IndexError"),
+        ({"widths": [{}, "a"]}, "TypeError"),
+        ({"_class_name": 5}, "the config of 5"),
+        ({"_class_name": {"a": []}}, r"the config of {'a': \[\]}"),
+        ({"_class_name": [[]]}, r"the config of \[\]"),
+    ],
+    ids=str,
+)
+def test_damaged_configs(folder, entries, words):
+    file = folder / "config.json"
+    file.write_text(json.dumps(CONFIG | entries))
+    with pytest.raises(ValueError, match=words) as error:
+        TinyModel.from_pretrained(folder)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+    file.write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match=r"config\.json, in_chanels=8: TinyModel has no setting"):
+        TinyModel.from_pretrained(folder, in_chanels=8)
+
+
+def test_missing_shard_is_named(folder):
+    write_weights(folder, "safetensors sharded")
+    (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"not there: diffusion_pytorch_model-00002-of-00002"):
+        TinyModel.from_pretrained(folder)
+
+
+def test_missing_weights_and_variant(folder, caplog):
+    with pytest.raises(ValueError) as error:
+        TinyModel.from_pretrained(folder)
+    for name in ("_model.safetensors", "_pytorch_model.bin", "diffusion_flax_model.msgpack"):
+        assert name in str(error.value)
+    with pytest.raises(ValueError, match=r"_model\.bf16\.safetensors, .*_model\.safetensors, "):
+        TinyModel.from_pretrained(folder, variant="bf16")
+    write_weights(folder, "safetensors")
+    with caplog.at_level(logging.WARNING):
+        _, params = TinyModel.from_pretrained(folder, variant="bf16")
+    assert "has no weights with variant='bf16': read without it" in caplog.text
+    assert_same_tree(params, TinyModel.from_pretrained(folder)[1])
+    other = jax.tree.map(lambda x: x + 1, params)
+    TinyModel().save_pretrained(folder, other, variant="bf16")
+    assert_same_tree(TinyModel.from_pretrained(folder, variant="bf16")[1], other)
+
+
+def test_wrong_or_missing_config(folder):
+    with pytest.raises(ValueError, match=r'no config\.json in .*vae; give .*subfolder="unet"'):
+        TinyModel.from_pretrained(folder, subfolder="vae")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "_class_name": "AutoencoderKL"}))
+    with pytest.raises(ValueError, match="config of AutoencoderKL, not of UNet2DConditionModel"):
+        TinyModel.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["CLIPModel"]}))
+    with pytest.raises(ValueError, match="config of CLIPModel, not of CLIPTextModel,"):
+        FlaxCLIPTextModel.from_pretrained(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        TinyModel.from_pretrained(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
+        TinyModel.from_pretrained(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        TinyModel.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    torch.save([torch.zeros(3)], folder / "diffusion_pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        TinyModel.from_pretrained(folder)
+
+
+# --- configs ---
+
+
+def test_config_is_read_only():
+    config = TinyModel.from_config({"in_channels": 3, "widths": [2, 1]}, dtype=jnp.bfloat16).config
+    assert dict(config) == {"in_channels": 3, "widths": (2, 1)}
+    assert (config.in_channels, config["widths"], config.get("dtype")) == (3, (2, 1), None)
+    with pytest.raises(AttributeError, match="read-only"):
+        config.in_channels = 8
+    with pytest.raises(TypeError):
+        config["in_channels"] = 8
+    assert config.in_channels == 3
+
+
+def test_from_config_builds_a_hashable_module():
+    # config.json has the dtype of the stored weights, which is not the compute dtype.
+    config = {"widths": [6, 5], "dtype": "float16", "act_fn": None, "sizes": [1, 2]}
+    module = TinyModel.from_config(config, in_channels=8, gradient_checkpointing=True)
+    assert module == TinyModel(8, (6, 5), jnp.float32, True)
+    assert hash(module) == hash(TinyModel(8, (6, 5), jnp.float32, True))
+
+
+def test_a_module_made_with_lists_saves(tmp_path):
+    module = TinyModel(8, [6, 5])
+    assert module.config["widths"] == (6, 5)
+    module.save_pretrained(tmp_path, module.init_weights(jax.random.key(0)))
+    assert TinyModel.from_pretrained(tmp_path)[0] == TinyModel(8, (6, 5))
+
+
+def test_unsupported_settings():
+    with pytest.raises(ValueError, match=r"TinyModel does not implement act_fn='mish'; .*'silu'"):
+        TinyModel.from_config({"act_fn": "mish"})
+    with pytest.raises(ValueError, match=r"time_cond_proj_dim=256; .*time_cond_proj_dim=None"):
+        TinyModel.from_config({"time_cond_proj_dim": 256})
+    with pytest.raises(ValueError, match=r"no setting 'in_chanels'; it has .*in_channels"):
+        TinyModel.from_config({}, in_chanels=8)
+
+
+def test_unknown_keys_are_named_once(caplog):
+    configs.warn_once.cache_clear()
+    config = {"_name_or_path": "x", "memory_trick": 1, "torch_dtype": "float16", "new_thing": [1]}
+    with caplog.at_level(logging.WARNING):
+        TinyModel.from_config(config)
+        TinyModel.from_config(config)
+    assert caplog.messages == ["TinyModel does not know the config key 'new_thing': ignored"]
+
+
+# --- saving ---
+
+
+def test_saved_folder(tmp_path):
+    params = jax.tree.map(jnp.asarray, tiny_params())
+    TinyModel().save_pretrained(tmp_path, params)
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+    ]
+    config = {**CONFIG, "act_fn": "silu", "sizes": [1, 2]}
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    saved = safetensors.torch.load_file(tmp_path / "diffusion_pytorch_model.safetensors")
+    assert saved.keys() == STATE_SHAPES.keys()
+    for key, tensor in tiny_state().items():
+        assert torch.equal(saved[key], tensor), key
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_save_dtype_variant_and_msgpack(tmp_path, dtype):
+    expected = tiny_params(np.dtype(dtype))
+    TinyModel().save_pretrained(
+        tmp_path, tiny_params(), variant="half", dtype=dtype, flax_msgpack=True
+    )
+    _, params = TinyModel.from_pretrained(tmp_path, variant="half")
+    assert_same_tree(params, expected)
+    data = (tmp_path / "diffusion_flax_model.msgpack").read_bytes()
+    assert_same_tree(flax.serialization.msgpack_restore(data), expected)
+    assert data == flax.serialization.msgpack_serialize(expected)
+
+
+def test_save_shards_and_single_replace_each_other(tmp_path):
+    other = jax.tree.map(np.ones_like, tiny_params())
+    TinyModel().save_pretrained(tmp_path, other)
+    (tmp_path / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"another variant")
+
+    TinyModel().save_pretrained(tmp_path, tiny_params(), max_shard_size=500)
+    names = {f.name for f in tmp_path.glob("diffusion*")}
+    index = json.loads((tmp_path / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert names == shards | {
+        "diffusion_pytorch_model.safetensors.index.json",
+        "diffusion_pytorch_model.fp16.safetensors",
+    }
+    assert len(shards) > 1
+    assert index["metadata"]["total_size"] == 4 * sum(map(np.prod, STATE_SHAPES.values()))
+    assert_same_tree(TinyModel.from_pretrained(tmp_path)[1], tiny_params())
+
+    TinyModel().save_pretrained(tmp_path, other)
+    assert {f.name for f in tmp_path.glob("diffusion*")} == {
+        "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.fp16.safetensors",
+    }
+    assert_same_tree(TinyModel.from_pretrained(tmp_path)[1], other)
+
+
+def test_pytorch_opens_our_shards(tmp_path):
+    theirs = torch_model("unet_conv")
+    theirs.save_pretrained(tmp_path / "theirs")
+    module, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "theirs")
+    module.save_pretrained(tmp_path / "ours", params, variant="v", max_shard_size="20KB")
+    assert len(list((tmp_path / "ours").glob("diffusion_pytorch_model.v-*.safetensors"))) > 1
+    reopened = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "ours", variant="v")
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, reopened.state_dict()[key]), key
+
+
+def older_shards(folder):
+    """Shards of a variant as older diffusers named them; PyTorch prefers their index."""
+    torch_model("unet_conv").save_pretrained(folder, variant="v", max_shard_size="20KB")
+    stem = "diffusion_pytorch_model"
+    index = folder / f"{stem}.safetensors.index.v.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values())
+    text = index.read_text()
+    for name in shards:
+        number = re.search(r"-\d+-of-\d+", name)[0]
+        text = text.replace(name, f"{stem}{number}.v.safetensors")
+        (folder / name).rename(folder / f"{stem}{number}.v.safetensors")
+    (folder / f"{stem}.safetensors.v.index.json").write_text(text)
+    index.unlink()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers: these names are deprecated
+def test_older_names_of_a_variant(tmp_path):
+    """PyTorch and we open them alike; saving the variant again replaces them."""
+    older_shards(tmp_path)
+    theirs = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, variant="v").state_dict()
+    module, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path, variant="v")
+    expected = dict(torch_to_flax(key, x.numpy()) for key, x in theirs.items())
+    assert_same_tree(params, unflatten_dict(expected, sep="/"))
+
+    ones = jax.tree.map(np.ones_like, params)
+    module.save_pretrained(tmp_path, ones, variant="v")
+    assert [x.name for x in tmp_path.glob("diffusion*")] == [
+        "diffusion_pytorch_model.v.safetensors"
+    ]
+    reopened = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, variant="v")
+    assert all((x == 1).all() for x in reopened.state_dict().values())
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
+def test_interrupted_save_leaves_the_folder_as_it_was(tmp_path, monkeypatch, interruption):
+    TinyModel().save_pretrained(tmp_path, tiny_params())
+    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+
+    def half_a_file(tensors, file, metadata):
+        assert Path(file).parent.parent == tmp_path  # renaming must not cross file systems
+        Path(file).write_bytes(b"half")
+        raise interruption
+
+    monkeypatch.setattr(base, "save_file", half_a_file)
+    ones = jax.tree.map(np.ones_like, tiny_params())
+    with pytest.raises(interruption):
+        TinyModel().save_pretrained(tmp_path, ones)
+    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
+
+
+# --- memory ---
+
+
+def peak_bytes(function):
+    tracemalloc.start()
+    try:
+        result = function()
+        return tracemalloc.get_traced_memory()[1], result
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory(tmp_path):
+    module = TinyModel(widths=(256,) * 33)  # 32 matrices of 256 KB
+    shapes = jax.eval_shape(lambda: module.init_weights(jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    one_mb = 2**20
+    module.save_pretrained(tmp_path, params)
+    reading, (_, loaded) = peak_bytes(lambda: TinyModel.from_pretrained(tmp_path))
+    assert_same_tree(loaded, params)
+    # A few tensors at a time, not a second copy of the file.
+    assert size <= reading < size + 2 * one_mb
+    del loaded
+    writing, _ = peak_bytes(
+        lambda: module.save_pretrained(
+            tmp_path, params, max_shard_size=2 * one_mb, flax_msgpack=True
+        )
+    )
+    assert writing < 4 * one_mb  # on top of params: one shard and a few MB
+    assert size > 8 * one_mb
+
+
+# --- the hub, offline ---
+
+REPOSITORY, COMMITS = "someone/images", {"main": "a" * 40, "v2": "b" * 40}
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A cache of the hub client with two revisions of a pipeline, with different weights."""
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--images"
+    (repository / "refs").mkdir(parents=True)
+    for number, (revision, commit) in enumerate(COMMITS.items()):
+        (repository / "refs" / revision).write_text(commit)
+        unet = repository / "snapshots" / commit / "unet"
+        params = jax.tree.map(lambda x, n=number: np.full_like(x, n), tiny_params())
+        TinyModel().save_pretrained(unet, params, max_shard_size=500 if number else "1MB")
+    return repository
+
+
+@pytest.mark.parametrize(("revision", "number"), [(None, 0), ("v2", 1), ("b" * 40, 1)])
+def test_hub_subfolder_and_revision(hub_cache, revision, number):
+    module, params = TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision=revision)
+    assert module == TinyModel()
+    assert all((leaf == number).all() for leaf in jax.tree.leaves(params))
+
+
+def test_hub_errors(hub_cache):
+    with pytest.raises(ValueError, match=r"no config\.json in someone/images \(not a directory"):
+        TinyModel.from_pretrained(REPOSITORY)
+    with pytest.raises(ValueError, match=r"unet \(not a directory.*revision v3\).*HF_HUB_OFFLINE"):
+        TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")
+    for path in ("/no/such/folder", "./model", "a/b/c", "~/model"):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a directory and cannot be")):
+            TinyModel.from_pretrained(path)
+
+
+def test_hub_refusals_are_one_line(monkeypatch):
+    import httpx
+
+    response = httpx.Response(401, request=httpx.Request("GET", "https://hub.example/x"))
+
+    def refuse(*args, **kwargs):
+        raise huggingface_hub.errors.GatedRepoError("Access denied.\n\nLog in.", response=response)
+
+    monkeypatch.setattr(configs, "hf_hub_download", refuse)
+    with pytest.raises(ValueError, match=r"the hub refuses it: Access denied\. Log in\.$"):
+        TinyModel.from_pretrained(REPOSITORY)
+
+
+def test_hub_options_reach_the_hub_client(hub_cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    options = dict(subfolder="unet", revision="v2", local_files_only=True, token=False)
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        TinyModel.from_pretrained(REPOSITORY, **options)
+    _, params = TinyModel.from_pretrained(REPOSITORY, cache_dir=tmp_path, **options)
+    assert all((leaf == 1).all() for leaf in jax.tree.leaves(params))
+    assert TinyModel.load_config(REPOSITORY, cache_dir=tmp_path, **options)["widths"] == [6, 5]
+
+
+# --- the published methods ---
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("to_bf16", jnp.bfloat16), ("to_fp16", jnp.float16), ("to_fp32", jnp.float32)],
+)
+def test_casts(method, dtype):
+    start = jnp.float64 if dtype == jnp.float32 else jnp.float32
+    params = {
+        "b": {"kernel": np.arange(3, dtype=start), "steps": np.arange(3)},
+        "a": jnp.arange(2, dtype=jnp.float16),
+    }
+    cast = getattr(TinyModel(), method)
+    assert jax.tree.map(lambda x: x.dtype, cast(params)) == {
+        "b": {"kernel": dtype, "steps": int},
+        "a": dtype,
+    }
+    np.testing.assert_array_equal(cast(params)["b"]["kernel"], [0, 1, 2])
+    assert params["b"]["kernel"].dtype == start
+    mask = {"b": {"kernel": False, "steps": True}, "a": True}
+    dtypes = jax.tree.map(lambda x: x.dtype, cast(params, mask))
+    assert dtypes == {"b": {"kernel": start, "steps": int}, "a": dtype}
+
+
+def test_config_is_a_dict_that_goes_to_json_and_back(tmp_path):
+    model = TinyModel(in_channels=3, widths=(2, 1))
+    assert isinstance(model.config, dict) and "widths" in model.config
+    for config in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+        assert config == model.config and config.in_channels == 3
+    with pytest.raises(AttributeError, match=r"no entry 'width'; it has in_channels, widths"):
+        model.config.width  # noqa: B018
+    model.save_config(tmp_path)
+    model.to_json_file(tmp_path / "copy.json")
+    for content in (TinyModel.load_config(tmp_path), json.loads(model.to_json_string())):
+        assert content == json.loads((tmp_path / "copy.json").read_text())
+        assert TinyModel.from_config(content) == model
+    with pytest.raises(ValueError, match=r"no config\.json in"):
+        TinyModel.load_config(tmp_path, subfolder="unet")
+    other, unused = TinyModel.from_config(
+        content, return_unused_kwargs=True, in_channels=5, speed=9, dtype=jnp.bfloat16
+    )
+    assert (other.in_channels, other.dtype, unused) == (5, jnp.bfloat16, {"speed": 9})
+    assert TinyModel.from_config() == TinyModel()
+
+
+def test_config_in_place_of_the_file(folder):
+    save_single(folder, tiny_state())
+    (folder / "config.json").unlink()
+    module, _ = TinyModel.from_pretrained(folder, config=CONFIG)
+    assert module == TinyModel()
+    (folder / "configs").mkdir()
+    (folder / "configs" / "config.json").write_text(json.dumps(CONFIG))
+    assert TinyModel.from_pretrained(folder, config=folder / "configs")[0] == module
+    assert TinyModel.from_config(folder, subfolder="configs") == module
+    with pytest.raises(ValueError, match=r"cannot be built from config=: in_channels='8' has"):
+        TinyModel.from_pretrained(folder, config=CONFIG | {"in_channels": "8"})
+
+
+def test_only_the_main_process_writes(tmp_path):
+    TinyModel().save_pretrained(tmp_path / "none", tiny_params(), False)
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,575 @@
+"""UNet, VAE and CLIP against PyTorch diffusers and transformers with the same random weights."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution as TorchPosterior
+from flax.traverse_util import flatten_dict, unflatten_dict
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from diffusers_flax.models.base import torch_to_flax
+from diffusers_flax.models.clip import (
+    FlaxCLIPTextModel,
+    FlaxCLIPTextModelWithProjection,
+    FlaxCLIPTextModelWithProjectionModule,
+    FlaxCLIPTextModule,
+)
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL, FlaxDiagonalGaussianDistribution
+
+TOLERANCE = 2e-4  # of the largest output, float32
+BF16_TOLERANCE = 5e-2  # bfloat16 has 8 bits: 0.4% per rounding, and dozens of roundings
+PUBLISHED_SHAPES = ROOT / "tests" / "published_flax_param_shapes.json"
+
+SD1_BLOCKS = dict(
+    down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    block_out_channels=(32, 64, 96),
+    cross_attention_dim=24,
+)
+# name: (config of both, batch, height, width)
+UNETS = {
+    "sd1": (dict(attention_head_dim=8), 1, 16, 16),
+    "sd1 at 40x56": (dict(attention_head_dim=4), 2, 40, 56),
+    "sd1 at odd sizes": (dict(attention_head_dim=8), 3, 9, 13),
+    "sd2": (dict(attention_head_dim=(2, 4, 6), use_linear_projection=True), 2, 16, 24),
+    "instruct-pix2pix": (dict(attention_head_dim=8, in_channels=8), 3, 16, 8),
+    "only_cross_attention": (dict(only_cross_attention=(True, False, True)), 2, 8, 8),
+    "layers per block": (
+        dict(layers_per_block=(1, 2, 3), transformer_layers_per_block=(2, 1, 3)),
+        1,
+        8,
+        16,
+    ),
+    "no middle block": (dict(mid_block_type=None), 2, 8, 8),
+    "norms and time": (
+        dict(norm_num_groups=16, norm_eps=1e-3, flip_sin_to_cos=False, freq_shift=1),
+        2,
+        8,
+        8,
+    ),
+    "all attention": (
+        dict(
+            down_block_types=("CrossAttnDownBlock2D",) * 3,
+            up_block_types=("CrossAttnUpBlock2D",) * 3,
+            upcast_attention=True,
+        ),
+        1,
+        16,
+        8,
+    ),
+    "sdxl base": (
+        dict(
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=(2, 4, 6),
+            transformer_layers_per_block=(1, 2, 3),
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=20 + 6 * 8,
+        ),
+        2,
+        16,
+        24,
+    ),
+    "sdxl refiner": (
+        dict(
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=(2, 4, 6),
+            transformer_layers_per_block=2,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=20 + 5 * 8,
+        ),
+        1,
+        8,
+        8,
+    ),
+}
+
+
+TWO_LEVELS = dict(
+    block_out_channels=(32, 64),
+    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    layers_per_block=1,
+)
+
+
+def flax_params(model):
+    """A PyTorch model's parameters as our tree, host arrays."""
+    pairs = dict(torch_to_flax(key, x.numpy()) for key, x in model.state_dict().items())
+    return unflatten_dict(pairs, sep="/")
+
+
+def to_jax(x):
+    return jnp.asarray(x.detach().numpy())
+
+
+def error(ours, theirs):
+    """Largest difference as a share of the largest value."""
+    ours, theirs = np.asarray(ours, np.float32), theirs.detach().float().numpy()
+    assert ours.shape == theirs.shape
+    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+
+
+def unet_pair(config, seed=0):
+    torch.manual_seed(seed)
+    config = {**SD1_BLOCKS, **config}
+    theirs = UNet2DConditionModel(**config).eval()
+    return theirs, FlaxUNet2DConditionModel(**config), flax_params(theirs)
+
+
+def unet_inputs(module, batch, height, width):
+    inputs = (
+        torch.randn(batch, module.in_channels, height, width),
+        torch.randint(0, 1000, (batch,)),
+        torch.randn(batch, 7, module.cross_attention_dim),
+    )
+    if module.addition_embed_type is None:
+        return inputs, {}
+    num_ids = (module.projection_class_embeddings_input_dim - 20) // module.addition_time_embed_dim
+    sizes = torch.randint(0, 1024, (batch, num_ids)).float()
+    return inputs, {"added_cond_kwargs": {"text_embeds": torch.randn(batch, 20), "time_ids": sizes}}
+
+
+FAST_UNETS = ("instruct-pix2pix", "sdxl base")
+BF16_UNETS = ("sd2",)
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in FAST_UNETS else pytest.param(x, marks=pytest.mark.slow) for x in UNETS]
+)
+@torch.no_grad()
+def test_unet_equals_pytorch(name, request):
+    config, batch, height, width = UNETS[name]
+    if name == "instruct-pix2pix":
+        request.getfixturevalue("optimized")
+    theirs, ours, params = unet_pair(config)
+    inputs, added = unet_inputs(ours, batch, height, width)
+    expected = theirs(*inputs, **added).sample
+    inputs, added = jax.tree.map(to_jax, (inputs, added))
+    result = jax.jit(ours.apply)({"params": params}, *inputs, **added).sample
+    assert result.dtype == jnp.float32
+    assert error(result, expected) < TOLERANCE
+
+    if name not in BF16_UNETS:  # a second program takes as long to compile
+        return
+    rough = jax.jit(ours.clone(dtype=jnp.bfloat16).apply)
+    result = rough({"params": params}, *inputs, **added).sample
+    assert result.dtype == jnp.bfloat16
+    assert error(result, expected) < BF16_TOLERANCE
+
+
+@pytest.mark.slow
+def test_micro_conditioning_is_float32_in_bfloat16():
+    """In bfloat16 the sizes 1023 and 1024 would be one number."""
+    config = dict(
+        block_out_channels=(32,),
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        layers_per_block=1,
+        mid_block_type=None,
+        cross_attention_dim=8,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=4 + 6 * 8,
+    )
+    unet = FlaxUNet2DConditionModel(**config, dtype=jnp.bfloat16)
+    params = unet.init_weights(jax.random.key(0))
+    added = {"text_embeds": jnp.zeros((2, 4)), "time_ids": jnp.array([[1023.0] * 6, [1024.0] * 6])}
+    inputs = jnp.zeros((2, 4, 8, 8)), jnp.array([9, 9]), jnp.zeros((2, 1, 8))
+    apply = partial(unet.apply, capture_intermediates=True, mutable="intermediates")
+    _, captured = jax.jit(apply)({"params": params}, *inputs, added)
+    (embedded,) = captured["intermediates"]["add_embedding"]["__call__"]
+    assert embedded.dtype == jnp.bfloat16
+    assert jnp.abs(embedded[0] - embedded[1]).max() > 0.01 * jnp.abs(embedded).max()
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@torch.no_grad()
+def test_float8_parameters_are_cast_where_they_are_used(name):
+    one_level = dict(
+        block_out_channels=(32,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        layers_per_block=1,
+        mid_block_type=None,
+    )
+    theirs, ours, params = unet_pair(one_level)
+    for parameter in theirs.parameters():
+        parameter.copy_(parameter.to(getattr(torch, name)))
+    params = jax.tree.map(lambda x: x.astype(getattr(jnp, name)), params)
+    inputs, _ = unet_inputs(ours, 1, 8, 8)
+    result = jax.jit(ours.apply)({"params": params}, *map(to_jax, inputs)).sample
+    assert result.dtype == jnp.float32
+    assert error(result, theirs(*inputs).sample) < TOLERANCE
+
+
+@torch.no_grad()
+def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
+    theirs, ours, params = unet_pair({})
+    (x, _, text), _ = unet_inputs(ours, 2, 8, 8)
+    skips = [torch.randn(2, 32, 8, 8) for _ in range(3)]
+    skips += [torch.randn(2, 32, 4, 4)] + [torch.randn(2, 64, 4, 4) for _ in range(2)]
+    skips += [torch.randn(2, 64, 2, 2)] + [torch.randn(2, 96, 2, 2) for _ in range(2)]
+    middle = torch.randn(2, 96, 2, 2)
+    extra = dict(down_block_additional_residuals=tuple(skips), mid_block_additional_residual=middle)
+    (expected,) = theirs(x, 77, text, **extra, return_dict=False)
+    (result,) = jax.jit(ours.apply, static_argnames="return_dict")(
+        {"params": params},
+        to_jax(x),
+        77,
+        to_jax(text),
+        down_block_additional_residuals=[to_jax(s) for s in skips],
+        mid_block_additional_residual=to_jax(middle),
+        return_dict=False,
+    )
+    assert error(result, expected) < TOLERANCE
+
+
+def test_unet_gradients_equal_pytorch_and_checkpointing_recomputes():
+    theirs, ours, params = unet_pair(TWO_LEVELS | dict(attention_head_dim=4))
+    (x, t, text), _ = unet_inputs(ours, 2, 8, 8)
+    target = torch.randn(2, 4, 8, 8)
+    torch.nn.functional.mse_loss(theirs(x, t, text).sample, target).backward()
+    for name, parameter in theirs.named_parameters():
+        theirs.get_parameter(name).data = parameter.grad  # so that flax_params reads gradients
+    expected = flatten_dict(flax_params(theirs))
+
+    num_convolutions = []
+    for module in (ours, ours.clone(gradient_checkpointing=True)):
+
+        def loss(params, module=module):
+            prediction = module.apply({"params": params}, to_jax(x), to_jax(t), to_jax(text)).sample
+            return jnp.square(prediction - to_jax(target)).mean()
+
+        gradient = jax.jit(jax.grad(loss)).trace(params)
+        num_convolutions.append(str(gradient.jaxpr).count("conv_general_dilated"))
+        grads = flatten_dict(gradient.lower().compile()(params))
+        assert grads.keys() == expected.keys()
+        norm = np.sqrt(sum(np.sum(g**2) for g in expected.values()))
+        for key, grad in grads.items():
+            difference = np.linalg.norm(np.asarray(grad) - expected[key])
+            assert difference < 1e-3 * np.linalg.norm(expected[key]) + 1e-6 * norm, key
+    plain, recomputed = num_convolutions
+    assert recomputed > plain + 5
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(dual_cross_attention=True), "dual_cross_attention"),
+        (dict(act_fn="mish"), "act_fn"),
+        (dict(class_embed_type="timestep"), "class_embed_type"),
+        (dict(addition_embed_type="text"), "addition_embed_type='text' is not supported"),
+        (dict(resnet_time_scale_shift="scale_shift"), "resnet_time_scale_shift"),
+        (dict(mid_block_type="UNetMidBlock2D"), "mid_block_type='UNetMidBlock2D' is not supported"),
+        (dict(down_block_types=("AttnDownBlock2D",) * 3), "AttnDownBlock2D is not supported"),
+        (dict(num_attention_heads=8), "num_attention_heads"),
+        (dict(attention_head_dim=(2, 4)), "attention_head_dim has 2 entries"),
+        (dict(attention_head_dim=7), "7 attention heads do not divide 32 channels"),
+        (dict(norm_num_groups=30), "norm_num_groups=30 does not divide 32"),
+        (dict(down_block_types=("DownBlock2D",) * 2), "down_block_types has 2 entries"),
+        (dict(up_block_types=("UpBlock2D",) * 4), "up_block_types has 4 entries"),
+    ],
+)
+def test_unet_refuses_what_it_cannot_do(config, words):
+    with pytest.raises(ValueError, match=words):
+        module = FlaxUNet2DConditionModel.from_config({**SD1_BLOCKS, **config})
+        jax.eval_shape(module.init_weights, jax.random.key(0))
+
+
+def test_unet_refuses_the_conditioning_of_others():
+    config, *size = UNETS["sdxl base"]
+    sdxl = FlaxUNet2DConditionModel(**SD1_BLOCKS | config)
+    inputs, added = jax.tree.map(to_jax, unet_inputs(sdxl, *size))
+    params = jax.eval_shape(sdxl.init_weights, jax.random.key(0))
+    forward = partial(jax.eval_shape, sdxl.apply, {"params": params}, *inputs)
+    with pytest.raises(ValueError, match="this is an SDXL UNet, which needs added_cond_kwargs"):
+        forward()
+    added["added_cond_kwargs"]["time_ids"] = added["added_cond_kwargs"]["time_ids"][:, :5]
+    with pytest.raises(ValueError, match=r"5 time_ids make 60 numbers, .*input_dim=68"):
+        forward(**added)
+    sd = FlaxUNet2DConditionModel(**SD1_BLOCKS)
+    params = jax.eval_shape(sd.init_weights, jax.random.key(0))
+    with pytest.raises(ValueError, match="added_cond_kwargs is SDXL's"):
+        jax.eval_shape(sd.apply, {"params": params}, *inputs, **added)
+
+
+def test_unet_refuses_wrong_inputs():
+    _, ours, params = unet_pair({})
+    x, t, text = (to_jax(x) for x in unet_inputs(ours, 2, 8, 8)[0])
+    variables = {"params": params}
+    with pytest.raises(ValueError, match=r"shape \(2, 8, 8, 4\), this UNet takes \(batch, 4,"):
+        ours.apply(variables, jnp.transpose(x, (0, 2, 3, 1)), t, text)
+    with pytest.raises(ValueError, match=r"10 wide, this UNet takes cross_attention_dim=24"):
+        ours.apply(variables, x, t, text[..., :10])
+    with pytest.raises(ValueError, match="added_cond_kwargs is SDXL's"):
+        ours.apply(variables, x, t, text, added_cond_kwargs={"time_ids": t})
+
+
+VAE_CONFIG = dict(
+    down_block_types=("DownEncoderBlock2D",) * 3,
+    up_block_types=("UpDecoderBlock2D",) * 3,
+    block_out_channels=(32, 64, 64),
+)
+VAES = {
+    "two layers": (dict(layers_per_block=2), 1, 32, 32),
+    "sizes": (dict(layers_per_block=1), 3, 40, 56),
+    "16 latent channels": (dict(latent_channels=16, norm_num_groups=16), 2, 16, 24),
+    "no attention": (dict(mid_block_add_attention=False), 2, 16, 16),
+    "no quant_conv": (dict(use_quant_conv=False, use_post_quant_conv=False), 1, 16, 16),
+}
+
+
+def vae_pair(config):
+    torch.manual_seed(0)
+    config = {**VAE_CONFIG, **config}
+    theirs = AutoencoderKL(**config).eval()
+    return theirs, FlaxAutoencoderKL(**config), flax_params(theirs)
+
+
+FAST_VAES = ("two layers", "sizes")
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in FAST_VAES else pytest.param(x, marks=pytest.mark.slow) for x in VAES]
+)
+@torch.no_grad()
+def test_vae_equals_pytorch(name):
+    config, batch, height, width = VAES[name]
+    theirs, ours, params = vae_pair(config)
+    x = torch.rand(batch, 3, height, width) * 2 - 1
+    expected = theirs.encode(x).latent_dist
+    decoded = theirs.decode(expected.mode()).sample
+    variables = {"params": params}
+
+    encode = jax.jit(lambda v, x: ours.apply(v, x, method=ours.encode))
+    posterior = encode(variables, to_jax(x)).latent_dist
+    latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))
+    assert error(latents, expected.mode()) < TOLERANCE
+    assert error(jnp.transpose(posterior.std, (0, 3, 1, 2)), expected.std) < TOLERANCE
+    assert error(posterior.kl(), expected.kl()) < TOLERANCE
+
+    decode = jax.jit(lambda v, z: ours.apply(v, z, method=ours.decode))
+    assert error(decode(variables, to_jax(expected.mode())).sample, decoded) < TOLERANCE
+
+    if batch == 1:  # other cases take as long to compile
+        rough = ours.clone(dtype=jnp.bfloat16)
+        decode = jax.jit(partial(rough.apply, method=rough.decode))
+        result = decode(variables, to_jax(expected.mode())).sample
+        assert result.dtype == jnp.bfloat16
+        assert error(result, decoded) < BF16_TOLERANCE
+        posterior = jax.eval_shape(partial(rough.apply, method=rough.encode), variables, to_jax(x))
+        assert posterior.latent_dist.mean.dtype == jnp.float32
+
+
+def test_vae_posterior_sample_has_its_mean_and_deviation():
+    _, ours, params = vae_pair({})
+    x = jax.random.uniform(jax.random.key(0), (1, 3, 16, 16)) * 2 - 1
+    encode = jax.jit(partial(ours.apply, method=ours.encode))
+    posterior = encode({"params": params}, x).latent_dist
+    draws = jax.vmap(posterior.sample)(jax.random.split(jax.random.key(1), 4000))
+    assert np.allclose(draws.mean(0), posterior.mean, atol=0.08 * float(posterior.std.max()))
+    assert np.allclose(draws.std(0), posterior.std, rtol=0.08)
+    whole = jax.jit(lambda key: ours.apply({"params": params}, x, True, rngs={"gaussian": key}))
+    z, again = (whole(jax.random.key(seed)).sample for seed in (2, 3))
+    assert not np.allclose(z, again)
+
+
+def test_vae_decodes_channels_last_latents_as_well():
+    _, ours, params = vae_pair({})
+    z = jax.random.normal(jax.random.key(0), (2, 4, 6, 5))
+    decode = jax.jit(partial(ours.apply, method=ours.decode))
+    first = decode({"params": params}, z).sample
+    last = decode({"params": params}, jnp.transpose(z, (0, 2, 3, 1))).sample
+    assert np.array_equal(first, last)
+
+
+def test_vae_refuses_wrong_inputs():
+    _, ours, params = vae_pair({})
+    with pytest.raises(ValueError, match="30x32 is not divisible by 4"):
+        ours.apply({"params": params}, jnp.zeros((1, 3, 30, 32)), method=ours.encode)
+    with pytest.raises(ValueError, match=r"this VAE encodes \(batch, 3"):
+        ours.apply({"params": params}, jnp.zeros((1, 32, 32, 3)), method=ours.encode)
+    with pytest.raises(ValueError, match=r"this VAE decodes \(batch, 4"):
+        ours.apply({"params": params}, jnp.zeros((1, 8, 32, 8)), method=ours.decode)
+    with pytest.raises(ValueError, match="only DownEncoderBlock2D is"):
+        FlaxAutoencoderKL(down_block_types=("AttnDownEncoderBlock2D",)).init_weights(
+            jax.random.key(0)
+        )
+
+
+CLIPS = {
+    "quick_gelu": dict(hidden_act="quick_gelu", eos_token_id=98),
+    "gelu": dict(hidden_act="gelu", eos_token_id=98),
+    "old configs' eos": dict(hidden_act="quick_gelu", eos_token_id=2),
+}
+CLIP_CLASSES = [
+    (CLIPTextModel, FlaxCLIPTextModel),
+    (CLIPTextModelWithProjection, FlaxCLIPTextModelWithProjection),
+]
+
+
+@pytest.mark.parametrize("classes", CLIP_CLASSES)
+@pytest.mark.parametrize("name", CLIPS)
+@torch.no_grad()
+def test_clip_equals_pytorch(classes, name):
+    config = dict(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        projection_dim=16,
+        max_position_embeddings=20,
+        bos_token_id=97,
+        **CLIPS[name],
+    )
+    torch.manual_seed(0)
+    theirs = classes[0](CLIPTextConfig(**config)).eval()
+    ours = classes[1](CLIPTextConfig(**config), _do_init=False)
+    params = flax_params(theirs)
+    ids = torch.randint(3, 97, (3, 20))
+    ids[0, 5:], ids[1, 19], ids[2, 11:] = 98, 98, 98  # the end-of-text token is also the padding
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    for given in (None, mask):
+        expected = theirs(ids, attention_mask=given, output_hidden_states=True)
+        result = jax.jit(ours, static_argnames="output_hidden_states")(
+            to_jax(ids),
+            None if given is None else to_jax(given),
+            params=params,
+            output_hidden_states=True,
+        )
+        assert error(result[0], expected[0]) < TOLERANCE
+        assert error(result[1], expected[1]) < TOLERANCE
+        assert error(result.last_hidden_state, expected.last_hidden_state) < TOLERANCE
+        assert len(result.hidden_states) == len(expected.hidden_states)
+        for state, expected_state in zip(result.hidden_states, expected.hidden_states):
+            assert error(state, expected_state) < TOLERANCE
+    half = classes[1](ours.config, dtype=jnp.bfloat16, _do_init=False)
+    rough = jax.jit(half)(to_jax(ids), params=params)
+    assert rough[0].dtype == jnp.bfloat16
+    assert rough.hidden_states is None
+    assert error(rough[0], theirs(ids)[0]) < BF16_TOLERANCE
+
+
+def test_clip_refuses_what_it_cannot_do():
+    ours = FlaxCLIPTextModule(vocab_size=9, hidden_size=8, num_attention_heads=2)
+    with pytest.raises(ValueError, match="78 tokens long, this text encoder takes at most 77"):
+        jax.eval_shape(ours.init, jax.random.key(0), jnp.zeros((1, 78), jnp.int32))
+    with pytest.raises(ValueError, match="hidden_act=relu is not supported"):
+        jax.eval_shape(ours.clone(hidden_act="relu").init_weights, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("sd15_unet", FlaxUNet2DConditionModel(cross_attention_dim=768)),
+        (
+            "sdxl_unet",
+            FlaxUNet2DConditionModel(
+                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                block_out_channels=(320, 640, 1280),
+                attention_head_dim=(5, 10, 20),
+                transformer_layers_per_block=(1, 2, 10),
+                cross_attention_dim=2048,
+                use_linear_projection=True,
+                addition_embed_type="text_time",
+                addition_time_embed_dim=256,
+                projection_class_embeddings_input_dim=2816,
+            ),
+        ),
+        (
+            "vae",
+            FlaxAutoencoderKL(
+                down_block_types=("DownEncoderBlock2D",) * 4,
+                up_block_types=("UpDecoderBlock2D",) * 4,
+                block_out_channels=(128, 256, 512, 512),
+                layers_per_block=2,
+            ),
+        ),
+        (
+            "clip_l_text",
+            FlaxCLIPTextModule(hidden_size=768, intermediate_size=3072, num_attention_heads=12),
+        ),
+        (
+            "clip_bigg_text_with_projection",
+            FlaxCLIPTextModelWithProjectionModule(
+                hidden_size=1280,
+                intermediate_size=5120,
+                num_hidden_layers=32,
+                num_attention_heads=20,
+                projection_dim=1280,
+                hidden_act="gelu",
+            ),
+        ),
+    ],
+)
+def test_parameter_trees_are_the_published_ones(name, module):
+    shapes = jax.eval_shape(module.init_weights, jax.random.key(0))
+    tree = {key: list(x.shape) for key, x in flatten_dict(shapes, sep="/").items()}
+    assert tree == json.loads(PUBLISHED_SHAPES.read_text())[name]
+
+
+def test_posterior_equals_pytorch():
+    moments = np.random.default_rng(0).standard_normal((2, 3, 5, 8), np.float32) * 9
+    other = np.random.default_rng(1).standard_normal((2, 3, 5, 8), np.float32)
+    sample = np.random.default_rng(2).standard_normal((2, 3, 5, 4), np.float32)
+
+    def both(x):
+        return FlaxDiagonalGaussianDistribution(jnp.asarray(x)), TorchPosterior(to_torch(x))
+
+    def to_torch(x):
+        return torch.from_numpy(x.transpose(0, 3, 1, 2).copy())
+
+    ours, theirs = both(other)
+    wide, torch_wide = both(moments)
+    for name in ("mean", "logvar", "std", "var"):
+        expected = getattr(torch_wide, name).permute(0, 2, 3, 1)
+        np.testing.assert_allclose(getattr(wide, name), expected, rtol=1e-5)
+    np.testing.assert_allclose(ours.kl(), theirs.kl(), rtol=1e-5)
+    np.testing.assert_allclose(ours.kl(wide), theirs.kl(torch_wide), rtol=1e-5)
+    np.testing.assert_allclose(ours.nll(sample), theirs.nll(to_torch(sample)), rtol=1e-5)
+    certain = FlaxDiagonalGaussianDistribution(jnp.asarray(moments), deterministic=True)
+    np.testing.assert_array_equal(certain.sample(jax.random.key(0)), certain.mode())
+    assert certain.kl() == 0 and certain.nll(sample) == 0 and not certain.var.any()
+    doubled = jax.jit(lambda posterior: jax.tree.map(lambda x: 2 * x, posterior))(certain)
+    assert doubled.deterministic
+    np.testing.assert_array_equal(doubled.mean, 2 * certain.mean)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (FlaxUNet2DConditionModel(dropout=0.1), "dropout=0.1 is not supported"),
+        (FlaxUNet2DConditionModel(num_attention_heads=8), "num_attention_heads=8 is not"),
+        (FlaxAutoencoderKL(act_fn="gelu"), "act_fn='gelu' is not supported"),
+    ],
+    ids=["dropout", "num_attention_heads", "act_fn"],
+)
+def test_published_fields_that_are_refused(model, words):
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(model.init_weights, jax.random.key(0))
+    with pytest.raises(ValueError, match="does not implement"):
+        type(model).from_config(model.config)
+
+
+def test_fields_that_chose_a_form_of_attention_have_no_effect():
+    plain = FlaxUNet2DConditionModel()
+    chosen = FlaxUNet2DConditionModel(split_head_dim=True, use_memory_efficient_attention=True)
+    assert chosen.config == plain.config
+    assert FlaxUNet2DConditionModel.from_config(plain.config, split_head_dim=True).split_head_dim

@@ -1,0 +1,341 @@
+"""Int8 inference against NumPy and bfloat16, and which layers of published UNets are int8."""
+
+import importlib.util
+import re
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.loading.lora import add_lora
+from diffusers_flax.models.blocks import BasicTransformerBlock, Conv, Dense, ResnetBlock2D
+from diffusers_flax.models.quantization import quantize
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from tpu.programs import LIBTPU_ENVIRONMENT, find_slice, slice_devices
+from training.sharding import combine
+
+SD15, SDXL = "stable-diffusion-v1-5", "stable-diffusion-xl-base-1.0"
+TINY = {
+    "in_channels": 4,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+    "attention_head_dim": 2,
+    "cross_attention_dim": 24,
+    "norm_num_groups": 8,
+}
+# Where a UNet has these; quantize selects by path.
+DENSE = "mid_block/attentions_0/proj_in"
+BLOCK = "mid_block/attentions_0/transformer_blocks_0"
+RESNET = "mid_block/resnets_0"
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def quantize_at(path, params, *args):
+    """quantize the parameters of a module as if it were at this path of a UNet."""
+    tree = quantize(unflatten_dict({path: params}, sep="/"), *args)
+    flat = flatten_dict(tree, sep="/").items()
+    return unflatten_dict({name.removeprefix(f"{path}/"): x for name, x in flat}, sep="/")
+
+
+def int8_of(x, axis):
+    """(x as integers, scale) by NumPy."""
+    scale = np.abs(x).max(axis, keepdims=True) / np.float32(127)
+    return np.rint(x / np.where(scale == 0, 1, scale)).astype(np.int64), scale.astype(np.float64)
+
+
+def psnr(ours, theirs):
+    """PSNR in dB; the peak is the largest absolute value of theirs."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    assert ours.shape == theirs.shape
+    return 10 * np.log10(np.abs(theirs).max() ** 2 / np.mean((ours - theirs) ** 2))
+
+
+@cache
+def unet_shapes(name):
+    unet = FlaxUNet2DConditionModel(**PUBLISHED_CONFIGS[name]["unet"])
+    return jax.eval_shape(unet.init_weights, jax.random.key(0))
+
+
+def dense_params():
+    params = {"kernel": normal(24, 40) * normal(40, seed=1), "bias": normal(40, seed=2)}
+    params["kernel"][:, 3] = 0
+    return params
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+def test_kernel(convert):
+    params = jax.tree.map(convert, dense_params())
+    integers, scale = int8_of(np.asarray(params["kernel"]), 0)
+    for function in (quantize_at, jax.jit(quantize_at, static_argnums=0)):
+        found = function(DENSE, params)
+        assert found["kernel"].dtype == np.int8 and found["dynamic_scale"].dtype == np.float32
+        np.testing.assert_array_equal(found["kernel"], integers)
+        np.testing.assert_allclose(found["dynamic_scale"], scale[0], rtol=1e-6)
+        assert found["bias"] is params["bias"] or function is not quantize_at
+        expected = type(params["kernel"]) if function is quantize_at else jax.Array
+        assert isinstance(found["kernel"], expected)
+    assert not np.any(found["kernel"][:, 3])
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_dynamic_dense(use_bias):
+    params, x = dense_params(), normal(2, 5, 24, seed=3) * normal(2, 5, 1, seed=4)
+    x[0, 1] = 0
+    if not use_bias:
+        del params["bias"]
+    found = Dense(40, use_bias).apply({"params": quantize_at(DENSE, params)}, x)
+    (x, x_scale), (kernel, scale) = int8_of(x, -1), int8_of(params["kernel"], 0)
+    expected = (x @ kernel) * x_scale * scale + params.get("bias", 0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_weight_mode(size):
+    kernel, bias, x = normal(size, size, 8, 12), normal(12, seed=1), normal(2, 5, 6, 8, seed=2)
+    path = DENSE if size == 1 else f"{RESNET}/conv1"
+    params = quantize_at(path, {"kernel": kernel, "bias": bias}, "weight")
+    assert params.keys() == {"kernel", "bias", "weight_scale"}
+    assert params["kernel"].dtype == np.int8
+    found = Conv(12, size).apply({"params": params}, x)
+    integers, scale = int8_of(kernel, (0, 1, 2))
+    expected = torch_convolution(x, integers * scale) + bias
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def torch_convolution(x, kernel, stride=1):
+    """A convolution in float64, exact for integers: x (B, H, W, C), kernel HWIO."""
+    x, kernel = (torch.from_numpy(np.asarray(y, np.float64)) for y in (x, kernel))
+    out = torch.nn.functional.conv2d(
+        x.movedim(-1, 1), kernel.permute(3, 2, 0, 1), stride=stride, padding=kernel.shape[0] // 2
+    )
+    return out.movedim(1, -1).numpy()
+
+
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 1), (3, 2)])
+def test_dynamic_convolution(size, stride):
+    kernel, bias, x = normal(size, size, 8, 12), normal(12, seed=1), normal(2, 6, 7, 8, seed=2)
+    x[1] *= 50
+    path = DENSE if size == 1 else "down_blocks_0/downsamplers_0/conv"
+    params = quantize_at(path, {"kernel": kernel, "bias": bias}, "dynamic")
+    padding = ((size // 2, size // 2),) * 2
+    found = Conv(12, size, stride, padding).apply({"params": params}, x)
+    x, x_scale = int8_of(x, -1 if size == 1 else (1, 2, 3))
+    integers, scale = int8_of(kernel, (0, 1, 2))
+    expected = torch_convolution(x, integers, stride) * x_scale * scale + bias
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(dtype):
+    """The result has the layer's dtype; sums beyond float16's range do not overflow."""
+    params, x = dense_params(), normal(2, 5, 24, seed=3).astype(dtype)
+    exact = x.astype(np.float32) @ params["kernel"] + params["bias"]
+    params = quantize_at(DENSE, jax.tree.map(lambda y: y.astype(dtype), params))
+    found = Dense(40, dtype=dtype).apply({"params": params}, x)
+    assert found.dtype == dtype and psnr(found, exact) > 40
+
+
+def test_nan_is_not_hidden():
+    x = jnp.asarray(normal(2, 24)).at[0, 5].set(np.nan)
+    found = Dense(40).apply({"params": quantize_at(DENSE, dense_params())}, x)
+    assert np.isnan(found[0]).all() and np.isfinite(found[1]).all()
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "weight"])
+def test_lora_of_int8(mode):
+    params, x = dense_params(), normal(3, 24, seed=1)
+    trained, frozen = add_lora({"to_q": params}, 4, None, ("to_q",))
+    trained["to_q"]["lora_B"]["kernel"] = normal(4, 40, seed=5)
+    path = f"{BLOCK}/attn1/to_q"
+    layer = Dense(40)
+    plain = layer.apply({"params": quantize_at(path, params, mode)}, x)
+    found = layer.apply({"params": quantize_at(path, combine(frozen, trained)["to_q"], mode)}, x)
+    a, b = (trained["to_q"][f"lora_{letter}"]["kernel"] for letter in "AB")
+    np.testing.assert_allclose(found - plain, x @ a @ b, rtol=1e-4, atol=1e-4)
+
+
+# Of a transformer, and of a resnet, down- or upsampler.
+DENSE_LAYERS = {
+    "proj_in",
+    "proj_out",
+    *(f"attn{i}/{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out_0")),
+    "ff/net_0/proj",
+    "ff/net_2",
+}
+CONVOLUTIONS = {"resnets/conv1", "resnets/conv2", "downsamplers/conv", "upsamplers/conv"}
+NEVER = {
+    *("conv_in", "conv_out", "conv_norm_out", "time_embedding/linear_1", "time_embedding/linear_2"),
+    *("resnets/norm1", "resnets/norm2", "resnets/time_emb_proj", "resnets/conv_shortcut"),
+    *("attentions/norm", "norm1", "norm2", "norm3"),
+}
+
+
+def layer_of(name):
+    """A parameter's layer without numbers of blocks."""
+    name = re.sub(r"((down|up)_blocks_\d+|mid_block)/", "", name).rpartition("/")[0]
+    name = re.sub(r"attentions_\d+/(transformer_blocks_\d+/)?(?!norm$)", "", name)
+    name = re.sub(r"attentions_\d+/transformer_blocks_\d+/", "", name)
+    return re.sub(r"^(\w+s)_\d+/", r"\1/", name)
+
+
+# SD1.5 has 16 transformers of one block and 22 resnets; SDXL 11 with 70 blocks, and 17 resnets.
+@pytest.mark.parametrize(
+    ("name", "num_dense", "num_wide", "num_convolutions", "more"),
+    [
+        (SD15, 16 * 2 + 16 * 10, 6, 22 * 2 + 6, set()),
+        (
+            SDXL,
+            11 * 2 + 70 * 10,
+            60,
+            17 * 2 + 4,
+            {"add_embedding/linear_1", "add_embedding/linear_2"},
+        ),
+    ],
+)
+def test_layers_of_published_unets(name, num_dense, num_wide, num_convolutions, more):
+    before = flatten_dict(unet_shapes(name), sep="/")
+    fast = CONVOLUTIONS | {"ff/net_0/proj"}
+    for mode, expected, number in (
+        ("dynamic", DENSE_LAYERS | CONVOLUTIONS, num_dense + num_convolutions),
+        ("fast", fast, num_wide + num_convolutions),
+    ):
+        tree = jax.eval_shape(partial(quantize, mode=mode), unflatten_dict(before, sep="/"))
+        after = flatten_dict(tree, sep="/")
+        scales = {name for name in after if name.endswith("/dynamic_scale")}
+        int8 = {name for name, x in after.items() if x.dtype == np.int8}
+        assert {name.replace("dynamic_scale", "kernel") for name in scales} == int8
+        assert after.keys() - scales == before.keys()
+        assert len(int8) == number
+        assert {layer_of(name) for name in int8} == expected
+        others = {layer_of(name) for name in after.keys() - int8 - scales} - expected
+        assert others == NEVER | more | (DENSE_LAYERS - expected)
+        assert all(after[name].shape == before[name].shape for name in before)
+        assert all(after[name] == before[name] for name in before.keys() - int8)
+
+
+def test_bytes_of_sdxl():
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), unet_shapes(SDXL))
+
+    def gigabytes(*args):
+        tree = jax.eval_shape(lambda x: quantize(x, *args) if args else x, params)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e9
+
+    found = [gigabytes(), gigabytes("weight")]
+    np.testing.assert_allclose(found, [5.135, 2.613], atol=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dynamic", "fast", "weight"])
+def test_tiny_unet(mode):
+    unet = FlaxUNet2DConditionModel(**TINY)
+    inputs = normal(1, 4, 4, 4), np.array([700]), normal(1, 7, 24, seed=1)
+    params = jax.device_get(jax.jit(unet.init_weights)(jax.random.key(0)))
+    apply = jax.jit(lambda params: unet.apply({"params": params}, *inputs).sample)
+    expected = apply(params)
+    value = psnr(apply(quantize(params, mode)), expected)
+    print(f"{value:.1f} dB")
+    assert 34 < value < 60  # float32 in all layers gives more
+
+
+def variants(module, path, inputs):
+    """Outputs of a module in float32, bfloat16 and with int8 in bfloat16, and PSNRs, printed."""
+    params = jax.jit(module.init)(jax.random.key(0), *inputs)["params"]
+
+    def apply(dtype, params):
+        layer = module.clone(dtype=dtype)
+        cast = [jnp.asarray(x, dtype) for x in inputs]
+        return np.asarray(jax.jit(layer.apply)({"params": params}, *cast), np.float32)
+
+    exact = apply(jnp.float32, params)
+    bfloat16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    half = apply(jnp.bfloat16, bfloat16)
+    found = {"bfloat16 to float32": psnr(half, exact)}
+    for mode in ("dynamic", "weight"):
+        int8 = apply(jnp.bfloat16, quantize_at(path, bfloat16, mode))
+        found[f"{mode} to bfloat16"] = psnr(int8, half)
+        found[f"{mode} to float32"] = psnr(int8, exact)
+        found[f"{mode} without the input, to float32"] = psnr(int8 - inputs[0], exact - inputs[0])
+    print(*(f"{name}: {value:.1f} dB" for name, value in found.items()), sep="\n")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(("dim", "positions"), [(640, 512), (1280, 256)])
+def test_full_size_transformer_block(dim, positions):
+    block = BasicTransformerBlock(dim, dim // 64)
+    inputs = normal(1, positions, dim), normal(1, 77, 2048, seed=1)
+    assert min(variants(block, BLOCK, inputs).values()) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("channels", [640, 1280])
+def test_full_size_resnet(channels):
+    inputs = normal(1, 8, 8, channels), normal(1, 1280, seed=1)
+    assert min(variants(ResnetBlock2D(channels), RESNET, inputs).values()) > 30
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs")
+def test_a_tpu_keeps_weights_in_int8_in_a_loop(monkeypatch):
+    """Compiled for a v5e, the loop has no copy of the kernels in the compute dtype."""
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    layer = Dense(1024, use_bias=False, dtype=jnp.bfloat16)
+    params = [quantize_at(DENSE, {"kernel": normal(1024, 1024, seed=i)}, "weight") for i in (0, 1)]
+
+    def loop(params, x):
+        def step(_, x):
+            for kernel in params:
+                x = layer.apply({"params": kernel}, x)
+            return x
+
+        return jax.lax.fori_loop(0, 50, step, x)
+
+    device = slice_devices(find_slice("v5e-1"))[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (params, jnp.ones((256, 1024), jnp.bfloat16)),
+    )
+    memory = jax.jit(loop, out_shardings=sharding).lower(*args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**20  # a kernel in bfloat16 has twice as many
+    assert memory.argument_size_in_bytes < 3.5 * 2**20
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs")
+def test_tpu_multiplies_int8(monkeypatch):
+    """Compiled for a v5e, a dynamic layer is one matmul of s8 with an s32 result."""
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    params = quantize_at(DENSE, {"kernel": normal(256, 512), "bias": normal(512)})
+    layer = Dense(512, dtype=jnp.bfloat16)
+    device = slice_devices(find_slice("v5e-1"))[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    program = jax.jit(lambda params, x: layer.apply({"params": params}, x), out_shardings=sharding)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding)
+    text = program.lower(params, x).compile().as_text()
+    assert re.search(r"= s32\[256,512\].* convolution\(", text)
+
+
+def test_refusals():
+    params = {"mid_block": {"attentions_0": {"proj_in": dense_params()}}}
+    with pytest.raises(
+        ValueError, match="mode='int4' is not known; known are fast, dynamic, weight"
+    ):
+        quantize(params, "int4")
+    with pytest.raises(ValueError, match="proj_in/kernel is already int8"):
+        quantize(quantize(params))
+    with pytest.raises(ValueError, match="params must be a UNet's"):
+        quantize({"encoder": params})

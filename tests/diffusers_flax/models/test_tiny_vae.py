@@ -1,0 +1,204 @@
+"""FlaxAutoencoderTiny against PyTorch's AutoencoderTiny with the same random weights."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderTiny
+from flax.traverse_util import unflatten_dict
+
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.models.base import torch_to_flax
+from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
+
+FLOAT32_PSNR = 100  # dB
+BFLOAT16_PSNR = 30
+SMALL = dict(
+    encoder_block_out_channels=(16, 16, 16),
+    decoder_block_out_channels=(16, 16, 16),
+    num_encoder_blocks=(1, 2, 1),
+    num_decoder_blocks=(2, 1, 1),
+)
+OTHER_VALUES = dict(
+    in_channels=1,
+    out_channels=4,
+    latent_channels=5,
+    encoder_block_out_channels=(8, 8),
+    decoder_block_out_channels=(16, 16, 16),
+    num_encoder_blocks=(0, 2),
+    num_decoder_blocks=(1, 0, 1),
+    upsampling_scaling_factor=3,
+    latent_magnitude=2.5,
+    latent_shift=0.4,
+    scaling_factor=0.5,
+)
+# name: (config of both, batch, size of the latents)
+CASES = {
+    "one image": (SMALL, 1, (3, 5)),
+    "three images": (SMALL, 3, (7, 4)),
+    "published config": ({}, 2, (3, 5)),
+    "other values": (OTHER_VALUES, 3, (5, 3)),
+}
+
+
+def torch_vae(config):
+    """A PyTorch model whose activations keep their size from layer to layer."""
+    torch.manual_seed(0)
+    model = AutoencoderTiny(**config).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(module.weight)
+            if module.bias is not None:
+                torch.nn.init.normal_(module.bias, std=0.2)
+    return model
+
+
+def pair(config):
+    theirs = torch_vae(config)
+    tensors = dict(torch_to_flax(key, x.numpy()) for key, x in theirs.state_dict().items())
+    return theirs, FlaxAutoencoderTiny(**config), {"params": unflatten_dict(tensors, sep="/")}
+
+
+def psnr(ours, theirs):
+    """PSNR in dB; the peak is the range of theirs."""
+    ours, theirs = np.asarray(ours, np.float64), theirs.double().numpy()
+    assert ours.shape == theirs.shape
+    error = np.sqrt(np.square(ours - theirs).mean()) / np.ptp(theirs)
+    return -20 * np.log10(max(error, 1e-9))  # a tiny model may give equal bits
+
+
+def to_jax(x):
+    return jnp.asarray(x.numpy())
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_equals_pytorch(name):
+    config, batch, (h, w) = CASES[name]
+    theirs, ours, variables = pair(config)
+    factor = 2 ** (len(ours.num_encoder_blocks) - 1)
+    images = torch.rand(batch, ours.in_channels, h * factor, w * factor) * 2 - 1
+    latents = 3 * torch.randn(batch, ours.latent_channels, h, w)  # beyond 3 they are clamped
+    encoded, decoded = theirs.encode(images).latents, theirs.decode(latents).sample
+
+    for dtype, least in ((jnp.float32, FLOAT32_PSNR), (jnp.bfloat16, BFLOAT16_PSNR)):
+        vae = ours.clone(dtype=dtype)
+        result = jax.jit(partial(vae.apply, method=vae.encode))(variables, to_jax(images)).latents
+        assert result.dtype == dtype
+        assert psnr(result, encoded) > least
+        result = jax.jit(partial(vae.apply, method=vae.decode))(variables, to_jax(latents)).sample
+        assert result.dtype == dtype
+        assert psnr(result, decoded) > least
+
+
+@torch.no_grad()
+def test_forward_rounds_latents_to_8_bits():
+    config = OTHER_VALUES | dict(out_channels=1, upsampling_scaling_factor=2)
+    theirs, ours, variables = pair(config)
+    images = torch.rand(1, 1, 6, 10) * 2 - 1
+    expected = theirs(images).sample
+    (result,) = jax.jit(partial(ours.apply, return_dict=False))(variables, to_jax(images))
+    assert psnr(result, expected) > FLOAT32_PSNR
+
+    latents = ours.apply(variables, to_jax(images), method=ours.encode).latents
+    exact = ours.apply(variables, latents, method=ours.decode).sample
+    assert psnr(exact, expected) < 60
+
+    in_range = jnp.linspace(-2.2, 3.4, 5)
+    stored = ours.scale_latents(in_range)
+    assert np.allclose(ours.unscale_latents(stored), in_range.clip(-2, 3), atol=1e-6)
+
+
+@pytest.mark.parametrize("safe_serialization", [True, False])
+def test_weights_and_config_go_there_and_back(tmp_path, safe_serialization):
+    theirs = torch_vae(OTHER_VALUES)
+    theirs.save_pretrained(tmp_path / "theirs", safe_serialization=safe_serialization)
+    module, params = FlaxAutoencoderTiny.from_pretrained(tmp_path / "theirs")
+    module.save_pretrained(tmp_path / "ours", params)
+
+    reopened, report = AutoencoderTiny.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, reopened.state_dict()[key]), key
+    reopened.save_pretrained(tmp_path / "reopened")
+    wrote, rewrote = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "reopened")
+    )
+    rewrote.pop("_name_or_path")
+    assert rewrote == wrote
+
+
+def test_published_configs_have_the_published_sizes():
+    """TAESD's encoder has 1,222,532 parameters, its decoder 1,222,531."""
+    for name in ("taesd", "taesdxl"):
+        vae = FlaxAutoencoderTiny.from_config(PUBLISHED_CONFIGS[name]["vae"])
+        shapes = jax.eval_shape(vae.init_weights, jax.random.key(0))
+        sizes = {k: sum(x.size for x in jax.tree.leaves(part)) for k, part in shapes.items()}
+        assert sizes == {"encoder": 1_222_532, "decoder": 1_222_531}
+        theirs = AutoencoderTiny(**PUBLISHED_CONFIGS[name]["vae"]).config
+        ours = vae.config | vae.fixed_config
+        assert ours == {k: theirs[k] for k in ours}
+
+
+def test_entries_that_other_entries_decide():
+    """Pipelines read both."""
+    stale = dict(block_out_channels=(8,), force_upcast=True)
+    vae = FlaxAutoencoderTiny.from_config({**SMALL, **stale})
+    assert vae.config.block_out_channels == (16, 16, 16)
+    assert vae.config.force_upcast is False
+    assert vae.clone(dtype=jnp.bfloat16).config == vae.config
+    assert AutoencoderTiny(**SMALL, force_upcast=True).config.force_upcast is False
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"act_fn": "silu"}, "does not implement act_fn='silu'; it supports act_fn='relu' only"),
+        ({"upsample_fn": "bilinear"}, "does not implement upsample_fn='bilinear'"),
+        ({"shift_factor": 0.1}, "does not implement shift_factor=0.1"),
+        ({"latent_channels": "4"}, "latent_channels='4' has the wrong type"),
+        ({"_class_name": "AutoencoderKL"}, "is the config of AutoencoderKL, not of Autoencoder"),
+        (
+            {"encoder_block_out_channels": (16, 16, 32)},
+            r"encoder_block_out_channels=\(16, 16, 32\) does not suit num_encoder_blocks=\(1, 2, 1",
+        ),
+        ({"decoder_block_out_channels": (16, 16)}, "it must be one width, repeated 3 times"),
+        ({"num_encoder_blocks": ()}, r"does not suit num_encoder_blocks=\(\)"),
+        ({"upsampling_scaling_factor": 0}, "upsampling_scaling_factor=0 must be at least 1"),
+    ],
+)
+def test_config_entries_that_are_refused(entries, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **entries}))
+    with pytest.raises(ValueError, match=words) as error:
+        FlaxAutoencoderTiny.from_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "words"),
+    [
+        ("encode", (1, 32, 32, 3), r"sample has shape \(1, 32, 32, 3\), this VAE encodes \(batch"),
+        ("encode", (3, 32, 32), r"this VAE encodes \(batch, 3, height, width\)"),
+        ("encode", (1, 3, 30, 32), "image size 30x32 is not divisible by 4"),
+        ("decode", (1, 8, 8, 4), r"latents have shape \(1, 8, 8, 4\), this VAE decodes \(batch, 4"),
+        ("decode", (4, 8, 8), r"this VAE decodes \(batch, 4, height, width\)"),
+    ],
+)
+def test_wrong_shapes_are_refused(method, shape, words):
+    vae = FlaxAutoencoderTiny(**SMALL)
+    apply = partial(vae.apply, method=getattr(vae, method))
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(partial(apply, {"params": {}}), jnp.zeros(shape))
+
+
+def test_weights_of_another_config_are_named(tmp_path):
+    torch_vae(SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        FlaxAutoencoderTiny.from_pretrained(tmp_path, num_decoder_blocks=(2, 1, 2))
+    message = str(error.value)
+    assert "missing: decoder/layers/10/conv/0/bias" in message
+    assert "unexpected: decoder/layers/10/bias, decoder/layers/10/kernel" in message

@@ -1,0 +1,239 @@
+"""Few-step sampling: LCM, chosen timesteps, eta, distilled UNets; against PyTorch diffusers."""
+
+import dataclasses
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from test_pipeline_instruct_pix2pix import psnr
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import sdxl_single
+import sdxl_single_aot
+from diffusers_flax.executables import step_options
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.sampling import keys_per_image, normal
+from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
+from diffusers_flax.schedulers.ddpm import make_scheduler
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+TIMESTEPS = (999, 749, 499, 249)
+SHAPE = (4, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: directory} of text-to-image models; "distilled": its UNet embeds the guidance."""
+    folder = tmp_path_factory.mktemp("models")
+    folders = {}
+    for name in ("plain", "distilled"):
+        folders[name] = make_tiny_pipeline(folder / name, in_channels=4)
+    unet = folders["distilled"] / "unet"
+    config = diffusers.UNet2DConditionModel.load_config(unet)
+    torch.manual_seed(0)
+    distilled = diffusers.UNet2DConditionModel.from_config(config, time_cond_proj_dim=16)
+    distilled.save_pretrained(unet)
+    return folders
+
+
+def test_distilled_unet_is_pytorchs(models):
+    theirs = diffusers.UNet2DConditionModel.from_pretrained(models["distilled"] / "unet")
+    ours, params = FlaxUNet2DConditionModel.from_pretrained(models["distilled"] / "unet")
+    pipeline = diffusers.LatentConsistencyModelPipeline
+    scale = torch.tensor([1.5, 8.0])
+    expected = pipeline.get_guidance_scale_embedding(None, scale - 1, embedding_dim=16)
+    embedding = guidance_embedding(jnp.asarray(scale.numpy()), 16)
+    np.testing.assert_allclose(embedding, expected, atol=1e-3)  # angles of 7000 in float32
+    torch.manual_seed(1)
+    x, text = torch.randn(2, *SHAPE), torch.randn(2, 7, 24)
+    times = torch.tensor([3, 500])
+    for cond in (expected, None):
+        wanted = theirs(x, times, text, timestep_cond=cond).sample.detach()
+        given = None if cond is None else jnp.asarray(cond.numpy())
+        arrays = map(jnp.asarray, (x.numpy(), times.numpy().astype(np.int32), text.numpy()))
+        found = ours.apply({"params": params}, *arrays, timestep_cond=given).sample
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "scheduler", "options", "steps"),
+    [
+        ("plain", "lcm", {}, {"timesteps": TIMESTEPS, "guidance_scale": 1.0}),
+        ("plain", "tcd", {}, {"num_inference_steps": 4, "eta": 0.8, "guidance_scale": 2.0}),
+        (
+            "plain",  # as SDXL-Lightning
+            "euler",
+            {"timestep_spacing": "trailing"},
+            {"num_inference_steps": 4, "guidance_scale": 0.0},
+        ),
+        ("distilled", "lcm", {}, {"num_inference_steps": 4, "guidance_scale": 8.5}),
+    ],
+    ids=["lcm", "tcd", "lightning", "distilled"],
+)
+def test_images_are_those_of_pytorch(models, monkeypatch, model, scheduler, options, steps):
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models[model])
+    config = dict(pipeline.scheduler.config) | options
+    pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
+    key = jax.random.key(3)
+    noises = [np.array(normal(keys_per_image(key, 1), i, SHAPE)) for i in range(5)]
+
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(models[model], safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    cls = getattr(diffusers, type(pipeline.scheduler).__name__.removeprefix("Flax"))
+    theirs.scheduler = cls.from_config(config)
+    fresh = iter(map(torch.from_numpy, noises[1:]))
+    for name in ("lcm", "tcd"):
+        module = f"diffusers.schedulers.scheduling_{name}.randn_tensor"
+        monkeypatch.setattr(module, lambda *_, **__: next(fresh))
+    size = dict(height=32, width=32, latents=torch.from_numpy(noises[0]), output_type="np")
+    theirs_steps = {k: list(v) if k == "timesteps" else v for k, v in steps.items()}
+    expected = theirs("a red panda", **theirs_steps, **size).images
+
+    prompt_ids = pipeline.prepare_inputs("a red panda")
+    found = pipeline(prompt_ids, params, key, height=32, width=32, **steps).images
+    assert psnr(found, expected) > 60
+
+
+def test_image_to_image_begins_in_the_middle_of_the_timesteps(models):
+    """With strength 0.5 of four timesteps the last two are visited."""
+    text_to_image, params = FlaxDiffusionPipeline.from_pretrained(models["plain"])
+    scheduler, _ = make_scheduler("lcm", text_to_image.scheduler.config)
+    parts = text_to_image.components | {"scheduler": scheduler}
+    pipeline = FlaxStableDiffusionImg2ImgPipeline(**parts)
+    image = np.random.default_rng(0).uniform(size=(32, 32, 3)).astype(np.float32)
+    prompt_ids, image = pipeline.prepare_inputs("a red panda", image)
+    key, options = jax.random.key(0), dict(guidance_scale=1.0)
+    half = pipeline(prompt_ids, image, params, key, 0.5, timesteps=TIMESTEPS, **options).images
+    last_two = pipeline(prompt_ids, image, params, key, 1.0, timesteps=TIMESTEPS[2:], **options)
+    np.testing.assert_allclose(half, last_two.images, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "steps", "message"),
+    [
+        ("euler", {"eta": 0.3}, "eta=0.3 is not an option of FlaxEulerDiscreteScheduler; use DDIM"),
+        ("tcd", {"eta": 1.5}, "eta=1.5 must be from 0 to 1"),
+        ("ddim", {"timesteps": (999, 499)}, "cannot be chosen with FlaxDDIMScheduler"),
+    ],
+)
+def test_bad_steps(models, scheduler, steps, message):
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models["plain"])
+    scheduler, _ = make_scheduler(scheduler, pipeline.scheduler.config)
+    pipeline = dataclasses.replace(pipeline, scheduler=scheduler)
+    prompt_ids = pipeline.prepare_inputs("a red panda")
+    with pytest.raises(ValueError, match=message):
+        pipeline(prompt_ids, params, jax.random.key(0), height=32, width=32, **steps)
+
+
+def test_timesteps_may_be_an_array():
+    assert step_options(5, np.array([999, 499]), None)["timesteps"] == (999, 499)
+    assert step_options(5, (), None) == {"num_inference_steps": 5, "timesteps": None, "eta": None}
+    assert step_options(5, (999.5,), None)["timesteps"] == (999.5,)  # the scheduler refuses it
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
+    """As the UNets of SDXL-Lightning (safetensors) and DMD2 (.bin) are published."""
+    folder = models["plain"] / "unet"
+    torch.manual_seed(5)
+    other = diffusers.UNet2DConditionModel.from_config(
+        diffusers.UNet2DConditionModel.load_config(folder)
+    )
+    file = tmp_path / f"distilled_unet.{kind}"
+    (save_file if kind == "safetensors" else torch.save)(other.state_dict(), file)
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models["plain"], unet=str(file))
+    theirs = diffusers.DiffusionPipeline.from_pretrained(models["plain"], safety_checker=None)
+    theirs.unet = other
+    theirs.set_progress_bar_config(disable=True)
+    noise = normal(keys_per_image(jax.random.key(3), 1), 0, SHAPE)
+    options = dict(num_inference_steps=2, guidance_scale=1.0, height=32, width=32)
+    expected = theirs("red", latents=torch.from_numpy(np.array(noise)), output_type="np", **options)
+    found = pipeline(pipeline.prepare_inputs("red"), params, jax.random.key(3), **options)
+    assert psnr(found.images, expected.images) > 60
+
+
+def test_the_directory_of_a_unet_replaces_the_models(models):
+    """It has its own config: this one embeds the guidance scale."""
+    source = str(models["distilled"] / "unet")
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models["plain"], unet=source)
+    assert pipeline.unet.config.time_cond_proj_dim == 16
+    _, expected = FlaxDiffusionPipeline.from_pretrained(models["distilled"])
+    jax.tree.map(np.testing.assert_array_equal, params["unet"], expected["unet"])
+
+
+@pytest.mark.slow
+def test_sdxl_scripts(tmp_path):
+    """LoRA, chosen timesteps and eta by the command lines of both scripts."""
+    model, lora = make_tiny_xl(tmp_path / "model"), tmp_path / "lora.safetensors"
+    layer, generator = "unet.mid_block.attentions.0.proj_in", torch.manual_seed(0)
+    factors = {"A": (2, 16), "B": (16, 2)}
+    save_file(
+        {
+            f"{layer}.lora_{name}.weight": torch.randn(shape, generator=generator)
+            for name, shape in factors.items()
+        },
+        lora,
+    )
+    flags = ["--pretrained_model_name_or_path", str(model), "--prompt", "make it red"]
+    flags += ["--scheduler", "tcd", "--guidance_scale", "1", "--num_images", "1"]
+    few = [*flags, "--timesteps", "999", "499", "--eta", "0.5", "--lora", f"{lora}:0.5"]
+    trailing = [*flags, "--scheduler", "euler", "--timestep_spacing", "trailing"]
+    no_cache = ["--compilation_cache_dir", ""]
+    images = {}
+    for name, script, arguments in (
+        ("jit", sdxl_single, [*few, *no_cache]),
+        ("aot", sdxl_single_aot, [*few, "--executable_dir", str(tmp_path / "store")]),
+        ("again", sdxl_single_aot, [*few, "--executable_dir", str(tmp_path / "store")]),
+        ("plain", sdxl_single, [*flags, "--timesteps", "999", "499", "--eta", "0.5", *no_cache]),
+        ("trailing", sdxl_single, [*trailing, "--num_inference_steps", "2", *no_cache]),
+        ("chosen", sdxl_single, [*trailing, "--timesteps", "999", "499", *no_cache]),
+    ):
+        output = tmp_path / f"{name}.png"
+        script.main([*arguments, "--output", str(output)])
+        images[name] = np.int16(Image.open(output))
+    for name in ("aot", "again"):
+        assert np.abs(images[name] - images["jit"]).max() <= 1
+    assert np.abs(images["plain"] - images["jit"]).mean() > 1
+    np.testing.assert_array_equal(images["chosen"], images["trailing"])
+
+
+@pytest.mark.parametrize("script", [sdxl_single, sdxl_single_aot], ids=["jit", "aot"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--eta", "0.5"], "--eta 0.5 is not an option of FlaxEulerDiscreteScheduler"),
+        (["--timesteps", "499", "999"], "must decrease and be from 999 to 0"),
+        (["--lora", "/no/such.safetensors"], "--lora /no/such.safetensors does not exist"),
+        (["--scheduler", "lcm", "--timestep_spacing", "trailing"], "has no effect with FlaxLCM"),
+        (["--unet", "/no/such.safetensors"], "--unet /no/such.safetensors does not exist"),
+        (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
+        (["--unet", "VAE"], "does not fit FlaxUNet2DConditionModel: missing: "),
+        (
+            ["--unet", "SD"],
+            "the weights are of Stable Diffusion 1.x or 2.x, the config is of SDXL; m",
+        ),
+        (["--unet", "SD"], "down_blocks_0/attentions_0/proj_out/kernel and 72 more; wrong shape: "),
+    ],
+)
+def test_bad_flags_are_one_line(tmp_path, capsys, script, flags, message):
+    model = make_tiny_xl(tmp_path / "model")
+    if "EDITS" in flags:
+        flags = ["--unet", str(make_tiny_xl(tmp_path / "edits", edits=True) / "unet")]
+    if "VAE" in flags:
+        flags = ["--unet", str(next((model / "vae").glob("*.safetensors")))]
+    if "SD" in flags:
+        narrow = make_tiny_pipeline(tmp_path / "sd", in_channels=4)
+        flags = ["--unet", str(next((narrow / "unet").glob("*.safetensors")))]
+    capsys.readouterr()  # progress bars of writing the model
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--pretrained_model_name_or_path", str(model), *flags])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error

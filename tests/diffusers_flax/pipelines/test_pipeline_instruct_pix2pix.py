@@ -1,0 +1,645 @@
+"""The editing pipeline against PyTorch diffusers: devices, batches, scales, files."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionInstructPix2PixPipeline
+from flax.jax_utils import replicate
+from mount_points import refuse_to_rename_folders
+from PIL import Image
+from tiny_models import END, START, make_tiny_pipeline
+
+from diffusers_flax.images import to_rgb
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+    guidance_branches,
+    pixels_per_latent,
+)
+from diffusers_flax.schedulers.ddpm import make_scheduler
+
+# diffusers' Euler scheduler under NumPy 2.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
+
+PROMPTS = ["make it red", "invert the colors", "turn it upside down", ""]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    # One level compiles faster than two.
+    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", unet_channels=(16,))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """(pipeline, params) of the DDIM model."""
+    return FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
+
+
+def random_inputs(batch, height, width, factor=4):
+    """Images (B, H, W, 3) in [0, 1], not just noise, and latents (B, 4, h, w)."""
+    rng = np.random.default_rng(0)
+    patches = rng.random((batch, height // 8, width // 8, 3), np.float32)
+    images = patches.repeat(8, 1).repeat(8, 2)
+    latents = rng.standard_normal((batch, 4, height // factor, width // factor), np.float32)
+    return images, latents
+
+
+def edit_with_torch(
+    folder, prompts, images, latents, negative_prompt=None, output_type="np", **scales
+):
+    """PyTorch's pipeline, 20 steps; (B, H, W, 3) in [0, 1], or of another output_type."""
+    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, safety_checker=None)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompts,
+        image=torch.tensor(images).permute(0, 3, 1, 2),
+        num_inference_steps=20,
+        latents=torch.tensor(latents),
+        negative_prompt=negative_prompt,
+        output_type=output_type,
+        **scales,
+    ).images
+
+
+def psnr(a, b):
+    """In dB, of images in [0, 1]."""
+    return -10 * np.log10(np.mean((np.asarray(a) - np.asarray(b)) ** 2) + 1e-20)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "batch", "height", "width", "negative_prompt"),
+    [
+        ("ddim", {}, 2, 64, 48, None),
+        ("pndm", {"prediction_type": "v_prediction", "seed": 1}, 1, 32, 32, None),
+        ("euler", {}, 2, 48, 64, ["upside colors", "red"]),
+        pytest.param(
+            *("dpmsolver++", {"vae_channels": (8, 8, 8, 16), "seed": 2}, 3, 64, 64, None),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_images_are_those_of_pytorch(
+    tmp_path, request, scheduler, options, batch, height, width, negative_prompt
+):
+    if scheduler == "ddim":
+        request.getfixturevalue("optimized")
+    folder = make_tiny_pipeline(tmp_path / "model", scheduler=scheduler, **options)
+    factor = 8 if "vae_channels" in options else 4
+    input_images, latents = random_inputs(batch, height, width, factor)
+    prompts = PROMPTS[:batch]
+    expected = edit_with_torch(folder, prompts, input_images, latents, negative_prompt)
+
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
+    prompt_ids, image = pipeline.prepare_inputs(prompts, input_images)
+    edit = partial(
+        pipeline,
+        image=image,
+        params=params,
+        prng_seed=jax.random.key(0),
+        num_inference_steps=20,
+        latents=latents,
+        neg_prompt_ids=negative_prompt and pipeline.prepare_text_inputs(negative_prompt),
+    )
+    images = edit(prompt_ids).images
+    assert images.dtype == jnp.float32
+    assert images.shape == (batch, height, width, 3)
+    assert psnr(images, expected) > 60
+    # The measure is sensitive to the instruction.
+    others = pipeline.prepare_text_inputs(["make it black and white"] * batch)
+    assert psnr(edit(others).images, expected) < 45
+
+
+def check_output_types(loaded, torch_latents, input_images, latents, **options):
+    """np, pil and latent of an edit pipeline; torch_latents: the result's, of PyTorch."""
+    pipeline, params = loaded
+    inputs = pipeline.prepare_inputs(PROMPTS[: len(input_images)], input_images)
+    edit = partial(pipeline, *inputs, params, jax.random.key(0), latents=latents, **options)
+    found = edit(output_type="latent").images
+    assert found.shape == torch_latents.shape and found.dtype == jnp.float32
+    assert np.abs(found - torch_latents.numpy()).max() < 1e-4 * torch_latents.abs().max()
+    arrays = edit().images
+    np.testing.assert_allclose(pipeline._decode(params, found), arrays, atol=1e-5)
+    pictures, *flags = edit(output_type="pil", return_dict=False)  # SDXL has no flags
+    assert not any(flags) and len(pictures) == len(input_images)
+    for picture, array in zip(pictures, arrays):
+        assert np.abs(np.asarray(picture) / 255 - array).max() < 0.6 / 255
+    assert (edit(output_type=None).images == arrays).all()
+    with pytest.raises(ValueError, match="output_type='pt' is unknown; take np, pil or latent"):
+        edit(output_type="pt")
+
+
+def test_output_types(folder, loaded):
+    arrays = random_inputs(2, 32, 32)
+    torch_latents = edit_with_torch(folder, PROMPTS[:2], *arrays, output_type="latent")
+    check_output_types(loaded, torch_latents, *arrays, num_inference_steps=20)
+
+
+@pytest.mark.parametrize(("s_T", "s_I"), [(1.0, 1.5), (7.5, 0.5)])
+def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch, s_T, s_I):
+    """PyTorch guides only if s_T > 1 and s_I >= 1; the paper's equation 3 has no threshold."""
+    input_images, latents = random_inputs(1, 32, 32)
+    scales = dict(guidance_scale=s_T, image_guidance_scale=s_I)
+    unguided = edit_with_torch(folder, PROMPTS[:1], input_images, latents, **scales)
+    monkeypatch.setattr(StableDiffusionInstructPix2PixPipeline, "do_classifier_free_guidance", True)
+    expected = edit_with_torch(folder, PROMPTS[:1], input_images, latents, **scales)
+    pipeline, params = loaded
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
+    images = pipeline(*inputs, params, jax.random.key(0), 20, s_T, s_I, latents=latents).images
+    for name, other in (("guided", expected), ("as it is", unguided)):
+        mean, largest = np.abs(images - other).mean(), np.abs(images - other).max()
+        print(f"scales {s_T} and {s_I}, PyTorch {name}: mean {mean:.1e}, largest {largest:.1e}")
+    assert psnr(images, expected) > 60
+    assert psnr(images, unguided) < 55
+
+
+def test_saved_folder_gives_the_same_image_in_pytorch(folder, loaded, tmp_path):
+    pipeline, params = loaded
+    saved = tmp_path / "out" / "model"
+    pipeline.save_pretrained(saved, params)
+    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+
+    images, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], images, latents)
+    np.testing.assert_allclose(
+        edit_with_torch(saved, PROMPTS[:1], images, latents), expected, atol=1e-6
+    )
+    _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(saved)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    index = json.loads((saved / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionInstructPix2PixPipeline"
+    assert index["scheduler"] == ["diffusers", "DDIMScheduler"]
+    # Files that transformers before 5.0 opens.
+    for name in ("vocab.json", "merges.txt"):
+        assert (saved / "tokenizer" / name).exists()
+    vocab = json.loads((saved / "tokenizer" / "vocab.json").read_text())
+    assert vocab == json.loads((folder / "tokenizer" / "vocab.json").read_text())
+
+
+def test_saving_into_a_filled_folder_replaces_the_model_only(loaded, tmp_path):
+    pipeline, params = loaded
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "notes.txt").write_text("mine")
+    pipeline.save_pretrained(tmp_path, params)
+    doubled = jax.tree.map(lambda array: 2 * array, params["unet"])
+    pipeline.save_pretrained(tmp_path, {**params, "unet": doubled})
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+    assert (tmp_path / "unet" / "notes.txt").read_text() == "mine"
+    _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again["unet"], doubled)
+
+
+PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae"]
+
+
+@pytest.mark.parametrize("target", ["new", "empty", "link", "dangling", ".", "sharded"])
+def test_any_folder_can_be_saved_into(loaded, tmp_path, monkeypatch, target):
+    pipeline, params = loaded
+    folder = tmp_path / "folder"
+    if target not in ("new", "dangling"):
+        folder.mkdir()
+    if target == "sharded":  # the UNet of an older model; PyTorch would prefer its index
+        pipeline.unet.save_pretrained(folder / "unet", params["unet"], max_shard_size="300KB")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder if target == "." else tmp_path)
+    refuse_to_rename_folders(monkeypatch)
+
+    pipeline.save_pretrained(
+        {"link": "link", "dangling": "link", ".": "."}.get(target, folder), params
+    )
+    assert sorted(path.name for path in folder.iterdir()) == PARTS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link"]
+    assert len(list((folder / "unet").iterdir())) == 2
+    _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_a_part_may_be_on_another_disk(loaded, tmp_path, monkeypatch):
+    pipeline, params = loaded
+    rename = os.rename
+
+    def refuse(source, target):
+        if "vae" in Path(target).parts:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    pipeline.save_pretrained(tmp_path, params)
+    assert sorted(path.name for path in tmp_path.iterdir()) == PARTS
+    assert len(list((tmp_path / "vae").iterdir())) == 2
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fail(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("target", ["new", "empty", "old"])
+def test_a_save_that_is_interrupted_while_writing_changes_nothing(
+    folder, loaded, tmp_path, monkeypatch, target
+):
+    pipeline, params = loaded
+    if target == "empty":
+        (tmp_path / "model").mkdir()
+    if target == "old":
+        shutil.copytree(folder, tmp_path / "model")
+    before, paths = files_of(tmp_path), sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(type(pipeline.scheduler), "save_pretrained", fail)  # the last part
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.save_pretrained(tmp_path / "model", jax.tree.map(lambda x: x + x, params))
+    assert sorted(tmp_path.rglob("*")) == paths
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("moved", [0, 4, 10])
+def test_a_save_that_is_interrupted_while_moving_is_no_model(
+    folder, loaded, tmp_path, monkeypatch, moved
+):
+    """An interrupted save over an old model does not leave a directory that looks complete."""
+    pipeline, params = loaded
+    pipeline.save_pretrained(tmp_path / "expected", params)
+    expected = files_of(tmp_path / "expected")
+    target = shutil.copytree(folder, tmp_path / "model")
+    move, count = shutil.move, iter(range(100))
+    monkeypatch.setattr(
+        shutil, "move", lambda *paths: fail() if next(count) == moved else move(*paths)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.save_pretrained(target, params)
+    assert not (target / "model_index.json").exists()
+    (rest,) = target.glob(".saving-*")
+    for file, content in expected.items():
+        name = file.relative_to(tmp_path / "expected")
+        places = [root / name for root in (target, rest) if (root / name).is_file()]
+        assert content in [place.read_bytes() for place in places], name
+
+
+@pytest.mark.parametrize("name", ["unet", "vae/config.json"])
+def test_what_is_in_the_way_of_a_save_keeps_both_models(folder, loaded, tmp_path, name):
+    """A file in the place of a directory, and a directory in the place of a file."""
+    pipeline, params = loaded
+    old = shutil.copytree(folder, tmp_path / "old")
+    if name == "unet":
+        shutil.rmtree(old / name)
+        (old / name).touch()
+    else:
+        (old / name).unlink()
+        (old / name).mkdir()
+    before = files_of(old)
+    with pytest.raises(ValueError, match=f"{name} is in the way of the model's {name};") as error:
+        pipeline.save_pretrained(old, params)
+    (new,) = old.glob(".saving-*")
+    assert str(error.value).endswith(f"take the complete model from {new}")
+    assert files_of(old).items() >= before.items()
+    _, saved = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(new)
+    jax.tree.map(np.testing.assert_array_equal, saved, params)
+
+
+def test_devices_and_batches_share_out_the_same_images(folder):
+    """With a scheduler that draws noise, the noise of every step also depends on the image only."""
+    config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    scheduler, _ = make_scheduler("euler_ancestral", config)
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, scheduler=scheduler
+    )
+    assert pipeline.scheduler is scheduler
+    input_images, _ = random_inputs(4, 32, 32)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS, input_images)
+    key = jax.random.key(3)
+    whole = None
+    for devices, key_ in ((1, key), (2, key), (4, jax.random.PRNGKey(3))):
+        p_params = replicate(params, jax.local_devices()[:devices])
+        p_ids, p_image = (x.reshape(devices, -1, *x.shape[1:]) for x in (prompt_ids, image))
+        images = np.asarray(pipeline(p_ids, p_image, p_params, key_, 3, jit=True).images)
+        assert images.shape == (devices, 4 // devices, 32, 32, 3)
+        whole = images[0] if whole is None else whole
+        np.testing.assert_allclose(images.reshape(whole.shape), whole, atol=2e-5)
+    others = pipeline(p_ids, p_image, p_params, jax.random.key(4), 3, jit=True).images
+    assert psnr(others[:, 0], whole) < 30
+
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.array([3, 1, 2, 0]))[:, None]
+    p_ids, p_image = (x[jnp.array([3, 1, 2, 0])] for x in (p_ids, p_image))
+    images = pipeline(p_ids, p_image, p_params, keys, 3, jit=True).images  # a key per image
+    np.testing.assert_allclose(images[:, 0], whole[[3, 1, 2, 0]], atol=2e-5)
+
+
+@pytest.mark.slow
+def test_generate_under_pmap_with_everything_defaulted(loaded):
+    pipeline, params = loaded
+    input_images, _ = random_inputs(6, 16, 16)
+    prompt_ids, image = pipeline.prepare_inputs((PROMPTS * 2)[:6], input_images)
+    prompt_ids, image = (x.reshape(2, 3, *x.shape[1:]) for x in (prompt_ids, image))
+    rng = jax.random.split(jax.random.PRNGKey(0), 2)
+    p_params = replicate(params, jax.local_devices()[:2])
+    images = np.asarray(jax.pmap(pipeline._generate)(prompt_ids, image, p_params, rng))
+    assert images.shape == (2, 3, 16, 16, 3)
+    for i in range(2):
+        expected = pipeline(prompt_ids[i], image[i], params, rng[i]).images
+        np.testing.assert_allclose(images[i], expected, atol=1e-4)
+
+
+def test_branches_left_out_do_not_change_the_image(loaded):
+    pipeline, params = loaded
+    input_images, _ = random_inputs(1, 32, 32)
+    inputs = (*pipeline.prepare_inputs(PROMPTS[:1], input_images), params, jax.random.key(0))
+    all_branches = jax.jit(partial(pipeline._generate, num_inference_steps=4))
+    for s_T, s_I in ((1, np.int32(1)), (1.5, np.float64(1.5))):
+        expected = all_branches(
+            *inputs, guidance_scale=jnp.float32(s_T), image_guidance_scale=jnp.float32(s_I)
+        )
+        images = pipeline(*inputs, 4, s_T, s_I).images
+        np.testing.assert_allclose(images, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("s_T", "s_I", "branches"),
+    [
+        (7.5, 1.5, ("text", "image", "null")),
+        (1, 1, ("text",)),
+        (7.5, 1, ("text", "image")),
+        (1.5, 1.5, ("text", "null")),
+        (0, 1, ("image",)),
+        (0, 0, ("null",)),
+        (0, 2.0, ("image", "null")),
+        (np.float32(2), np.int64(2), ("text", "null")),
+        (jnp.float32(1), 1, ("text", "image", "null")),
+    ],
+)
+def test_branches_needed(s_T, s_I, branches):
+    assert guidance_branches(s_T, s_I) == branches
+
+
+class CountingPipeline(FlaxStableDiffusionInstructPix2PixPipeline):
+    """Records the branches of each trace, that is, of each compilation."""
+
+    traces = ()
+
+    def _generate(self, *, image, branches, guidance_scale, image_guidance_scale, **others):
+        type(self).traces += (branches,)
+        # The test counts traces, so any program will do.
+        return image * guidance_scale + image_guidance_scale
+
+
+def test_other_scale_values_do_not_recompile(loaded, caplog):
+    pipeline, params = loaded
+    parts = (pipeline.vae, pipeline.text_encoder, pipeline.tokenizer, pipeline.unet)
+    counting = CountingPipeline(*parts, pipeline.scheduler)
+    inputs = (*counting.prepare_inputs("", np.ones((16, 16, 3), np.uint8)), params)
+    inputs += (jax.random.key(0),)
+    for s_T in (7.5, 7, np.float32(3), np.int64(2), jnp.float32(4)):
+        images = counting(*inputs, guidance_scale=s_T).images
+        np.testing.assert_allclose(images, inputs[1] * float(s_T) + 1.5, rtol=1e-5)
+    assert counting.traces == (("text", "image", "null"),)
+    counting(*inputs, guidance_scale=1, image_guidance_scale=1)
+    counting(*inputs, guidance_scale=1.0, image_guidance_scale=np.float32(1))
+    assert counting.traces[1:] == (("text",),)
+    assert [r.getMessage() for r in caplog.records] == [
+        "compiling again, for branches=('text',) (was ('text', 'image', 'null'))"
+    ]
+    counting(*inputs, num_inference_steps=3)
+    assert len(counting.traces) == 3
+    assert caplog.records[1].getMessage() == ("compiling again, for num_inference_steps=3 (was 50)")
+
+
+def test_bfloat16_keeps_the_scheduler_in_float32(folder):
+    input_images, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], input_images, latents)
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, dtype=jnp.bfloat16
+    )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params["scheduler"])} == {
+        "float32",
+        "int32",
+    }
+    # Users cast the complete tree; the schedule keeps its precision.
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype.kind == "f" else x, params)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
+    edit = partial(
+        pipeline, *inputs, prng_seed=jax.random.key(0), num_inference_steps=20, latents=latents
+    )
+    images = edit(params=low).images
+    assert images.dtype == jnp.float32
+    assert psnr(images, expected) > 30
+
+
+def test_height_and_width_resize_the_images(folder, loaded):
+    pipeline, params = loaded
+    input_images, latents = random_inputs(1, 64, 32)  # to be resized from 32 x 32
+    small = input_images[:, ::2]
+    resized = [
+        Image.fromarray(small[0, :, :, c]).resize((32, 64), Image.Resampling.LANCZOS)
+        for c in range(3)
+    ]
+    resized = np.clip(np.stack([np.asarray(c) for c in resized], -1), 0, 1)[None]
+    expected = edit_with_torch(folder, PROMPTS[:1], resized, latents)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], small)
+    images = pipeline(
+        *inputs, params, jax.random.key(0), 20, height=64, width=32, latents=latents
+    ).images
+    assert psnr(images, expected) > 50
+
+
+def test_prompts_become_clip_tokens(folder, loaded):
+    vocab = json.loads((folder / "tokenizer" / "vocab.json").read_text(encoding="utf-8"))
+    start, end = vocab[START], vocab[END]
+    words = ["make</w>", "it</w>", "red</w>", "!</w>"]
+    expected = [start, *(vocab[word] for word in words), end]
+    expected += [end] * (77 - len(expected))
+    ids = loaded[0].prepare_text_inputs(["Make it  RED!", ""])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [expected, [start] + [end] * 76]
+
+
+def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
+    with caplog.at_level(logging.WARNING):
+        ids = loaded[0].prepare_text_inputs(["red " * 73 + "make it make it red", "short"])
+    assert ids.shape == (2, 77)
+    full = loaded[0].prepare_text_inputs("red " * 73 + "make it")
+    np.testing.assert_array_equal(ids[:1], full)  # 75 words, start and end
+    (record,) = caplog.records
+    assert "80 tokens" in record.getMessage()
+    assert record.getMessage().endswith("cut off: 'make it red'")
+
+
+def test_images_become_arrays(loaded):
+    pixels = np.arange(2 * 4 * 8 * 3, dtype=np.uint8).reshape(2, 4, 8, 3)
+    expected = (pixels.astype(np.float64) / 127.5 - 1).transpose(0, 3, 1, 2)
+    for image in (
+        pixels,
+        pixels / 255,
+        list(pixels),
+        [Image.fromarray(input_image) for input_image in pixels],
+    ):
+        ids, arrays = loaded[0].prepare_inputs(PROMPTS[:2], image)
+        assert (ids.shape, arrays.dtype) == ((2, 77), np.float32)
+        np.testing.assert_allclose(arrays, expected, atol=1e-6)
+
+    ids, arrays = loaded[0].prepare_inputs("red", pixels)
+    np.testing.assert_array_equal(ids[0], ids[1])
+    ids, arrays = loaded[0].prepare_inputs(PROMPTS[:3], Image.fromarray(pixels[1]))
+    assert (ids.shape, arrays.shape) == ((3, 77), (3, 3, 4, 8))
+    np.testing.assert_allclose(arrays, expected[[1, 1, 1]], atol=1e-6)
+
+
+def test_images_of_any_mode_become_rgb():
+    grey = np.array([[0, 90], [180, 255]], np.uint8)
+    rgb = np.stack([grey] * 3, -1)
+    alpha = np.array([[255, 255], [255, 0]], np.uint8)
+    clear = rgb.copy()
+    clear[1, 1] = 0  # colours below full transparency do not show
+    rgba = Image.fromarray(np.dstack([clear, alpha]))
+    palette = Image.fromarray(rgb).convert("P", palette=Image.Palette.ADAPTIVE)
+    for image in (
+        Image.fromarray(rgb),
+        Image.fromarray(grey),
+        Image.fromarray(grey.astype(np.uint16) * 257),
+        Image.fromarray(grey.astype(np.int32) * 257),  # the mode of a 16-bit PGM
+        palette,
+        rgba,
+    ):
+        np.testing.assert_array_equal(np.asarray(to_rgb(image)), rgb, err_msg=image.mode)
+    black_and_white = Image.fromarray(grey > 128)
+    assert np.asarray(to_rgb(black_and_white))[..., 1].tolist() == [[0, 0], [255, 255]]
+
+
+def test_numpy_to_pil():
+    images = np.zeros((2, 3, 4, 6, 3), np.float32)
+    images[1, 2, 0, 0] = (1, 0.5, 0.25)
+    input_images = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(jnp.asarray(images))
+    assert [image.size for image in input_images] == [(6, 4)] * 6
+    assert input_images[5].getpixel((0, 0)) == (255, 128, 64)
+
+
+def edit_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: edit_json(f / "unet/config.json", in_channels=4), r"create_modified_unet\.py.*"),
+        (lambda f: edit_json(f / "unet/config.json", in_channels=9), "in_channels=9.*twice"),
+        (lambda f: edit_json(f / "vae/config.json", latent_channels=16), "latent_channels=16"),
+        (
+            lambda f: edit_json(
+                f / "model_index.json", _class_name="StableDiffusionXLInstructPix2PixPipeline"
+            ),
+            "StableDiffusionXL.*; open it with FlaxStableDiffusionXLInstructPix2Pix",
+        ),
+        (lambda f: shutil.rmtree(f / "vae"), "lacks vae/config.json"),
+        (lambda f: shutil.rmtree(f / "tokenizer"), "lacks tokenizer/tokenizer_config.json"),
+        (lambda f: (f / "model_index.json").unlink(), "no model_index.json; give"),
+        (lambda f: (f / "tokenizer/vocab.json").unlink(), "the tokenizer of "),
+        (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
+        (lambda f: shutil.rmtree(f), "is not a directory.*check the path"),
+    ],
+)
+def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    spoil(copy)
+    with pytest.raises(ValueError, match=message) as error:
+        FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(copy)
+    assert str(copy) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+IMAGE = np.zeros((16, 16, 3), np.uint8)
+
+
+def pixel(value, dtype):
+    """An image with the two values 0 and `value`."""
+    return Image.fromarray(np.array([[0, value]], dtype))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "image", "message"),
+    [
+        (["a", "b"], [IMAGE] * 3, "2 prompts do not fit 3 images"),
+        ("a", [IMAGE, IMAGE[:8]], "found 8x16, 16x16"),
+        ("a", [IMAGE, IMAGE[:8].transpose(1, 0, 2)], "found 16x8, 16x16"),
+        ("a", [], "found none"),
+        ([], IMAGE, "empty list"),
+        ("a", IMAGE[..., 0], r"\(16, 16\)"),
+        ("a", IMAGE[..., 0][None, None], r"\(1, 16, 16\)"),
+        ("a", IMAGE - 1.0, "from -1.0 to -1.0"),
+        ("a", IMAGE.astype(np.int32), "int32"),
+        ("a", pixel(70000, np.int32), "mode I .* from 0 to 70000, which are not 16 bits; scale th"),
+        ("a", pixel(-1, np.int32), "mode I .* from -1 to 0, which are not 16 bits"),
+        ("a", pixel(200, np.int32), "mode I .* from 0 to 200, which are not 16 bits"),
+        ("a", pixel(0.5, np.float32), "mode F .* has no known range; scale its values"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
+    with pytest.raises(ValueError, match=message):
+        loaded[0].prepare_inputs(prompt, image)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"guidance_scale": -1}, "guidance_scale=-1.0 must be 0 or more"),
+        ({"image_guidance_scale": float("nan")}, "image_guidance_scale=nan"),
+        ({"num_inference_steps": 0}, "num_inference_steps=0"),
+        ({"prng_seed": 0}, "prng_seed=0 is not a PRNG key"),
+        ({"latents": np.zeros((1, 4, 2, 2), np.float32)}, r"\(1, 4, 2, 2\), need \(1, 4, 4, 4\)"),
+        (
+            {"image": np.zeros((1, 3, 18, 16), np.float32)},
+            "18x16 .* is not divisible by 4",
+        ),
+        ({"height": 30}, "30x16 .* is not divisible by 4"),
+        ({"height": -32}, "size -32x16 .* must be positive; try 4x16"),
+        ({"width": 0}, "size 16x0 .* must be positive; try 16x4"),
+        ({"height": 32.0}, "size 32.0x16 .* is not of type int; give whole numbers"),
+        ({"width": "32"}, "size 16x32 .* is not of type int"),
+        ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "same batch"),
+        ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "uint8"),
+        ({"jit": True}, "shard prompt_ids"),
+        ({"jit": True, "prompt_ids": np.zeros((1, 1, 77), np.int32)}, "not replicated"),
+        ({"prompt_ids": np.zeros((1, 1, 77), np.int32)}, "jit=False takes"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
+    pipeline, params = loaded
+    prompt_ids, image = pipeline.prepare_inputs("", IMAGE)
+    arguments = {
+        "prompt_ids": prompt_ids,
+        "image": image,
+        "params": params,
+        "prng_seed": jax.random.key(0),
+    }
+    with pytest.raises(ValueError, match=message):
+        pipeline(**(arguments | changes))
+
+
+def test_a_pipeline_cannot_change_under_its_compiled_programs(loaded):
+    with pytest.raises(AttributeError):
+        loaded[0].scheduler = None
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest", "usual"),
+    [("stable-diffusion-v1-5", 64, 512), ("stable-diffusion-xl-base-1.0", 32, 1024)],
+)
+def test_images_that_the_unet_cannot_halve_are_refused(name, smallest, usual):
+    configs = PUBLISHED_CONFIGS[name]
+    assert pixels_per_latent(configs, smallest) == 8
+    message = rf"^--resolution {smallest - 1} is too small: .* takes {smallest} pixels or more; "
+    with pytest.raises(ValueError, match=f"{message}its UNet was made for {usual}$"):
+        pixels_per_latent(configs, smallest - 1)

@@ -1,0 +1,326 @@
+"""The SDXL InstructPix2Pix pipeline against PyTorch diffusers."""
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLInstructPix2PixPipeline
+from PIL import Image
+from test_pipeline_instruct_pix2pix import PROMPTS, check_output_types, psnr, random_inputs
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import edit_cli
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    BRANCHES,
+    FlaxStableDiffusionInstructPix2PixPipeline,
+    guidance_branches,
+)
+from diffusers_flax.pipelines.instruct_pix2pix_xl import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+)
+from diffusers_flax.pipelines.sampling import resize
+from editing.edits import cast_params, check_model, load_model
+from training.sharding import replicate
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_xl(tmp_path_factory.mktemp("xl") / "model", edits=True)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+
+
+def edit_with_torch(
+    folder, prompts, images, latents, negative_prompt=None, output_type="np", **options
+):
+    """PyTorch's pipeline, 8 steps; (B, H, W, 3) in [0, 1], or of another output_type."""
+    pipeline = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompts,
+        image=torch.tensor(images).permute(0, 3, 1, 2),
+        height=images.shape[1],
+        width=images.shape[2],
+        num_inference_steps=8,
+        latents=torch.tensor(latents),
+        negative_prompt=negative_prompt,
+        output_type=output_type,
+        **options,
+    ).images
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "batch", "size", "negative_prompt", "scales"),
+    [
+        ("euler", {}, 2, (40, 56), None, dict(guidance_scale=3.0, image_guidance_scale=1.5)),
+        pytest.param(
+            *("ddim", {"prediction_type": "v_prediction"}, 1, (64, 64), ["red"]),
+            dict(guidance_scale=5.0, image_guidance_scale=2.0, guidance_rescale=0.7),
+            marks=pytest.mark.slow,
+        ),
+        (
+            *("dpmsolver++", {}, 2, (72, 40), ["upside colors", "red"]),
+            dict(guidance_scale=7.5, image_guidance_scale=1.0, guidance_rescale=0.5),
+        ),
+    ],
+)
+def test_images_are_those_of_pytorch(
+    tmp_path, scheduler, options, batch, size, negative_prompt, scales
+):
+    folder = make_tiny_xl(tmp_path / "model", scheduler=scheduler, edits=True, **options)
+    input_images, latents = random_inputs(batch, *size, 8)
+    prompts = PROMPTS[:batch]
+    expected = edit_with_torch(folder, prompts, input_images, latents, negative_prompt, **scales)
+    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+    prompt_ids, image = pipeline.prepare_inputs(prompts, input_images)
+    images = pipeline(
+        prompt_ids,
+        image,
+        params,
+        jax.random.key(0),
+        8,
+        latents=latents,
+        neg_prompt_ids=negative_prompt and pipeline.prepare_text_inputs(negative_prompt),
+        **scales,
+    ).images
+    assert images.dtype == jnp.float32 and images.shape == (batch, *size, 3)
+    assert psnr(images, expected) > 60
+
+
+def test_output_types(folder, loaded):
+    arrays = random_inputs(1, 32, 32, 8)
+    scales = dict(guidance_scale=3.0, image_guidance_scale=1.5)
+    torch_latents = edit_with_torch(folder, PROMPTS[:1], *arrays, output_type="latent", **scales)
+    check_output_types(loaded, torch_latents, *arrays, num_inference_steps=8, **scales)
+
+
+def test_what_edits_in_bfloat16_round(folder, loaded):
+    """Not the weights of a VAE that computes in float32."""
+    kind, _, resolution, scheduler = check_model(str(folder), None, 3)
+    assert resolution == 64  # the UNet's 8 latents, of 8 pixels each
+    pipeline, params = load_model(folder, kind, scheduler, jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, params["vae"], loaded[1]["vae"])
+    del params["scheduler"]
+    dtypes = {name: {x.dtype for x in jax.tree.leaves(tree)} for name, tree in params.items()}
+    assert dtypes.pop("vae") == {np.dtype(np.float32)}
+    assert list(dtypes.values()) == 3 * [{np.dtype(jnp.bfloat16)}]
+    vae = pipeline.vae.clone(force_upcast=False)
+    cast_params(dataclasses.replace(pipeline, vae=vae), params)
+    assert {x.dtype for x in jax.tree.leaves(params["vae"])} == {np.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("negative_prompt", "size"),
+    [
+        pytest.param(None, (None, None), marks=pytest.mark.slow),
+        pytest.param("", (None, None), marks=pytest.mark.slow),
+        ("red", (64, 48)),
+    ],
+)
+def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
+    """Text and image; null text and image; null text and zeros. Time ids are equal in all.
+
+    The time ids are of the size of the image, or of the size that was asked for.
+    """
+    pipeline, params = loaded
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[0], random_inputs(1, 40, 56, 8)[0])
+    null_ids = None if negative_prompt is None else pipeline.prepare_text_inputs(negative_prompt)
+    received = []
+
+    def spy(self, variables, *args, method):
+        """A UNet that returns its noisy latents."""
+        if method == "embed":
+            sample, _, states, added = args
+            jax.debug.callback(lambda *inputs: received.append(inputs), sample, states, added)
+            return (sample[:, :4],)
+        return (args[0], None) if method == "blocks" else args[0]
+
+    monkeypatch.setattr(type(pipeline.unet), "apply", spy)
+    height, width = size
+    options = dict(num_inference_steps=1, neg_prompt_ids=null_ids, height=height, width=width)
+    generate = partial(pipeline._generate, **options)
+    jax.jit(generate)(prompt_ids, image, params, jax.random.key(0))
+    jax.effects_barrier()
+    (sample, states, added), *_ = received
+    text, pooled = pipeline.get_embeddings(prompt_ids, params)
+    null, null_pooled = jnp.zeros_like(text), jnp.zeros_like(pooled)
+    if null_ids is not None:
+        null, null_pooled = pipeline.get_embeddings(null_ids, params)
+    np.testing.assert_allclose(states, jnp.concatenate([text, null, null]), atol=1e-5)
+    np.testing.assert_allclose(
+        added["text_embeds"], jnp.concatenate([pooled, null_pooled, null_pooled]), atol=1e-5
+    )
+    height, width = height or 40, width or 56
+    np.testing.assert_array_equal(added["time_ids"], [[height, width, 0, 0, height, width]] * 3)
+    image = resize(image, (height, width))
+    noisy, image_latents = np.split(np.asarray(sample), 2, axis=1)
+    np.testing.assert_array_equal(noisy[1:], noisy[:1].repeat(2, axis=0))
+    posterior = pipeline.vae.apply({"params": params["vae"]}, image, method=pipeline.vae.encode)
+    mode = np.transpose(posterior.latent_dist.mode(), (0, 3, 1, 2))  # unscaled
+    expected = np.concatenate([mode, mode, np.zeros_like(mode)])
+    np.testing.assert_allclose(image_latents, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scales", "negative_prompt"),
+    [
+        ((0.0, 1.5), None),
+        pytest.param((1.0, 1.0), "dark", marks=pytest.mark.slow),
+        pytest.param((0.0, 1.0), None, marks=pytest.mark.slow),
+        pytest.param((2.0, 2.0), "dark", marks=pytest.mark.slow),
+    ],
+)
+def test_branches_without_weight_change_nothing(loaded, scales, negative_prompt):
+    """Text alone; image and null; image alone; text and null: as with all three branches."""
+    pipeline, params = loaded
+    images, latents = random_inputs(1, 32, 32, 8)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:1], images)
+    neg_prompt_ids = negative_prompt and pipeline.prepare_text_inputs(negative_prompt)
+    generate = jax.jit(
+        partial(
+            pipeline._generate,
+            num_inference_steps=2,
+            guidance_scale=scales[0],
+            image_guidance_scale=scales[1],
+        ),
+        static_argnames="branches",
+    )
+    arguments = dict(latents=latents, neg_prompt_ids=neg_prompt_ids)
+    found, expected = (
+        generate(prompt_ids, image, params, jax.random.key(0), branches=branches, **arguments)
+        for branches in (guidance_branches(*scales), BRANCHES)
+    )
+    assert len(guidance_branches(*scales)) < 3
+    assert psnr(found, expected) > 80
+
+
+@pytest.mark.slow
+def test_generate_under_pmap_ahead_of_time(loaded):
+    """Compiled for two devices without running; jit=True is in the test of edit_cli below."""
+    pipeline, params = loaded
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:2], random_inputs(2, 40, 56, 8)[0])
+    rng = jax.random.split(jax.random.key(0), 2)
+    p_params = replicate(params, jax.devices()[:2])
+    inputs = prompt_ids[:, None], image[:, None], p_params, rng[:, None]
+    program = jax.pmap(partial(pipeline._generate, num_inference_steps=2)).lower(*inputs).compile()
+    images = program(*inputs)
+    assert images.shape == (2, 1, 40, 56, 3)
+    for k in range(2):
+        row = slice(k, k + 1)
+        expected = pipeline(prompt_ids[row], image[row], params, rng[row], 2).images
+        np.testing.assert_allclose(images[k], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_devices_change_nothing(loaded):
+    pipeline, params = loaded
+    input_images, latents = random_inputs(2, 40, 40, 8)
+    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:2], input_images)
+    key = jax.random.key(0)
+    expected = pipeline(prompt_ids, image, params, key, 2, latents=latents).images
+    devices = jax.devices()[:2]
+    images = pipeline(
+        prompt_ids[:, None],
+        image[:, None],
+        replicate(params, devices),
+        key,
+        2,
+        latents=latents[:, None],
+        jit=True,
+    ).images
+    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
+
+
+def test_the_folder_names_the_class(folder, tmp_path):
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder)
+    assert type(pipeline) is FlaxStableDiffusionXLInstructPix2PixPipeline
+    pipeline.save_pretrained(tmp_path / "saved", params)
+    saved = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(tmp_path / "saved")
+    assert saved.config.force_zeros_for_empty_prompt
+
+
+def test_pytorchs_own_directory_opens(folder, loaded, tmp_path):
+    """The layout of diffusers/sdxl-instructpix2pix-768, and an explicit is_cosxl_edit."""
+    out = tmp_path / "saved"
+    StableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder).save_pretrained(out)
+    file = out / "model_index.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"is_cosxl_edit": False}))
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(out)
+    assert type(pipeline) is FlaxStableDiffusionXLInstructPix2PixPipeline
+    assert pipeline.unet.in_channels == 8
+    jax.tree.map(np.testing.assert_array_equal, params["unet"], loaded[1]["unet"])
+
+
+def test_other_models_are_refused_by_name(folder, tmp_path, capsys):
+    base = make_tiny_xl(tmp_path / "base")
+    pix2pix = make_tiny_pipeline(tmp_path / "pix2pix")
+    refiner = make_tiny_xl(tmp_path / "refiner", refiner=True)
+    scheduler = ["diffusers", "EDMEulerScheduler"]
+    changed = {"cosxl": {"scheduler": scheduler}, "cosxl_2": {"is_cosxl_edit": True}}
+    changed |= {"half": {}, "other_vae": {}}
+    for name, change in changed.items():
+        changed[name] = shutil.copytree(folder, tmp_path / name)
+        file = changed[name] / "model_index.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    cosxl, cosxl_2, half, other_vae = changed.values()
+    shutil.rmtree(half / "text_encoder_2")
+    shutil.copytree(pix2pix / "vae", other_vae / "vae", dirs_exist_ok=True)
+    ours = FlaxStableDiffusionXLInstructPix2PixPipeline
+    for cls, path, message in (
+        (ours, base, "has in_channels=4, so it makes images from text only"),
+        (ours, pix2pix, "not Stable Diffusion XL"),
+        (ours, cosxl, r"is a CosXL model \(EDMEulerScheduler\), which is not supported"),
+        (ours, cosxl_2, r"is a CosXL model \(EulerDiscreteScheduler\), which is not supported"),
+        (ours, refiner, "it is a refiner, which needs an image"),
+        (ours, other_vae, "has scaling_factor 0.18215: it is Stable Diffusion's VAE"),
+        (ours, half, "lacks text_encoder_2/config.json; copy or download it again"),
+        (FlaxStableDiffusionInstructPix2PixPipeline, folder, "open it with FlaxStableDiffusionXL"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cls.from_pretrained(path)
+
+    Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+    edit = ["--input", str(tmp_path / "in.png"), "--edit", "make it red"]
+    for path, message in (
+        (cosxl, "is a CosXL model (EDMEulerScheduler), which is not supported"),
+        (refiner, "is a StableDiffusionXLImg2ImgPipeline, not an InstructPix2Pix model"),
+        (other_vae, "has scaling_factor 0.18215: it is Stable Diffusion's VAE"),
+        (half, "lacks text_encoder_2/config.json; copy or download it again"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            edit_cli.main(["--model", str(path), *edit])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+
+
+@pytest.mark.slow
+def test_edit_cli_opens_either_family(folder, tmp_path):
+    """Without a negative prompt the null text is zeros."""
+    input_images, _ = random_inputs(1, 40, 56, 8)
+    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
+    pipeline.numpy_to_pil(input_images)[0].save(tmp_path / "in.png")
+    args = f"--model {folder} --input {tmp_path}/in.png --output {tmp_path}/out.png"
+    args = [*args.split(), "--edit", "make it red", "--resolution", "56"]
+    edit_cli.main([*args, "--num_inference_steps", "2", "--compilation_cache_dir", ""])
+    image = edit_cli.load_image(tmp_path / "out.png")
+    pixels = np.asarray(edit_cli.load_image(tmp_path / "in.png"))
+    prompt_ids, prepared = pipeline.prepare_inputs("make it red", pixels)
+    expected = pipeline(
+        prompt_ids, prepared, params, jax.random.fold_in(jax.random.key(0), 0)[None], 2
+    ).images
+    assert psnr(np.asarray(image, np.float32)[None] / 255, expected) > 45

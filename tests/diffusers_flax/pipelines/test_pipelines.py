@@ -1,0 +1,433 @@
+"""Text-to-image and image-to-image against the PyTorch pipelines of the same weights."""
+
+import gc
+import logging
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
+)
+from flax.jax_utils import replicate
+from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax import executables
+from diffusers_flax.loading.configs import warn_once
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines import base as pipelines_base
+from diffusers_flax.pipelines import sampling
+from diffusers_flax.pipelines.sampling import decode
+from diffusers_flax.pipelines.stable_diffusion import (
+    FlaxStableDiffusionImg2ImgPipeline,
+    FlaxStableDiffusionPipeline,
+)
+from diffusers_flax.pipelines.stable_diffusion_xl import (
+    FlaxStableDiffusionXLImg2ImgPipeline,
+    FlaxStableDiffusionXLPipeline,
+)
+from diffusers_flax.schedulers.ddpm import make_scheduler
+
+# diffusers' Euler scheduler under NumPy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+
+PROMPTS = ["make it red", "it"]
+NEGATIVE = "red"
+KINDS = {
+    "sd": (StableDiffusionPipeline, FlaxStableDiffusionPipeline),
+    "sd image": (StableDiffusionImg2ImgPipeline, FlaxStableDiffusionImg2ImgPipeline),
+    "xl": (StableDiffusionXLPipeline, FlaxStableDiffusionXLPipeline),
+    "xl image": (StableDiffusionXLImg2ImgPipeline, FlaxStableDiffusionXLImg2ImgPipeline),
+    "xl refiner": (StableDiffusionXLImg2ImgPipeline, FlaxStableDiffusionXLImg2ImgPipeline),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A directory per kind of model, whose VAE has a posterior without variance."""
+    root = tmp_path_factory.mktemp("models")
+    options = dict(in_channels=4, vae_channels=(8, 8, 16, 16))
+    sd = make_tiny_pipeline(root / "sd", **options)
+    xl = make_tiny_xl(root / "xl")
+    refiner = make_tiny_xl(root / "refiner", refiner=True, force_zeros=False)
+    for folder in (sd, xl, refiner):
+        vae = AutoencoderKL.from_pretrained(folder / "vae")
+        with torch.no_grad():
+            vae.quant_conv.weight[4:] = 0
+            vae.quant_conv.bias[4:] = -40
+        vae.save_pretrained(folder / "vae")
+    return {"sd": sd, "sd image": sd, "xl": xl, "xl image": xl, "xl refiner": refiner}
+
+
+def psnr(ours, theirs):
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    assert ours.shape == theirs.shape
+    return -10 * np.log10(np.mean((ours - theirs) ** 2))
+
+
+FAST_CASES = (
+    ("sd", "pndm", "plain"),
+    ("sd", "euler", "negative"),
+    ("sd image", "ddim", "plain"),
+    ("xl", "dpmsolver++", "negative"),
+    ("xl image", "euler", "rescaled"),
+)
+
+
+def cases():
+    """Every pipeline with three schedulers, with and without a negative prompt; most are slow."""
+    for kind in KINDS:
+        found = [(s, g) for s in ("ddim", "euler", "dpmsolver++") for g in ("plain", "negative")]
+        if kind in ("sd", "xl"):
+            found += [("pndm", "plain")]  # PyTorch's image-to-image is a timestep late with it
+            found += [("euler", "off")]
+        if kind in ("sd", "xl", "xl image"):  # PyTorch's image-to-image of SD has none
+            found += [("euler", "rescaled")]
+        for case in ((kind, *x) for x in found):
+            yield case if case in FAST_CASES else pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "scheduler", "guidance"), list(cases()))
+@torch.no_grad()
+def test_equals_pytorch(folders, kind, scheduler, guidance):
+    torch_class, flax_class = KINDS[kind]
+    extra = {"safety_checker": None} if kind.startswith("sd") else {"add_watermarker": False}
+    theirs = torch_class.from_pretrained(folders[kind], low_cpu_mem_usage=False, **extra)
+    theirs.set_progress_bar_config(disable=True)
+    theirs.scheduler = SCHEDULERS[scheduler][0].from_config(theirs.scheduler.config)
+    ours, params = flax_class.from_pretrained(folders[kind])
+    ours = replace_scheduler(ours, params, scheduler)
+
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((2, 4, 8, 6), np.float32)
+    input_image = rng.random((2, 64, 48, 3), np.float32)
+    options = dict(num_inference_steps=6, guidance_scale=5.0)
+    if guidance == "off":  # as the distilled models' cards have it
+        options["guidance_scale"] = 0.0 if kind == "xl" else 1.0
+    negative = guidance == "negative"
+    if guidance == "rescaled":
+        options["guidance_rescale"] = 0.7
+    if kind.endswith(("image", "refiner")):
+        options["strength"] = 0.7
+        expected = call_with_noise(
+            theirs,
+            noise,
+            prompt=PROMPTS,
+            image=torch.from_numpy(input_image).permute(0, 3, 1, 2),
+            negative_prompt=[NEGATIVE] * 2 if negative else None,
+            **options,
+        )
+        prompt_ids, image = ours.prepare_inputs(PROMPTS, input_image)
+        inputs = (prompt_ids, image, params, jax.random.key(0))
+        options["noise"] = noise
+    else:
+        expected = theirs(
+            PROMPTS,
+            height=64,
+            width=48,
+            latents=torch.from_numpy(noise),
+            negative_prompt=[NEGATIVE] * 2 if negative else None,
+            output_type="np",
+            **options,
+        ).images
+        inputs = (ours.prepare_inputs(PROMPTS), params, jax.random.key(0))
+        options |= dict(latents=noise, height=64, width=48)
+    if negative:
+        options["neg_prompt_ids"] = ours.prepare_text_inputs([NEGATIVE] * 2)
+    images = ours(*inputs, **options).images
+    assert images.shape == (2, 64, 48, 3) and images.dtype == jnp.float32
+    assert psnr(images, expected) > 60
+    assert np.std(expected) > 0.01
+
+
+@pytest.fixture(scope="module")
+def xl(folders):
+    return FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"])
+
+
+@pytest.mark.slow
+def test_bfloat16(folders, xl):
+    """Weights and computation in bfloat16, the VAE in float32 and the scheduler always."""
+    pipeline, params = xl
+    key = jax.random.key(0)
+    options = dict(num_inference_steps=3, guidance_scale=2.0)
+    expected = pipeline(pipeline.prepare_inputs(PROMPTS), params, key, **options).images
+    assert pipeline._vae.config.force_upcast
+    half, params = FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"], dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)  # the scheduler's as well
+    assert half.vae.dtype == half.unet.dtype == jnp.bfloat16
+    assert half._vae.dtype == jnp.float32
+    images = half(half.prepare_inputs(PROMPTS), params, key, **options).images
+    assert images.dtype == jnp.float32 and psnr(images, expected) > 30
+    program = jax.make_jaxpr(half._decode)(params, jnp.zeros((1, 4, 8, 8)))
+    convolutions = [e for e in program.jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
+    assert {e.outvars[0].aval.dtype for e in convolutions} <= {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("kind", ["sd", pytest.param("sd image", marks=pytest.mark.slow)])
+def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
+    pipeline, params = KINDS[kind][1].from_pretrained(folders[kind])
+    pipeline = replace_scheduler(pipeline, params, "ddim")
+    inputs = [pipeline.prepare_text_inputs(PROMPTS)]
+    if kind == "sd image":
+        inputs = pipeline.prepare_inputs(PROMPTS, np.full((64, 48, 3), 99, np.uint8))
+    cast = params | {
+        "scheduler": jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["scheduler"])
+    }
+    expected, found = (
+        pipeline(*inputs, tree, jax.random.key(0), num_inference_steps=5).images
+        for tree in (params, cast)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_base_then_refiner(folders, xl):
+    """The refiner continues from the base's latents, also on several devices, of one size only."""
+    base, params = xl
+    key = jax.random.key(0)
+    latents = base(
+        base.prepare_inputs(PROMPTS), params, key, 3, output_type="latent", height=64, width=48
+    ).images
+    assert latents.shape == (2, 4, 8, 6)
+    refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained(folders["xl refiner"])
+    prompt_ids, image = refiner.prepare_inputs(PROMPTS, latents)
+    np.testing.assert_array_equal(image, latents)
+    expected = refiner(prompt_ids, image, params, key, 0.5, 4).images
+    assert expected.shape == (2, 64, 48, 3)
+    with pytest.raises(ValueError, match=r"size 64x64 .* is not the size of these latents, 64x48"):
+        refiner(prompt_ids, latents, params, key, 0.5, 4, height=64, width=64)
+
+    devices = jax.devices()[:2]
+    p_params, (p_ids, p_latents) = (
+        replicate(params, devices),
+        (prompt_ids[:, None], latents[:, None]),
+    )
+    images = refiner(p_ids, p_latents, p_params, key, 0.5, 4, jit=True).images
+    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
+    generate = jax.pmap(refiner._generate, static_broadcasted_argnums=(4, 5), devices=devices)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2))[:, None]
+    images = generate(p_ids, p_latents, p_params, keys, 2, 4)
+    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pixels", "at_once"), [(1, 1), (4 * 16 * 16, 3), (10**6, 6)])
+def test_many_images_are_decoded_in_parts(folders, monkeypatch, pixels, at_once):
+    """Images are decoded in equal groups of limited size."""
+    vae, params = FlaxAutoencoderKL.from_pretrained(folders["sd"], subfolder="vae")
+    latents = np.random.default_rng(0).standard_normal((6, 4, 2, 2), np.float32)
+    whole = decode(vae, params, jnp.asarray(latents))
+    monkeypatch.setattr(sampling, "DECODED_PIXELS", pixels)
+    jaxpr = str(jax.make_jaxpr(lambda x: decode(vae, params, x))(latents))
+    assert f"f32[{at_once},16,16,3]" in jaxpr
+    np.testing.assert_allclose(decode(vae, params, latents), whole, atol=1e-5)
+
+
+def test_what_compiles_again_is_told(folders, caplog):
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    inputs = pipeline.prepare_inputs("it"), params, jax.random.key(0)
+
+    def told(pipeline, *inputs, **options):
+        caplog.clear()
+        pipeline(*inputs, num_inference_steps=1, **options)
+        return " ".join(record.message for record in caplog.records)
+
+    with caplog.at_level(logging.WARNING, "executables"):
+        with pytest.raises(ValueError, match="divisible by 8"):
+            told(pipeline, *inputs, height=20)
+        assert told(pipeline, *inputs) == ""
+        assert told(pipeline, *inputs, height=128, width=128) == ""  # what None means
+        assert "height=64 (was 128)" in told(pipeline, *inputs, height=64)
+        other = replace_scheduler(pipeline, dict(params), "euler")
+        assert "scheduler=FlaxEulerDiscreteScheduler" in told(other, *inputs)
+        half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+        assert "params=bfloat16 (was float32)" in told(pipeline, inputs[0], half, inputs[2])
+
+
+@pytest.fixture
+def params_of_program(monkeypatch):
+    """Calls return the parameters that reach the compiled program."""
+    monkeypatch.setattr(
+        executables, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
+    )
+
+
+def test_numpy_params_are_put_on_the_device_once(folders, params_of_program):
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    # A copy of its own, as on an accelerator: a CPU's may share memory that happens to be aligned.
+    params = jax.tree.map(unaligned, params)
+    inputs = pipeline.prepare_inputs("it"), jax.random.key(0)
+
+    def call(params, pipeline=pipeline):
+        return pipeline(inputs[0], params, inputs[1]).images
+
+    def same(tree, other):
+        return [x is y for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)]
+
+    first = call(params)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(first))
+    jax.tree.map(np.testing.assert_array_equal, first, params)
+    assert all(same(call(params), first))
+    # By the arrays, whatever tree and pipeline they are in.
+    assert all(same(call(jax.tree.map(lambda x: x, params), replace(pipeline)), first))
+    assert all(same(call(first), first))  # on the device already
+
+    # One array is replaced, by another that may get an old one's address.
+    first = call(params)
+    params["unet"]["conv_in"]["kernel"] = unaligned(params["unet"]["conv_in"]["kernel"] + 1)
+    found = call(params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert same(found, first).count(False) == 1
+
+    # A change in place would not reach the device.
+    with pytest.raises(ValueError, match="read-only"):
+        params["unet"]["conv_in"]["kernel"] += 1
+    params["unet"]["conv_in"]["kernel"] = params["unet"]["conv_in"]["kernel"].copy()
+    call(params)
+    params["unet"]["conv_in"]["kernel"].flags.writeable = True
+    params["unet"]["conv_in"]["kernel"] += 1
+    jax.tree.map(np.testing.assert_array_equal, call(params), params)
+
+
+def test_views_of_writeable_arrays_are_copied_in_every_call(
+    folders, params_of_program, monkeypatch, caplog
+):
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    stacked = np.stack([params["unet"]["conv_in"]["kernel"]] * 2)
+    params["unet"]["conv_in"]["kernel"] = stacked[0]
+    prompt_ids, key = pipeline.prepare_inputs("it"), jax.random.key(0)
+    warn_once.cache_clear()
+    for _ in range(2):
+        stacked += 1
+        found = pipeline(prompt_ids, params, key).images["unet"]
+        np.testing.assert_array_equal(found["conv_in"]["kernel"], stacked[0])
+        assert isinstance(found["conv_out"]["kernel"], jax.Array)
+    (record,) = caplog.records
+    assert "views of writeable NumPy arrays" in record.getMessage()
+
+
+@pytest.mark.parametrize("other", ["params", "nothing"])
+def test_params_on_the_device_are_dropped(folders, params_of_program, monkeypatch, other):
+    """Copies are deleted before other parameters are copied, or with the user's arrays."""
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    params, others = (jax.tree.map(unaligned, params) for _ in range(2))
+    prompt_ids, key = pipeline.prepare_inputs("it"), jax.random.key(0)
+    first = jax.block_until_ready(pipeline(prompt_ids, params, key).images)
+    copies = [weakref.ref(x) for x in jax.tree.leaves(first)]
+    del first
+    numpy_copies = [
+        copy
+        for copy, x in zip(copies, jax.tree.leaves(params), strict=True)
+        if isinstance(x, np.ndarray)
+    ]
+    assert len(numpy_copies) > 100 and all(copy() is not None for copy in numpy_copies)
+    if other == "params":
+        device_put, alive = jax.device_put, []
+
+        def put(x):
+            alive.append(sum(copy() is not None for copy in numpy_copies))
+            return device_put(x)
+
+        monkeypatch.setattr(jax, "device_put", put)
+        pipeline(prompt_ids, others, key)
+        assert len(alive) == len(numpy_copies) and set(alive) == {0}
+    else:
+        del params
+        gc.collect()  # jax releases the source of a copy asynchronously
+        assert all(copy() is None for copy in numpy_copies)
+
+
+def unaligned(array):
+    """A copy of a NumPy array at an address that jax does not use in place."""
+    if not isinstance(array, np.ndarray):
+        return array
+    memory = np.empty(array.nbytes + 65, np.uint8)
+    start = -memory.ctypes.data % 64 + 1
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    memory.flags.writeable = False
+    return copy
+
+
+def test_negative_prompts_and_keys_that_do_not_fit(folders):
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
+    prompt_ids, key = pipeline.prepare_inputs(PROMPTS), jax.random.key(0)
+    options = dict(num_inference_steps=1, height=64, width=48)
+    one, two, three = (pipeline.prepare_inputs([NEGATIVE] * n) for n in (1, 2, 3))
+    for negative in (one, two):
+        pipeline(prompt_ids, params, key, neg_prompt_ids=negative, **options)
+    with pytest.raises(ValueError, match=r"neg_prompt_ids has shape \(3, 77\) for 2 images"):
+        pipeline(prompt_ids, params, key, neg_prompt_ids=three, **options)
+    with pytest.raises(ValueError, match=r"prng_seed has \(3,\) keys for 2 images"):
+        pipeline(prompt_ids, params, jax.random.split(key, 3), **options)
+
+
+@torch.no_grad()
+def test_pndm_from_a_image(folders):
+    """PyTorch's steps at strength 1."""
+    theirs = StableDiffusionImg2ImgPipeline.from_pretrained(
+        folders["sd"], safety_checker=None, low_cpu_mem_usage=False
+    )
+    theirs.scheduler = SCHEDULERS["pndm"][0].from_config(theirs.scheduler.config)
+    pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folders["sd"])
+    pipeline = replace_scheduler(pipeline, params, "pndm")
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((2, 4, 8, 6), np.float32)
+    input_image = rng.random((2, 64, 48, 3), np.float32)
+    image = torch.from_numpy(input_image).permute(0, 3, 1, 2)
+    options = dict(num_inference_steps=6, strength=1.0, guidance_scale=5.0)
+    expected = call_with_noise(theirs, noise, prompt=PROMPTS, image=image, **options)
+    inputs = pipeline.prepare_inputs(PROMPTS, input_image)
+    images = pipeline(*inputs, params, jax.random.key(0), noise=noise, **options).images
+    assert psnr(images, expected) > 60
+
+
+def replace_scheduler(pipeline, params, name):
+    """The pipeline with another scheduler, made from the config of its own."""
+    scheduler, params["scheduler"] = make_scheduler(name, pipeline.scheduler.config)
+    return replace(pipeline, scheduler=scheduler)
+
+
+def call_with_noise(pipeline, noise, **arguments):
+    """A PyTorch image-to-image call that adds this noise."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("stable_diffusion", "stable_diffusion_xl"):
+            name = "xl_" if module.endswith("xl") else ""
+            patch.setattr(
+                f"diffusers.pipelines.{module}.pipeline_stable_diffusion_{name}img2img.randn_tensor",
+                lambda *args, **kwargs: torch.from_numpy(noise),
+            )
+        return pipeline(output_type="np", **arguments).images
+
+
+def test_weights_are_not_held_twice_while_they_are_moved():
+    """Devices copy in the background; 256 MB, in a process of its own."""
+    code = """
+import jax, numpy
+from pathlib import Path
+from executables import replace_leaves
+def kilobytes(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
+jax.device_put(numpy.ones(3))
+params = {i: {"kernel": numpy.full(2**20, i, numpy.float32)} for i in range(64)}
+before = kilobytes("VmRSS")
+replace_leaves(jax.device_put, params)
+jax.block_until_ready(params)
+print(kilobytes("VmHWM") - before)
+"""
+    root = Path(pipelines_base.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert 0 < int(done.stdout) < 100 * 1024

@@ -1,0 +1,125 @@
+"""Parts of a model that the user replaces are not read: schedulers, UNets, VAEs, text encoders."""
+
+import json
+import logging
+import shutil
+
+import jax.numpy as jnp
+import pytest
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import sdxl_single
+import sdxl_single_aot
+import tpu_compile
+from diffusers_flax.loading import configs
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+)
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.schedulers.ddpm import (
+    FlaxDDIMScheduler,
+    FlaxDDPMScheduler,
+    FlaxDPMSolverMultistepScheduler,
+)
+from editing import edits
+from tpu import jobs
+from training.flags import Config
+from training.models import load_models
+
+
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def with_unipc(folder):
+    """Make a pipeline's scheduler UniPC, which has no Flax class."""
+    options = {
+        "_class_name": "UniPCMultistepScheduler",
+        "solver_type": "bh2",
+        "thresholding": False,
+    }
+    change(folder / "scheduler" / "scheduler_config.json", **options)
+    return folder
+
+
+@pytest.mark.parametrize("program", [sdxl_single, sdxl_single_aot])
+def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
+    folder = with_unipc(make_tiny_xl(tmp_path / "model"))
+    arguments = [jnp.float32] + [[]] * (program is sdxl_single)
+
+    def open_pipeline(**flags):
+        config = program.Config(pretrained_model_name_or_path=str(folder), **flags)
+        return program.open_pipeline(config, *arguments)
+
+    assert type(open_pipeline(scheduler="ddim").scheduler) is FlaxDDIMScheduler
+    with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
+        open_pipeline()
+
+
+def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):
+    folder = with_unipc(make_tiny_pipeline(tmp_path / "model"))
+    assert type(edits.check_model(folder, 64, 5, "ddim")[3]) is FlaxDDIMScheduler
+    with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
+        edits.check_model(folder, 64, 5)
+    edit = jobs.Edit(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
+    assert type(jobs.open_pipeline(edit).scheduler) is FlaxDDIMScheduler
+
+
+def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
+    """DPM-Solver++ takes UniPC's place in what is saved; other options have no effect."""
+    folder = with_unipc(make_tiny_pipeline(tmp_path / "model", prediction_type="v_prediction"))
+    flags = dict(
+        pretrained_model_name_or_path=str(folder), unet_model_name_or_path=f"{folder}/unet"
+    )
+    configs.warn_once.cache_clear()
+    models, pipeline, frozen, _ = load_models(Config(**flags), jnp.float32)
+    assert type(models.scheduler) is FlaxDDPMScheduler
+    assert models.scheduler.config.prediction_type == "v_prediction"
+    betas = frozen["scheduler"].common.betas
+    assert betas[0] == pytest.approx(0.00085) and betas[-1] == pytest.approx(0.012)
+    assert type(pipeline.scheduler) is FlaxDPMSolverMultistepScheduler
+    (warning,) = [x for x in caplog.records if x.levelno == logging.WARNING]
+    assert "has a UniPCMultistepScheduler, which is not supported: DPM-Solver++" in warning.message
+
+    shutil.move(folder / "vae", tmp_path / "vae")
+    train = tpu_compile.Train(
+        tpu="v5e", **flags, pretrained_vae_model_name_or_path=str(tmp_path / "vae")
+    )
+    assert tpu_compile.training_models(train)[0].scheduler == models.scheduler
+
+
+def test_a_given_unet_replaces_the_models(tmp_path):
+    """As in PyTorch, an edit pipeline is a text-to-image model with a UNet of 8 channels."""
+    folder = make_tiny_pipeline(tmp_path / "text to image", in_channels=4)
+    other = make_tiny_pipeline(tmp_path / "edits", in_channels=8, seed=1)
+    unet, _ = FlaxUNet2DConditionModel.from_pretrained(other, subfolder="unet")
+    cls = FlaxStableDiffusionInstructPix2PixPipeline
+    with pytest.raises(ValueError, match="is not an InstructPix2Pix model: its UNet has in_chan"):
+        cls.open(folder)
+    assert cls.open(folder, given={"unet": unet}).unet is unet
+    assert cls.open(folder, given={"unet": str(other / "unet")}).unet.in_channels == 8
+    shutil.rmtree(folder / "unet")
+    shutil.rmtree(folder / "scheduler")
+    _, params = cls.from_pretrained(folder, unet=str(other / "unet"), scheduler=FlaxDDIMScheduler())
+    assert params["unet"]["conv_in"]["kernel"].shape[2] == 8
+    with pytest.raises(ValueError, match=r"lacks unet/config\.json, scheduler/scheduler_config"):
+        cls.open(folder)
+
+
+def test_a_given_vae_and_text_encoder_replace_the_models(tmp_path):
+    folder = make_tiny_xl(tmp_path / "model")
+    vae, _ = FlaxAutoencoderKL.from_pretrained(folder, subfolder="vae")
+    whole = FlaxStableDiffusionXLPipeline.open(folder)
+    change(folder / "vae" / "config.json", scaling_factor=0.18215)
+    with pytest.raises(ValueError, match=r"the VAE of .*model has scaling_factor 0.18215"):
+        FlaxStableDiffusionXLPipeline.open(folder)
+    given = {"vae": vae, "text_encoder": whole.text_encoder, "tokenizer": whole.tokenizer}
+    for name in given:
+        shutil.rmtree(folder / name)
+    pipeline = FlaxStableDiffusionXLPipeline.open(folder, given=given)
+    assert all(getattr(pipeline, name) is part for name, part in given.items())
+    given["vae"] = vae.clone(scaling_factor=0.18215)
+    with pytest.raises(ValueError, match=r"with the given vae has scaling_factor 0\.18215"):
+        FlaxStableDiffusionXLPipeline.open(folder, given=given)

@@ -1,0 +1,259 @@
+"""FlaxStableDiffusionSafetyChecker against PyTorch's, with weights that flag some images."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import flax
+import jax
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.stable_diffusion.safety_checker import (
+    StableDiffusionSafetyChecker,
+    cosine_distance,
+)
+from flax.traverse_util import flatten_dict
+from transformers import CLIPConfig, CLIPImageProcessorPil
+
+from diffusers_flax.models.clip import FlaxStableDiffusionSafetyChecker
+
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=32,
+    patch_size=8,
+)
+FEATURE_EXTRACTOR = CLIPImageProcessorPil(
+    size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+)
+
+
+@pytest.fixture(scope="module")
+def images():
+    """(12, 40, 48, 3) float32 in [0, 1]; coarse patterns, so that their embeddings differ."""
+    rng = np.random.default_rng(0)
+    return rng.random((12, 5, 6, 3), np.float32).repeat(8, 1).repeat(8, 2)
+
+
+@pytest.fixture(scope="module")
+def features(images):
+    """(12, 3, 32, 32), as PyTorch's pipeline makes them of images."""
+    pil = VaeImageProcessor.numpy_to_pil(images)
+    return np.stack(FEATURE_EXTRACTOR(pil).pixel_values)
+
+
+@torch.no_grad()
+def torch_cosines(theirs, features):
+    embeds = theirs.visual_projection(theirs.vision_model(torch.tensor(features))[1])
+    return [
+        cosine_distance(embeds, concepts).numpy()
+        for concepts in (theirs.concept_embeds, theirs.special_care_embeds)
+    ]
+
+
+def torch_flags(theirs, features):
+    return theirs(torch.tensor(features), [np.ones((2, 2, 3)) for _ in features])[1]
+
+
+@pytest.fixture(scope="module", params=["quick_gelu", "gelu"])
+def theirs(request, features):
+    """PyTorch's checker, random; thresholds are such that special care changes flags."""
+    config = CLIPConfig(vision_config=VISION | {"hidden_act": request.param}, projection_dim=8)
+    torch.manual_seed(0)
+    checker = StableDiffusionSafetyChecker(config).eval()
+    for name, parameter in checker.named_parameters():
+        noise = torch.randn_like(parameter) * (0.4 if parameter.ndim > 1 else 0.1)
+        parameter.data = noise + 1 if "norm" in name and "weight" in name else noise
+    cosines, special_cosines = torch_cosines(checker, features)
+    # Concept 0 flags three images. The others are missed by 0.005 by the image nearest to each,
+    # less than what special care adds, which half of the images get.
+    thresholds = cosines.max(0) + 0.005
+    thresholds[0] = np.sort(cosines[:, 0])[-4:-2].mean()
+    checker.concept_embeds_weights.data = torch.tensor(thresholds)
+    special_thresholds = np.median(special_cosines, 0)
+    special_thresholds[1:] = 2
+    checker.special_care_embeds_weights.data = torch.tensor(special_thresholds)
+    return checker.float()
+
+
+@pytest.fixture
+def ours(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path / "theirs")
+    return FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs", from_pt=True)
+
+
+def test_cosines_and_flags_equal_pytorch(theirs, ours, features):
+    expected = torch_cosines(theirs, features)
+    result = ours.module.apply({"params": ours.params}, features, method="cosine_distances")
+    for cosines, expected_cosines in zip(result, expected):
+        np.testing.assert_allclose(cosines, expected_cosines, atol=1e-5)
+    flags = ours(features)
+    assert flags.shape == (12,) and flags.dtype == bool
+    assert flags.tolist() == torch_flags(theirs, features)
+    careless = ours.params | {"special_care_embeds_weights": np.full(3, 2, np.float32)}
+    without_care = ours(features, careless)
+    assert without_care.sum() == 3
+    assert 3 < flags.sum() < 12 and not (without_care & ~flags).any()
+
+
+@pytest.mark.parametrize("score", [0.0004, 0.0006, -0.0096, -0.0094])
+def test_scores_are_rounded_to_three_decimals(theirs, ours, features, score):
+    """A score of 0.0004 counts as 0; with special care so does one of -0.0096."""
+    cosines, _ = torch_cosines(theirs, features[:1])
+    weights, special = np.full(17, 2, np.float32), np.full(3, -2 if score < 0 else 2, np.float32)
+    weights[5] = cosines[0, 5] - score
+    params = ours.params | {
+        "concept_embeds_weights": weights,
+        "special_care_embeds_weights": special,
+    }
+    before = [x.data for x in (theirs.concept_embeds_weights, theirs.special_care_embeds_weights)]
+    theirs.concept_embeds_weights.data = torch.tensor(weights)
+    theirs.special_care_embeds_weights.data = torch.tensor(special)
+    expected = torch_flags(theirs, features[:1])
+    theirs.concept_embeds_weights.data, theirs.special_care_embeds_weights.data = before
+    assert ours(features[:1], params).tolist() == expected
+    assert expected == [score in (0.0006, -0.0094)]
+
+
+def test_images_equal_those_of_pytorchs_pipeline(theirs, ours, images, caplog):
+    pipeline = SimpleNamespace(
+        safety_checker=theirs,
+        feature_extractor=FEATURE_EXTRACTOR,
+        image_processor=VaeImageProcessor(),
+    )
+    expected, expected_flags = StableDiffusionPipeline.run_safety_checker(
+        pipeline, images.copy(), "cpu", torch.float32
+    )
+    given = images.copy()
+    given.flags.writeable = False
+    bare = FlaxStableDiffusionSafetyChecker(ours.config, _do_init=False)
+    params = jax.tree.map(np.asarray, ours.params)
+    result, flags = bare.filter_images(given, FEATURE_EXTRACTOR, params)
+    np.testing.assert_array_equal(result, expected)
+    assert result.dtype == np.float32
+    assert flags == expected_flags and all(type(flag) is bool for flag in flags)
+    assert f"{sum(flags)} of 12 images may not be safe for work" in caplog.text
+    caplog.clear()
+    harmless = given[~np.array(flags)]
+    result, flags = ours.filter_images(harmless, FEATURE_EXTRACTOR)
+    np.testing.assert_array_equal(result, harmless)
+    assert flags == [False] * len(harmless) and not caplog.text
+
+
+def test_the_pure_checker_in_jit_and_pmap(ours, features):
+    expected = ours(features)
+    compiled = jax.jit(ours)(features, params=ours.params)
+    np.testing.assert_array_equal(compiled, expected)
+    replicated = flax.jax_utils.replicate(ours.params, jax.devices()[:2])
+    halves = features.reshape(2, 6, 3, 32, 32)
+    result = jax.pmap(ours, devices=jax.devices()[:2])(halves, replicated)
+    np.testing.assert_array_equal(result.reshape(-1), expected)
+
+
+def test_files_of_pytorch_and_the_hub(theirs, ours, features, tmp_path):
+    """Current PyTorch has the prefix vision_model once, files on the hub have it twice."""
+    state = theirs.state_dict()
+    assert "vision_model.post_layernorm.bias" in state
+    folder = tmp_path / "theirs"
+    twice = {
+        f"vision_model.{name}" if name.startswith("vision_model.") else name: tensor
+        for name, tensor in state.items()
+    }
+    twice["vision_model.vision_model.embeddings.position_ids"] = torch.arange(17)[None]
+    safetensors.torch.save_file(twice, folder / "model.safetensors", metadata={"format": "pt"})
+    reopened, params = FlaxStableDiffusionSafetyChecker.from_pretrained(folder, _do_init=False)
+    jax.tree.map(np.testing.assert_array_equal, params, ours.params)
+
+    ours.save_pretrained(tmp_path / "written")
+    config = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert config["architectures"] == ["StableDiffusionSafetyChecker"]
+    theirs_again, report = StableDiffusionSafetyChecker.from_pretrained(
+        tmp_path / "written", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    for name, tensor in theirs_again.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    configs = [model.config.vision_config.to_dict() for model in (theirs_again, theirs)]
+    assert configs[0] == configs[1] | {"dtype": "float32"}
+
+    msgpack = tmp_path / "msgpack"
+    reopened.save_pretrained(msgpack, params, flax_msgpack=True)
+    (msgpack / "model.safetensors").unlink()
+    flags = FlaxStableDiffusionSafetyChecker.from_pretrained(msgpack)(features)
+    assert flags.tolist() == torch_flags(theirs, features)
+
+
+def test_published_tree_and_config():
+    """config.json of the hub's checkers: a second dict of the same entries, unknown keys."""
+    vision = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
+    vision |= dict(num_hidden_layers=1, patch_size=14)
+    config = dict(
+        architectures=["StableDiffusionSafetyChecker"],
+        projection_dim=768,
+        text_config={"hidden_size": 768, "num_attention_heads": 12},
+        text_config_dict={"hidden_size": 768, "num_attention_heads": 12},
+        vision_config={"dropout": 0.0, "finetuning_task": None},
+        vision_config_dict=vision,
+    )
+    checker = FlaxStableDiffusionSafetyChecker(config, _do_init=False)
+    theirs = CLIPConfig(**config)
+    assert checker.module == FlaxStableDiffusionSafetyChecker(theirs, _do_init=False).module
+    assert checker.input_shape == (1, 224, 224, 3) and checker.main_input_name == "clip_input"
+    shapes = flatten_dict(jax.tree.map(lambda x: x.shape, checker.params_shape_tree), sep="/")
+    tower = "vision_model/vision_model"
+    layer = f"{tower}/encoder/layers/0"
+    norms = [f"{tower}/pre_layrnorm", f"{tower}/post_layernorm"]
+    norms += [f"{layer}/layer_norm1", f"{layer}/layer_norm2"]
+    dense = {f"{layer}/self_attn/{name}_proj": (1024, 1024) for name in ("q", "k", "v", "out")}
+    dense |= {f"{layer}/mlp/fc1": (1024, 4096), f"{layer}/mlp/fc2": (4096, 1024)}
+    assert shapes == {
+        "concept_embeds": (17, 768),
+        "concept_embeds_weights": (17,),
+        "special_care_embeds": (3, 768),
+        "special_care_embeds_weights": (3,),
+        "visual_projection/kernel": (1024, 768),
+        f"{tower}/embeddings/class_embedding": (1024,),
+        f"{tower}/embeddings/patch_embedding/kernel": (14, 14, 3, 1024),
+        f"{tower}/embeddings/position_embedding/embedding": (257, 1024),
+        **{f"{norm}/{leaf}": (1024,) for norm in norms for leaf in ("scale", "bias")},
+        **{f"{name}/kernel": shape for name, shape in dense.items()},
+        **{f"{name}/bias": shape[1:] for name, shape in dense.items()},
+    }
+
+
+def test_new_checkers_flag_nothing(features):
+    """Concepts and thresholds of ones, as published."""
+    config = CLIPConfig(vision_config=VISION, projection_dim=8)
+    checker = FlaxStableDiffusionSafetyChecker(config)
+    assert not checker(features).any()
+    assert (np.asarray(checker.params["concept_embeds"]) == 1).all()
+
+
+def test_refuses_what_does_not_fit(ours, images, tmp_path):
+    with pytest.raises(ValueError, match=r"takes \(batch, 3, 32, 32\); resize the images"):
+        ours.filter_images(images, CLIPImageProcessorPil(size=dict(shortest_edge=48), crop_size=48))
+    for shape in ((3, 32, 32), (2, 32, 32, 3), (2, 3, 48, 48)):
+        with pytest.raises(ValueError, match=f"clip_input has shape {re.escape(str(shape))}; this"):
+            ours(np.zeros(shape, np.float32))
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    config["vision_config"]["hidden_act"] = "relu"
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="hidden_act=relu is not supported"):
+        FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs")
+    config["vision_config"]["hidden_act"] = "gelu"
+    config["projection_dim"] = 9
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"wrong shape: concept_embeds is \(17, 8\), model has"):
+        FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs")
+    config["vision_config"]["hidden_size"] = "big"
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no setting vision_config; it has projection_dim"):
+        FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs", vision_config={})
+    with pytest.raises(ValueError, match="hidden_size='big' has the wrong type, it must be int"):
+        FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs")

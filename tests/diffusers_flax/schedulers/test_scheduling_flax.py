@@ -1,0 +1,758 @@
+"""The schedulers against PyTorch diffusers' over full trajectories, and against closed forms."""
+
+import json
+import sys
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from diffusers_flax.schedulers.ddpm import (
+    REPLACEABLE,
+    SCHEDULERS,
+    FlaxDDIMScheduler,
+    FlaxDDPMScheduler,
+    FlaxDPMSolverMultistepScheduler,
+    FlaxEulerAncestralDiscreteScheduler,
+    FlaxEulerDiscreteScheduler,
+    FlaxLMSDiscreteScheduler,
+    FlaxPNDMScheduler,
+    make_scheduler,
+    scheduler_from_config,
+    scheduler_from_pretrained,
+    training_scheduler,
+)
+
+diffusers.utils.logging.set_verbosity_error()
+# PyTorch's schedulers turn tensors into NumPy arrays in a way that NumPy 2 warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+SHAPE = (2, 3, 2, 2)
+RNG = np.random.default_rng(0)
+START = RNG.standard_normal(SHAPE, np.float32)
+NOISE = RNG.standard_normal((64, *SHAPE), np.float32)
+
+STABLE_DIFFUSION = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+PREDICTIONS = ("epsilon", "v_prediction")
+SPACINGS = ("leading", "linspace", "trailing")
+BASE = {
+    "ddpm": {"clip_sample": False},
+    "ddim": {"clip_sample": False},
+    "pndm": {"skip_prk_steps": True},
+    "euler": {},
+    "euler_ancestral": {},
+    "lms": {},
+    "dpmsolver++": {},
+    "lcm": {},
+    "tcd": {},
+}
+
+
+def torch_class(name):
+    return getattr(diffusers, SCHEDULERS[name].__name__.removeprefix("Flax"))
+
+
+def model(x, t, xp=np):
+    """A made-up denoiser: smooth, nonlinear in the sample, moving with the timestep."""
+    phase = np.sin(t / 130) if xp is np else jnp.sin(t / 130)
+    return xp.tanh(0.7 * x + 0.3 * phase) + 0.2 * xp.cos(2 * x)
+
+
+def torch_trajectory(name, config, num_steps, monkeypatch, eta=0.0, first_step=0, timesteps=None):
+    """(timesteps, samples after each step) of PyTorch's scheduler, its noise taken from NOISE."""
+    scheduler = torch_class(name).from_config(config)
+    noise = iter(torch.from_numpy(NOISE))
+    module = sys.modules[type(scheduler).__module__]
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: next(noise), raising=False)
+    chosen = {"num_inference_steps": num_steps} if timesteps is None else {"timesteps": timesteps}
+    scheduler.set_timesteps(**chosen)
+    x = torch.from_numpy(START) * (1 if first_step else scheduler.init_noise_sigma)
+    timesteps = scheduler.timesteps[first_step:]
+    if first_step and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(first_step)
+    samples = []
+    for t in timesteps:
+        out = torch.from_numpy(
+            np.float32(model(scheduler.scale_model_input(x, t).numpy(), float(t)))
+        )
+        x = scheduler.step(out, t, x, **({"eta": eta} if eta else {})).prev_sample
+        samples.append(x.numpy())
+    return timesteps.numpy(), np.array(samples)
+
+
+def flax_trajectory(name, config, num_steps, eta=0.0, first_step=0, timesteps=None):
+    """The same of ours."""
+    scheduler, state = make_scheduler(name, config)
+    state = scheduler.set_timesteps(state, num_steps, SHAPE, first_step, timesteps)
+    timesteps = np.asarray(state.timesteps)
+    x = jnp.asarray(START * (1 if first_step else np.asarray(state.init_noise_sigma)))
+    samples = []
+    for t, noise in zip(timesteps, NOISE):
+        model_input = np.asarray(scheduler.scale_model_input(state, x, t))
+        out = np.float32(model(model_input, float(t)))
+        options = {"eta": eta} if eta else {}
+        x, state = scheduler.step(
+            state, jnp.asarray(out), t, x, noise=jnp.asarray(noise), return_dict=False, **options
+        )
+        samples.append(np.asarray(x))
+    return timesteps, np.array(samples)
+
+
+def assert_same_trajectory(actual, expected, what):
+    """Timesteps equal, and every sample within 1e-5 of its own largest value."""
+    np.testing.assert_allclose(actual[0], expected[0], rtol=0, atol=1e-3, err_msg=what)
+    error = np.abs(actual[1] - expected[1]).max(axis=(1, 2, 3, 4))
+    scale = np.abs(expected[1]).max(axis=(1, 2, 3, 4))
+    worst = (error / scale).max()
+    assert worst < 1e-5, f"{what}: {worst:.1e}"
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_whole_trajectories_match_pytorch(name, monkeypatch):
+    for prediction_type in PREDICTIONS:
+        for spacing in SPACINGS:
+            for num_steps in (1, 2, 5, 20, 50):
+                config = STABLE_DIFFUSION | BASE[name]
+                config |= {"prediction_type": prediction_type, "timestep_spacing": spacing}
+                config["steps_offset"] = 1 if spacing == "leading" else 0
+                assert_same_trajectory(
+                    flax_trajectory(name, config, num_steps),
+                    torch_trajectory(name, config, num_steps, monkeypatch),
+                    f"{prediction_type} {spacing} {num_steps}",
+                )
+
+
+def test_lms_begins_in_the_middle_with_order_1(monkeypatch):
+    """A first step of Euler; PyTorch takes coefficients for derivatives that it does not have."""
+    first_step, config = 5, STABLE_DIFFUSION
+    timesteps, samples = flax_trajectory("lms", config, 12, first_step=first_step)
+    theirs = torch_class("lms").from_config(config)
+    theirs.set_timesteps(12)
+    sigma, next_sigma = theirs.sigmas.numpy()[first_step : first_step + 2]
+    derivative = model(START / np.sqrt(sigma**2 + 1), timesteps[0])  # of epsilon
+    expected = START + (next_sigma - sigma) * derivative
+    np.testing.assert_allclose(samples[0], expected, rtol=1e-5, atol=1e-5)
+    _, others = torch_trajectory("lms", config, 12, monkeypatch, first_step=first_step)
+    assert np.abs(others[0] - expected).max() > 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name not in ("pndm", "lms")])
+def test_beginning_in_the_middle_matches_pytorch(name, monkeypatch):
+    """As in image-to-image; multistep methods start without history."""
+    for num_steps, first_step in ((5, 4), (12, 5), (30, 7)):
+        config = STABLE_DIFFUSION | BASE[name] | {"steps_offset": 1}
+        assert_same_trajectory(
+            flax_trajectory(name, config, num_steps, first_step=first_step),
+            torch_trajectory(name, config, num_steps, monkeypatch, first_step=first_step),
+            f"{num_steps} from {first_step}",
+        )
+
+
+def test_pndm_begins_anew_in_the_middle(monkeypatch):
+    """PyTorch is one step off here; with constant noise the path must be DDIM's."""
+    config = STABLE_DIFFUSION | {"steps_offset": 1, "skip_prk_steps": True}
+    monkeypatch.setitem(globals(), "model", lambda x, t: np.full_like(x, 0.3))
+    ddim, path = flax_trajectory(
+        "ddim", config | {"clip_sample": False, "set_alpha_to_one": False}, 12, first_step=5
+    )
+    timesteps, samples = flax_trajectory("pndm", config, 12, first_step=5)
+    np.testing.assert_array_equal(timesteps, [ddim[0], ddim[1], *ddim[1:]])
+    np.testing.assert_allclose(samples[[0, *range(2, len(samples))]], path, rtol=1e-4, atol=1e-5)
+
+
+def test_lms_begins_anew_in_the_middle(monkeypatch):
+    """PyTorch uses weights of missing slopes; with a constant slope the path must be Euler's."""
+    config = STABLE_DIFFUSION | {"steps_offset": 1}
+    monkeypatch.setitem(globals(), "model", lambda x, t: np.full_like(x, 0.3))
+    assert_same_trajectory(
+        flax_trajectory("lms", config, 12, first_step=5),
+        flax_trajectory("euler", config, 12, first_step=5),
+        "from 5",
+    )
+
+
+def test_first_step_has_to_be_one_of_them():
+    scheduler, state = make_scheduler("ddim", STABLE_DIFFUSION)
+    for first_step in (-1, 5, 2.0):
+        with pytest.raises(ValueError, match="must be a whole number from 0 to 4, the last step"):
+            scheduler.set_timesteps(state, 5, SHAPE, first_step)
+
+
+OPTIONS = [
+    ("ddpm", {"clip_sample": True}),
+    ("ddpm", {"clip_sample": True, "clip_sample_range": 0.5, "beta_schedule": "squaredcos_cap_v2"}),
+    ("ddpm", {"variance_type": "fixed_large"}),
+    ("ddpm", {"variance_type": "fixed_large", "steps_offset": 1}),
+    ("ddpm", {"variance_type": "fixed_small_log"}),
+    ("ddpm", {"prediction_type": "sample"}),
+    ("ddpm", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
+    ("ddim", {"clip_sample": True}),
+    ("ddim", {"set_alpha_to_one": False}),
+    ("ddim", {"prediction_type": "sample"}),
+    ("ddim", {"beta_schedule": "squaredcos_cap_v2", "timestep_spacing": "linspace"}),
+    ("ddim", {"trained_betas": np.linspace(0.001, 0.03, 1000).tolist()}),
+    (
+        "ddim",
+        {
+            "prediction_type": "v_prediction",
+            "rescale_betas_zero_snr": True,
+            "timestep_spacing": "trailing",
+        },
+    ),
+    ("pndm", {"set_alpha_to_one": True}),
+    ("pndm", {"skip_prk_steps": False}),
+    ("pndm", {"skip_prk_steps": False, "prediction_type": "v_prediction"}),
+    ("pndm", {"beta_schedule": "linear", "beta_end": 0.02, "timestep_spacing": "trailing"}),
+    ("euler", {"use_karras_sigmas": True}),
+    ("euler", {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 10.0}),
+    ("euler", {"final_sigmas_type": "sigma_min", "timestep_spacing": "trailing"}),
+    ("euler", {"prediction_type": "sample"}),
+    ("euler", {"beta_schedule": "linear", "beta_end": 0.02}),
+    ("euler_ancestral", {"beta_schedule": "linear", "beta_end": 0.02}),
+    ("lms", {"use_karras_sigmas": True}),
+    ("lms", {"prediction_type": "sample"}),
+    ("lms", {"beta_schedule": "linear", "beta_end": 0.02}),
+    ("lms", {"beta_schedule": "squaredcos_cap_v2", "timestep_spacing": "trailing"}),
+    ("lcm", {"original_inference_steps": 30, "timestep_scaling": 3.0}),
+    ("lcm", {"prediction_type": "sample", "clip_sample": True}),
+    ("tcd", {"prediction_type": "sample"}),
+    ("tcd", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
+    ("dpmsolver++", {"solver_order": 1}),
+    ("dpmsolver++", {"solver_order": 3}),
+    ("dpmsolver++", {"solver_order": 3, "lower_order_final": False, "euler_at_final": True}),
+    ("dpmsolver++", {"lower_order_final": False, "final_sigmas_type": "sigma_min"}),
+    ("dpmsolver++", {"solver_type": "heun"}),
+    ("dpmsolver++", {"prediction_type": "sample"}),
+    ("dpmsolver++", {"use_karras_sigmas": True}),
+    ("dpmsolver++", {"use_karras_sigmas": True, "final_sigmas_type": "sigma_min"}),
+    ("dpmsolver++", {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 8.0}),
+    ("dpmsolver++", {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1}),
+    ("dpmsolver++", {"timestep_spacing": "trailing", "lambda_min_clipped": -1.5}),
+    ("dpmsolver++", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
+]
+
+
+@pytest.mark.parametrize("name, options", OPTIONS, ids=lambda value: str(value)[:60])
+def test_options_match_pytorch(name, options, monkeypatch):
+    config = STABLE_DIFFUSION | BASE[name] | options
+    for num_steps in (4, 7, 20):
+        assert_same_trajectory(
+            flax_trajectory(name, config, num_steps),
+            torch_trajectory(name, config, num_steps, monkeypatch),
+            f"{num_steps} steps",
+        )
+
+
+@pytest.mark.parametrize("name", ["ddim", "tcd"])
+@pytest.mark.parametrize("eta", [0.3, 1.0])
+def test_noise_of_eta_matches_pytorch(eta, name, monkeypatch):
+    for prediction_type in PREDICTIONS:
+        config = STABLE_DIFFUSION | {"prediction_type": prediction_type, "steps_offset": 1}
+        for num_steps in (2, 20):
+            assert_same_trajectory(
+                flax_trajectory(name, config, num_steps, eta),
+                torch_trajectory(name, config, num_steps, monkeypatch, eta),
+                f"{prediction_type} {num_steps}",
+            )
+
+
+@pytest.mark.parametrize("name", ["euler", "euler_ancestral"])
+@pytest.mark.parametrize(
+    "options",
+    [{"beta_schedule": "squaredcos_cap_v2"}, {"rescale_betas_zero_snr": True}],
+    ids=["cosine", "zero_snr"],
+)
+def test_euler_from_huge_sigmas_matches_float64(name, options):
+    # These runs start at sigma = 4096 and more, where PyTorch's own float32 steps, which go
+    # through x_t - sigma eps, are off by up to 1e-3: its noise levels, stepped in float64.
+    config = STABLE_DIFFUSION | options | {"prediction_type": "v_prediction"}
+    for spacing in SPACINGS:
+        for num_steps in (1, 2, 5, 20):
+            config |= {"timestep_spacing": spacing}
+            reference = torch_class(name)(**config)
+            reference.set_timesteps(num_steps)
+            sigmas = reference.sigmas.double().numpy()
+            x, samples = START * float(reference.init_noise_sigma), []
+            for i, t in enumerate(reference.timesteps.tolist()):
+                here, there = sigmas[i], sigmas[i + 1]
+                x_vp = x / np.sqrt(here**2 + 1)
+                v = np.float32(model(np.float32(x_vp), t)).astype(np.float64)
+                x_0 = (x_vp - here * v) / np.sqrt(here**2 + 1)
+                up = there * np.sqrt(1 - there**2 / here**2) if name == "euler_ancestral" else 0
+                down = np.sqrt(there**2 - up**2)
+                x = x_0 + (x - x_0) / here * down + up * NOISE[i]
+                samples.append(x)
+            expected = reference.timesteps.numpy(), np.array(samples)
+            actual = flax_trajectory(name, config, num_steps)
+            assert_same_trajectory(actual, expected, f"{spacing} {num_steps}")
+
+
+@pytest.mark.parametrize("name", ["ddpm", "euler", "dpmsolver++", "lcm", "tcd"])
+def test_chosen_timesteps_match_pytorch(name, monkeypatch):
+    config = STABLE_DIFFUSION | BASE[name]
+    for timesteps in ([999, 749, 499, 249], [999], [950, 400, 380, 7, 0]):
+        assert_same_trajectory(
+            flax_trajectory(name, config, len(timesteps), timesteps=timesteps),
+            torch_trajectory(name, config, None, monkeypatch, timesteps=timesteps),
+            str(timesteps),
+        )
+
+
+def test_chosen_timesteps_that_do_not_fit():
+    for name, timesteps, reason in (
+        ("ddim", [999, 499], "cannot be chosen with FlaxDDIMScheduler; use DDPM, Euler"),
+        ("lms", [999, 499], "cannot be chosen with FlaxLMSDiscreteScheduler"),
+        ("lcm", [999], "must be num_inference_steps=2 integers"),
+        ("lcm", [999.0, 1.0], "must be num_inference_steps=2 integers"),
+        ("euler", [499, 999], "must decrease and be from 999 to 0"),
+        ("ddpm", [1000, 1], "must decrease and be from 999 to 0"),
+        ("tcd", [9, -1], "must decrease and be from 999 to 0"),
+    ):
+        scheduler, state = make_scheduler(name, STABLE_DIFFUSION)
+        with pytest.raises(ValueError, match=reason):
+            scheduler.set_timesteps(state, 2, SHAPE, timesteps=timesteps)
+    for name in ("euler", "dpmsolver++"):
+        scheduler, state = make_scheduler(name, STABLE_DIFFUSION | {"use_karras_sigmas": True})
+        with pytest.raises(ValueError, match="with use_karras_sigmas=True; leave one out"):
+            scheduler.set_timesteps(state, 2, SHAPE, timesteps=[999, 499])
+
+
+def test_lcm_visits_timesteps_of_its_distillation():
+    """The grids of Latent Consistency Models for 4 and 8 steps."""
+    scheduler, state = make_scheduler("lcm", STABLE_DIFFUSION)
+    four, eight = (scheduler.set_timesteps(state, n).timesteps.tolist() for n in (4, 8))
+    assert four == [999, 759, 499, 259]
+    assert eight == [999, 879, 759, 639, 499, 379, 259, 139]
+    with pytest.raises(ValueError, match="must be at most original_inference_steps=50"):
+        scheduler.set_timesteps(state, 51)
+    scheduler, state = make_scheduler("tcd", {"num_train_timesteps": 40})
+    with pytest.raises(ValueError, match="=50 must be at most num_train_timesteps=40"):
+        scheduler.set_timesteps(state, 4)
+
+
+def test_noise_schedules_match_pytorch():
+    for options in (
+        {},
+        STABLE_DIFFUSION,
+        {"beta_schedule": "squaredcos_cap_v2"},
+        {"trained_betas": np.linspace(0.001, 0.03, 100), "num_train_timesteps": 100},
+        STABLE_DIFFUSION | {"rescale_betas_zero_snr": True},
+    ):
+        expected = diffusers.DDIMScheduler(**options)
+        common = FlaxDDIMScheduler(**options).create_state().common
+        # PyTorch rescales in float32 and takes betas and alphas from the rounded quotients.
+        rescaled = options.get("rescale_betas_zero_snr", False)
+        for name in ("betas", "alphas", "alphas_cumprod"):
+            table = getattr(expected, name).numpy()
+            rtol, atol = (
+                (1e-5, 1e-5 if name != "alphas_cumprod" else 2e-7) if rescaled else (2e-6, 0)
+            )
+            np.testing.assert_allclose(getattr(common, name), table, rtol, atol, err_msg=name)
+    assert common.alphas_cumprod[-1] == 0  # zero terminal SNR is exactly that
+
+
+def test_trailing_visits_as_many_timesteps_as_asked():
+    # NumPy's arange, and PyTorch's schedulers with it, gives one too many for some counts.
+    for num_steps in (61, 103, 121, 999, 1000):
+        scheduler = FlaxDDIMScheduler(timestep_spacing="trailing")
+        timesteps = np.asarray(
+            scheduler.set_timesteps(scheduler.create_state(), num_steps).timesteps
+        )
+        assert len(timesteps) == num_steps
+        assert timesteps[0] == 999 and timesteps[-1] == round(1000 / num_steps) - 1
+        assert (np.diff(timesteps) < 0).all()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_compiled_loop_matches_eager_steps(name):
+    scheduler, state = make_scheduler(name, STABLE_DIFFUSION | {"steps_offset": 1})
+    key = jax.random.key(0)
+
+    def body(i, carry):
+        x, state = carry
+        t = state.timesteps[i]
+        out = model(scheduler.scale_model_input(state, x, t), t.astype(jnp.float32), jnp)
+        return scheduler.step(state, out, t, x, key=jax.random.fold_in(key, i)).to_tuple()
+
+    @jax.jit
+    def sample(x, state):
+        state = scheduler.set_timesteps(state, 5, x.shape)
+        x = x * state.init_noise_sigma
+        return jax.lax.fori_loop(0, len(state.timesteps), body, (x, state))
+
+    compiled, last_state = sample(START, state)
+    carry = scheduler.set_timesteps(state, 5, SHAPE)
+    carry = jnp.asarray(START) * carry.init_noise_sigma, carry
+    for i in range(len(carry[1].timesteps)):
+        carry = body(i, carry)
+    np.testing.assert_allclose(compiled, carry[0], rtol=1e-5, atol=1e-5)
+    assert last_state.step_index == len(last_state.timesteps) == carry[1].step_index
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_bfloat16_samples_keep_their_type_and_the_state_its_own(name):
+    scheduler = SCHEDULERS[name](dtype=jnp.bfloat16, **STABLE_DIFFUSION, **BASE[name])
+    state = scheduler.set_timesteps(scheduler.create_state(), 4, SHAPE)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(state)}
+    assert dtypes <= {jnp.dtype("float32"), jnp.dtype("int32"), jnp.dtype("bool")}
+
+    x, out, noise = jnp.asarray(START, jnp.bfloat16), jnp.asarray(NOISE[0]), jnp.asarray(NOISE[1])
+    assert scheduler.scale_model_input(state, x, 0).dtype == jnp.bfloat16
+    half = scheduler.step(state, out.astype(jnp.bfloat16), 0, x, noise=noise)
+    full = scheduler.step(
+        state, out.astype(jnp.bfloat16).astype(jnp.float32), 0, x.astype(jnp.float32), noise=noise
+    )
+    # The arithmetic is float32's; only the result is rounded.
+    np.testing.assert_array_equal(half.prev_sample, full.prev_sample.astype(jnp.bfloat16))
+    assert half.prev_sample.dtype == jnp.bfloat16
+    assert jax.tree.structure(half.state) == jax.tree.structure(state)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(half.state)):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+
+    noisy = scheduler.add_noise(state, x, x, jnp.asarray(state.timesteps[:2]))
+    velocity = scheduler.get_velocity(state, x, x, jnp.asarray(state.timesteps[:2]))
+    assert noisy.dtype == velocity.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_add_noise_and_velocity_match_pytorch(name):
+    config = STABLE_DIFFUSION | {"steps_offset": 1}
+    scheduler, training_state = make_scheduler(name, config)
+    reference = torch_class(name)(**config)
+    alphas_cumprod = reference.alphas_cumprod.double().numpy()
+    if name == "dpmsolver++":  # PyTorch's looks its levels up in reverse until set_timesteps
+        reference = diffusers.DDPMScheduler(**config)
+    x, noise = torch.from_numpy(START), torch.from_numpy(NOISE[0])
+    run_state = scheduler.set_timesteps(training_state, 10, SHAPE)
+    for state, timesteps in ((training_state, [3, 700]), (run_state, run_state.timesteps[2:4])):
+        if state is run_state:
+            reference = torch_class(name)(**config)
+            reference.set_timesteps(10)
+        timesteps = np.array(timesteps)
+        actual = scheduler.add_noise(state, jnp.asarray(START), jnp.asarray(NOISE[0]), timesteps)
+        expected = reference.add_noise(x, noise, torch.from_numpy(timesteps)).numpy()
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+        # At fractional timesteps (Euler, linspace) sigma, not alpha_bar, is interpolated.
+        sigma = np.sqrt(1 / alphas_cumprod - 1)
+        sigma = np.interp(timesteps, np.arange(1000), sigma).reshape(2, 1, 1, 1)
+        expected = (NOISE[0] - sigma * START) / np.sqrt(sigma**2 + 1)
+        actual = scheduler.get_velocity(state, jnp.asarray(START), jnp.asarray(NOISE[0]), timesteps)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+        if name in ("ddpm", "ddim"):
+            expected = reference.get_velocity(x, noise, torch.from_numpy(timesteps)).numpy()
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["euler", "dpmsolver++"])
+def test_add_noise_takes_a_karras_run_at_its_own_levels(name):
+    config = STABLE_DIFFUSION | {"use_karras_sigmas": True}
+    scheduler, state = make_scheduler(name, config)
+    state = scheduler.set_timesteps(state, 10, SHAPE)
+    reference = torch_class(name)(**config)
+    reference.set_timesteps(10)
+    expected = reference.add_noise(
+        torch.from_numpy(START), torch.from_numpy(NOISE[0]), reference.timesteps[3:5]
+    )
+    actual = scheduler.add_noise(
+        state, jnp.asarray(START), jnp.asarray(NOISE[0]), state.timesteps[3:5]
+    )
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["euler", "dpmsolver++"])
+@pytest.mark.parametrize("num_steps, first_step", [(50, 46), (50, 47), (50, 49), (75, 73)])
+def test_add_noise_takes_the_current_steps_own_level(name, num_steps, first_step):
+    """Of DPM-Solver's Karras steps, several share a timestep: 47 and 48 of 50, 73 and 74 of 75."""
+    config = STABLE_DIFFUSION | {"use_karras_sigmas": True}
+    scheduler, start = make_scheduler(name, config)
+    begun = scheduler.set_timesteps(start, num_steps, SHAPE, first_step)
+    whole = scheduler.set_timesteps(start, num_steps, SHAPE)
+    reference = torch_class(name)(**config)
+    reference.set_timesteps(num_steps)
+    reference.set_begin_index(first_step)
+    expected = reference.add_noise(
+        torch.from_numpy(START),
+        torch.from_numpy(NOISE[0]),
+        reference.timesteps[first_step : first_step + 1],
+    )
+    for state in (begun, whole.replace(step_index=jnp.asarray(first_step))):
+        actual = scheduler.add_noise(
+            state, jnp.asarray(START), jnp.asarray(NOISE[0]), state.timesteps[state.step_index]
+        )
+        np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddpm", "ddim", "euler_ancestral"])
+def test_noise_comes_from_the_key(name):
+    scheduler, state = make_scheduler(name, STABLE_DIFFUSION)
+    state = scheduler.set_timesteps(state, 3)
+    x, out = jnp.asarray(START), jnp.asarray(NOISE[0])
+    options = {"eta": 0.5} if name == "ddim" else {}
+    key = jax.random.key(7)
+    t = state.timesteps[0]
+    drawn = scheduler.step(state, out, t, x, key=key, **options).prev_sample
+    noise = jax.random.normal(jax.random.split(key, 1)[0], SHAPE)
+    given = scheduler.step(state, out, t, x, noise=noise, **options).prev_sample
+    other = scheduler.step(state, out, t, x, key=jax.random.key(8), **options).prev_sample
+    np.testing.assert_array_equal(drawn, given)
+    assert np.abs(drawn - other).max() > 0.01
+    with pytest.raises(ValueError, match="key=None"):
+        scheduler.step(state, out, t, x, **options)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_files_go_through_pytorch_and_back(name, tmp_path):
+    options = {"beta_end": 0.013, "timestep_spacing": "trailing", "steps_offset": 1}
+    options |= {"trained_betas": [0.001, 0.002, 0.003], "num_train_timesteps": 3}
+    scheduler = SCHEDULERS[name].from_config({}, **options)
+    scheduler.save_pretrained(tmp_path / "ours" / "scheduler")
+    theirs = torch_class(name).from_pretrained(tmp_path / "ours", subfolder="scheduler")
+    for option in scheduler.defaults:
+        value = scheduler.config[option]
+        assert theirs.config[option] == (list(value) if isinstance(value, tuple) else value), option
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert json.loads((tmp_path / "theirs/scheduler_config.json").read_text())["_class_name"]
+    back, state = scheduler_from_pretrained(tmp_path / "theirs", subfolder=None)
+    assert type(back) is SCHEDULERS[name]
+    assert {k: back.config[k] for k in scheduler.defaults} == {
+        k: scheduler.config[k] for k in scheduler.defaults
+    }
+    np.testing.assert_allclose(state.common.betas, [0.001, 0.002, 0.003], rtol=1e-6)
+    again, _ = SCHEDULERS[name].from_pretrained(tmp_path / "theirs", prediction_type="v_prediction")
+    assert again.config.prediction_type == "v_prediction"
+
+
+def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
+    # Stable Diffusion 1.5's file: written before timestep_spacing, which Euler defaults otherwise.
+    published = {
+        "_class_name": "PNDMScheduler",
+        "_diffusers_version": "0.6.0",
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "num_train_timesteps": 1000,
+        "set_alpha_to_one": False,
+        "skip_prk_steps": True,
+        "steps_offset": 1,
+        "trained_betas": None,
+    }
+    # Euler's options, of which DPM-Solver uses those that its own constructor lacks.
+    published |= {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 8.0}
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(published))
+    for first in SCHEDULERS:
+        ours_first, _ = SCHEDULERS[first].from_pretrained(tmp_path)
+        theirs_first = torch_class(first).from_pretrained(tmp_path)
+        for second, cls in SCHEDULERS.items():
+            ours = cls.from_config(ours_first.config)
+            theirs = torch_class(second).from_config(theirs_first.config)
+            for option in cls.defaults:
+                assert ours.config[option] == theirs.config.get(option), (first, second, option)
+    assert scheduler_from_pretrained(tmp_path, subfolder=None)[0].config.skip_prk_steps is True
+    published["_class_name"] = "FlaxDDIMScheduler"
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(published))
+    assert type(scheduler_from_pretrained(tmp_path, None)[0]) is FlaxDDIMScheduler
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")  # as above
+@pytest.mark.parametrize("own", sorted(REPLACEABLE))
+def test_another_scheduler_takes_the_place_of_one_without_flax_class(own, tmp_path, monkeypatch):
+    """Its config gives the numbers that PyTorch's classes make of it, and those of training."""
+    options = {"clip_sample": False, "skip_prk_steps": True, "prediction_type": "v_prediction"}
+    config = STABLE_DIFFUSION | options
+    needs_package = own == "DPMSolverSDEScheduler"  # torchsde; its options are KDPM2's
+    cls = getattr(diffusers, "KDPM2DiscreteScheduler" if needs_package else own)
+    cls.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "scheduler_config.json"
+    content = json.loads(file.read_text()) | {"_class_name": own}
+    file.write_text(json.dumps(content))
+    for name in SCHEDULERS:
+        scheduler, _ = scheduler_from_config(content, tmp_path, name)
+        assert type(scheduler) is SCHEDULERS[name]
+        found = flax_trajectory(name, scheduler.config, 5)
+        # diffusers means to take "deis" for its own value, but first refuses it.
+        known = {"algorithm_type": "dpmsolver++"} if "deis" in content.values() else {}
+        expected = torch_trajectory(name, content | known, 5, monkeypatch)
+        assert_same_trajectory(found, expected, name)
+
+    scheduler, state = training_scheduler(content | {"thresholding": True}, tmp_path)
+    ddpm = diffusers.DDPMScheduler(**STABLE_DIFFUSION, prediction_type="v_prediction")
+    x, noise, t = START, NOISE[0], [17, 800]
+    for ours, theirs in (
+        (scheduler.add_noise, ddpm.add_noise),
+        (scheduler.get_velocity, ddpm.get_velocity),
+    ):
+        expected = theirs(torch.from_numpy(x), torch.from_numpy(noise), torch.tensor(t))
+        np.testing.assert_allclose(ours(state, x, noise, jnp.asarray(t)), expected, atol=1e-6)
+    assert scheduler.config.prediction_type == "v_prediction"
+
+    with pytest.raises(ValueError, match=f"_class_name={own}.*choose one with --scheduler"):
+        scheduler_from_pretrained(tmp_path, None)
+
+
+def test_a_scheduler_with_another_noise_schedule_cannot_be_replaced():
+    """Flow matching has no betas: the defaults of another class would be nonsense."""
+    content = dict(diffusers.FlowMatchEulerDiscreteScheduler().config)
+    content["_class_name"] = "FlowMatchEulerDiscreteScheduler"
+    for build in (
+        lambda: scheduler_from_config(content, "model", "ddim"),
+        lambda: training_scheduler(content, "model"),
+    ):
+        with pytest.raises(ValueError, match="_class_name=FlowMatchEulerDiscreteScheduler, which"):
+            build()
+
+
+def test_schedulers_are_read_only_and_hash_by_class_and_options():
+    ddim, same = FlaxDDIMScheduler(beta_end=0.01), FlaxDDIMScheduler(beta_end=0.01)
+    assert ddim == same and hash(ddim) == hash(same)
+    assert ddim != FlaxDDIMScheduler(beta_end=0.02) and ddim != FlaxDDPMScheduler(beta_end=0.01)
+    assert hash(FlaxDDIMScheduler(trained_betas=[0.1] * 1000))
+    assert ddim.config.get("skip_prk_steps") is None and ddim.config["beta_end"] == 0.01
+    with pytest.raises(AttributeError):
+        ddim.config = {}
+    with pytest.raises(AttributeError):
+        ddim.config.beta_end = 0.5
+    traces = []
+
+    def timesteps(scheduler, state):
+        traces.append(scheduler)
+        return scheduler.set_timesteps(state, 4).timesteps
+
+    compiled = jax.jit(timesteps, static_argnums=0)
+    np.testing.assert_array_equal(compiled(ddim, ddim.create_state()), [750, 500, 250, 0])
+    compiled(same, same.create_state())
+    assert len(traces) == 1
+
+
+REFUSED = [
+    (FlaxDDPMScheduler, {"thresholding": True}),
+    (FlaxDDPMScheduler, {"variance_type": "fixed"}),
+    (FlaxDDPMScheduler, {"beta_schedule": "sigmoid"}),
+    (FlaxDDIMScheduler, {"thresholding": True}),
+    (FlaxDDIMScheduler, {"prediction_type": "flow_prediction"}),
+    (FlaxDDIMScheduler, {"timestep_spacing": "uniform"}),
+    (FlaxPNDMScheduler, {"prediction_type": "sample"}),
+    (FlaxPNDMScheduler, {"rescale_betas_zero_snr": True}),
+    (FlaxEulerDiscreteScheduler, {"interpolation_type": "log_linear"}),
+    (FlaxEulerDiscreteScheduler, {"timestep_type": "continuous"}),
+    (FlaxEulerDiscreteScheduler, {"use_exponential_sigmas": True}),
+    (FlaxEulerDiscreteScheduler, {"use_beta_sigmas": True}),
+    (FlaxEulerAncestralDiscreteScheduler, {"prediction_type": "sample"}),
+    (FlaxLMSDiscreteScheduler, {"use_exponential_sigmas": True}),
+    (FlaxLMSDiscreteScheduler, {"use_beta_sigmas": True}),
+    (FlaxLMSDiscreteScheduler, {"rescale_betas_zero_snr": True}),
+    (FlaxDPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
+    (FlaxDPMSolverMultistepScheduler, {"use_lu_lambdas": True}),
+    (FlaxDPMSolverMultistepScheduler, {"use_flow_sigmas": True}),
+    (FlaxDPMSolverMultistepScheduler, {"use_exponential_sigmas": True}),
+    (FlaxDPMSolverMultistepScheduler, {"use_beta_sigmas": True}),
+    (FlaxDPMSolverMultistepScheduler, {"use_dynamic_shifting": True}),
+    (FlaxDPMSolverMultistepScheduler, {"thresholding": True}),
+    (FlaxDPMSolverMultistepScheduler, {"variance_type": "learned_range"}),
+    (FlaxDPMSolverMultistepScheduler, {"solver_type": "bh3"}),
+    (FlaxDPMSolverMultistepScheduler, {"solver_order": 4}),
+]
+
+
+@pytest.mark.parametrize("cls, option", REFUSED, ids=lambda value: str(value)[-60:])
+def test_unsupported_options_are_refused_by_name(cls, option):
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}".replace("+", r"\+")):
+        cls.from_config({"_class_name": "DDIMScheduler"} | option)
+    with pytest.raises(ValueError, match=name):
+        cls(**option)
+    neutral = cls.from_config({name: None})
+    assert neutral == cls()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_train_timesteps", "1000"),
+        ("num_train_timesteps", 0),
+        ("num_train_timesteps", [1000]),
+        ("beta_start", -0.1),
+        ("beta_end", float("nan")),
+        ("beta_end", {}),
+        ("trained_betas", 3),
+        ("trained_betas", [[0.1]]),
+        ("trained_betas", [0.1, -0.1]),
+        ("num_train_timesteps", 999.5),
+        ("num_train_timesteps", float("inf")),
+        ("clip_sample", "false"),
+        ("clip_sample", 2),
+        ("steps_offset", True),
+        ("beta_schedule", ["linear"]),
+    ],
+)
+def test_damaged_options_are_refused_by_name(tmp_path, name, value):
+    config = {"_class_name": "DDIMScheduler", "_use_default_values": 5}
+    file = tmp_path / "scheduler_config.json"
+    for read in (FlaxDDIMScheduler.from_pretrained, scheduler_from_pretrained):
+        file.write_text(json.dumps(config))
+        read(tmp_path, None)
+        file.write_text(json.dumps(config | {name: value}))
+        with pytest.raises(ValueError, match=name) as error:
+            read(tmp_path, None)
+        assert str(error.value).startswith(f"scheduler_config.json of {tmp_path}: ")
+
+
+def test_numbers_of_another_type_are_taken():
+    options = {"num_train_timesteps": 1000.0, "steps_offset": 1.0, "clip_sample": 0}
+    plain = {"num_train_timesteps": 1000, "steps_offset": 1, "clip_sample": False}
+    scheduler = FlaxDDIMScheduler(**options)
+    assert scheduler == FlaxDDIMScheduler(**plain)
+    assert [type(scheduler.config[name]) for name in options] == [int, int, bool]
+
+
+def test_bad_input_is_refused_with_the_way_out(tmp_path):
+    ddim, dpm = FlaxDDIMScheduler(), FlaxDPMSolverMultistepScheduler()
+    state, x = ddim.create_state(), jnp.asarray(START)
+    with pytest.raises(ValueError, match=r"sigma_min=9\.0 must be below sigma_max=0\.1"):
+        FlaxDPMSolverMultistepScheduler(sigma_min=9.0, sigma_max=0.1)
+    with pytest.raises(ValueError, match=r"num_train_timesteps=0 must be at least 1$"):
+        FlaxDDIMScheduler(num_train_timesteps=0)
+    with pytest.raises(ValueError, match="no option beta_stat"):
+        FlaxDDIMScheduler.from_config(ddim.config, beta_stat=0.1)
+    for num_steps in (0, -1, 1001, 2.0, jnp.asarray(4)):
+        with pytest.raises(ValueError, match="from 1 to 1000"):
+            ddim.set_timesteps(state, num_steps)
+    with pytest.raises(ValueError, match="timesteps 1 to 1000, outside 0 to 999"):
+        FlaxDDIMScheduler(steps_offset=1).set_timesteps(state, 1000)
+    with pytest.raises(ValueError, match="visits a timestep twice"):
+        dpm.set_timesteps(dpm.create_state(), 1000, SHAPE)
+    with pytest.raises(ValueError, match="call set_timesteps before step"):
+        ddim.step(state, x, 0, x)
+    for scheduler in (dpm, FlaxLMSDiscreteScheduler(), FlaxPNDMScheduler(skip_prk_steps=True)):
+        for shape in ((), (1, *SHAPE[1:])):
+            with pytest.raises(ValueError, match=r"set_timesteps\(state, 4, sample.shape\)"):
+                run = scheduler.set_timesteps(scheduler.create_state(), 4, shape)
+                scheduler.step(run, x, 0, x)
+    with pytest.raises(ValueError, match="skip_prk_steps=True"):
+        FlaxPNDMScheduler().set_timesteps(state, 3, SHAPE)
+    with pytest.raises(ValueError, match="use v_prediction"):
+        FlaxDDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing").set_timesteps(
+            state, 10
+        )
+    with pytest.raises(ValueError, match="one beta per training timestep"):
+        FlaxDDIMScheduler(trained_betas=[0.1, 0.2]).create_state()
+    with pytest.raises(ValueError, match="'heun' is unknown; choose from ddpm, ddim, pndm"):
+        make_scheduler("heun", {})
+
+    with pytest.raises(ValueError, match=r"no scheduler_config\.json"):
+        scheduler_from_pretrained(tmp_path)
+    file = tmp_path / "scheduler_config.json"
+    for content, message in (
+        ("{", "not valid JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"_class_name": "UniPCMultistepScheduler"}', "_class_name=UniPC.*supported are DDPM"),
+        ("{}", "_class_name=None"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            scheduler_from_pretrained(tmp_path, subfolder=None)

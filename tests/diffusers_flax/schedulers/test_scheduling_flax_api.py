@@ -1,0 +1,479 @@
+"""The published Flax schedulers' API: signatures, configs, outputs, states, steps by timestep."""
+
+import inspect
+import json
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from test_scheduling_flax import (
+    BASE,
+    NOISE,
+    SHAPE,
+    STABLE_DIFFUSION,
+    START,
+    assert_same_trajectory,
+    flax_trajectory,
+    model,
+    torch_class,
+    torch_trajectory,
+)
+
+from diffusers_flax.loading.configs import ModelOutput
+from diffusers_flax.schedulers import ddpm
+from diffusers_flax.schedulers.ddpm import (
+    SCHEDULERS,
+    CommonSchedulerState,
+    FlaxDDIMScheduler,
+    FlaxDDPMScheduler,
+    FlaxDPMSolverMultistepScheduler,
+    FlaxEulerDiscreteScheduler,
+    FlaxLMSDiscreteScheduler,
+    FlaxPNDMScheduler,
+    FlaxSchedulerMixin,
+    FlaxSchedulerOutput,
+    add_noise_common,
+    betas_for_alpha_bar,
+    broadcast_to_shape_from_left,
+    get_velocity_common,
+    make_scheduler,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+BETAS = "num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule='linear', "
+BETAS += "trained_betas=None, "
+STEP = "state, model_output, timestep, sample, "
+# (class, constructor, step) of diffusers 0.39; arguments after these are this project's.
+PUBLISHED = [
+    (
+        FlaxDDPMScheduler,
+        "variance_type='fixed_small', clip_sample=True, prediction_type='epsilon', dtype",
+        "key=None, return_dict=True",
+    ),
+    (
+        FlaxDDIMScheduler,
+        "clip_sample=True, clip_sample_range=1.0, set_alpha_to_one=True, steps_offset=0, "
+        "prediction_type='epsilon', dtype",
+        "eta=0.0, return_dict=True",
+    ),
+    (
+        FlaxPNDMScheduler,
+        "skip_prk_steps=False, set_alpha_to_one=False, steps_offset=0, prediction_type='epsilon', "
+        "dtype",
+        "return_dict=True",
+    ),
+    (FlaxLMSDiscreteScheduler, "prediction_type='epsilon', dtype", "order=4, return_dict=True"),
+    (
+        FlaxEulerDiscreteScheduler,
+        "prediction_type='epsilon', timestep_spacing='linspace', dtype",
+        "return_dict=True",
+    ),
+    (
+        FlaxDPMSolverMultistepScheduler,
+        "solver_order=2, prediction_type='epsilon', thresholding=False, "
+        "dynamic_thresholding_ratio=0.995, sample_max_value=1.0, algorithm_type='dpmsolver++', "
+        "solver_type='midpoint', lower_order_final=True, timestep_spacing='linspace', dtype",
+        "return_dict=True",
+    ),
+]
+
+
+def run_state(scheduler, num_steps=6):
+    return scheduler.set_timesteps(scheduler.create_state(), num_steps, SHAPE)
+
+
+@pytest.mark.parametrize("cls, constructor, step", PUBLISHED)
+def test_signatures_begin_with_the_published_arguments(cls, constructor, step):
+    assert str(inspect.signature(cls)).startswith(f"({BETAS}{constructor}")
+    assert str(inspect.signature(cls.step)).startswith(f"(self, {STEP}{step}, *, ")
+    assert str(inspect.signature(cls.create_state)) == "(self, common=None)"
+    start = "(config=None, return_unused_kwargs=False, **"
+    assert str(inspect.signature(cls.from_config)).startswith(start)
+
+
+def test_constructors_take_positional_arguments_and_arrays():
+    betas = np.linspace(0.001, 0.02, 4)
+    for given in (betas, jnp.asarray(betas, jnp.float32), betas.tolist()):
+        scheduler = FlaxDDPMScheduler(4, 0.1, 0.2, "linear", given, "fixed_large", False)
+        assert scheduler.config.variance_type == "fixed_large" and not scheduler.config.clip_sample
+        np.testing.assert_allclose(scheduler.create_state().common.betas, betas, rtol=1e-6)
+    assert FlaxDDIMScheduler(1000, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert "dtype" not in FlaxDDIMScheduler(dtype=jnp.bfloat16).config
+    assert FlaxDDIMScheduler(**FlaxDDIMScheduler(beta_end=0.5).config).config.beta_end == 0.5
+    with pytest.raises(TypeError, match="given beta_start twice"):
+        FlaxDDPMScheduler(1000, 0.1, beta_start=0.1)
+    with pytest.raises(TypeError, match="takes 11 arguments at most"):
+        FlaxPNDMScheduler(*range(13))
+    assert np.isfinite(FlaxDDPMScheduler(beta_start=0.1, beta_end=2).create_state().common.betas[0])
+    with pytest.raises(ValueError, match="beta_end=2 leaves no signal"):
+        FlaxEulerDiscreteScheduler(beta_end=2).create_state()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_what_every_scheduler_has(name, tmp_path):
+    cls = SCHEDULERS[name]
+    scheduler = cls(beta_end=0.013)
+    assert scheduler.has_state and scheduler.order == 1 and len(scheduler) == 1000
+    published = {cls for name, cls in SCHEDULERS.items() if name not in ("lcm", "tcd")}
+    assert set(scheduler.compatibles) == published
+    assert not scheduler._deprecated_kwargs and "kwargs" not in inspect.signature(cls).parameters
+    expected = float(torch_class(name)(beta_end=0.013).init_noise_sigma)
+    assert scheduler.init_noise_sigma == pytest.approx(expected, rel=1e-5)
+    assert scheduler.config_name == "scheduler_config.json"
+    assert tuple(scheduler.ignore_for_config) == ("dtype",)
+
+    scheduler.save_config(tmp_path / "a")
+    scheduler.save_pretrained(tmp_path / "b")
+    content = (tmp_path / "a" / scheduler.config_name).read_text()
+    assert content == (tmp_path / "b" / scheduler.config_name).read_text()
+    scheduler.to_json_file(tmp_path / "c.json")
+    assert content == scheduler.to_json_string() == (tmp_path / "c.json").read_text()
+    assert cls.load_config(tmp_path / "a") == json.loads(content)
+    assert cls.load_config(tmp_path, True, subfolder="a", x=1) == (json.loads(content), {"x": 1})
+    back, state = cls.from_pretrained(tmp_path, subfolder="a", cache_dir=None)
+    assert back == cls.from_config(scheduler.config) == cls.from_config(tmp_path / "a")
+    assert isinstance(back, FlaxSchedulerMixin) and state.num_inference_steps is None
+    with pytest.raises(ValueError, match="hf upload"):
+        scheduler.save_config(tmp_path / "c", push_to_hub=True)
+    assert run_state(scheduler, np.int64(5)).num_inference_steps == 5
+
+
+def test_unused_keywords_are_returned(tmp_path):
+    config = {"beta_end": 0.5, "skip_prk_steps": True}
+    scheduler, unused = FlaxDDIMScheduler.from_config(config, True, beta_start=0.1, foo=1)
+    assert (scheduler.config.beta_start, scheduler.config.beta_end) == (0.1, 0.5)
+    assert unused == {"skip_prk_steps": True, "foo": 1}
+    scheduler.save_config(tmp_path)
+    again, _, unused = FlaxDDIMScheduler.from_pretrained(tmp_path, None, True, foo=1)
+    assert again == FlaxDDIMScheduler.from_config(json.loads(scheduler.to_json_string()))
+    assert unused == {"skip_prk_steps": True, "foo": 1}
+    for keywords in ({"foo": 1}, {"skip_prk_steps": False}):
+        with pytest.raises(ValueError, match="has no option"):
+            FlaxDDIMScheduler.from_config(config, **keywords)
+        with pytest.raises(ValueError, match="has no option"):
+            FlaxDDIMScheduler.from_pretrained(tmp_path, **keywords)
+    with pytest.raises(ValueError, match="config=None"):
+        FlaxDDIMScheduler.from_config()
+
+
+@pytest.mark.parametrize("through_files", [False, True])
+def test_options_of_other_classes_are_carried_as_in_diffusers(tmp_path, through_files):
+    """Stable Diffusion 1.5's PNDM file says clip_sample=False, which only DDIM and DDPM read."""
+    published = STABLE_DIFFUSION | {
+        "_class_name": "PNDMScheduler",
+        "clip_sample": False,
+        "set_alpha_to_one": False,
+        "skip_prk_steps": True,
+        "steps_offset": 1,
+        "an_option_of_the_future": [1, 2],
+    }
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(published))
+    ours, _ = FlaxPNDMScheduler.from_pretrained(tmp_path)
+    theirs = diffusers.PNDMScheduler.from_pretrained(tmp_path)
+    assert hash(ours) == hash(FlaxPNDMScheduler.from_config(ours.config))
+    if through_files:
+        ours.save_pretrained(tmp_path / "ours")
+        theirs.save_pretrained(tmp_path / "theirs")
+        ours, _ = FlaxDDIMScheduler.from_pretrained(tmp_path / "ours")
+        theirs = diffusers.DDIMScheduler.from_pretrained(tmp_path / "theirs")
+    else:
+        ours = FlaxDDIMScheduler.from_config(ours.config)
+        theirs = diffusers.DDIMScheduler.from_config(theirs.config)
+    own = {k: v for k, v in theirs.config.items() if not k.startswith("_")}
+    assert {k: ours.config[k] for k in own if k in ours.config} == {
+        k: v for k, v in own.items() if k in ours.config
+    }
+    assert not ours.config.clip_sample and ours.config.steps_offset == 1
+    assert ours.config.skip_prk_steps and ours.config.an_option_of_the_future == [1, 2]
+    assert FlaxPNDMScheduler.from_config(ours.config).config.skip_prk_steps
+
+    state = run_state(ours)
+    theirs.set_timesteps(6)
+    x = torch.from_numpy(3 * START)
+    for t in theirs.timesteps:
+        x = theirs.step(0.1 * x, t, x).prev_sample
+    y = jnp.asarray(3 * START)
+    for t in state.timesteps:
+        y, state = ours.step(state, 0.1 * y, t, y, return_dict=False)
+    np.testing.assert_allclose(y, x.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_carried_options_do_not_act():
+    """Euler-ancestral has no final_sigmas_type, LMS no sigma_max, Euler no clip_sample."""
+    config = STABLE_DIFFUSION | {"clip_sample": True, "set_alpha_to_one": False}
+    config |= {"final_sigmas_type": "sigma_min", "use_karras_sigmas": True, "sigma_max": 5.0}
+    for name in ("euler_ancestral", "lms", "ddpm"):
+        own = {k: v for k, v in config.items() if k in SCHEDULERS[name].defaults}
+        carried = flax_trajectory(name, config, 5)
+        assert_same_trajectory(carried, flax_trajectory(name, own, 5), name)
+
+
+OUTPUTS = {
+    "ddpm": ("FlaxDDPMSchedulerOutput", "DDPMSchedulerState"),
+    "ddim": ("FlaxDDIMSchedulerOutput", "DDIMSchedulerState"),
+    "pndm": ("FlaxPNDMSchedulerOutput", "PNDMSchedulerState"),
+    "euler": ("FlaxEulerDiscreteSchedulerOutput", "EulerDiscreteSchedulerState"),
+    "euler_ancestral": ("FlaxEulerDiscreteSchedulerOutput", "EulerDiscreteSchedulerState"),
+    "lms": ("FlaxLMSSchedulerOutput", "LMSDiscreteSchedulerState"),
+    "dpmsolver++": ("FlaxDPMSolverMultistepSchedulerOutput", "DPMSolverMultistepSchedulerState"),
+    "lcm": ("FlaxLCMSchedulerOutput", "DDIMSchedulerState"),
+    "tcd": ("FlaxTCDSchedulerOutput", "DDIMSchedulerState"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_outputs_and_states_have_the_published_names(name):
+    scheduler = SCHEDULERS[name](**BASE[name])
+    state = run_state(scheduler)
+    x, noise = jnp.asarray(START), jnp.asarray(NOISE[0])
+    args = (state, 0.1 * x, state.timesteps[0], x)
+    output = jax.jit(lambda *args: scheduler.step(*args, noise=noise))(*args)
+    kind, state_kind = (getattr(ddpm, cls) for cls in OUTPUTS[name])
+    assert type(output) is kind and type(output.state) is type(state) is state_kind
+    assert isinstance(output, FlaxSchedulerOutput) and isinstance(output, ModelOutput)
+    assert list(output) == ["prev_sample", "state"] and output["state"] is output.state
+    prev_sample, after = scheduler.step(*args, return_dict=False, noise=noise)
+    np.testing.assert_allclose(prev_sample, output.prev_sample, rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(after) == jax.tree.structure(output.state)
+    fields = inspect.signature(state_kind).parameters
+    created = state_kind.create(**{k: getattr(state, k) for k in fields})
+    assert jax.tree.structure(created) == jax.tree.structure(state)
+
+    common = CommonSchedulerState.create(scheduler)
+    assert list(inspect.signature(CommonSchedulerState).parameters) == [
+        "alphas",
+        "betas",
+        "alphas_cumprod",
+    ]
+    assert scheduler.create_state(common).common is common
+    np.testing.assert_array_equal(common.alphas_cumprod, state.common.alphas_cumprod)
+
+
+@pytest.mark.parametrize("name", ["ddpm", "ddim", "euler", "euler_ancestral"])
+def test_steps_are_chosen_by_the_timestep_and_can_be_repeated(name):
+    """Scripts drop the returned state, go back, or begin in the middle."""
+    scheduler, start = make_scheduler(name, STABLE_DIFFUSION | BASE[name] | {"steps_offset": 1})
+    start = scheduler.set_timesteps(start, 10, SHAPE)
+    _, expected = flax_trajectory(name, STABLE_DIFFUSION | BASE[name] | {"steps_offset": 1}, 10)
+    step = jax.jit(lambda *args, noise: scheduler.step(*args, noise=noise).prev_sample)
+    for i in (7, 3, 9):
+        x, t = jnp.asarray(expected[i - 1]), start.timesteps[i]
+        out = np.float32(model(np.asarray(scheduler.scale_model_input(start, x, t)), float(t)))
+        args = start, jnp.asarray(out), t, x
+        for _ in range(2):
+            actual = step(*args, noise=jnp.asarray(NOISE[i]))
+            np.testing.assert_allclose(actual, expected[i], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["euler", "lms", "dpmsolver++"])
+def test_rounded_timesteps_are_told_apart_by_the_count(name):
+    """Published pipelines cut Euler's fractional timesteps to integers."""
+    config = STABLE_DIFFUSION | {"use_karras_sigmas": True}
+    scheduler, state = make_scheduler(name, config)
+    state = scheduler.set_timesteps(state, 50, SHAPE)
+    timesteps, expected = flax_trajectory(name, config, 50)
+    assert len(set(timesteps.astype(int))) < 50
+    x, samples = jnp.asarray(START) * state.init_noise_sigma, []
+    for t in timesteps:
+        scaled = np.asarray(scheduler.scale_model_input(state, x, int(t)))
+        out = jnp.asarray(np.float32(model(scaled, float(t))))
+        x, state = scheduler.step(state, out, int(t), x, return_dict=False)
+        samples.append(x)
+    assert_same_trajectory((timesteps, np.array(samples)), (timesteps, expected), name)
+
+
+@pytest.mark.parametrize("name", ["lms", "dpmsolver++"])
+def test_multistep_schedulers_begin_anew_at_any_timestep(name):
+    """As image-to-image loops do that slice state.timesteps instead of giving first_step."""
+    config = STABLE_DIFFUSION | {"steps_offset": 1}
+    scheduler, state = make_scheduler(name, config)
+    state = scheduler.set_timesteps(state, 12, SHAPE)
+    timesteps, expected = flax_trajectory(name, config, 12, first_step=5)
+    x, samples = jnp.asarray(START), []
+    for t in state.timesteps[5:]:
+        scaled = np.asarray(scheduler.scale_model_input(state, x, t))
+        out = jnp.asarray(np.float32(model(scaled, float(t))))
+        x, state = scheduler.step(state, out, t, x, return_dict=False)
+        samples.append(x)
+    # LMS needs no sigmas before those of its stored slopes.
+    assert_same_trajectory((timesteps, np.array(samples)), (timesteps, expected), name)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_lms_of_lower_order_matches_pytorch(order):
+    scheduler, state = make_scheduler("lms", STABLE_DIFFUSION)
+    reference = diffusers.LMSDiscreteScheduler(**STABLE_DIFFUSION)
+    reference.set_timesteps(12)
+    state = scheduler.set_timesteps(state, 12, SHAPE)
+    assert scheduler.get_lms_coefficient(state, 3, 5, 1) == pytest.approx(
+        reference.get_lms_coefficient(3, 5, 1), rel=1e-5
+    )
+    x = torch.from_numpy(START) * reference.init_noise_sigma
+    y = jnp.asarray(START) * state.init_noise_sigma
+    for t in reference.timesteps:
+        out = np.float32(model(reference.scale_model_input(x, t).numpy(), float(t)))
+        x = reference.step(torch.from_numpy(out), t, x, order).prev_sample
+        y, state = scheduler.step(state, jnp.asarray(out), float(t), y, order, False)
+        assert np.abs(y - x.numpy()).max() < 1e-5 * x.abs().max()
+    for wrong in (0, 5, 2.5):
+        with pytest.raises(ValueError, match=f"order={wrong} must be"):
+            scheduler.step(state, y, 0, y, wrong)
+
+
+def test_pndm_steps_of_both_kinds_match_pytorch():
+    """The published loops call step_prk and step_plms; a full run by step is the same."""
+    config = STABLE_DIFFUSION | {"steps_offset": 1}
+    scheduler, start = make_scheduler("pndm", config)
+    reference = diffusers.PNDMScheduler(**config)
+    reference.set_timesteps(10)
+    start = state = scheduler.set_timesteps(start, 10, SHAPE)
+    np.testing.assert_array_equal(state.prk_timesteps, reference.prk_timesteps)
+    np.testing.assert_array_equal(state.plms_timesteps, reference.plms_timesteps)
+    assert scheduler.pndm_order == len(state.ets) == 4
+    x, y = torch.from_numpy(START), jnp.asarray(START)
+    kinds = ["step_prk"] * len(state.prk_timesteps) + ["step_plms"] * len(state.plms_timesteps)
+    for i, (kind, t) in enumerate(zip(kinds, reference.timesteps)):
+        out = np.float32(model(x.numpy(), float(t)))
+        x = getattr(reference, kind)(torch.from_numpy(out), t, x).prev_sample
+        y, state = getattr(scheduler, kind)(state, jnp.asarray(out), int(t), y)
+        assert np.abs(y - x.numpy()).max() < 1e-5 * x.abs().max()
+        assert state.counter == state.step_index == i + 1
+    np.testing.assert_allclose(state.ets[-1], out, rtol=1e-6)
+    newest = jnp.asarray(NOISE[:4])
+    replaced = start.replace(ets=newest, counter=jnp.int32(14))
+    y, _ = scheduler.step_plms(replaced, newest[0], 500, jnp.asarray(START))
+    reference.ets, reference.counter = list(torch.from_numpy(NOISE[:4])), 14
+    x = reference.step_plms(torch.from_numpy(NOISE[0]), 500, torch.from_numpy(START)).prev_sample
+    np.testing.assert_allclose(y, x.numpy(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="call set_timesteps before step"):
+        scheduler.step_plms(scheduler.create_state(), newest[0], 1, newest[0])
+    with pytest.raises(ValueError, match="skip_prk_steps=True leaves no"):
+        skipping = FlaxPNDMScheduler(skip_prk_steps=True)
+        skipping.step_prk(run_state(skipping), newest[0], 1, newest[0])
+
+
+VARIANCES = ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log", "learned_range")
+
+
+@pytest.mark.parametrize("num_steps", [None, 10])
+def test_ddpm_variances_match_pytorch(num_steps):
+    scheduler, state = make_scheduler("ddpm", STABLE_DIFFUSION)
+    reference = diffusers.DDPMScheduler(**STABLE_DIFFUSION)
+    if num_steps:
+        state = scheduler.set_timesteps(state, num_steps)
+        reference.set_timesteps(num_steps)
+    predicted = NOISE[0] / 3
+    for t in (0, 100, 400, 900):
+        assert scheduler.previous_timestep(state, t) == int(reference.previous_timestep(t))
+        for kind in VARIANCES:
+            actual = scheduler._get_variance(state, t, jnp.asarray(predicted), kind)
+            expected = reference._get_variance(t, torch.from_numpy(predicted), kind)
+            # Neighbours' alpha_bar differ in their last digits only, of which a logarithm takes
+            # the relative error.
+            is_log = kind in ("fixed_large_log", "learned_range")
+            error = np.abs(np.asarray(actual) - np.asarray(expected)).max()
+            assert error < (1e-4 if is_log and num_steps is None else 1e-5), kind
+    for kind in ("learned", "learned_range"):
+        with pytest.raises(ValueError, match="needs predicted_variance"):
+            scheduler._get_variance(state, 5, variance_type=kind)
+
+
+def test_ddpm_without_set_timesteps_matches_pytorch(monkeypatch):
+    """The next timestep is t - 1."""
+    scheduler, state = make_scheduler("ddpm", STABLE_DIFFUSION)
+    reference = diffusers.DDPMScheduler(**STABLE_DIFFUSION)
+    module = diffusers.schedulers.scheduling_ddpm
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: torch.from_numpy(NOISE[1]))
+    out = 0.3 * NOISE[0]
+    for t in (999, 500, 20, 1, 0):
+        x = reference.step(torch.from_numpy(out), t, torch.from_numpy(START)).prev_sample
+        y = scheduler.step(
+            state, jnp.asarray(out), t, jnp.asarray(START), noise=jnp.asarray(NOISE[1])
+        ).prev_sample
+        np.testing.assert_allclose(y, x.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned_range"])
+def test_ddpm_with_learned_variance_matches_pytorch(kind, monkeypatch):
+    config = STABLE_DIFFUSION | {"variance_type": kind, "clip_sample": False}
+    shift = 0.0 if kind == "learned_range" else 1.0  # a variance is positive
+
+    def both(x, t):
+        return np.concatenate([model(x, t), 0.3 * np.sin(x) + shift], axis=1)
+
+    monkeypatch.setitem(flax_trajectory.__globals__, "model", both)
+    for num_steps in (5, 20):
+        assert_same_trajectory(
+            flax_trajectory("ddpm", config, num_steps),
+            torch_trajectory("ddpm", config, num_steps, monkeypatch),
+            kind,
+        )
+    scheduler, state = make_scheduler("ddpm", config)
+    with pytest.raises(ValueError, match="needs 6 channels on axis 1"):
+        scheduler.step(state, jnp.asarray(START), 5, jnp.asarray(START), jax.random.key(0))
+
+
+def test_ddpm_takes_the_logarithm_of_the_large_variance_back():
+    """PyTorch's step takes the root of the logarithm, which is not a number."""
+    log = STABLE_DIFFUSION | {"variance_type": "fixed_large_log"}
+    large = STABLE_DIFFUSION | {"variance_type": "fixed_large"}
+    assert_same_trajectory(flax_trajectory("ddpm", log, 10), flax_trajectory("ddpm", large, 10), "")
+
+
+def test_ddim_variance_matches_pytorch():
+    scheduler, state = make_scheduler("ddim", STABLE_DIFFUSION)
+    reference = diffusers.DDIMScheduler(**STABLE_DIFFUSION)
+    for t, prev in ((999, 998), (980, 960), (420, 400), (20, 0), (10, -10)):
+        expected = float(reference._get_variance(t, prev))
+        assert float(scheduler._get_variance(state, t, prev)) == pytest.approx(expected, rel=1e-4)
+    # The published argument order: eta is the fifth, and needs noise that published steps left out.
+    state = run_state(scheduler)
+    args = state, jnp.asarray(NOISE[0]), 500, jnp.asarray(START)
+    with pytest.raises(ValueError, match="key=None"):
+        scheduler.step(*args, 0.5)
+    assert isinstance(scheduler.step(*args, 0.0, False), tuple)
+    traced = jax.jit(lambda eta, key: scheduler.step(*args, eta, key=key).prev_sample)
+    key = jax.random.key(0)
+    expected = scheduler.step(*args, 0.5, key=key).prev_sample
+    np.testing.assert_allclose(traced(0.5, key), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["euler", "lms"])
+def test_training_states_scale_as_pytorchs_do(name):
+    scheduler, state = make_scheduler(name, STABLE_DIFFUSION)
+    for t in (0, 37, 999):
+        reference = torch_class(name)(**STABLE_DIFFUSION)
+        expected = reference.scale_model_input(torch.from_numpy(START), t).numpy()
+        actual = jax.jit(scheduler.scale_model_input)(state, jnp.asarray(START), t)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dpm_solver_converts_the_models_output():
+    scheduler, state = make_scheduler("dpmsolver++", STABLE_DIFFUSION)
+    assert state.lambda_t[0] > state.lambda_t[999]
+    x, out = jnp.asarray(START), jnp.asarray(NOISE[0])
+    actual = scheduler.convert_model_output(state, out, 500, x)
+    expected = (x - state.sigma_t[500] * out) / state.alpha_t[500]
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_published_functions():
+    scheduler = FlaxDDPMScheduler()
+    state = scheduler.create_state()
+    x, eps, t = jnp.asarray(START), jnp.asarray(NOISE[0]), jnp.array([3, 700])
+    alpha_bar = broadcast_to_shape_from_left(state.common.alphas_cumprod[t], SHAPE)
+    assert alpha_bar.shape == SHAPE
+    noisy = jnp.sqrt(alpha_bar) * x + jnp.sqrt(1 - alpha_bar) * eps
+    np.testing.assert_allclose(add_noise_common(state.common, x, eps, t), noisy, rtol=1e-5)
+    np.testing.assert_array_equal(scheduler.add_noise(state, x, eps, t)[1], noisy[1])
+    velocity = jnp.sqrt(alpha_bar) * eps - jnp.sqrt(1 - alpha_bar) * x
+    np.testing.assert_allclose(
+        get_velocity_common(state.common, x, eps, t), velocity, rtol=1e-5, atol=1e-6
+    )
+    cosine = FlaxDDPMScheduler(beta_schedule="squaredcos_cap_v2").create_state().common.betas
+    np.testing.assert_array_equal(betas_for_alpha_bar(1000), cosine)
+    assert betas_for_alpha_bar(10, 0.5, jnp.bfloat16).max() == 0.5

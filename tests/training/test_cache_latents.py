@@ -1,0 +1,418 @@
+"""cache_latents.py: latents against PyTorch's, training on them, incompatible flags."""
+# ruff: noqa: F401, F811 (fixtures of test_train.py)
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from test_train import (
+    SIZE,
+    config_of,
+    data,
+    lenient_optimizer,
+    model,
+    read_metrics,
+    run_main,
+    write_shard,
+)
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import cache_latents
+import flax_train_instruct_pix2pix as trainer
+import parquet_processing
+from cache_latents import Config
+from dataloading import shards as dataloading_shards
+from dataloading.shards import (
+    list_row_groups,
+    pair_at,
+    read_row_group,
+    shard_ids,
+)
+from diffusers_flax.models.kernels import plain_operations
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from parquet_processing import ParquetImagePairs
+from training import latents as training_latents
+from training.latents import write_latents
+from training.models import encode_images
+
+
+def config_for(model, data, output_dir, **options):
+    options = {"resolution": 16, "batch_size": 1, **options}
+    names = ("pretrained_model_name_or_path", "train_data_dir", "output_dir")
+    return Config(**dict(zip(names, map(str, (model, data, output_dir)))), **options)
+
+
+def fill(config):
+    write_latents(config, config.output_dir, config.batch_size)
+
+
+@pytest.fixture(scope="module")
+def kept(model, data, tmp_path_factory):
+    """Latents of the data."""
+    folder = tmp_path_factory.mktemp("latents") / "kept"
+    fill(config_for(model, data, folder))
+    return folder
+
+
+def test_latents_are_pytorchs(model, data, kept):
+    """Of every image and its mirror image, in the rows of the source."""
+    vae = AutoencoderKL.from_pretrained(model / "vae")
+    for source in list_row_groups(str(data)):
+        group = next(g for g in list_row_groups(str(kept)) if g.path.name == source.path.name)
+        assert group.num_rows == source.num_rows
+        originals, edits = read_row_group(source), read_row_group(group)
+        for row in range(group.num_rows):
+            pair, ours = pair_at(originals, row), pair_at(edits, row)
+            assert ours.prompt == pair.prompt
+            if (source.path.name, row) == ("a.parquet", 3):
+                assert ours.original is ours.edited is None
+                continue
+            pixels = np.empty((2, 16, 16, 3), np.uint8)
+            dataloading_shards.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
+            both = np.stack((pixels, pixels[:, :, ::-1]), 1).reshape(4, 16, 16, 3)
+            images = torch.from_numpy(both.copy()).permute(0, 3, 1, 2) / 127.5 - 1
+            with torch.no_grad():
+                posterior = vae.encode(images).latent_dist
+            mean, std = (
+                x.permute(0, 2, 3, 1).unflatten(0, (2, 2)).numpy()
+                for x in (posterior.mean, posterior.std)
+            )
+            found = np.frombuffer(ours.original, np.float16).reshape(mean[0].shape)
+            np.testing.assert_allclose(found, mean[0], rtol=2e-3, atol=1e-3)
+            found = np.frombuffer(ours.edited, np.float16).reshape(2, *mean.shape[2:4], -1)
+            expected = np.concatenate((mean[1], std[1]), -1)
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
+
+
+def test_batches_are_flipped_as_images_are(model, data, kept):
+    """Same rows, order, mirror images and replacement of the broken pair."""
+    options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
+    images, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
+    vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
+    encode = jax.jit(lambda images: encode_images(vae, params, images))
+    for _ in range(2):  # epochs
+        for ours, theirs in zip(latents, images, strict=True):
+            assert ours["edit_prompt"] == theirs["edit_prompt"]
+            original = encode(theirs["original_pixel_values"])
+            edited = encode(theirs["edited_pixel_values"])
+            expected = np.concatenate((edited.mean, edited.std), -1)
+            assert ours["original_latents"].dtype == ours["edited_latents"].dtype == np.float16
+            close = partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-3)
+            close(ours["original_latents"], original.mean)
+            close(ours["edited_latents"], expected)
+    assert images.num_bad == latents.num_bad > 0
+
+
+def test_images_encoded_one_by_one_or_together(model):
+    """With the code for CPUs, and with that for other platforms."""
+    vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
+    images = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), np.uint8)
+    alone = jax.jit(lambda x: encode_images(vae, params, x)).lower(images)
+    with plain_operations():
+        together = jax.jit(lambda x: encode_images(vae, params, x)).lower(images)
+    assert "stablehlo.while" in alone.as_text()
+    assert "stablehlo.while" not in together.as_text()
+    for ours, theirs in zip(*(jax.tree.leaves(x.compile()(images)) for x in (alone, together))):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [None, 100, 1])
+def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
+    """Padding costs as much as pairs. The largest row group has nine pairs."""
+    sizes, write = set(), training_latents.write_latent_shard
+    monkeypatch.setattr(
+        training_latents, "write_latent_shard", lambda *args: sizes.add(args[4]) or write(*args)
+    )
+    fill(config_for(model, data, tmp_path / "latents", batch_size=batch_size))
+    n = jax.local_device_count()
+    assert sizes == {n if batch_size == 1 else -(-9 // n) * n}
+
+
+def test_latents_are_known_as_their_images(data, kept):
+    """A run may resume with or without them, and several hosts draw the same random numbers."""
+    states = [
+        ParquetImagePairs(str(folder), batch_size=8, resolution=16, random_crop=False).state_dict()
+        for folder in (data, kept)
+    ]
+    assert states[0].pop("latents") is None and states[1].pop("latents")
+    assert states[0] == states[1]
+    shards = [shard_ids(list_row_groups(str(folder))).keys() for folder in (data, kept)]
+    assert shards[0] == shards[1]
+
+
+def test_training_is_the_same(model, data, tmp_path, monkeypatch):
+    """With latents that the trainer makes or finds, with their directory as data, and without."""
+    losses, folder = [], tmp_path / "latents"
+    options = {"random_crop": False, "ema": "none"}
+    cached = config_of(model, data, tmp_path / "cached", cache_latents=str(folder), **options)
+    for config in (
+        config_of(model, data, tmp_path / "plain", **options),
+        cached,
+        config_of(model, folder, tmp_path / "from latents", **options),
+    ):
+        run_main(config, monkeypatch)
+        losses.append([line["loss"] for line in read_metrics(Path(config.output_dir))])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+    assert losses[2] == losses[1]
+
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert before.keys() == {"a.parquet", "b.parquet"}
+    found = trainer.open_dataset(cached)
+    assert before == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    for ours, expected in zip(found, trainer.open_dataset(config), strict=True):
+        np.testing.assert_array_equal(ours["edited_latents"], expected["edited_latents"])
+
+
+def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
+    folder, write = tmp_path / "latents", training_latents.write_latent_shard
+
+    def write_until_b(path, *args):
+        if path.name == "b.parquet":
+            raise KeyboardInterrupt
+        write(path, *args)
+
+    monkeypatch.setattr(training_latents, "write_latent_shard", write_until_b)
+    flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
+    flags += ["--output_dir", str(folder), "--resolution", "16"]
+    with pytest.raises(SystemExit) as ended:
+        cache_latents.main(flags)
+    assert ended.value.code == 130
+    assert [file.name for file in folder.iterdir()] == ["a.parquet"]
+    before = (folder / "a.parquet").stat().st_mtime_ns
+    monkeypatch.undo()
+    cache_latents.main(flags)
+    assert sorted(file.name for file in folder.iterdir()) == ["a.parquet", "b.parquet"]
+    assert (folder / "a.parquet").stat().st_mtime_ns == before
+
+
+def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path, monkeypatch):
+    """A working process touches its directory with every batch, as a row group may take long."""
+    old, new = (tmp_path / "latents" / f".unfinished-{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "a.parquet").write_bytes(b"a half")
+    long_ago = time.time() - 2 * dataloading_shards.STALE_SECONDS
+    os.utime(old, (long_ago, long_ago))
+    touch, touched = os.utime, []
+    monkeypatch.setattr(os, "utime", lambda folder: touched.append(folder) or touch(folder))
+    fill(config_for(model, data, tmp_path / "latents"))
+    n = jax.local_device_count()
+    assert len(touched) == -(-9 // n) + -(-7 // n)  # once a batch
+    assert all(Path(folder).name.startswith(".unfinished-") for folder in touched)
+    assert {file.name for file in (tmp_path / "latents").iterdir()} == {
+        "a.parquet",
+        "b.parquet",
+        ".unfinished-new",
+    }
+
+
+def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
+    """The second process begins with the second shard and skips finished ones."""
+    folder, write, written = tmp_path / "latents", training_latents.write_latent_shard, []
+
+    def write_both(path, *args):
+        written.append(path.name)
+        write(path, *args)
+        if path.name == "b.parquet":  # by the other process meanwhile
+            shutil.copy(path, path.with_name("a.parquet"))
+
+    monkeypatch.setattr(training_latents, "write_latent_shard", write_both)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    fill(config_for(model, data, folder))
+    assert written == ["b.parquet"]
+
+
+def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_latents, "MIN_ROWS_FOR_BAD_FRACTION", 1)
+    with pytest.raises(
+        ValueError, match=r"1 of the first . pairs of .* for example a\.parquet row 3: "
+    ):
+        fill(config_for(model, data, tmp_path / "latents", max_bad_fraction=0.1))
+    assert not any((tmp_path / "latents").iterdir())
+
+
+def test_a_full_disk_leaves_nothing(model, data, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        fill(config_for(model, data, tmp_path / "latents"))
+    assert not any((tmp_path / "latents").iterdir())
+
+
+def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
+    fill(config_for(model, data, tmp_path / "latents", max_train_samples=5))
+    assert [file.name for file in (tmp_path / "latents").iterdir()] == ["a.parquet"]
+    (tmp_path / "latents" / "._a.parquet").write_bytes(b"of macOS")
+    fill(config_for(model, data, tmp_path / "latents"))
+    assert len(list((tmp_path / "latents").glob("[!.]*"))) == 2
+
+
+def test_latents_of_other_settings_are_replaced_on_request(model, data, kept, tmp_path):
+    """The result is that of a new directory; foreign files stay."""
+    folder, new = tmp_path / "copy", tmp_path / "new"
+    shutil.copytree(kept, folder)
+    (folder / "notes.txt").write_text("mine")
+    config = config_for(model, data, new, image_interpolation_mode="bicubic")
+    fill(config)
+    flags = dataclasses.asdict(dataclasses.replace(config, output_dir=str(folder)))
+    flags = [f"--{name}={value}" for name, value in flags.items() if value not in (None, False)]
+    cache_latents.main([*flags, "--overwrite_output_dir"])
+    files = {file.name: file.read_bytes() for file in new.iterdir()}
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files | {
+        "notes.txt": b"mine"
+    }
+    assert files["a.parquet"] != (kept / "a.parquet").read_bytes()
+
+
+def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
+    with pytest.raises(SystemExit, match="2"):
+        cache_latents.main([*flags, "--output_dir", str(tmp_path)])
+    assert f"--output_dir {tmp_path} is not empty (notes.txt); name another" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(resolution=32),
+            "was made with other settings (resolution was 16 and is 32; shape was",
+        ),
+        (dict(image_interpolation_mode="bicubic"), "(image_interpolation_mode was dct and is"),
+        (dict(pretrained_model_name_or_path="OTHER"), "was made with other settings (vae was"),
+        (dict(train_data_dir="GROWN"), "was made with other settings (source_bytes was"),
+        (dict(train_data_dir="FEWER"), "b.parquet matches no shard in"),
+        (dict(train_data_dir="FEWER", max_train_samples=5), "b.parquet matches no shard in"),
+        (
+            dict(mixed_precision="bf16"),
+            "was made with other settings (mixed_precision was no and is bf16)",
+        ),
+        (
+            dict(original_image_column="edited_image", edited_image_column="original_image"),
+            "other settings (columns was ['original_image', 'edited_image', 'edit_prompt'] and",
+        ),
+        (dict(train_data_dir="KEPT", output_dir="NEW"), "already has latents; train on it"),
+        (dict(output_dir="DATA"), "is --train_data_dir; name another directory"),
+        (dict(output_dir="COPY"), "a.parquet contains no latents; name a directory"),
+        (
+            dict(resolution=15, output_dir="NEW"),
+            "--resolution 15 is not a multiple of 2; try 14 or 16",
+        ),
+        (
+            dict(
+                pretrained_model_name_or_path="XL",
+                pretrained_vae_model_name_or_path="VAE",
+                output_dir="NEW",
+            ),
+            "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own",
+        ),
+        (dict(train_data_dir="NONE"), "is not a directory; name that of the shards"),
+        (  # checked before models are read
+            dict(output_dir="FILE", pretrained_model_name_or_path="NONE"),
+            "--output_dir FILE is a file; name a directory",
+        ),
+        (dict(batch_size=0), "--batch_size 0 must be at least 1"),
+        (dict(dataloader_num_workers=-1), "--dataloader_num_workers -1 must be at least 0"),
+        (dict(max_bad_fraction=-1.0), "--max_bad_fraction -1.0 must be from 0 to 1"),
+    ],
+)
+def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options, message):
+    places = {"DATA": data, "KEPT": kept, "NEW": tmp_path / "new", "NONE": tmp_path / "none"}
+    places |= {"FILE": tmp_path / "file", "VAE": model / "vae"}
+    places["FILE"].touch()
+    for name in ("GROWN", "FEWER", "COPY"):
+        places[name] = tmp_path / name
+        shutil.copytree(data, places[name])
+    write_shard(places["GROWN"] / "a.parquet", 9, seed=7)
+    (places["FEWER"] / "b.parquet").unlink()
+    if "OTHER" in options.values():
+        places["OTHER"] = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
+    if "XL" in options.values():
+        places["XL"] = make_tiny_xl(tmp_path / "xl")
+    before = {file: file.read_bytes() for file in (*data.iterdir(), *kept.iterdir())}
+    named = dict(
+        pretrained_model_name_or_path=model, train_data_dir=data, output_dir=kept, resolution=16
+    )
+    named |= {name: places.get(value, value) for name, value in options.items()}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cache_latents.main([f"--{name}={value}" for name, value in named.items()])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.replace(str(places["FILE"]), "FILE")
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert before == {file: file.read_bytes() for file in before}
+    assert not places["NEW"].exists()
+
+
+def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys):
+    other = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
+    mixed = tmp_path / "mixed"
+    shutil.copytree(kept, mixed)
+    shutil.copy(data / "b.parquet", mixed)
+    run = partial(config_of, out=tmp_path / "out", random_crop=False)
+    for config, message in (
+        (run(model, data, cache_latents="x", random_crop=True), "add --no_random_crop"),
+        (
+            run(model, kept, random_crop=True),
+            "latents are of the centre of each image; add --no_random_crop",
+        ),
+        (run(model, kept, resolution=32), "contains latents of --resolution 16, not 32"),
+        (run(other, kept), "has latents of another VAE than"),
+        (run(model, mixed), "b.parquet does not match the first shard"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run_main(config, monkeypatch)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+    with pytest.raises(SystemExit):
+        parquet_processing.main(["--train_data_dir", str(kept)])
+    assert "contains latents; name the directory of the images" in capsys.readouterr().err
+
+
+def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
+    """A truncated shard, or one with a cell that is too short."""
+    cut = tmp_path / "cut"
+    shutil.copytree(kept, cut)
+    (cut / "a.parquet").write_bytes((kept / "a.parquet").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read .* remove it"):
+        fill(config_for(model, data, cut))
+    table = pq.read_table(kept / "b.parquet")
+    broken = bytearray((kept / "b.parquet").read_bytes())
+    broken[4 : len(broken) // 2] = bytes(len(broken) // 2 - 4)
+    middle = tmp_path / "middle"
+    middle.mkdir()
+    (middle / "b.parquet").write_bytes(broken)
+    (group,) = list_row_groups(str(middle))
+    with pytest.raises(ValueError, match=r"b\.parquet.* delete the shard and make it again with"):
+        read_row_group(group)
+    short = tmp_path / "short"
+    short.mkdir()
+    cells = [table["edited_image"][0].as_py()[:-2], *table["edited_image"].to_pylist()[1:]]
+    table = table.set_column(1, "edited_image", pa.array(cells, pa.binary()))
+    pq.write_table(table, short / "b.parquet")
+    dataset = ParquetImagePairs(
+        str(short), batch_size=7, resolution=16, random_crop=False, max_bad_fraction=1
+    )
+    assert len(list(dataset)) == 1
+    assert list(dataset.bad_rows.values()) == [
+        "edited_image: no latents in the shard; the image was undecodable"
+    ]
+    assert json.loads(table.schema.metadata[b"latents"])["rows"] == 7

@@ -1,0 +1,325 @@
+"""Training SDXL: against PyTorch, and by the trainer's command line."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from test_pipeline_instruct_pix2pix import random_inputs
+from test_train import (
+    RUN,
+    Parallel,
+    compare_losses,
+    compare_runs,
+    config_of,
+    draws_by_hand,
+    edit_json,
+    lenient_optimizer,  # noqa: F401
+    make_batch,
+    normal,
+    read_metrics,
+    run_main,
+    train_with_torch,
+    write_shard,
+)
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+import ema_posthoc
+import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.instruct_pix2pix_xl import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+)
+from training import models as training_models
+
+SIDE = RUN["resolution"] // 8  # of the latents
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_xl(
+        tmp_path_factory.mktemp("tiny") / "xl", edits=True, prediction_type="v_prediction"
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sixteen pairs of 22x18 pixels, two batches; one pair cannot be decoded."""
+    folder = tmp_path_factory.mktemp("data")
+    write_shard(folder / "a.parquet", 9, seed=1, broken=[3])
+    write_shard(folder / "b.parquet", 7, seed=2)
+    return folder
+
+
+def torch_text_encoder(model):
+    """PyTorch's text of both encoders; the null text is zeros."""
+    encoders = [
+        CLIPTextModel.from_pretrained(model / "text_encoder"),
+        CLIPTextModelWithProjection.from_pretrained(model / "text_encoder_2"),
+    ]
+
+    def encode(batch):
+        ids = torch.tensor(batch["input_ids"]).long()
+        outputs = [x(ids[:, i], output_hidden_states=True) for i, x in enumerate(encoders)]
+        return {
+            "states": torch.cat([x.hidden_states[-2] for x in outputs], -1),
+            "text_embeds": outputs[1].text_embeds,
+            "time_ids": torch.tensor(batch["time_ids"]),
+        }
+
+    sizes = [encoder.config.hidden_size for encoder in encoders]
+    null_text = {"states": torch.zeros(1, 77, sum(sizes)), "text_embeds": torch.zeros(1, 20)}
+    return encode, null_text
+
+
+def make_sdxl_batch(seed):
+    batch, rng = make_batch(seed), np.random.default_rng(seed)
+    B = RUN["train_batch_size"]
+    batch["input_ids"] = rng.integers(0, 500, (B, 2, 77), np.int32)
+    batch["time_ids"] = rng.integers(0, 2000, (B, 6)).astype(np.float32)
+    return batch
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_loss_and_gradients_are_pytorchs(model, prediction_type):
+    """With time ids, and with dropout of text, image and both: zeros for states and pooled."""
+    B = 6
+    text = {
+        "states": normal(B, 7, 48, seed=3),
+        "pooled": normal(B, 20, seed=4),
+        "time_ids": np.random.default_rng(5).integers(0, 2000, (B, 6)).astype(np.float32),
+    }
+    condition = normal(B, 4, 5, 7, seed=2)
+    keys = jax.random.split(jax.random.key(0), B)
+    u, rate = np.asarray(jax.vmap(jax.random.uniform)(keys)), 0.25
+    assert set(np.floor(u / rate)) == {0, 1, 2, 3}  # all rows of the table
+    null_text = {name: jnp.zeros_like(text[name][:1]) for name in ("states", "pooled")}
+    ours = trainer.conditioning_dropout(keys, text, null_text, condition, rate)
+    theirs = {name: x.copy() for name, x in text.items()}, condition.copy()
+    for name in ("states", "pooled"):
+        theirs[0][name][u < 2 * rate] = 0
+    theirs[1][(rate <= u) & (u < 3 * rate)] = 0
+    compare_losses(model, prediction_type, ours, theirs)
+
+
+def test_four_devices_are_pytorch_on_one(model):
+    """From pixels to weights, v prediction: text of both encoders, time ids, dropout, AdamW.
+
+    Blocks gather their own parameters.
+    """
+    num_steps, seed = 4, 3
+    batches = [make_sdxl_batch(i) for i in range(num_steps)]
+    draws = [draws_by_hand(seed, step, SIDE) for step in range(num_steps)]
+    options = {"gradient_checkpointing": True, "gather_by_block": True}
+    parallel = Parallel(config_of(model, "unused", "unused", **options))
+    torch_run = train_with_torch(model, batches, draws, torch_text_encoder)
+    compare_runs(parallel, list(parallel.run(batches, seed)), *torch_run)
+
+
+def test_cached_latents_have_the_time_ids(model, data, tmp_path):
+    """The same in every batch as with images; latents without time ids are refused."""
+    folder = tmp_path / "latents"
+    config = config_of(model, data, tmp_path / "out", random_crop=False)
+    images = trainer.open_dataset(config)
+    config = dataclasses.replace(config, cache_latents=str(folder))
+    for plain, cached in zip(images, trainer.open_dataset(config), strict=True):
+        np.testing.assert_array_equal(cached["time_ids"], plain["time_ids"])
+    for path in folder.iterdir():
+        table = pq.read_table(path)
+        pq.write_table(table.drop_columns(["time_ids"]), path)
+    with pytest.raises(ValueError, match="has no time ids of SDXL; delete the directory"):
+        trainer.open_dataset(config)
+
+
+@pytest.mark.slow
+def test_cached_latents_give_the_same_losses(model, data, tmp_path, monkeypatch):
+    losses, folder = {}, tmp_path / "latents"
+    for name, cached in (("plain", ""), ("cached", str(folder))):
+        config = config_of(
+            model, data, tmp_path / name, random_crop=False, cache_latents=cached, ema="none"
+        )
+        run_main(config, monkeypatch)
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
+    np.testing.assert_allclose(losses["cached"], losses["plain"], rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
+    """The last checkpoint of four devices gives the same end on two; with validation images."""
+    devices = jax.devices()
+    image = random_inputs(1, 16, 16, 8)[0]
+    pipeline, _ = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(model)
+    pipeline.numpy_to_pil(image)[0].save(tmp_path / "in.png")
+    config = config_of(
+        model,
+        data,
+        tmp_path / "out",
+        checkpointing_steps=3,
+        checkpoints_total_limit=None,
+        validation_image=(str(tmp_path / "in.png"),),
+        validation_prompt=("make it red",),
+        validation_steps=3,
+        gradient_checkpointing=True,
+        gradient_accumulation_steps=2,
+        gather_by_block=True,
+        ema="power",
+        ema_every=1,
+        ema_snapshot_steps=3,
+    )
+    run_main(config, monkeypatch)
+    assert len(list((tmp_path / "out" / "validation").glob("step-*"))) == 2
+    expected = [row["loss"] for row in read_metrics(tmp_path / "out")]
+    (tmp_path / "out" / "model_index.json").unlink()
+    other = dataclasses.replace(
+        config, resume_from_checkpoint=str(tmp_path / "out" / "checkpoints" / "3")
+    )
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda *args, **options: devices[:2])
+    for name in ("device_count", "local_device_count"):
+        monkeypatch.setattr(jax, name, lambda *args, **options: 2)
+    run_main(other, monkeypatch)
+    found = [row["loss"] for row in read_metrics(tmp_path / "out")]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    with Image.open(tmp_path / "out" / "validation" / "progress.gif") as animation:
+        assert animation.n_frames == 2
+
+    flags = f"--train_output_dir {tmp_path}/out --output_dir {tmp_path}/longer --sigma_rel 0.12"
+    ema_posthoc.main(flags.split())
+    averages = [
+        FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(tmp_path / name)[1]["unet"][
+            "conv_in"
+        ]["kernel"]
+        for name in ("out", "longer")
+    ]
+    assert 0 < np.abs(averages[0] - averages[1]).max() < 0.1
+
+
+def sd_unet(tmp_path):
+    return {"unet_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "unet")}
+
+
+def sd_vae(tmp_path):
+    return {"pretrained_vae_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "vae")}
+
+
+def refiner(tmp_path):
+    return {"pretrained_model_name_or_path": str(make_tiny_xl(tmp_path / "r", refiner=True))}
+
+
+def no_second_encoder(tmp_path):
+    folder = make_tiny_xl(tmp_path / "half")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["text_encoder_2"] = [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def no_second_directory(tmp_path):
+    folder = make_tiny_xl(tmp_path / "half")
+    shutil.rmtree(folder / "text_encoder_2")
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def cosxl(tmp_path):
+    """A base model whose index and scheduler are CosXL's."""
+    folder = unknown_scheduler(tmp_path, "EDMEulerScheduler")
+    file = Path(folder["pretrained_model_name_or_path"], "model_index.json")
+    edit_json(file, scheduler=["diffusers", "EDMEulerScheduler"])
+    return folder
+
+
+def unknown_scheduler(tmp_path, name="UnknownScheduler"):
+    folder = make_tiny_xl(tmp_path / "scheduler")
+    edit_json(folder / "scheduler" / "scheduler_config.json", _class_name=name)
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def xl_vae(tmp_path):
+    sd = make_tiny_pipeline(tmp_path / "sd")
+    return {
+        "pretrained_model_name_or_path": str(sd),
+        "unet_model_name_or_path": str(sd / "unet"),
+        "pretrained_vae_model_name_or_path": str(make_tiny_xl(tmp_path / "xl") / "vae"),
+    }
+
+
+def cached(change):
+    """The same with --cache_latents; nothing is encoded before the models are checked."""
+
+    def with_latents(tmp_path):
+        latents = {"cache_latents": str(tmp_path / "latents"), "random_crop": False}
+        return change(tmp_path) | latents | {"random_flip": False}
+
+    return with_latents
+
+
+def odd_resolution(tmp_path):
+    return {"resolution": 12}
+
+
+def sd_pipeline(tmp_path):
+    return {"pretrained_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd"))}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (sd_unet, "is SDXL, but the UNet in "),
+        (sd_pipeline, "is Stable Diffusion 1 or 2, but the UNet in "),
+        (sd_vae, "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own"),
+        (refiner, "is SDXL's refiner, which lacks the first text encoder; give the base model"),
+        (no_second_encoder, "is SDXL without text_encoder_2; copy or download it again"),
+        (no_second_directory, "no config.json in "),
+        (xl_vae, "has scaling_factor 0.13025, so it is SDXL's; Stable Diffusion needs its own"),
+        (cached(sd_vae), "so it is Stable Diffusion's; SDXL needs its own"),
+        (cached(unknown_scheduler), "_class_name=UnknownScheduler, which is not supported"),
+        (cached(cosxl), "is a CosXL model (EDMEulerScheduler), which is not supported; train SDXL"),
+        (cached(odd_resolution), "--resolution 12 is not a multiple of 8; try 8 or 16"),
+        (
+            lambda path: {"resolution": 4},
+            "--resolution 4 is too small: this model's VAE and UNet reduce sides to 1/8, which "
+            "takes 8 pixels or more; its UNet was made for 64",
+        ),
+        (odd_resolution, "--resolution 12 is not a multiple of 8; try 8 or 16"),
+    ],
+)
+def test_models_that_do_not_fit_are_one_line(
+    model, data, tmp_path, monkeypatch, capsys, change, message
+):
+    config = dataclasses.replace(config_of(model, data, tmp_path / "out"), **change(tmp_path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_main(config, monkeypatch)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not Path(config.output_dir, "config.json").exists()
+    assert not (tmp_path / "latents").exists()
+
+
+def test_the_vae_computes_in_float32(model):
+    config = config_of(model, "unused", "unused", mixed_precision="bf16")
+    models, *_ = training_models.load_models(config, jnp.bfloat16)
+    assert models.vae.dtype == jnp.float32 and models.unet.dtype == jnp.bfloat16
+
+
+def test_another_vae_replaces_the_models_own(model, tmp_path):
+    """One that computes in half precision, as its config says."""
+    vae = tmp_path / "vae"
+    shutil.copytree(make_tiny_xl(tmp_path / "other", seed=1) / "vae", vae)
+    content = json.loads((vae / "config.json").read_text()) | {"force_upcast": False}
+    (vae / "config.json").write_text(json.dumps(content))
+    options = dict(mixed_precision="bf16", pretrained_vae_model_name_or_path=str(vae))
+    config = config_of(model, "unused", "unused", **options)
+    models, pipeline, frozen, _ = training_models.load_models(config, jnp.bfloat16)
+    assert models.vae.dtype == jnp.bfloat16 and pipeline.vae is models.vae
+    _, expected = FlaxAutoencoderKL.from_pretrained(vae)
+    jax.tree.map(np.testing.assert_array_equal, frozen["vae"], expected)

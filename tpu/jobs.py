@@ -1,0 +1,295 @@
+"""The programs that tpu_compile.py compiles besides the training step: UNets and images.
+
+Each has a class of flags, and a function that makes its Job for devices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from diffusers_flax.acceleration.caches import switch_shares
+from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
+from diffusers_flax.loading.configs import PUBLISHED_CONFIGS, ConfigMixin
+from diffusers_flax.models.tiny_vae import (
+    TINY_VAES,
+    FlaxAutoencoderTiny,
+    check_latents,
+    choose_tiny_vae,
+    open_tiny_vae,
+)
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.pipelines.base import MODULES, pipeline_class
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+    InstructPix2Pix,
+    guidance_branches,
+    pixels_per_latent,
+)
+from diffusers_flax.pipelines.instruct_pix2pix_xl import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+)
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from editing.edits import choose_scheduler
+from tpu.programs import param_shapes, replicated
+
+FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
+DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Flags of all programs."""
+
+    tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
+    find_batch: bool = False  # find the largest batch that fits, starting from the one given
+    # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM
+    optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
+    # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
+    compiler_options: tuple[str, ...] = ()
+
+
+class Job(NamedTuple):
+    """Programs to compile under pmap; their arguments are ShapeDtypeStructs of (chips, ...)."""
+
+    step: Callable
+    args: tuple
+    held: dict[str, Any]  # arrays in memory before the step: trees by their names in the report
+    batch_per_chip: int  # pairs, samples or images
+    switches: tuple = ()  # of acceleration.caches.switch_shares
+    evaluations: int | None = None  # of the UNet per image, for programs that make images
+    update: Callable | None = None  # of an average of the weights
+    update_args: tuple = ()
+    updates_per_step: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unet(Target):
+    """A UNet: forward and backward pass, or the forward pass of one sampling step."""
+
+    family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
+    gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
+    batch_size: int = 8  # samples per chip; two per image with guidance
+    in_channels: int | None = None  # input channels; default: 8 with gradient, else the config's
+    resolution: int = 256  # side of the images, pixels
+    mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
+    output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
+    revision: str | None = None  # branch, tag or commit of a hub id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images(Target):
+    """Flags of the programs that make images, in bfloat16."""
+
+    num_images: int = 1  # images at once on each chip
+    num_inference_steps: int = 20  # denoising steps
+    guidance_scale: float = 7.5  # weight of the text; up to 1: no guidance
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
+    # int8, taesd; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
+    # report; "" is tpu_compile_TPU_PROGRAM_NUM_IMAGES.json in the current directory
+    output: str = ""
+    revision: str | None = None  # branch, tag or commit of a hub id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sdxl(Images):
+    """SDXL images from text."""
+
+    image_size: int = 1024  # side of the images, pixels
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is SDXL base 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit(Images):
+    """Edited images, by InstructPix2Pix."""
+
+    family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
+    resolution: int = 512  # side of the images, pixels
+    image_guidance_scale: float = 1.5  # similarity to the input
+    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family, widened
+
+
+def read_configs(source, revision, *names):
+    """{name: the content of its config.json} of parts of a pipeline directory."""
+    read = partial(ConfigMixin.load_config, source, revision=revision)
+    return {name: read(subfolder=name) for name in names}
+
+
+def unet_job(config, devices):
+    """A UNet on each device: loss and gradient, or one prediction.
+
+    Args:
+        config: Unet.
+        devices: to compile for.
+
+    Returns:
+        Job.
+    """
+    n, B = len(devices), config.batch_size
+    configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
+    if source := config.pretrained_model_name_or_path:
+        configs = read_configs(source, config.revision, "unet", "vae")
+    pretrained_channels = configs["unet"].get("in_channels", 4)
+    in_channels = config.in_channels or (8 if config.gradient else pretrained_channels)
+    dtype = DTYPES[config.mixed_precision]
+    unet = FlaxUNet2DConditionModel.from_config(
+        configs["unet"] | {"in_channels": in_channels}, dtype=dtype
+    )
+    side = config.resolution // pixels_per_latent(configs, config.resolution)
+    inputs = [
+        jax.ShapeDtypeStruct((n, B, in_channels, side, side), jnp.float32),
+        jax.ShapeDtypeStruct((n, B), jnp.int32),
+        jax.ShapeDtypeStruct((n, B, 77, unet.cross_attention_dim), dtype),
+    ]
+    if unet.addition_embed_type == "text_time":
+        width = unet.projection_class_embeddings_input_dim - 6 * unet.addition_time_embed_dim
+        added = {"text_embeds": ((n, B, width), dtype), "time_ids": ((n, B, 6), jnp.float32)}
+        inputs.append({name: jax.ShapeDtypeStruct(*x) for name, x in added.items()})
+
+    def predict(params, *inputs):
+        return unet.apply({"params": params}, *inputs).sample
+
+    def loss(params, *inputs):
+        return jnp.square(predict(params, *inputs).astype(jnp.float32)).mean()
+
+    params = replicated(param_shapes(unet, jnp.float32 if config.gradient else dtype), n)
+    function = jax.value_and_grad(loss) if config.gradient else predict
+    return Job(
+        step=jax.pmap(function, axis_name="batch", devices=devices),
+        args=(params, *inputs),
+        held={"parameters": params, "batches": inputs},
+        batch_per_chip=B,
+    )
+
+
+def open_pipeline(config):
+    """The pipeline of Sdxl's or Edit's flags, from config files only.
+
+    Raises:
+        ValueError: the model or flags do not fit.
+    """
+    is_edit, dtype = isinstance(config, Edit), jnp.bfloat16
+    source, settings = config.pretrained_model_name_or_path, {}
+    if source:
+        cls = pipeline_class(source, config.revision) if is_edit else FlaxStableDiffusionXLPipeline
+        if is_edit and not issubclass(cls, InstructPix2Pix):
+            raise ValueError(
+                f"--pretrained_model_name_or_path {source} is a {cls.torch_class_name}; edit takes "
+                "an InstructPix2Pix model"
+            )
+        index, configs = cls.check(source, config.revision)
+        settings = cls._settings(index)
+    else:
+        family = config.family if is_edit else "sdxl"
+        configs = dict(PUBLISHED_CONFIGS[FAMILIES[family]])
+        cls = FlaxStableDiffusionXLPipeline
+        if is_edit:
+            cls = {
+                "sd15": FlaxStableDiffusionInstructPix2PixPipeline,
+                "sdxl": FlaxStableDiffusionXLInstructPix2PixPipeline,
+            }[family]
+            configs["unet"] = configs["unet"] | {"in_channels": 8}
+    scheduler, _ = choose_scheduler(configs["scheduler"], source, config.scheduler)
+    modules = {
+        name: MODULES[name].from_config(configs[name], dtype=dtype)
+        for name in MODULES.keys() & configs.keys()
+    }
+    accelerate = parse(config.accelerate)
+    if tiny_vae := choose_tiny_vae(accelerate.tiny_decoder, None, cls.tiny_vae_name):
+        settings["tiny_vae_source"] = tiny_vae
+        settings["tiny_vae"] = tiny_vae_module(tiny_vae, modules["vae"], dtype)
+    # Prompts are given as tokens, so no tokenizer is needed.
+    tokenizers = {
+        name.replace("text_encoder", "tokenizer"): True
+        for name in modules
+        if name.startswith("text_encoder")
+    }
+    return cls(
+        **modules, **tokenizers, **settings, dtype=dtype, scheduler=scheduler, accelerate=accelerate
+    )
+
+
+def tiny_vae_module(source, vae, dtype):
+    """The module of a TAESD; the published ones are known without the hub."""
+    if source not in TINY_VAES:
+        return open_tiny_vae(source, vae, dtype)
+    published = PUBLISHED_CONFIGS[source.split("/")[1]]["vae"]
+    module = FlaxAutoencoderTiny.from_config(published, dtype=dtype)
+    check_latents(module, vae, source)
+    return module
+
+
+def pipeline_params(pipeline):
+    """Shapes of a pipeline's parameters, as editing.cast_params leaves them."""
+    params = {
+        name: param_shapes(module, pipeline.dtype)
+        for name in (*MODULES, "tiny_vae")
+        if (module := getattr(pipeline, name, None)) is not None
+    }
+    params["vae"] = param_shapes(pipeline._vae, pipeline._vae.dtype)
+
+    def quantized(unet):
+        params = {"unet": unet}
+        pipeline.quantize_params(params)
+        return params["unet"]
+
+    params["unet"] = jax.eval_shape(quantized, params["unet"])
+    params["scheduler"] = jax.eval_shape(pipeline.scheduler.create_state)
+    return params
+
+
+def image_job(config, devices):
+    """The program of sdxl_single.py or edit_cli.py: prompts, images and noise to images.
+
+    Args:
+        config: Sdxl or Edit.
+        devices: to compile for.
+
+    Returns:
+        Job.
+    """
+    n, B, num_steps = len(devices), config.num_images, config.num_inference_steps
+    pipeline = open_pipeline(config)
+    params = replicated(pipeline_params(pipeline), n)
+    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
+    length = pipeline.text_encoder.module.max_position_embeddings
+    encoders = (2,) * (pipeline.text_axes - 1)
+    ids = jax.ShapeDtypeStruct((n, B, *encoders, length), jnp.int32)
+    scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
+    inputs = {"prompt_ids": ids, "neg_prompt_ids": ids, "guidance_scale": scale}
+    if isinstance(config, Edit):
+        side = config.resolution
+        branches = guidance_branches(config.guidance_scale, config.image_guidance_scale)
+        inputs["image"] = jax.ShapeDtypeStruct((n, B, 3, side, side), jnp.float32)
+        inputs["image_guidance_scale"] = scale
+    else:
+        side = config.image_size
+        branches = pipeline.guidance_branches(config.guidance_scale)
+
+    def generate(inputs, params, keys):
+        return pipeline._generate(
+            params=params,
+            prng_seed=keys,
+            num_inference_steps=num_steps,
+            height=side,
+            width=side,
+            branches=branches,
+            **inputs,
+        )
+
+    _, scales = pipeline._schedule(num_steps, pipeline.latent_shape(B, side, side))
+    steps = plan_steps(pipeline.accelerate, branches, scales)
+    return Job(
+        step=jax.pmap(generate, axis_name="batch", devices=devices),
+        args=(inputs, params, jax.ShapeDtypeStruct((n, B), keys.dtype)),
+        held={"parameters": params, "batches": inputs},
+        batch_per_chip=B,
+        evaluations=count_evaluations(steps),
+        switches=switch_shares(steps),
+    )

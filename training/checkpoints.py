@@ -1,0 +1,394 @@
+"""Checkpoints of a training run: write, find, read.
+
+Checkpoints are written in the background by orbax-checkpoint:
+
+    checkpoints = Checkpoints("out/checkpoints", total_limit=2)
+    if (step := checkpoints.latest()) is not None:
+        run, state = checkpoints.read_run(step), checkpoints.read_state(step)
+    checkpoints.save(step, state, run)      # returns before the files are written
+    checkpoints.close()                     # waits for the last save
+
+A checkpoint contains unsharded NumPy arrays and a dict that identifies the run. Incomplete
+checkpoints are never read. With several processes, only process 0 writes.
+"""
+
+import contextlib
+import ctypes
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from command_line import differences, one_line
+from diffusers_flax.loading.configs import INDEX_NAME
+from training.flags import final_file, fixed_flags, flag
+from training.models import checksums
+from training.processes import from_process_0, wait_for_all
+from training.sharding import TrainState, replicate, shard, shard_axes
+
+ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
+
+
+class Checkpoints:
+    """The checkpoints of one run; one process reads and writes them.
+
+    Args:
+        folder: directory; a checkpoint is in FOLDER/STEP.
+        total_limit: number of newest checkpoints to keep; None: all.
+        first_step: step at which the run starts. Checkpoints of later steps, which are outdated,
+            are removed at the first save. None keeps them.
+    """
+
+    def __init__(self, folder, total_limit=None, first_step=None):
+        self.folder = Path(folder).absolute()
+        self.first_step = first_step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        import orbax.checkpoint as ocp  # seconds to import
+
+        self.ocp = ocp
+        # No copies: the arrays may take a large part of the host's memory.
+        arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
+        this_process = ocp.options.MultiprocessingOptions(
+            primary_host=jax.process_index(), active_processes={jax.process_index()}
+        )
+        self.manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=total_limit,
+                cleanup_tmp_directories=first_step is not None,  # of killed processes
+                multiprocessing_options=this_process,
+                create=False,
+            ),
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(
+                    type_handler_registry=registry, multiprocessing_options=this_process
+                ),
+                "run": ocp.JsonCheckpointHandler(multiprocessing_options=this_process),
+            },
+        )
+
+    def latest(self):
+        """Step of the newest complete checkpoint, or None."""
+        return self.manager.latest_step()
+
+    def save(self, step, state, run):
+        """Write a checkpoint in the background, after the previous one is complete.
+
+        Args:
+            step: number of completed optimizer steps.
+            state: dict of NumPy arrays; must not change until `wait` returns.
+            run: JSON-serialisable dict that identifies the run.
+
+        Raises:
+            OSError: this checkpoint or the previous one cannot be written; older ones are intact.
+        """
+        try:
+            if self.first_step is not None:
+                for later in [s for s in self.manager.all_steps() if s > self.first_step]:
+                    self.manager.delete(later)
+                self.first_step = None
+            needed = sum(x.nbytes for x in state.values())
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:  # checked first, as orbax logs tracebacks when a write fails
+                raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
+            self.manager.save(
+                step,
+                args=self.ocp.args.Composite(
+                    state=self.ocp.args.PyTreeSave(state), run=self.ocp.args.JsonSave(run)
+                ),
+            )
+        except Exception as error:
+            raise self._close_and_explain(error) from error
+
+    def read_run(self, step):
+        """Read the dict that identifies the run.
+
+        Raises:
+            ValueError: the checkpoint is missing or damaged.
+        """
+        return self._read(step, run=self.ocp.args.JsonRestore())["run"]
+
+    def read_state(self, step, names=None):
+        """Read the arrays.
+
+        Args:
+            step: step of the checkpoint.
+            names: names of the arrays to read; None: all.
+
+        Raises:
+            ValueError: the checkpoint is missing or damaged.
+        """
+        options = {}
+        if names is not None:
+            as_numpy = self.ocp.RestoreArgs(restore_type=np.ndarray)
+            options = dict(
+                item=dict.fromkeys(names, 0),
+                restore_args=dict.fromkeys(names, as_numpy),
+                partial_restore=True,
+            )
+        return self._read(step, state=self.ocp.args.PyTreeRestore(**options))["state"]
+
+    def _read(self, step, **items):
+        try:
+            return self.manager.restore(step, args=self.ocp.args.Composite(**items))
+        except Exception as error:
+            raise ValueError(
+                f"checkpoint {self.folder / str(step)} cannot be read "
+                f"({one_line(error, 200)}); remove it to resume from the previous one"
+            ) from error
+
+    def wait(self):
+        """Wait until the checkpoint is written.
+
+        Raises:
+            OSError: the checkpoint cannot be written.
+        """
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:
+            raise self._close_and_explain(error) from error
+
+    def close(self):
+        """Wait, then stop the threads."""
+        self.wait()
+        self.manager.close()
+
+    def _close_and_explain(self, error):
+        steps = self.manager.all_steps()
+        complete = [step for step in steps if (self.folder / str(step)).exists()]
+        with contextlib.suppress(Exception):  # close() raises the same error again
+            self.manager.close()
+        return OSError(
+            f"a checkpoint cannot be written to {self.folder} "
+            f"({one_line(error, 200)}); "
+            + (
+                f"the one of step {max(complete)} is complete"
+                if complete
+                else "none is complete yet"
+            )
+        )
+
+
+def run_identity(flags, max_train_steps, dataset, models, params, frozen):
+    """A flat JSON dict of the flags, data and weights that must not change on resume.
+
+    Of these max_train_steps alone may change, see refuse_length.
+    """
+    data = dataset.state_dict()
+    encoders = models.text_encoder
+    first, *second = encoders if isinstance(encoders, tuple) else [encoders]
+    modules = models._asdict() | {"text_encoder": first.module}
+    modules |= {f"text_encoder_{i}": encoder.module for i, encoder in enumerate(second, 2)}
+    configs = {name: dict(module.config) for name, module in modules.items()}
+    return fixed_flags(flags, "may_change") | {
+        "max_train_steps": max_train_steps,
+        "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
+        "columns of train_data_dir": data["columns"],
+        "shards of train_data_dir": data["data"],
+        **checksums(frozen, params),
+    }
+
+
+def newest_run(config):
+    """The checkpoint that --resume_from_checkpoint latest continues, (Checkpoints, step, run).
+
+    None: output_dir has no checkpoint, or the flag is not latest.
+    """
+    folder = Path(config.output_dir, "checkpoints")
+    if config.resume_from_checkpoint != "latest" or not folder.is_dir():
+        return None
+    checkpoints = Checkpoints(folder)
+    step = checkpoints.latest()
+    return None if step is None else (checkpoints, step, checkpoints.read_run(step))
+
+
+def has_newer_model(config, checkpoint):
+    """Whether output_dir has a model that was written after the checkpoint, a Path."""
+    final = Path(config.output_dir, final_file(config))
+    return final.exists() and final.stat().st_mtime > checkpoint.stat().st_mtime
+
+
+def refuse_model(config):
+    """Why output_dir is not written to, and what to do."""
+    return (
+        f"{flag(config, 'output_dir')} contains a model; name another directory, or replace the "
+        "model with --overwrite_output_dir"
+    )
+
+
+def check_goes_on(config, max_train_steps=None):
+    """Check that a run goes on over the model in output_dir: it was killed, or gets more steps.
+
+    Args:
+        config: Config, without --overwrite_output_dir.
+        max_train_steps: length of the run; None: not known yet.
+
+    Raises:
+        ValueError: the model is of a finished run of this length or more, or of no known run.
+    """
+    newest = newest_run(config)
+    if newest is None:
+        unet, further = Path(config.output_dir, "unet"), ""
+        if unet.is_dir():
+            further = f"; another run trains it further with --unet_model_name_or_path {unet}"
+        raise ValueError(refuse_model(config) + further)
+    checkpoints, step, run = newest
+    checkpoints.close()
+    num_steps, checkpoint = run["identity"]["max_train_steps"], checkpoints.folder / str(step)
+    is_longer = max_train_steps is None or max_train_steps > num_steps
+    if not is_longer and has_newer_model(config, checkpoint):
+        advice = refuse_length(config, checkpoint, num_steps, max_train_steps, True)
+        raise ValueError(f"{refuse_model(config)}; {advice}")
+
+
+def find_checkpoint(config, identity):
+    """Find the checkpoint to resume from.
+
+    A run is finished if its model is newer than its newest complete checkpoint. With
+    --overwrite_output_dir it starts again, unless it can go on to more steps.
+
+    Args:
+        config: Config that check_config has accepted.
+        identity: the run's run_identity.
+
+    Returns:
+        (Checkpoints, step, run), with run as it was saved; (None, 0, {}) to start from step 0.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged, or belongs to another run.
+    """
+    resume_from, max_train_steps = config.resume_from_checkpoint, identity["max_train_steps"]
+    if resume_from in ("none", "latest"):
+        newest = newest_run(config)
+        if newest is None:
+            return None, 0, {}
+        checkpoints, step, run = newest
+    else:
+        path = Path(resume_from)
+        if not (path.is_dir() and path.name.isdecimal()):
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from} is not a checkpoint; give latest, none or "
+                "its directory, such as OUTPUT_DIR/checkpoints/500"
+            )
+        checkpoints, step = Checkpoints(path.parent), int(path.name)
+        run = checkpoints.read_run(step)
+
+    saved, checkpoint = run["identity"], checkpoints.folder / str(step)
+    num_steps = saved["max_train_steps"]
+    current = json.loads(json.dumps(identity))  # tuples become lists
+    current["max_train_steps"] = num_steps  # see refuse_length
+    different = differences(saved, dict.fromkeys(saved) | current)
+    is_finished = resume_from == "latest" and has_newer_model(config, checkpoint)
+    refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, is_finished)
+    if is_finished and config.overwrite_output_dir:
+        if step == num_steps and (different or refusal):
+            checkpoints.close()
+            change = f" ({'; '.join(different)})" if different else ""
+            print(f"starts again, replacing the finished run of {num_steps} steps{change}")
+            return None, 0, {}
+        # Without a checkpoint of its last step a run may have been killed: it goes on.
+        refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, False)
+    elif is_finished and max_train_steps <= num_steps:
+        raise ValueError(f"{refuse_model(config)}; {refusal}")
+    if different:
+        named = different[:5] + [f"and {len(different) - 5} more"] * (len(different) > 5)
+        raise ValueError(
+            f"checkpoint {checkpoint} belongs to another run: {'; '.join(named)}. Change that "
+            "back, name another --output_dir, or start again with --resume_from_checkpoint none"
+        )
+    if refusal:
+        raise ValueError(refusal)
+    return checkpoints, step, run
+
+
+def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
+    """Why a run does not go on to another last step, and what to do; None: it goes on.
+
+    Args:
+        config: Config.
+        checkpoint: Path, RUN/checkpoints/STEP.
+        num_steps, new_num_steps: length of the run before and from now on.
+        is_finished: whether RUN has the model of num_steps steps.
+    """
+    step, unet = int(checkpoint.name), checkpoint.parent.parent / "unet"
+    change = f"the run had {num_steps} steps and is to have {new_num_steps}"
+    has_decayed = config.lr_scheduler != "constant" and step > config.lr_warmup_steps
+    decay = f"{flag(config, 'lr_scheduler')} has lowered the learning rate for {num_steps} steps"
+    further = f"--unet_model_name_or_path {unet}"
+    if is_finished and new_num_steps <= num_steps:
+        if not has_decayed:
+            return f"its run had {num_steps} steps, give more to train it longer"
+        remedy = f"; another run trains it further with {further}" if unet.is_dir() else ""
+        return f"its run is not made longer, as {decay}{remedy}"
+    if new_num_steps < step:
+        return (
+            f"{change}, but its checkpoint has done {step}; give {step} or more, name another "
+            "--output_dir, or start again with --resume_from_checkpoint none"
+        )
+    if new_num_steps == num_steps or not has_decayed:
+        return None
+    is_lora = final_file(config) != INDEX_NAME  # which no run starts from
+    if is_lora or new_num_steps < num_steps:
+        remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
+    elif is_finished or (step == num_steps and unet.is_dir()):
+        remedy = (
+            f"start another run from its UNet: {further} --max_train_steps "
+            f"{new_num_steps - num_steps} and another --output_dir"
+        )
+    else:
+        remedy = (
+            f"finish the run with {num_steps} steps, then start another one from its UNet with "
+            f"{further} and another --output_dir"
+        )
+    return f"{change}, but {decay}; {remedy}"
+
+
+def flatten_by_name(tree):
+    """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def checkpoint_shapes(params, tx, num_averages):
+    """Unsharded shapes of a checkpoint's arrays; params: shapes of the UNet's parameters."""
+    opt_state = jax.eval_shape(tx.init, params)
+    return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
+
+
+def read_state(checkpoints, step, shapes):
+    """Read a checkpoint onto the devices; process 0 reads it in parts and broadcasts them.
+
+    Args:
+        checkpoints: Checkpoints on process 0, None on other processes.
+        step: step of the checkpoint.
+        shapes: see checkpoint_shapes.
+
+    Returns:
+        (TrainState, list of averages).
+    """
+    shape_of, axis_of = (
+        flatten_by_name(shapes),
+        flatten_by_name(shard_axes(shapes, jax.device_count())),
+    )
+    names, arrays = list(shape_of), []
+    for start in range(0, len(names), ARRAYS_PER_READ):
+        part = names[start : start + ARRAYS_PER_READ]
+        saved = checkpoints.read_state(step, part) if checkpoints else {}
+        wait_for_all("process 0 has read")
+        for name in part:
+            shape = shape_of[name]
+            x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
+            arrays.append(shard(from_process_0(x), axis_of[name]))
+        release_memory()
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    return TrainState(replicate(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
+
+
+def release_memory():
+    """Return freed memory to the system, of which glibc otherwise retains gigabytes."""
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)

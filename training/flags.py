@@ -1,0 +1,329 @@
+"""The trainer's flags and their validation. Importing this file loads neither jax nor torch."""
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusers_flax.loading.configs import INDEX_NAME, LORA_FILE
+
+FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
+POSITIVE = (
+    *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),
+    *("logging_steps", "validation_steps", "checkpoints_total_limit", "ema_snapshot_steps"),
+    "lora_rank",
+)
+
+
+def may_change(default: Any = MISSING) -> Any:
+    """A flag that may change on resume, as it changes results by rounding at most."""
+    return field(default=default, metadata={"may_change": True})
+
+
+def per_process(default: Any = MISSING) -> Any:
+    """A flag that may also differ between the processes of a run."""
+    return field(default=default, metadata={"may_change": True, "per_process": True})
+
+
+@dataclass(frozen=True)
+class Config:
+    # model; on resume, directories may change but not the weights in them
+    pretrained_model_name_or_path: str = per_process()  # pipeline directory or hub id
+    unet_model_name_or_path: str = per_process()  # output of create_modified_unet.py
+    pretrained_vae_model_name_or_path: str = per_process("")  # another VAE; "": the model's own
+    revision: str | None = may_change(None)  # branch, tag or commit of a hub id
+    variant: str | None = may_change(None)  # variant of its files, e.g. fp16
+    # data
+    train_data_dir: str = per_process("data")  # directory of *.parquet shards, all or this host's
+    original_image_column: str = ""  # image to edit; "": original_image or input_image
+    edited_image_column: str = ""  # image after the edit; "": edited_image
+    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    max_train_samples: int | None = None  # use the first N pairs only; None: all
+    resolution: int = 256  # side of the square training images, pixels
+    random_crop: bool = True  # crop at a random position, else in the centre
+    random_flip: bool = True  # mirror half of the pairs
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # resizing; dct: fastest
+    shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
+    max_bad_fraction: float = may_change(0.1)  # stop if a larger fraction is undecodable
+    dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
+    cache_latents: str = per_process("")  # directory for the VAE's latents; "": no cache
+    # training
+    train_batch_size: int = 16  # global batch: pairs per optimizer step
+    gradient_accumulation_steps: int = may_change(1)  # micro-batches per step
+    max_train_steps: int = 15000  # optimizer steps
+    num_train_epochs: int | None = may_change(None)  # replaces max_train_steps; None: off
+    learning_rate: float = 5e-5  # peak of the schedule
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # decay after warm-up
+    lr_warmup_steps: int = 0  # steps of linear warm-up from 0
+    adam_beta1: float = 0.9  # decay of the first moment
+    adam_beta2: float = 0.999  # decay of the second moment
+    adam_weight_decay: float = 1e-2  # decoupled, as in AdamW; 0: off
+    adam_epsilon: float = 1e-8  # added to the root of the second moment
+    max_grad_norm: float = 1.0  # clip the gradient to this global norm
+    snr_gamma: float | None = None  # min-SNR loss weighting, 5 in the paper; None: off
+    # probability of dropping text, image or both, for each of the three; at most 1/3; 0: off
+    conditioning_dropout_prob: float = 0.05
+    mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
+    gradient_checkpointing: bool = may_change(False)  # less memory, slower
+    # with gradient_checkpointing: gather a block's parameters when it runs, for models that do not
+    # fit into a device's memory as a whole; devices send the parameters twice
+    gather_by_block: bool = may_change(False)
+    seed: int = 42  # of data order, augmentation, noise and dropout
+    # LoRA: train low-rank updates and the UNet's first convolution; the rest is frozen
+    lora_rank: int | None = None  # rank of the updates; None: train the whole UNet
+    lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
+    # layers that get updates, by the ends of their names in PyTorch
+    lora_target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    merge_lora: bool = may_change(False)  # also write a pipeline with the updates added
+    # exponential moving average (EMA) of the weights
+    ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
+    ema_fraction: float = 0.036  # late: fraction of the run, at its end, to average
+    ema_start_step: int | None = None  # late: first averaged step; replaces ema_fraction
+    ema_decay: float | None = None  # decay per step; None: 1 - 5 / (averaged steps)
+    ema_every: int = 1  # steps between updates; each has decay ema_decay ** ema_every
+    ema_warmup: bool = False  # decay of update n at most (1 + n) / (10 + n), as in diffusers
+    ema_snapshot_steps: int | None = None  # power: steps between snapshots; None: 1/8 of the run
+    # output
+    output_dir: str = per_process("instruct-pix2pix-model")  # for model, checkpoints and metrics
+    overwrite_output_dir: bool = may_change(False)  # replace an existing model
+    save_raw_unet: bool = may_change(False)  # also save the UNet without EMA, in unet_raw/
+    # steps between lines of metrics.jsonl; None: 50, in short runs a twentieth of the run
+    logging_steps: int | None = may_change(None)
+    report_to: Literal["none", "wandb"] = may_change("none")  # service besides metrics.jsonl
+    tracker_project_name: str = may_change("instruct-pix2pix")  # wandb project
+    checkpointing_steps: int = may_change(500)  # steps between checkpoints; 0: only when stopped
+    checkpoints_total_limit: int | None = may_change(2)  # newest checkpoints to keep; None: all
+    resume_from_checkpoint: str = may_change("latest")  # latest, none, or DIR/checkpoints/STEP
+    validation_image: tuple[str, ...] = may_change(())  # images to edit during training
+    validation_prompt: tuple[str, ...] = may_change(())  # an instruction for each, or one for all
+    validation_steps: int = may_change(500)  # steps between validations, saved in validation/
+    profile_steps: str = may_change("")  # FIRST:LAST, steps to trace into profile/; "": none
+    push_to_hub: bool = may_change(False)  # upload the model; needs HF_TOKEN or `hf auth login`
+    hub_model_id: str | None = may_change(None)  # OWNER/NAME; None: the name of output_dir
+    compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
+    # several hosts without TPU slice, Slurm or Open MPI: give all three flags
+    coordinator_address: str | None = per_process(None)  # HOST:PORT of process 0
+    num_processes: int | None = may_change(None)  # number of processes on all hosts
+    process_id: int | None = per_process(None)  # index of this process, from 0
+
+
+def fixed_flags(config: Any, unless: str) -> dict[str, Any]:
+    """The flags of a dataclass, {name: value}, without metadata `unless`.
+
+    Args:
+        config: dataclass.
+        unless: "may_change" or "per_process".
+    """
+    return {
+        f.name: getattr(config, f.name) for f in fields(config) if not f.metadata.get(unless, False)
+    }
+
+
+def flag(config: Config, name: str) -> str:
+    """Format a flag for an error message: "--name value"."""
+    return f"--{name} {getattr(config, name)}"
+
+
+def nearest_multiples(number: int, factor: int) -> str:
+    """Format the positive multiples of factor next to number: "2 or 4"."""
+    below = number // factor * factor
+    return " or ".join(str(n) for n in (below, below + factor) if n > 0)
+
+
+def profiled_steps(text: str) -> tuple[int, int]:
+    """Parse "FIRST:LAST" into the first and last profiled step, from 0; (-1, -1) for ""."""
+    if not text:
+        return -1, -1
+    numbers = text.split(":")
+    if (
+        len(numbers) != 2
+        or not all(map(str.isdecimal, numbers))
+        or int(numbers[0]) > int(numbers[1])
+    ):
+        raise ValueError(f"--profile_steps {text} must be FIRST:LAST, two step numbers; try 10:12")
+    return int(numbers[0]), int(numbers[1])
+
+
+def check_config(config: Config, num_devices: int) -> None:
+    """Raise a ValueError for invalid flags; training.output.check_run_dir checks --output_dir."""
+    check_numbers(config)
+    check_batch(config, num_devices)
+    check_combinations(config)
+
+
+def check_numbers(config: Config) -> None:
+    """Raise a ValueError for a number out of range."""
+    for name in POSITIVE:
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise ValueError(f"{flag(config, name)} must be at least 1")
+    for name in ("learning_rate", "max_grad_norm", "adam_epsilon"):
+        if not 0 < getattr(config, name) < float("inf"):
+            raise ValueError(f"{flag(config, name)} must be above 0 and finite")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{flag(config, name)} must be at least 0 and below 1")
+    not_negative = ("adam_weight_decay", "checkpointing_steps", "shuffle_buffer")
+    for name in (*not_negative, "dataloader_num_workers"):
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"{flag(config, name)} must be at least 0")
+    if config.snr_gamma is not None and not 0 < config.snr_gamma < float("inf"):
+        raise ValueError(f"{flag(config, 'snr_gamma')} must be above 0 and finite; 5 is usual")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"{flag(config, 'seed')} must be from 0 to 4294967295")
+    if not 0 <= config.conditioning_dropout_prob <= 1 / 3:
+        raise ValueError(
+            f"{flag(config, 'conditioning_dropout_prob')} must be from 0 to 1/3, as it applies "
+            "to three cases"
+        )
+    if not 0 <= config.max_bad_fraction <= 1:
+        raise ValueError(f"{flag(config, 'max_bad_fraction')} must be from 0 to 1")
+    profiled_steps(config.profile_steps)
+
+
+def check_batch(config: Config, num_devices: int) -> None:
+    """Raise a ValueError for a batch that cannot be divided over devices and micro-batches."""
+    if config.train_batch_size % num_devices:
+        raise ValueError(
+            f"{flag(config, 'train_batch_size')} is not divisible by {num_devices} devices; try "
+            f"{nearest_multiples(config.train_batch_size, num_devices)}"
+        )
+    per_device = config.train_batch_size // num_devices
+    if config.gradient_accumulation_steps < 1 or per_device % config.gradient_accumulation_steps:
+        raise ValueError(
+            f"{flag(config, 'gradient_accumulation_steps')} must divide the {per_device} pairs per "
+            f"device ({flag(config, 'train_batch_size')} on {num_devices} devices)"
+        )
+
+
+def check_combinations(config: Config) -> None:
+    """Raise a ValueError for flags that contradict each other."""
+    if config.num_train_epochs is not None and config.max_train_steps != Config.max_train_steps:
+        raise ValueError(
+            f"{flag(config, 'num_train_epochs')} and {flag(config, 'max_train_steps')} both set "
+            "the length of the run; leave out one"
+        )
+    if config.ema_snapshot_steps is not None and config.ema != "power":
+        raise ValueError(
+            f"{flag(config, 'ema_snapshot_steps')} goes with --ema power, not {config.ema}"
+        )
+    if (config.ema_snapshot_steps or 0) % max(1, config.ema_every):
+        raise ValueError(
+            f"{flag(config, 'ema_snapshot_steps')} must be a multiple of "
+            f"{flag(config, 'ema_every')}"
+        )
+    if config.gather_by_block and not config.gradient_checkpointing:
+        raise ValueError("--gather_by_block goes with --gradient_checkpointing; add it")
+    check_lora(config)
+    num_images, num_prompts = len(config.validation_image), len(config.validation_prompt)
+    if num_prompts not in (num_images, min(1, num_images)):
+        raise ValueError(
+            f"{num_images} --validation_image and {num_prompts} --validation_prompt do not match; "
+            "give one instruction for each image, or one for all"
+        )
+    if config.hub_model_id is not None and not config.push_to_hub:
+        raise ValueError(f"{flag(config, 'hub_model_id')} goes with --push_to_hub")
+    if config.cache_latents and config.random_crop:
+        raise ValueError(
+            "--cache_latents stores latents of the centre of each image; add --no_random_crop (it "
+            "changes nothing for square images)"
+        )
+    if config.num_train_epochs is None:
+        check_schedules(config, config.max_train_steps)
+
+
+def check_lora(config: Config) -> None:
+    """Raise a ValueError for flags that contradict --lora_rank, and a LoRA instead of a UNet."""
+    if Path(config.unet_model_name_or_path, LORA_FILE).exists():
+        raise ValueError(
+            f"{flag(config, 'unet_model_name_or_path')} is the output of a run with --lora_rank, "
+            "not a UNet; give the UNet that it was trained from, or its unet/ if it was merged"
+        )
+    if config.lora_rank is None:
+        for name in ("lora_alpha", "lora_target_modules", "merge_lora"):
+            if getattr(config, name) != getattr(Config, name):
+                raise ValueError(f"--{name} goes with --lora_rank, for example --lora_rank 16")
+        return
+    if config.lora_alpha is not None and not 0 < config.lora_alpha < float("inf"):
+        raise ValueError(f"{flag(config, 'lora_alpha')} must be above 0 and finite")
+    if not config.lora_target_modules:
+        raise ValueError("--lora_target_modules is empty; leave it out for attention's layers")
+    if config.ema == "power":
+        raise ValueError("--ema power does not go with --lora_rank; use --ema full, late or none")
+
+
+def final_file(config: Config) -> str:
+    """The name of the file that a run writes last, which marks it as finished."""
+    is_lora_only = config.lora_rank is not None and not config.merge_lora
+    return LORA_FILE if is_lora_only else INDEX_NAME
+
+
+def check_schedules(config: Config, max_train_steps: int) -> None:
+    """Raise a ValueError for a warm-up, EMA or profile that does not fit into max_train_steps."""
+    from training.ema import ema_plan  # imports jax
+
+    if not 0 <= config.lr_warmup_steps < max_train_steps:
+        raise ValueError(
+            f"{flag(config, 'lr_warmup_steps')} must be at least 0 and below --max_train_steps "
+            f"{max_train_steps}"
+        )
+    ema_plan(*ema_flags(config, max_train_steps))
+    if (steps := snapshot_steps(config, max_train_steps)) > max_train_steps:
+        raise ValueError(
+            f"--ema_snapshot_steps {steps} is more than the run's {max_train_steps} steps; use "
+            "an eighth of them or less"
+        )
+    if profiled_steps(config.profile_steps)[1] >= max_train_steps:
+        raise ValueError(
+            f"{flag(config, 'profile_steps')} must be between 0 and {max_train_steps - 1}"
+        )
+
+
+def ema_flags(config: Config, max_train_steps: int) -> tuple:
+    """The arguments of training.ema.ema_plan that come from flags."""
+    return (
+        config.ema,
+        max_train_steps,
+        config.ema_fraction,
+        config.ema_start_step,
+        config.ema_decay,
+        config.ema_every,
+        config.ema_warmup,
+    )
+
+
+def explain_no_average(config: Config, max_train_steps: int) -> str:
+    """Why a run whose EmaPlan has no first step has no average, and which flag gives one.
+
+    Args:
+        config: Config with --ema late or full and without --ema_decay.
+        max_train_steps: length of the run.
+    """
+    from training.ema import HORIZONS  # imports jax
+
+    needed, remedy = HORIZONS + 1, "give more steps, or an --ema_decay"
+    run = f"{max_train_steps} step{'s' * (max_train_steps > 1)}"
+    if config.ema == "full" or max_train_steps < needed:
+        return f"no average of the weights: the run has {run}, an average needs {needed}; {remedy}"
+    if config.ema_start_step is not None:
+        window = max_train_steps - config.ema_start_step
+        place = f"from --ema_start_step {config.ema_start_step} on the run has"
+        remedy = f"give --ema_start_step {max_train_steps - needed} or less"
+    else:
+        window = max(1, round(max_train_steps * config.ema_fraction))
+        place = f"the last {100 * config.ema_fraction:g}% of {run} are"
+        remedy = f"give --ema_fraction {math.ceil(100 * needed / max_train_steps) / 100:g}"
+    steps = f"{window} step{'s' * (window > 1)}"
+    return f"no average of the weights: {place} {steps}, an average needs {needed}; {remedy}"
+
+
+def steps_between_rows(config: Config, max_train_steps: int) -> int:
+    """Steps between lines of metrics.jsonl."""
+    return config.logging_steps or min(50, max(1, max_train_steps // 20))
+
+
+def snapshot_steps(config: Config, max_train_steps: int) -> int:
+    """Steps between EMA snapshots, a multiple of ema_every; 0: no snapshots."""
+    if config.ema != "power":
+        return 0
+    eighth = max_train_steps // 8 // config.ema_every * config.ema_every
+    return config.ema_snapshot_steps or max(config.ema_every, eighth)

@@ -1,0 +1,289 @@
+"""Cache the VAE's latents of a dataset on disk, for cache_latents.py and --cache_latents."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from command_line import check_writable, differences
+from dataloading.dataset import MIN_ROWS_FOR_BAD_FRACTION
+from dataloading.shards import (
+    LATENTS,
+    TIME_IDS,
+    UNFINISHED_PREFIX,
+    check_existing_shard,
+    decode_pair,
+    describe_source,
+    group_by_shard,
+    latents_metadata,
+    list_row_groups,
+    pair_at,
+    read_row_group,
+    remove_leftovers,
+    shard_files,
+    take_first_rows,
+)
+from diffusers_flax.images import num_usable_cores
+from training.flags import nearest_multiples
+from training.models import compute_dtype, encode_images, is_sdxl, load_vae, tree_checksum
+
+logger = logging.getLogger(__name__)
+
+LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
+PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
+
+
+def encode_pairs(vae, params, originals, edits):
+    """Encode pairs and their mirror images.
+
+    Args:
+        vae, params: FlaxAutoencoderKL and its parameters.
+        originals, edits: uint8 (B, R, R, 3).
+
+    Returns:
+        (modes, moments), float16: modes of the originals (B, 2, h, w, C); means and standard
+        deviations of the edits (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image.
+    """
+    B = len(originals)
+    images = jnp.concatenate((originals, edits))
+    posterior = encode_images(vae, params, jnp.concatenate((images, images[:, :, ::-1])))
+    mean, std = (
+        jnp.stack(jnp.split(x, 2), axis=1).astype(jnp.float16)  # (2 B, 2, h, w, C)
+        for x in (posterior.mean, posterior.std)
+    )
+    return mean[:B], jnp.concatenate((mean[B:], std[B:]), -1)
+
+
+def vae_checksum(params):
+    """A hexadecimal checksum of a VAE's float32 parameters."""
+    return f"{tree_checksum(params):08x}"
+
+
+def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, bad):
+    """Encode a shard into a temporary file, one row group at a time, and rename it to path.
+
+    Args:
+        path: file to write.
+        groups: the row groups of the shard of images.
+        encode: (originals, edits), uint8 (B, R, R, 3) each -> encode_pairs' result on the devices.
+        metadata: dict to store in the file.
+        batch_size: pairs per call of encode.
+        config: Config.
+        bar: tqdm bar that counts pairs.
+        bad: list of error messages; those of undecodable pairs are appended.
+
+    Raises:
+        ValueError: more pairs are undecodable than config.max_bad_fraction allows.
+    """
+    types = pa.binary(), pa.binary(), pa.string(), pa.binary()
+    schema = pa.schema(zip(LATENT_COLUMNS, types), {LATENTS: json.dumps(metadata)})
+    R = config.resolution
+
+    def decode(group, cells, position, out):
+        """Decode a pair into out; return (instruction, time ids, error message or None)."""
+        prompt, mode = None, config.image_interpolation_mode
+        try:
+            pair = pair_at(cells, position)
+            prompt = pair.prompt
+            time_ids = decode_pair(pair, out, group.columns, mode, 0.5, False)
+        except ValueError as error:
+            return prompt, None, f"{path.name} row {group.first_row + position}: {error}"
+        return prompt, time_ids.tobytes(), None
+
+    def collect(encoded, decoded):
+        """Wait for a batch; return its rows."""
+        originals, edits = (np.asarray(x) for x in encoded)
+        bar.update(len(decoded))
+        for *_, reason in decoded:
+            if reason:
+                logger.warning("%s; stored without latents", reason)
+                bad.append(reason)
+        if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
+            raise ValueError(
+                f"{len(bad)} of the first {bar.n} pairs of {config.train_data_dir} cannot be "
+                f"decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; for "
+                f"example {bad[-1]}"
+            )
+        return [
+            (None, None, prompt, None)
+            if reason
+            else (original.tobytes(), edited.tobytes(), prompt, time_ids)
+            for original, edited, (prompt, time_ids, reason) in zip(originals, edits, decoded)
+        ]
+
+    threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED_PREFIX) as folder:
+        unfinished = Path(folder, path.name)
+        with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
+            for group in groups:
+                cells, rows, in_flight = read_row_group(group), [], None
+                for start in range(0, group.num_rows, batch_size):
+                    positions = range(start, min(start + batch_size, group.num_rows))
+                    pixels = np.zeros((2, batch_size, R, R, 3), np.uint8)
+                    decoded = [
+                        threads.submit(decode, group, cells, position, tuple(pixels[:, i]))
+                        for i, position in enumerate(positions)
+                    ]
+                    decoded = [future.result() for future in decoded]
+                    if in_flight:  # encoded while this batch was decoded
+                        rows += collect(*in_flight)
+                    in_flight = encode(*pixels), decoded
+                    with contextlib.suppress(OSError):  # unsupported by some file systems
+                        os.utime(folder)  # for remove_leftovers
+                rows += collect(*in_flight)
+                columns = [pa.array(column, type_) for column, type_ in zip(zip(*rows), types)]
+                writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
+        unfinished.replace(path)
+
+
+def is_outdated(path, metadata):
+    """Whether a file is a shard of latents that was made with other settings than metadata."""
+    try:
+        existing = latents_metadata(pq.read_metadata(path))
+    except (pa.ArrowException, OSError):  # missing, or unreadable, see check_existing_shard
+        return False
+    return existing is not None and bool(differences(existing, metadata))
+
+
+def write_latents(config, output_dir, batch_size=None, overwrite=False):
+    """Write all missing shards of latents.
+
+    Args:
+        config: Config of cache_latents.py or of the trainer.
+        output_dir: directory of the shards.
+        batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
+        overwrite: replace shards of latents that were made with other settings.
+
+    Raises:
+        ValueError: invalid flags, data or VAE, or output_dir contains other files.
+    """
+    positive = {name: getattr(config, name) for name in ("resolution", "max_train_samples")}
+    for name, value in (positive | {"batch_size": batch_size}).items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if config.dataloader_num_workers < 0:
+        raise ValueError(
+            f"--dataloader_num_workers {config.dataloader_num_workers} must be at least 0"
+        )
+    if not 0 <= config.max_bad_fraction <= 1:
+        raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
+    output_dir = Path(output_dir)
+    if output_dir.resolve() == Path(config.train_data_dir).resolve():
+        raise ValueError(
+            f"{output_dir} is --train_data_dir; name another directory for the latents"
+        )
+    flag = "cache_latents" if hasattr(config, "cache_latents") else "output_dir"
+    check_writable(f"--{flag} {output_dir}", output_dir)
+    groups = list_row_groups(
+        config.train_data_dir,
+        config.original_image_column,
+        config.edited_image_column,
+        config.edit_prompt_column,
+    )
+    if latents_metadata(groups[0].metadata) is not None:
+        raise ValueError(
+            f"--train_data_dir {config.train_data_dir} already has latents; train on it directly"
+        )
+    vae, params = load_vae(config, compute_dtype(config), is_sdxl(config))
+    factor = 2 ** (len(vae.block_out_channels) - 1)
+    if config.resolution % factor:
+        raise ValueError(
+            f"--resolution {config.resolution} is not a multiple of {factor}; try "
+            f"{nearest_multiples(config.resolution, factor)}"
+        )
+    side = config.resolution // factor
+    made_with = {
+        "vae": vae_checksum(params),
+        "mixed_precision": "bf16" if vae.dtype == jnp.bfloat16 else "no",  # of the VAE
+        "resolution": config.resolution,
+        "image_interpolation_mode": config.image_interpolation_mode,
+        "shape": [side, side, vae.latent_channels],
+    }
+    names = {group.path.name for group in groups}
+    for path in shard_files(output_dir):
+        if path.name not in names:
+            raise ValueError(
+                f"{path} matches no shard in {config.train_data_dir}; name another directory, or "
+                "remove it"
+            )
+    if config.max_train_samples is not None:
+        selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}
+        groups = [group for group in groups if group.path in selected]
+    missing, outdated = [], []
+    for path, shard_groups in group_by_shard(groups):
+        latent_path = output_dir / path.name
+        metadata = made_with | describe_source(path, shard_groups)
+        if overwrite and is_outdated(latent_path, metadata):
+            outdated.append(latent_path)
+            missing.append((latent_path, shard_groups, metadata))
+        elif latent_path.exists():
+            check_existing_shard(latent_path, metadata)
+        else:
+            missing.append((latent_path, shard_groups, metadata))
+    output_dir.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(output_dir)
+    for path in outdated:
+        path.unlink(missing_ok=True)
+    if not missing:
+        return
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))
+    replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
+    params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
+    params = jax.device_put(params, replicated)
+    # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
+    program = jax.jit(
+        jax.shard_map(
+            partial(encode_pairs, vae),
+            mesh=mesh,
+            in_specs=(replicated.spec, sharded.spec, sharded.spec),
+            out_specs=sharded.spec,
+            check_vma=False,
+        )
+    )
+
+    def encode(originals, edits):
+        return program(params, *jax.device_put((originals, edits), sharded))
+
+    per_device = batch_size or max(1, PIXELS_PER_BATCH // config.resolution**2)
+    largest_group = max(group.num_rows for _, shard_groups, _ in missing for group in shard_groups)
+    batch_size = min(per_device, math.ceil(largest_group / mesh.size)) * mesh.size
+    # Processes that share output_dir start at different shards and skip existing ones.
+    first = jax.process_index() * len(missing) // jax.process_count()
+    missing, bad = missing[first:] + missing[:first], []
+    num_pairs = sum(group.num_rows for _, shard_groups, _ in missing for group in shard_groups)
+    with tqdm(total=num_pairs, desc="encoding", unit="pair") as bar:
+        for path, shard_groups, metadata in missing:
+            if path.exists():
+                bar.update(sum(group.num_rows for group in shard_groups))
+            else:
+                write_latent_shard(
+                    path, shard_groups, encode, metadata, batch_size, config, bar, bad
+                )
+
+
+def check_vae(dataset, vae_params, config):
+    """Raise a ValueError if a dataset's cached latents are of another VAE.
+
+    Args:
+        dataset: ParquetImagePairs, of latents or images.
+        vae_params: float32 NumPy arrays.
+        config: Config, names the VAE in the error message.
+    """
+    if dataset.latents and dataset.latents["vae"] != vae_checksum(vae_params):
+        source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
+        raise ValueError(
+            f"{dataset.train_data_dir} has latents of another VAE than that of {source}; name "
+            "another --cache_latents directory to make new ones"
+        )

@@ -1,0 +1,573 @@
+"""Models of a training run: load, check, encode text and images."""
+
+import json
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+from PIL import Image, ImageOps
+
+from command_line import differences
+from diffusers_flax.images import load_image
+from diffusers_flax.loading.configs import (
+    CONV_IN_FILE,
+    LORA_FILE,
+    ConfigMixin,
+    has,
+    read_index,
+    warn_once,
+)
+from diffusers_flax.loading.lora import add_lora, fold_lora, read_lora
+from diffusers_flax.loading.tokenizer import load_tokenizer
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.kernels import by_platform
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+    pixels_per_latent,
+)
+from diffusers_flax.pipelines.instruct_pix2pix_xl import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+    refuse_cosxl,
+)
+from diffusers_flax.pipelines.stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FACTOR
+from diffusers_flax.schedulers.ddpm import (
+    REPLACEABLE,
+    FlaxDDPMScheduler,
+    class_name,
+    scheduler_from_config,
+    training_scheduler,
+)
+from training.flags import (
+    Config,
+    fixed_flags,
+    flag,
+    nearest_multiples,
+)
+from training.sharding import cast_kernels, combine, local_rows, replicate
+
+VALIDATION_INFERENCE_STEPS = 20
+WEIGHTS = ("weights of unet_model_name_or_path", "weights of pretrained_model_name_or_path")
+TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
+
+
+class Models(NamedTuple):
+    """The modules of a training step, without parameters."""
+
+    unet: FlaxUNet2DConditionModel
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel | tuple  # for SDXL a tuple of two
+    scheduler: FlaxDDPMScheduler
+
+
+def encode_text(text_encoder, params, input_ids, time_ids=None):
+    """Encode token ids as the dict that conditioning_dropout and diffusion_loss take.
+
+    Args:
+        text_encoder, params: FlaxCLIPTextModel and its parameters; for SDXL a tuple of
+            FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection, and a tuple of their parameters.
+        input_ids: integers (B, T); for SDXL (B, 2, T).
+        time_ids: micro-conditioning of SDXL, (B, 6).
+
+    Returns:
+        {"states": (B, T, D)}; for SDXL the states of both encoders before their last layer, and
+        also "pooled" (B, P) and "time_ids".
+
+    Source: SDXL (arXiv 2307.01952), section 2.1.
+    """
+    if not isinstance(text_encoder, tuple):
+        return {"states": text_encoder(input_ids, params=params)[0]}
+    outputs = [
+        encoder(input_ids[:, i], params=params[i], output_hidden_states=True)
+        for i, encoder in enumerate(text_encoder)
+    ]
+    states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
+    return {"states": states, "pooled": outputs[1].text_embeds, "time_ids": time_ids}
+
+
+def encode_images(vae, params, images):
+    """Encode images with the VAE; CPUs encode them one at a time.
+
+    Args:
+        vae, params: FlaxAutoencoderKL and its parameters.
+        images: uint8 (B, R, R, 3).
+
+    Returns:
+        The posterior, a distribution with mean and std, float32 (B, h, w, C), unscaled.
+    """
+
+    def encode(params, images):
+        return vae.apply({"params": params}, images, method=vae.encode).latent_dist
+
+    def encode_one_by_one(params, images):  # activations fit into a CPU's caches
+        posteriors = jax.lax.map(partial(encode, params), images[:, None])
+        return jax.tree.map(lambda x: x[:, 0], posteriors)
+
+    images = jnp.transpose(images.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
+    return by_platform(params, images, cpu=encode_one_by_one, default=encode)
+
+
+def encode_batch(batch, frozen, models):
+    """Encode the images and the text of a batch; cached latents replace the images.
+
+    Args:
+        batch: {"input_ids"} integers (B, T), for SDXL (B, 2, T) and {"time_ids"} (B, 6); and either
+            {"original_pixel_values", "edited_pixel_values"} uint8 (B, R, R, 3), or from
+            cache_latents.py {"original_latents"} (B, h, w, C), {"edited_latents"} (B, h, w, 2 C).
+        frozen: {"vae", "text_encoder"} parameters; cached latents need no "vae".
+        models: Models.
+
+    Returns:
+        (mean, std, mode, text): mean and std of the edited images' posterior, mode of the original
+        images' posterior, float32 (B, h, w, C); text as from encode_text.
+    """
+    text = encode_text(
+        models.text_encoder, frozen["text_encoder"], batch["input_ids"], batch.get("time_ids")
+    )
+    if "edited_latents" in batch:
+        mean, std = jnp.split(batch["edited_latents"].astype(jnp.float32), 2, axis=-1)
+        return mean, std, batch["original_latents"].astype(jnp.float32), text
+    images = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
+    posterior = encode_images(models.vae, frozen["vae"], images)  # (2B, h, w, C)
+    B = len(images) // 2
+    return posterior.mean[:B], posterior.std[:B], posterior.mode()[B:], text
+
+
+def load_models(config: Config, dtype: Any):
+    """Load the models of a run onto the host and check that they fit together.
+
+    Args:
+        config: Config.
+        dtype: compute dtype of the modules.
+
+    Returns:
+        (models, pipeline, frozen, params): Models; the pipeline to save at the end; train_step's
+        frozen parameters, float32, with LoRA except for the VAE as in cast_frozen; the UNet's
+        trained parameters, float32.
+
+    Raises:
+        ValueError: files are missing or damaged, or the models do not fit together.
+    """
+    source, revision = config.pretrained_model_name_or_path, config.revision
+    is_xl, is_lora = is_sdxl(config), config.lora_rank is not None
+
+    def to_frozen(name, x):
+        return x.astype(dtype if is_lora else np.float32, copy=False)
+
+    def to_unet(name, x):  # LoRA's frozen kernels in the compute dtype, all else in float32
+        is_frozen_kernel = is_lora and x.ndim > 1 and not name.startswith("conv_in/")
+        return x.astype(dtype if is_frozen_kernel else np.float32, copy=False)
+
+    check_models(config, open_modules(config, dtype))  # before gigabytes are read
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(
+        config.unet_model_name_or_path, dtype=dtype, convert=to_unet
+    )
+    unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
+    vae, vae_params = load_vae(config, dtype, is_xl)
+    text_encoder, text_params = load_text_encoder(config, dtype, is_xl, to_frozen)
+    encoders = text_encoder if is_xl else [text_encoder]
+    tokenizers = [
+        load_tokenizer(source, encoder, revision, f"tokenizer{suffix}")
+        for encoder, (suffix, _) in zip(encoders, TEXT_ENCODERS)
+    ]
+    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
+    scheduler, scheduler_state = training_scheduler(schedule, source)
+    sampler = open_sampler(schedule, source)
+    models = Models(unet, vae, text_encoder, scheduler)
+
+    if is_xl:
+        pipeline = FlaxStableDiffusionXLInstructPix2PixPipeline(
+            *text_encoder, vae, *tokenizers, unet, sampler
+        )
+    else:
+        pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
+            vae, text_encoder, *tokenizers, unet, sampler
+        )
+    null_ids = pipeline.prepare_text_inputs("")
+    encode = jax.jit(partial(encode_text, text_encoder))
+    if is_xl:  # trained and sampled with zeros, see force_zeros_for_empty_prompt
+        shapes = jax.eval_shape(encode, text_params, null_ids)
+        null_text = {name: jnp.zeros_like(shapes[name]) for name in ("states", "pooled")}
+    else:
+        null_text = encode(text_params, null_ids)
+    frozen = {
+        "vae": vae_params,
+        "text_encoder": text_params,
+        "null_text": jax.tree.map(np.asarray, null_text),  # (1, T, D) and, for SDXL, (1, P)
+        "scheduler": scheduler_state,
+    }
+    if is_lora:
+        params, frozen["unet"] = add_lora(params, **lora_options(config), seed=config.seed)
+    return models, pipeline, frozen, params
+
+
+def open_modules(config: Config, dtype):
+    """Build the modules of a run from their config files, without weights: Models.
+
+    Args and Raises as for load_models.
+    """
+    source, of_source = config.pretrained_model_name_or_path, {"revision": config.revision}
+    is_xl = is_sdxl(config)
+    if is_xl:
+        refuse_cosxl(source, read_index(source, config.revision), "train SDXL's base model")
+
+    def open_module(cls, path, **place):
+        content = ConfigMixin.load_config(path, **place)
+        getattr(cls, "module_class", cls).check_class(content, f"{path}/config.json")
+        return cls.from_config(content, dtype=dtype)
+
+    unet_source = config.unet_model_name_or_path
+    if Path(unet_source, "unet").is_dir() and not Path(unet_source, "config.json").exists():
+        raise ValueError(
+            f"--unet_model_name_or_path {unet_source} is a pipeline; give the output of "
+            f"create_modified_unet.py, or {Path(unet_source, 'unet')} if its UNet is widened"
+        )
+    unet = open_module(FlaxUNet2DConditionModel, unet_source)
+    if vae_source := config.pretrained_vae_model_name_or_path:
+        vae = open_module(FlaxAutoencoderKL, vae_source)
+    else:
+        vae = open_module(FlaxAutoencoderKL, source, subfolder="vae", **of_source)
+    encoders = tuple(
+        open_module(encoder_class, source, subfolder=f"text_encoder{suffix}", **of_source)
+        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]
+    )
+    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", **of_source)
+    scheduler, _ = training_scheduler(schedule, source)
+    open_sampler(schedule, source)  # raises an error if unsupported
+    return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
+
+
+def open_sampler(config, source):
+    """The scheduler of validation images and of the saved pipeline.
+
+    It is the model's own, or DPM-Solver++ where that has no Flax class: it has the same noise
+    schedule and, unlike DDIM, clips nothing that the config does not ask for.
+
+    Args:
+        config, source: as for schedulers.ddpm.scheduler_from_config.
+    """
+    own = class_name(config)
+    if own not in REPLACEABLE:
+        return scheduler_from_config(config, source)[0]
+    warn_once(
+        f"{source} has a {own}, which is not supported: DPM-Solver++ takes its place in validation "
+        "images and in the saved model"
+    )
+    return scheduler_from_config(config, source, "dpmsolver++")[0]
+
+
+def load_text_encoder(config, dtype, is_xl, convert):
+    """Load the text encoder or encoders; returns (modules, params), for SDXL two tuples.
+
+    Args:
+        config, dtype: as for load_models.
+        is_xl: whether the model is SDXL.
+        convert: as for from_pretrained.
+    """
+    encoders = [
+        encoder_class.from_pretrained(
+            config.pretrained_model_name_or_path,
+            subfolder=f"text_encoder{suffix}",
+            revision=config.revision,
+            variant=config.variant,
+            dtype=dtype,
+            convert=convert,
+            _do_init=False,
+        )
+        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]
+    ]
+    return tuple(zip(*encoders)) if is_xl else encoders[0]
+
+
+def merge_lora(config: Config, dtype):
+    """Write the pipeline of a finished run with LoRA, read from its files, to output_dir.
+
+    Args:
+        config: as for load_models, with the output_dir of the run.
+        dtype: compute dtype of the run.
+
+    Returns:
+        The pipeline, without its parameters.
+
+    Raises:
+        ValueError: the flags or the models are not those of the run.
+    """
+    file, is_xl = Path(config.output_dir, LORA_FILE), is_sdxl(config)
+    trained, saved = read_lora(file, file.with_name(CONV_IN_FILE))
+    flags = lora_identity(config, {})
+    if different := differences(saved, flags):
+        raise ValueError(
+            f"{file} belongs to another run: {'; '.join(different)}. Change that back, or start "
+            "again with --overwrite_output_dir"
+        )
+    _, pipeline, frozen, params = load_models(config, dtype)
+    for name, checksum in checksums(frozen, params).items():
+        if saved.get(name) != checksum:
+            raise ValueError(
+                f"{file} belongs to another run: the {name} are not those it was trained from; "
+                "give the models named in its config.json"
+            )
+    shapes, expected = (
+        {name: x.shape for name, x in flatten_dict(tree, sep="/").items()}
+        for tree in (trained, params)
+    )
+    if different := sorted(dict(shapes.items() ^ expected.items())):
+        raise ValueError(
+            f"{file} or {CONV_IN_FILE} next to it is damaged: missing, unexpected or of the wrong "
+            f"shape: {', '.join(different)}; copy both files again"
+        )
+    others = {"vae": frozen["vae"]}  # in float32 already
+    del frozen, params  # free memory
+    _, others["text_encoder"] = load_text_encoder(config, np.float32, is_xl, to_float32)
+    others = pipeline_params(others)
+    pipeline.save_pretrained(config.output_dir, {"unet": merged_unet(config, trained), **others})
+    return pipeline
+
+
+def lora_identity(config: Config, checksums):
+    """The flags and checksums of a run that --merge_lora must find again, as JSON returns them.
+
+    The length of the run is not among them, see merges_finished_run.
+    """
+    flags = fixed_flags(config, "may_change")
+    del flags["max_train_steps"]
+    flags["lora_alpha"] = config.lora_alpha or config.lora_rank
+    return json.loads(json.dumps(flags | checksums))
+
+
+def lora_record(config: Config, max_train_steps, checksums):
+    """What a LoRA file says about its run: lora_identity and the length, steps and epochs."""
+    length = {"max_train_steps": max_train_steps, "num_train_epochs": config.num_train_epochs}
+    return lora_identity(config, checksums) | length
+
+
+def merged_unet(config: Config, trained):
+    """The UNet's float32 parameters after training with LoRA, read from its files again.
+
+    Args:
+        config: as for load_models.
+        trained: the UNet's trained parameters.
+    """
+    fold = partial(fold_lora, trained=trained, rank=config.lora_rank, alpha=config.lora_alpha)
+    return FlaxUNet2DConditionModel.from_pretrained(config.unet_model_name_or_path, convert=fold)[1]
+
+
+def to_float32(name, x):
+    """A parameter in float32; a convert of from_pretrained."""
+    return x.astype(np.float32, copy=False)
+
+
+def lora_options(config: Config):
+    """The arguments of add_lora and save_lora that come from flags."""
+    return dict(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        target_modules=config.lora_target_modules,
+    )
+
+
+def cast_frozen(frozen, models):
+    """train_step's frozen parameters in the compute dtypes; vectors of the UNet stay float32."""
+    dtype = models.unet.dtype
+    casts = {
+        "vae": lambda x: np.asarray(x, models.vae.dtype),
+        "text_encoder": lambda x: np.asarray(x, dtype),
+    }
+    cast = {name: jax.tree.map(casts[name], frozen[name]) for name in casts}
+    if "unet" in frozen:  # with LoRA
+        cast["unet"] = cast_kernels(frozen["unet"], dtype)
+    return frozen | cast
+
+
+def compute_dtype(config: Config):
+    """The dtype of --mixed_precision."""
+    return jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+
+
+def is_sdxl(config) -> bool:
+    """Whether --pretrained_model_name_or_path is SDXL.
+
+    Raises:
+        ValueError: it is not a pipeline, or an SDXL refiner.
+    """
+    source = config.pretrained_model_name_or_path
+    index = read_index(source, config.revision)
+    if not has(index, "text_encoder_2"):
+        if "XL" in str(index.get("_class_name")):
+            raise ValueError(f"{source} is SDXL without text_encoder_2; copy or download it again")
+        return False
+    if not has(index, "text_encoder"):
+        raise ValueError(
+            f"{source} is SDXL's refiner, which lacks the first text encoder; give the base model"
+        )
+    return True
+
+
+def load_vae(config, dtype, is_xl):
+    """Load the VAE of a training run or of cache_latents.py; returns (module, float32 params).
+
+    SDXL's own VAE overflows in half precision. It computes in float32, as its config asks for
+    (force_upcast).
+    """
+    source, options = config.pretrained_vae_model_name_or_path, {}
+    if not source:
+        source = config.pretrained_model_name_or_path
+        options = dict(subfolder="vae", revision=config.revision, variant=config.variant)
+    vae, params = FlaxAutoencoderKL.from_pretrained(
+        source, dtype=dtype, convert=to_float32, **options
+    )
+    check_vae_family(config, vae, is_xl)
+    return vae.clone(dtype=jnp.float32) if is_xl and vae.force_upcast else vae, params
+
+
+def check_vae_family(config, vae, is_xl):
+    """Raise a ValueError for Stable Diffusion's VAE with SDXL, and the reverse.
+
+    Args:
+        config: of the trainer or of cache_latents.py, names the VAE.
+        vae: module.
+        is_xl: whether the model is SDXL.
+    """
+    if vae.scaling_factor != (SD_SCALING_FACTOR if is_xl else SDXL_SCALING_FACTOR):
+        return
+    kinds = ("Stable Diffusion", "SDXL") if is_xl else ("SDXL", "Stable Diffusion")
+    source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
+    raise ValueError(
+        f"the VAE in {source} has scaling_factor {vae.scaling_factor}, so it is {kinds[0]}'s; "
+        f"{kinds[1]} needs its own"
+    )
+
+
+def tree_checksum(tree):
+    """A CRC-32 of the names and bytes of all arrays of a tree."""
+    checksum = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        checksum = zlib.crc32(jax.tree_util.keystr(path).encode(), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), checksum)
+    return checksum
+
+
+def checksums(frozen, params):
+    """The checksums of a run's models, as entries of run_identity; arguments: of load_models."""
+    unet = combine(frozen.get("unet", {}), params)
+    trees = unet, [frozen["vae"], frozen["text_encoder"]]
+    return dict(zip(WEIGHTS, map(tree_checksum, trees)))
+
+
+def pipeline_params(frozen):
+    """The pipeline's parameters other than the UNet's, of train_step's frozen ones."""
+    encoders = frozen["text_encoder"]
+    if not isinstance(encoders, tuple):
+        return {"vae": frozen["vae"], "text_encoder": encoders}
+    return {"vae": frozen["vae"], "text_encoder": encoders[0], "text_encoder_2": encoders[1]}
+
+
+def check_models(config: Config, models: Models):
+    """Raise a ValueError for models that do not fit together or do not fit the resolution."""
+    unet, vae, text_encoder, scheduler = models
+    source, is_xl = config.pretrained_model_name_or_path, isinstance(models.text_encoder, tuple)
+    if is_xl != (unet.addition_embed_type == "text_time"):
+        families = ("SDXL", "Stable Diffusion 1 or 2")
+        family, other = families if is_xl else families[::-1]
+        raise ValueError(
+            f"{source} is {family}, but the UNet in {config.unet_model_name_or_path} is {other}; "
+            "take both from the same model"
+        )
+    if scheduler.config.prediction_type == "sample":
+        raise ValueError(
+            f"the scheduler of {source} has prediction_type sample; use a model with epsilon or "
+            "v_prediction"
+        )
+    if unet.in_channels != 2 * vae.latent_channels:
+        raise ValueError(
+            f"the UNet in {config.unet_model_name_or_path} has {unet.in_channels} input channels, "
+            f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it with "
+            "create_modified_unet.py"
+        )
+    encoders = text_encoder if is_xl else (text_encoder,)
+    hidden_size = sum(encoder.module.hidden_size for encoder in encoders)
+    if unet.cross_attention_dim != hidden_size:
+        raise ValueError(
+            f"the UNet in {config.unet_model_name_or_path} has cross_attention_dim "
+            f"{unet.cross_attention_dim}, but the text of {source} has {hidden_size} features; "
+            "take both from the same model"
+        )
+    check_vae_family(config, vae, is_xl)
+    if is_xl:
+        pooled = encoders[1].module.projection_dim
+        expected = pooled + 6 * unet.addition_time_embed_dim
+        if unet.projection_class_embeddings_input_dim != expected:
+            raise ValueError(
+                f"the UNet in {config.unet_model_name_or_path} takes "
+                f"{unet.projection_class_embeddings_input_dim} features of pooled text and time "
+                f"ids, but {source} gives {expected}; take both from the same model"
+            )
+    check_resolution(config, unet, vae)
+
+
+def check_resolution(config, unet, vae):
+    """Raise a ValueError unless the sides of the images, of the latents and in the UNet are even.
+
+    Args:
+        config: with the flag resolution.
+        unet, vae: modules.
+    """
+    pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)
+    factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
+    if config.resolution % factor:
+        raise ValueError(
+            f"{flag(config, 'resolution')} is not a multiple of {factor}; "
+            f"try {nearest_multiples(config.resolution, factor)}"
+        )
+
+
+# Validation
+
+
+def load_validation_images(config: Config):
+    """Load the images to edit during training: PIL, RGB, cropped squares of --resolution."""
+    side = (config.resolution, config.resolution)
+    try:
+        return [
+            ImageOps.fit(load_image(path), side, Image.Resampling.LANCZOS)
+            for path in config.validation_image
+        ]
+    except ValueError as error:
+        raise ValueError(f"--validation_image {error}") from error
+
+
+def edit_images(pipeline, p_params, images, prompts, seed):
+    """Edit images on this process's devices; all processes must call this together.
+
+    Args:
+        pipeline: InstructPix2Pix.
+        p_params: its replicated parameters without the scheduler's.
+        images: N PIL images of equal size.
+        prompts: N instructions.
+        seed: seed of the noise.
+
+    Returns:
+        N PIL images.
+    """
+    n = jax.local_device_count()
+    B = -(-len(images) // n)  # per device
+    padding = n * B - len(images)
+    prompt_ids, image = pipeline.prepare_inputs(
+        prompts + prompts[-1:] * padding, images + images[-1:] * padding
+    )
+    p_params = p_params | {"scheduler": replicate(pipeline.scheduler.create_state())}
+    images = pipeline(
+        prompt_ids.reshape(n, B, *prompt_ids.shape[1:]),
+        image.reshape(n, B, *image.shape[1:]),
+        p_params,
+        jax.random.key(seed),
+        num_inference_steps=VALIDATION_INFERENCE_STEPS,
+        jit=True,
+    ).images
+    return pipeline.numpy_to_pil(local_rows(images))[: len(prompts)]

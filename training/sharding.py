@@ -1,0 +1,398 @@
+"""Training state that is sharded over all devices, under pmap(axis_name="batch").
+
+Parameters, optimizer moments and averages are split along one axis of every array, so that each
+device holds its shard (ZeRO, stage 3, arXiv 1910.02054). A training step gathers the parameters in
+the compute dtype; the gradient of the gather is a reduce-scatter in float32:
+
+    axes = shard_axes(params, jax.device_count())
+    state = start_state(params, tx, axes)                         # host to devices
+
+    def loss_fn(shards):                                          # inside the pmapped step
+        return loss(gather(shards, axes, dtype), batch)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)       # shards of the mean, float32
+    grads = clip(grads, global_norm(grads, axes))
+    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
+
+On one device each of these operations returns its argument. gather_by_block replaces gather for
+models that do not fit into a device's memory as a whole.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
+from jax.tree_util import Partial
+
+REPLICATED = -1  # in a tree of axes: every device has the whole array
+
+
+@struct.dataclass
+class TrainState:
+    """The state of training: number of steps, float32 shards of parameters and moments."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def shard_axes(tree, num_shards):
+    """The axis along which each array is split: the longest that num_shards divides.
+
+    Args:
+        tree: arrays or their shapes (ShapeDtypeStructs), not sharded.
+        num_shards: number of devices.
+
+    Returns:
+        The tree with integers; REPLICATED where no axis can be split, and for one device.
+    """
+
+    def axis_of(x):
+        axes = [axis for axis, size in enumerate(x.shape) if size and size % num_shards == 0]
+        if num_shards == 1 or not axes:
+            return REPLICATED
+        return max(axes, key=lambda axis: x.shape[axis])
+
+    return jax.tree.map(axis_of, tree)
+
+
+def gather(shards, axes, dtype, in_stages=False):
+    """The whole parameters, on every device; the gradient is reduce_scatter_mean.
+
+    Args:
+        shards: this device's shards, float32.
+        axes: of shard_axes.
+        dtype: of the matrices and kernels that are returned. Vectors (biases, scales of norms)
+            stay in float32: they are small, and the norms compute in float32.
+        in_stages: as for reduce_scatter_mean.
+
+    Source: ZeRO (arXiv 1910.02054), section 5.3.
+    """
+
+    @jax.custom_vjp
+    def gather_all(shards):
+        return jax.tree.map(gather_array, wait_for_devices(shards), axes)
+
+    def gather_array(x, axis):
+        x = cast_kernels(x, dtype)
+        return x if axis == REPLICATED else jax.lax.all_gather(x, "batch", axis=axis, tiled=True)
+
+    def forward(shards):
+        return gather_all(shards), None
+
+    def backward(_, grads):
+        return (reduce_scatter_mean(grads, axes, in_stages),)
+
+    gather_all.defvjp(forward, backward)
+    return gather_all(shards)
+
+
+def gather_by_block(shards, axes, dtype, blocks):
+    """As gather, but blocks gather their parameters when they run, forward and backward.
+
+    A device then holds the parameters and gradients of a few blocks instead of all of them; each
+    block's parameters are sent twice. The blocks must be checkpointed, see
+    models.blocks.checkpointed; otherwise all parameters are kept for the backward pass.
+
+    Args:
+        shards, axes, dtype: as for gather; shards is a nested dict.
+        blocks: beginnings of the blocks' names, such as "resnets_".
+
+    Returns:
+        The parameters; those of blocks are functions without arguments that gather an array.
+    """
+    flat, flat_axes = flatten_dict(shards), flatten_dict(axes)
+    later = {
+        path: Partial(partial(gather, axes=flat_axes[path], dtype=dtype, in_stages=True), x)
+        for path, x in flat.items()
+        if any(name.startswith(blocks) for name in path)
+    }
+    first = {path: x for path, x in flat.items() if path not in later}
+    first = gather(first, {path: flat_axes[path] for path in first}, dtype, in_stages=True)
+    return unflatten_dict(first | later)
+
+
+def cast_kernels(params, dtype):
+    """Cast matrices and convolution kernels of a tree to dtype; vectors keep theirs."""
+    return jax.tree.map(lambda x: x.astype(dtype, copy=False) if x.ndim > 1 else x, params)
+
+
+def combine(frozen, trained):
+    """Combine two nested dicts of parameters that have no array in common."""
+    return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
+
+
+def reduce_scatter_mean(grads, axes, in_stages=False):
+    """This device's shard of the mean over all devices, in float32.
+
+    Args:
+        grads: gradients of the whole parameters, of any dtype.
+        axes: of shard_axes.
+        in_stages: on TPUs, save memory, see reduce_scatter_stages.
+    """
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    num_devices = jax.lax.axis_size("batch")
+    if num_devices == 1:  # XLA would copy the gradients
+        return grads
+
+    def reduce_tree(grads, stages):
+        return jax.tree.map(partial(reduce_array, stages=stages), grads, axes)
+
+    def reduce_array(g, axis, stages):
+        if axis == REPLICATED:
+            return jax.lax.pmean(g, "batch")
+        for groups in stages:
+            g = jax.lax.psum_scatter(
+                g, "batch", scatter_dimension=axis, axis_index_groups=groups, tiled=True
+            )
+        return g / num_devices
+
+    grads, at_once = wait_for_devices(grads), partial(reduce_tree, stages=[None])
+    if not in_stages:
+        return at_once(grads)
+    staged = partial(reduce_tree, stages=reduce_scatter_stages(num_devices))
+    return jax.lax.platform_dependent(grads, tpu=staged, default=at_once)
+
+
+def reduce_scatter_stages(num_devices):
+    """The groups of devices of a reduce-scatter in stages, for TPUs.
+
+    XLA compiles a reduce-scatter over 16 chips of a v5e slice, and over most larger numbers, as an
+    all-reduce, which uses all links of a chip but holds the full sum. In groups of at most 8 it
+    compiles rings that hold a shard. The groups of the last stage are the four chips of a host.
+
+    Returns:
+        List of axis_index_groups, one per stage; None: all devices.
+    """
+    sizes = []
+    while num_devices > 8 and num_devices % 4 == 0:
+        sizes.insert(0, 4)
+        num_devices //= 4
+    if not sizes:
+        return [None]
+    sizes.insert(0, num_devices)
+    devices = np.arange(np.prod(sizes)).reshape(sizes)
+    return [
+        np.moveaxis(devices, stage, -1).reshape(-1, size).tolist()
+        for stage, size in enumerate(sizes)
+    ]
+
+
+def wait_for_devices(tree):
+    """Wait for all devices, then return the tree; only CPUs of several processes need it.
+
+    Another process may still be compiling. Gloo's all-reduce waits for it for
+    xla_cpu_collective_timeout_seconds, its other collectives for half a minute only.
+    """
+    if jax.default_backend() != "cpu" or jax.process_count() == 1:
+        return tree
+    n = jax.lax.axis_size("batch")
+    one = jax.lax.psum(jax.lax.axis_index("batch"), "batch") - (n * (n - 1) // 2 - 1)
+    return jax.tree.map(lambda x: x * one.astype(x.dtype), tree)
+
+
+def global_norm(shards, axes):
+    """L2 norm of a tree of which every device has its shards; the same on all devices."""
+    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), shards)
+    pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(axes)))
+    total = sum(square for square, axis in pairs if axis == REPLICATED)
+    split = [square for square, axis in pairs if axis != REPLICATED]
+    return jnp.sqrt(total + jax.lax.psum(sum(split), "batch") if split else total)
+
+
+def update_shards(tx, grads, opt_state, params):
+    """Apply the optimizer to this device's shards, in place if they are donated.
+
+    Args:
+        tx: element-wise optax optimizer, such as Adam.
+        grads, opt_state, params: this device's shards.
+
+    Returns:
+        (params, opt_state) after the update.
+    """
+
+    def update(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return in_place(update)(params, opt_state, grads)
+
+
+def in_place(update):
+    """Make XLA update donated arrays in place.
+
+    pmap removes the device axis of its arguments and adds it to its results. Between the two
+    reshapes XLA's CPU compiler copies every donated array. The wrapped function gets the arrays
+    with the axis, where the reshapes cancel; on TPUs without it, which moves fewer bytes.
+
+    Args:
+        update: trees of arrays -> tree of arrays, elementwise.
+
+    Returns:
+        A function like update, to be called under pmap.
+    """
+
+    def with_axis(*args):
+        args = jax.tree.map(lambda x: x[None] if x.ndim else x, args)
+        return jax.tree.map(lambda x: x[0] if x.ndim else x, update(*args))
+
+    return lambda *args: jax.lax.platform_dependent(*args, tpu=update, default=with_axis)
+
+
+# On the host: arrays to the devices and back
+
+
+def replicate(tree, devices=None):
+    """Put a copy of NumPy arrays on every device.
+
+    Args:
+        tree: arrays or numbers.
+        devices: of this process; None: all of them.
+
+    Returns:
+        The tree with arrays (local devices, ...), which a program may overwrite (donate).
+    """
+    devices = devices or jax.local_devices()
+    return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * len(devices), devices), tree)
+
+
+def shard(tree, axes, devices=None):
+    """Put each device's shard of NumPy arrays on it.
+
+    Args:
+        tree: whole arrays, the same on all processes.
+        axes: of shard_axes.
+        devices: one per shard; None: those of all processes.
+
+    Returns:
+        The tree with arrays (local devices, ...), which a program may overwrite (donate).
+    """
+    devices = devices or jax.devices()
+    local = [device for device in devices if device.process_index == jax.process_index()]
+
+    def shard_array(x, axis):
+        if axis == REPLICATED:
+            return replicate(x, local)
+        shards = np.split(np.asarray(x), len(devices), axis)
+        return _place([shards[devices.index(device)][None] for device in local], local)
+
+    return jax.tree.map(shard_array, tree, axes)
+
+
+def shard_batch(batch):
+    """Put equal shares of this process's rows on its devices.
+
+    Args:
+        batch: dict of NumPy arrays (B, ...); B is a multiple of the number of local devices.
+
+    Returns:
+        dict of arrays (local devices, B / local devices, ...), for a pmapped function.
+
+    Raises:
+        ValueError: the arrays have different numbers of rows, or one that cannot be divided.
+    """
+    devices = jax.local_devices()
+    rows, n = {name: len(x) for name, x in batch.items()}, len(devices)
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"a batch needs as many rows in every array; this one has {rows}")
+    B = next(iter(rows.values()), 0)
+    if B % n:
+        sizes = " or ".join(str(size) for size in (B // n * n, -(-B // n) * n) if size)
+        raise ValueError(
+            f"a batch of {B} rows cannot be divided over {n} devices; give it {sizes} rows, and "
+            "drop a shorter last batch"
+        )
+    return {
+        name: _place(list(x.reshape(n, 1, B // n, *x.shape[1:])), devices)
+        for name, x in batch.items()
+    }
+
+
+def to_host(tree, axes):
+    """Whole NumPy arrays of shards on the devices; all processes call it together.
+
+    Args:
+        tree: arrays (local devices, ...), as pmap returns them.
+        axes: of shard_axes.
+    """
+
+    def gather_array(x, axis):
+        if axis == REPLICATED:
+            return first_replica(x)
+        if jax.process_count() > 1:
+            x = multihost_utils.process_allgather(x, tiled=True)
+        return np.concatenate(np.asarray(x), axis)
+
+    return jax.tree.map(gather_array, tree, axes)
+
+
+def start_state(params, tx, axes, devices=None):
+    """The TrainState (local devices, ...) at the start of a run.
+
+    Args:
+        params: whole NumPy arrays, float32.
+        tx: element-wise optax optimizer, such as Adam.
+        axes: of shard_axes(params).
+        devices: as for shard.
+    """
+    shards = shard(params, axes, devices)
+    opt_state = jax.pmap(tx.init, axis_name="batch", devices=devices)(shards)
+    local = [device for device in devices or [] if device.process_index == jax.process_index()]
+    return TrainState(replicate(np.int32(0), local), shards, opt_state)
+
+
+def state_shapes(params, tx, axes, num_devices):
+    """The shapes and dtypes of start_state, (num_devices, ...).
+
+    Args:
+        params: whole arrays or their shapes.
+        tx, axes: as for start_state.
+        num_devices: that the axes are for.
+    """
+
+    def shard_shape(x, axis):
+        shape = [n // num_devices if i == axis else n for i, n in enumerate(x.shape)]
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    shards = jax.tree.map(shard_shape, params, axes)
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), shards, jax.eval_shape(tx.init, shards))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), state)
+
+
+def first_replica(x):
+    """A replicated array's copy on this process's first device, as a NumPy array."""
+    copy = np.asarray(x.addressable_shards[0].data)
+    return copy.reshape(copy.shape[1:])
+
+
+def local_rows(x):
+    """The rows (B, ...) that this process's devices hold of (devices, B / devices, ...)."""
+    return np.concatenate([np.asarray(shard.data)[0] for shard in x.addressable_shards])
+
+
+def _place(parts, devices):
+    """One array (devices, ...) of an array (1, ...) for each device of this process."""
+    sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
+    arrays = [jax.device_put(_unaligned(x), device) for x, device in zip(parts, devices)]
+    shape = (len(devices), *parts[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _unaligned(x):
+    """Copy x to memory that is not aligned to 64 bytes; for CPUs.
+
+    JAX uses aligned NumPy data in place and cannot donate them, so that a step would hold the state
+    twice.
+    """
+    if jax.default_backend() != "cpu":
+        return x
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    start = (x.itemsize - memory.ctypes.data) % 64
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
