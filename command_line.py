@@ -1,4 +1,4 @@
-"""What the scripts share: how they run and end, and how they write files."""
+"""What the programs share: flags, how they end, and checks of the files that they write."""
 
 import errno
 import io
@@ -8,19 +8,17 @@ import shutil
 import sys
 import textwrap
 import traceback
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import partial
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-UNFINISHED_PREFIX = ".unfinished-"  # of files while they are written
 DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
 DEFAULTS = {  # in the help, of equal length
     "None)": "none)",
     "(default: )": "(optional) ",
 }
+IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # of images that programs write
 OUTPUT_FLAGS = (  # for files that a program writes
     "output",
     "output_dir",
@@ -183,9 +181,9 @@ def is_distributed() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def one_line(error: BaseException | str, limit: int | None = None) -> str:
-    """What an exception says, on one line of at most `limit` characters; its type if nothing."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+def one_line(error: BaseException | str) -> str:
+    """What an exception says, on one line; its type if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def differences(saved: dict, current: dict) -> list[str]:
@@ -221,11 +219,10 @@ def with_flags(error: Exception, config: Any) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an exception says that a disk is full or a quota is used up."""
+    """Whether an exception, of any library, says that a disk is full or a quota is used up."""
     codes = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError):
         return error.errno in codes
-    # safetensors has its own error.
     return any(os.strerror(code) in str(error) for code in codes)
 
 
@@ -271,29 +268,6 @@ def in_bytes(number: float) -> str:
     return f"{number / unit:.3g} {name}"
 
 
-@contextmanager
-def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Raise the error of a full disk, of any library, with path, bytes needed and bytes free.
-
-    Args:
-        path: the file or directory that the caller's block writes, and removes if it fails.
-        num_bytes: size of the file; None: not known.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not is_full_disk(error):
-            raise
-        free = disk_space(path)
-        takes = f"more than the {in_bytes(free)} that are free"
-        if num_bytes:
-            takes = f"{in_bytes(num_bytes)}, {in_bytes(free)} are free"
-        raise OSError(
-            f"{path} cannot be written: the disk is full; it takes {takes}; free some space, or "
-            "name another disk"
-        ) from error
-
-
 def ask_before_replacing(
     flag: str, directory: str | Path, overwrite: bool | None, continues: str = ""
 ) -> None:
@@ -336,37 +310,46 @@ def check_writable(given: str, directory: Path) -> None:
         )
 
 
-def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -> None:
-    """Have save(path) write a file or directory that appears under its name when complete.
+def check_image_file(path):
+    """Raise a ValueError for an image file that cannot be written; nothing is written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; name a file")
+    if path.suffix.lower() not in IMAGE_EXTENSIONS:
+        raise ValueError(
+            f"{path} ends in {path.suffix or 'no extension'}; name it "
+            f"{' or '.join(IMAGE_EXTENSIONS)}"
+        )
+    check_writable(str(path), path.absolute().parent)
+
+
+def image_files(output, num_images, grid=None):
+    """The files to write images to.
 
     Args:
-        path: file or directory; its parents are made.
-        save: writes to the path that it is given.
-        shared: several processes may write the path at the same time.
+        output: directory; for one image also a file name with an extension.
+        num_images: number of images.
+        grid: another file that will be written, or None.
+
+    Returns:
+        Paths; in a directory 000.png, 001.png, ..., numbered on from those that exist.
+
+    Raises:
+        ValueError: output is one file for several images, cannot be written, or is the grid too.
     """
-    unique = f"{uuid.uuid4().hex}-" if shared else ""  # else a later save removes what a kill left
-    unfinished = path.with_name(f"{UNFINISHED_PREFIX}{unique}{path.name}")
-    with naming_full_disk(path):
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        remove(unfinished)
-        try:
-            save(unfinished)
-            if path.is_dir():  # of an earlier start of this run
-                shutil.rmtree(path)
-            unfinished.replace(path)
-        except BaseException:
-            remove(unfinished)
-            raise
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a directory if it exists."""
-    if path.is_dir():
-        shutil.rmtree(path)
+    is_folder = output.is_dir() or not (output.suffix or output.is_file())
+    if is_one_file := num_images == 1 and not is_folder:
+        files = [output]
+    elif output.suffix.lower() in IMAGE_EXTENSIONS or output.is_file():
+        raise ValueError(
+            f"--output {output} is one file for {num_images} images; give a directory, or one "
+            "prompt and --num_images 1 to make one image"
+        )
     else:
-        path.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str, shared: bool = False) -> None:
-    """Write a text file so that no reader sees a partial file; shared: see save_whole."""
-    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"), shared)
+        numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
+        first = max(numbers, default=-1) + 1
+        files = [output / f"{first + i:03}.png" for i in range(num_images)]
+    if grid and grid.resolve() in [file.resolve() for file in files]:
+        raise ValueError(f"--grid {grid} is an image of --output too; give it another name")
+    for file in files if is_one_file else files[:1]:  # the others are new in the same directory
+        check_image_file(file)
+    return files

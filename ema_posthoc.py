@@ -31,8 +31,9 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from command_line import ask_before_replacing, naming_full_disk, run_main
+from command_line import ask_before_replacing, run_main
 from diffusers_flax.loading.configs import read_json, shard_names, writing_pipeline
+from diffusers_flax.loading.files import naming_full_disk
 from diffusers_flax.models.base import torch_to_flax
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma

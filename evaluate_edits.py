@@ -38,11 +38,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from command_line import ask_before_replacing, differences, one_line, run_main, write_text
+from command_line import ask_before_replacing, differences, run_main
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.executables import peak_memory, step_options, use_compilation_cache
 from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.loading.configs import INDEX_NAME, PARTS, fetch_file
+from diffusers_flax.loading.files import one_line, write_text
 from diffusers_flax.loading.lora import find_lora, split_weight
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches

@@ -35,10 +35,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from command_line import one_line, run_main
+from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
 from diffusers_flax.executables import replace_leaves, use_compilation_cache
+from diffusers_flax.loading.files import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from training.ema import ema_plan
 from training.flags import Config, check_config, check_schedules, ema_flags

@@ -37,8 +37,9 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import run_main
+from command_line import check_image_file, run_main
 from dataloading.dataset import ParquetImagePairs
+from dataloading.images import FORMATS, crop_square, decode_image
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
     KNOWN_COLUMNS,
@@ -51,15 +52,8 @@ from dataloading.shards import (
     pair_at,
     read_row_group,
 )
-from diffusers_flax.images import (
-    FORMATS,
-    captioned,
-    check_image_file,
-    crop_square,
-    decode_image,
-    save_image,
-    tile_grid,
-)
+from diffusers_flax.captions import captioned, tile_grid
+from diffusers_flax.images import save_image
 
 __all__ = ["ParquetImagePairs"]
 

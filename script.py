@@ -37,6 +37,7 @@ import socket
 import sys
 import textwrap
 import time
+import uuid
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -53,8 +54,8 @@ from huggingface_hub import constants, get_token, hf_hub_url
 from huggingface_hub.utils import get_session, parse_ratelimit_headers, validate_repo_id
 from tqdm import tqdm
 
-from command_line import run_main, write_text
-from training.processes import which_worker
+from command_line import run_main
+from dataloading.workers import which_worker
 
 CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
 SPLIT_WORDS = frozenset(
@@ -501,7 +502,17 @@ def aria2_input(files, worker):
 
 def write_plan(output_dir, files, worker, num_workers):
     """Write the input files of all workers, this worker's index if known, and the manifest."""
-    write = partial(write_text, shared=True)  # hosts may share output_dir
+
+    def write(path, text):
+        """Move a complete file into place: hosts may share output_dir."""
+        output_dir.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".unfinished-{uuid.uuid4().hex}-{path.name}")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
     for k in range(num_workers):
         write(output_dir / f"download-{k}.txt", aria2_input(files, k))
     index_file = output_dir / f"worker-{socket.gethostname()}"

@@ -30,18 +30,10 @@ import numpy as np
 from flax import jax_utils
 from tqdm import tqdm
 
-from command_line import run_main
+from command_line import check_image_file, image_files, run_main
+from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.executables import replace_leaves, step_options, use_compilation_cache
-from diffusers_flax.images import (
-    GRID_IMAGES,
-    check_image_file,
-    image_files,
-    image_grid,
-    read_latents,
-    read_prompts,
-    save_image,
-    to_batches,
-)
+from diffusers_flax.images import read_latents, read_prompts, save_image, to_batches
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from editing.edits import (

@@ -33,7 +33,8 @@ import numpy as np
 from flax import jax_utils
 from tqdm import tqdm
 
-from command_line import one_line, run_main
+from command_line import check_image_file, image_files, run_main
+from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.executables import (
     ExecutableStore,
     no_compilation_cache,
@@ -41,16 +42,8 @@ from diffusers_flax.executables import (
     step_options,
     surroundings,
 )
-from diffusers_flax.images import (
-    GRID_IMAGES,
-    check_image_file,
-    image_files,
-    image_grid,
-    read_latents,
-    read_prompts,
-    save_image,
-    to_batches,
-)
+from diffusers_flax.images import read_latents, read_prompts, save_image, to_batches
+from diffusers_flax.loading.files import one_line
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from editing.edits import (

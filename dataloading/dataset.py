@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from command_line import differences
+from dataloading.images import RESAMPLING, num_usable_cores
 from dataloading.shards import (
     Cells,
     Pair,
@@ -33,7 +34,6 @@ from dataloading.shards import (
     source_columns,
     take_first_rows,
 )
-from diffusers_flax.images import RESAMPLING, num_usable_cores
 
 # Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.

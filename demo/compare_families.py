@@ -32,9 +32,10 @@ from PIL import Image, ImageDraw, ImageFont
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from command_line import run_main, save_whole  # noqa: E402
-from demo.photographs import EDITS  # noqa: E402
-from diffusers_flax.images import GRID_MARGIN  # noqa: E402
+from command_line import run_main
+from demo.photographs import EDITS
+from diffusers_flax.captions import GRID_MARGIN
+from diffusers_flax.loading.files import save_whole
 
 FAMILIES = {"sd": "demo/base_model", "sdxl": "demo/base_model_xl"}
 TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}

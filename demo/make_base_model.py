@@ -51,20 +51,20 @@ from transformers import CLIPTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from command_line import run_main  # noqa: E402
-from demo.photographs import (  # noqa: E402
+from command_line import run_main
+from dataloading.images import scaled_size
+from demo.photographs import (
     EDITS,
     TRAINING,
     load_photographs,
     random_box,
     resize_box,
 )
-from diffusers_flax.images import scaled_size  # noqa: E402
-from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection  # noqa: E402
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel  # noqa: E402
-from diffusers_flax.models.vae import FlaxAutoencoderKL  # noqa: E402
-from diffusers_flax.schedulers.ddpm import FlaxDDIMScheduler, FlaxDDPMScheduler  # noqa: E402
-from training.models import encode_text  # noqa: E402
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.schedulers.ddpm import FlaxDDIMScheduler, FlaxDDPMScheduler
+from training.models import encode_text
 
 SIZE = 64  # pixels of an image's side
 NUM_MERGES = 120

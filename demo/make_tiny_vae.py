@@ -18,15 +18,15 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from command_line import check_writable, run_main  # noqa: E402
-from demo.make_base_model import (  # noqa: E402
+from command_line import check_writable, run_main
+from demo.make_base_model import (
     BASE_MODEL,
     VAE,
     fit,
     image_batches,
     load_vae,
 )
-from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny  # noqa: E402
+from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 
 WIDTHS = (32, 32, 32)
 TINY_VAE = FlaxAutoencoderTiny(

@@ -39,8 +39,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.extend.core import jaxprs_in_params
 
-from command_line import naming_full_disk, one_line
 from diffusers_flax.loading.configs import ModelOutput, warn_once
+from diffusers_flax.loading.files import naming_full_disk, one_line
 from diffusers_flax.pipelines.sampling import as_keys, keys_per_image
 
 SUFFIX = ".executable"

@@ -23,12 +23,13 @@ from flax import jax_utils
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from command_line import in_bytes
+from command_line import check_image_file, in_bytes
+from dataloading.images import load_image
 from diffusers_flax.acceleration.caches import noise_scales
 from diffusers_flax.acceleration.plans import parse, plan_steps
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.executables import replace_leaves, step_options
-from diffusers_flax.images import check_image_file, load_image, made_by, save_image, to_pil
+from diffusers_flax.images import made_by, save_image, to_pil
 from diffusers_flax.loading.configs import locate, read_index, warn_once
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (

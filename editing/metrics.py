@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
-from command_line import one_line
+from dataloading.images import decode_image
 from dataloading.shards import latents_metadata, list_row_groups
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.executables import matmul_flops
-from diffusers_flax.images import decode_image
 from diffusers_flax.loading.configs import fetch_directory, fetch_file
+from diffusers_flax.loading.files import one_line
 from diffusers_flax.loading.tokenizer import TOKENIZER_FILES
 from diffusers_flax.models.base import find_weights
 from diffusers_flax.models.kernels import plain_operations

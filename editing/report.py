@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from command_line import save_whole, write_text
-from diffusers_flax.images import captioned, load_image, save_image, tile_grid
+from dataloading.images import load_image
+from diffusers_flax.captions import captioned, tile_grid
+from diffusers_flax.images import save_image
+from diffusers_flax.loading.files import save_whole, write_text
 from editing.metrics import CLIP_METRICS, PIXEL_METRICS
 
 GRID_IMAGE_SIZE = 192  # pixels, longer side

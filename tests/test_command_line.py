@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import command_line
-from command_line import ask_before_replacing, run_main, save_whole, write_text
+from command_line import ask_before_replacing, run_main
+from diffusers_flax.loading.files import save_whole, write_text
 
 SCRIPT = """
 import signal, sys, threading

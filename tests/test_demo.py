@@ -24,6 +24,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 
+from dataloading.images import crop_corner, scaled_size
 from demo import (
     compare_families,
     evaluate,
@@ -41,7 +42,6 @@ from demo.photographs import (
     random_box,
     random_crop,
 )
-from diffusers_flax.images import crop_corner, scaled_size
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,

@@ -15,7 +15,8 @@ from PIL import Image, ImageOps
 from tiny_models import make_tiny_pipeline
 
 import edit_cli
-from diffusers_flax.images import GRID_MARGIN, load_image
+from dataloading.images import load_image
+from diffusers_flax.captions import GRID_MARGIN
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )

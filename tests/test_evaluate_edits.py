@@ -30,10 +30,10 @@ from transformers import (
 
 import edit_cli
 import evaluate_edits
+from dataloading.images import decode_image
 from dataloading.pairs import SCHEMA, image_cell
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.executables import step_options
-from diffusers_flax.images import decode_image
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )

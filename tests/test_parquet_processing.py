@@ -27,8 +27,9 @@ import parquet_processing
 from dataloading import dataset as dataloading_dataset
 from dataloading import shards as dataloading_shards
 from dataloading.dataset import epoch_order
+from dataloading.images import crop_square, decode_image, encoded_size
 from dataloading.shards import Pair
-from diffusers_flax.images import LINE_HEIGHT, crop_square, decode_image, encoded_size
+from diffusers_flax.captions import LINE_HEIGHT
 from editing.metrics import pairs_of_shards
 from parquet_processing import ParquetImagePairs
 

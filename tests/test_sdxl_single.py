@@ -17,6 +17,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import sdxl_single
 import sdxl_single_aot
 from diffusers_flax import executables
+from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 from diffusers_flax.executables import (
     ExecutableStore,
     initialize_cache,
@@ -24,7 +25,6 @@ from diffusers_flax.executables import (
     surroundings,
     use_compilation_cache,
 )
-from diffusers_flax.images import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from editing import edits

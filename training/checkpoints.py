@@ -22,8 +22,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from command_line import differences, one_line
+from command_line import differences
 from diffusers_flax.loading.configs import INDEX_NAME
+from diffusers_flax.loading.files import one_line
 from training.flags import final_file, fixed_flags, flag
 from training.models import checksums
 from training.processes import from_process_0, wait_for_all

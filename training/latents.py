@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from command_line import check_writable, differences
 from dataloading.dataset import MIN_ROWS_FOR_BAD_FRACTION
+from dataloading.images import num_usable_cores
 from dataloading.shards import (
     LATENTS,
     TIME_IDS,
@@ -35,7 +36,6 @@ from dataloading.shards import (
     shard_files,
     take_first_rows,
 )
-from diffusers_flax.images import num_usable_cores
 from training.flags import nearest_multiples
 from training.models import compute_dtype, encode_images, is_sdxl, load_vae, tree_checksum
 

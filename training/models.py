@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from PIL import Image, ImageOps
 
 from command_line import differences
-from diffusers_flax.images import load_image
+from dataloading.images import load_image
 from diffusers_flax.loading.configs import (
     CONV_IN_FILE,
     LORA_FILE,

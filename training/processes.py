@@ -10,13 +10,11 @@ import itertools
 import logging
 import os
 import platform
-import re
 import signal
 import time
 import zlib
 from pathlib import Path
 
-import httpx2
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -25,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 3600  # timeout of wait_for_all; meanwhile others compile, or process 0 uploads
 GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
-METADATA_TIMEOUT = 2  # seconds; the metadata server is on the host itself
 COLLECTIVE_SECONDS = 90  # timeout of a collective operation on CPUs; below HEARTBEAT_SECONDS
 HEARTBEAT_SECONDS = 100  # a process that is silent for this long counts as dead and ends the run
 LOCK_SECONDS = 120  # timeout for the lock; NFS releases that of a crashed host late
@@ -47,66 +44,6 @@ def on_tpu_vm():
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     is_google = any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors)
     return is_google and importlib.util.find_spec("libtpu") is not None
-
-
-def vm_metadata(attribute):
-    """An attribute of this VM from Google's metadata server; None where there is none."""
-    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-    url = f"http://{host}/computeMetadata/v1/instance/attributes/{attribute}"
-    options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": METADATA_TIMEOUT}
-    try:
-        response = httpx2.get(url, trust_env=False, **options)  # without a proxy
-    except httpx2.HTTPError:
-        return None
-    return response.text if response.status_code == 200 else None
-
-
-def tpu_worker():
-    """(index, count) of this host in its TPU slice or slices, None on other machines.
-
-    Source: jax._src.clusters.cloud_tpu_cluster, for the variables that GKE sets and the attributes
-    of TPU VMs: worker-network-endpoints is a,b,c; tpu-env has lines KEY: 'value'.
-    """
-    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
-    index = os.environ.get("TPU_WORKER_ID")
-    if not (hosts and index):
-        index, hosts = vm_metadata("agent-worker-number"), vm_metadata("worker-network-endpoints")
-        if not (hosts and index):
-            return None
-    slices = os.environ
-    if "MEGASCALE_NUM_SLICES" not in slices:
-        tpu_env = vm_metadata("tpu-env") or ""
-        slices = dict(re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*)", tpu_env, re.MULTILINE))
-    try:
-        per_slice, index = len(hosts.split(",")), int(index)
-        slice_id = int(slices.get("MEGASCALE_SLICE_ID") or 0)
-        num_slices = int(slices.get("MEGASCALE_NUM_SLICES") or 1)
-        fits = 0 <= index < per_slice and 0 <= slice_id < num_slices
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"the TPU's environment says worker {index} of {hosts}, which is inconsistent; "
-            "give --worker and --num_workers"
-        )
-    return slice_id * per_slice + index, num_slices * per_slice
-
-
-def which_worker(worker, num_workers):
-    """(index or None, count, source) of this worker, from flags, the TPU's environment or JAX."""
-    if num_workers is not None:
-        return worker, num_workers, "flags"
-    if found := tpu_worker():
-        return *found, "the TPU's environment"
-    counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    try:
-        if max(int(os.environ.get(name, 1)) for name in counts) > 1:
-            jax.distributed.initialize()  # without it every process is 0 of 1
-        found = jax.process_index(), jax.process_count()
-        jax.distributed.shutdown()
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"JAX does not start; give --worker, --num_workers ({error})") from error
-    return *found, "JAX"
 
 
 def start_distributed(coordinator_address=None, num_processes=None, process_id=None):

@@ -20,9 +20,10 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image, ImageOps
 
-from command_line import one_line, save_whole, write_text
-from diffusers_flax.images import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, load_image, tile_grid
+from dataloading.images import load_image
+from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.loading.configs import CONV_IN_FILE
+from diffusers_flax.loading.files import one_line, save_whole, write_text
 
 logger = logging.getLogger(__name__)
 

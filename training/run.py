@@ -31,9 +31,9 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
-from command_line import save_whole
 from diffusers_flax.executables import peak_memory
 from diffusers_flax.loading.configs import CONV_IN_FILE, LORA_FILE
+from diffusers_flax.loading.files import save_whole
 from diffusers_flax.loading.lora import save_conv_in, save_lora
 from training.checkpoints import (
     Checkpoints,

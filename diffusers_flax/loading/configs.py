@@ -28,7 +28,7 @@ import numpy as np
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
-from command_line import one_line
+from diffusers_flax.loading.files import one_line
 from diffusers_flax.loading.hub import hub_answers
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from command_line import one_line
 from diffusers_flax.loading.configs import fetch_directory, warn_once
+from diffusers_flax.loading.files import one_line
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",

@@ -29,7 +29,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from command_line import one_line
 from diffusers_flax.loading.configs import (
     ConfigMixin,
     FrozenConfig,
@@ -47,6 +46,7 @@ from diffusers_flax.loading.configs import (
     weights_pattern,
     write_json,
 )
+from diffusers_flax.loading.files import one_line
 
 # By `weights_name`: the file names to look for, in this order.
 WEIGHT_FILES = {

@@ -10,9 +10,9 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageOps
 
+from dataloading.images import crop_square, decode_image, encoded_size, load_image
 from dataloading.pairs import check_image, write_pairs
 from dataloading.shards import KNOWN_COLUMNS, Cells
-from diffusers_flax.images import crop_square, decode_image, encoded_size, load_image
 from editing.metrics import HeldOutPair
 from parquet_processing import ParquetImagePairs, check_pair
 

@@ -7,8 +7,8 @@ import pytest
 from matplotlib import font_manager
 from PIL import Image, ImageFont
 
-from diffusers_flax import images
-from diffusers_flax.images import (
+from diffusers_flax import captions
+from diffusers_flax.captions import (
     CAPTION_SIZE,
     GRID_IMAGE_SIZE,
     GRID_IMAGES,
@@ -26,7 +26,12 @@ CYRILLIC, CHINESE = "сделай ярче", "把天空变成紫色"
 @pytest.fixture
 def fresh_fonts():
     """Fonts are searched, and their absence is logged, again."""
-    caches = images.font_files, images.open_font, images.has_letter, images.warn_of_missing_letters
+    caches = (
+        captions.font_files,
+        captions.open_font,
+        captions.has_letter,
+        captions.warn_of_missing_letters,
+    )
     for cached in caches:
         cached.cache_clear()
     yield
@@ -89,7 +94,7 @@ def test_fonts_of_last_resort_are_skipped(monkeypatch, fresh_fonts):
     """Their shapes, one for many letters, say nothing."""
     files = ["/b/LastResort.otf", "/b/z.ttf", "/b/NotoSansCJK.ttc", "/b/a.ttf"]
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
-    assert images.font_files()[1:] == ["/b/NotoSansCJK.ttc", "/b/a.ttf", "/b/z.ttf"]
+    assert captions.font_files()[1:] == ["/b/NotoSansCJK.ttc", "/b/a.ttf", "/b/z.ttf"]
 
 
 def test_a_grid_enlarges_small_images_and_keeps_large_ones():

@@ -15,7 +15,8 @@ from hub_upload_server import UploadHub
 from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
 
-from diffusers_flax.images import LINE_HEIGHT, load_image
+from dataloading.images import load_image
+from diffusers_flax.captions import LINE_HEIGHT
 from training import report
 from training.report import (
     MetricsLog,

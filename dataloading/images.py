@@ -1,0 +1,217 @@
+"""Image files: decoding, orientation, scaling and cropping."""
+
+import io
+import os
+from contextlib import suppress
+
+import numpy as np
+import simplejpeg
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from diffusers_flax.images import to_rgb
+from diffusers_flax.loading.files import one_line
+
+RESAMPLING = {
+    "dct": Image.Resampling.LANCZOS,  # after libjpeg has decoded at a reduced scale
+    "lanczos": Image.Resampling.LANCZOS,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+ORIENTATION = ExifTags.Base.Orientation
+EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
+MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
+# Formats that Pillow may decode; others run external programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+# Warnings of libjpeg after which it fills in pixels. simplejpeg raises the first of a file.
+LOST_PIXELS = (
+    *("Premature end", "premature end", "bad Huffman code", "bad arithmetic code"),
+    *("instead of RST", "Inconsistent progression"),
+)
+
+
+def load_image(path):
+    """Read an image file of any format of Pillow and apply its EXIF orientation.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        PIL image, RGB, on white where it is transparent.
+
+    Raises:
+        ValueError: the file is missing, damaged or not an image; the message starts with path.
+    """
+    try:
+        with open(path, "rb") as file:
+            return Image.fromarray(decode_upright(file.read(), formats=None))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; check the path") from None
+    except UnidentifiedImageError:
+        raise ValueError(
+            f"{path} is not an image that Pillow can read; convert it to PNG or JPEG"
+        ) from None
+    except Exception as error:  # decoders raise errors of many types
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+
+
+def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
+    """Decode one image to upright RGB.
+
+    Args:
+        data: an encoded image, one of FORMATS. Upright JPEGs are decoded by simplejpeg, which
+            releases the GIL.
+        min_side: a JPEG at least twice as large may be decoded at a half of its size or less, but
+            with no side below this; 0: full size.
+        out: uint8 (h, w, 3), contiguous: used for the result if it has this size.
+
+    Returns:
+        uint8 (H, W, 3).
+
+    Raises:
+        ValueError: the data are not an image, damaged, or of a mode that `to_rgb` does not support.
+    """
+    try:
+        return decode_upright(data, min_side, out)
+    except UnidentifiedImageError:
+        raise ValueError(f"no known image format ({len(data)} bytes)") from None
+    except MemoryError:  # says nothing about the image
+        raise
+    except Exception as error:  # damaged data make decoders raise anything
+        raise ValueError(one_line(error, 200)) from error
+
+
+def decode_upright(data, min_side=0, out=None, formats=FORMATS):
+    """decode_image without its one type of error; formats: that Pillow may decode, None: all."""
+    if data.startswith(b"\xff\xd8"):
+        pixels = decode_jpeg(data, min_side, out)
+        if pixels is not None:
+            return pixels
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=formats))
+    return np.asarray(to_rgb(image))
+
+
+def decode_jpeg(data, min_side, out):
+    """Decode an upright RGB or grey JPEG by simplejpeg, which raises a warning of libjpeg.
+
+    Args:
+        data, min_side, out: see decode_image.
+
+    Returns:
+        uint8 (H, W, 3), or None: the JPEG is left to Pillow, which ignores warnings.
+
+    Raises:
+        ValueError: pixels are missing.
+    """
+    orientation = exif_orientation(data)
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        if height * width > Image.MAX_IMAGE_PIXELS:  # Pillow warns of them or refuses them
+            return None
+        if colorspace not in ("YCbCr", "RGB", "Gray"):
+            simplejpeg.decode_jpeg(data, "CMYK", min_height=1, min_width=1)  # only for its warning
+            return None
+        if orientation != 1:
+            simplejpeg.decode_jpeg(data, "Gray", min_height=1, min_width=1)
+            return None
+        side = min_side if min(height, width) >= 2 * min_side else 0
+        size = simplejpeg.decode_jpeg_header(data, side, side)[:2]
+        fits = out is not None and out.shape[:2] == size
+        return simplejpeg.decode_jpeg(
+            data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
+        )
+    except ValueError as error:
+        if any(loss in str(error) for loss in LOST_PIXELS):
+            raise
+        # A warning of the header hides warnings of the pixels; stray bytes at the end hide none.
+        if (usual := with_usual_header(data)) != data:
+            decode_jpeg(usual, min_side, None)
+        return None
+
+
+def with_usual_header(data):
+    """A JPEG with JFIF version 1.1 and Se 63 in a baseline scan; libjpeg warns of other values."""
+    changed, position, is_baseline = bytearray(data), 2, False
+    while changed[position : position + 1] == b"\xff":
+        marker = changed[position + 1]
+        is_baseline |= marker in (0xC0, 0xC1)
+        if marker == 0xE0 and changed[position + 4 : position + 9] == b"JFIF\0":
+            changed[position + 9 : position + 11] = b"\1\1"
+        if marker == 0xDA:  # length, number n of components, two bytes for each, then Ss and Se
+            end = position + 6 + 2 * changed[position + 4]
+            if is_baseline:
+                changed[end : end + 1] = b"\x3f"
+            break
+        position += 2 + int.from_bytes(changed[position + 2 : position + 4])
+    return bytes(changed)
+
+
+def encoded_size(data: bytes) -> tuple[int, int]:
+    """Height and width of an encoded image that decode_image has decoded, upright, at full size."""
+    if data.startswith(b"\xff\xd8"):
+        with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
+            height, width = simplejpeg.decode_jpeg_header(data)[:2]
+            is_turned = exif_orientation(data) in (5, 6, 7, 8)
+            return (width, height) if is_turned else (height, width)
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    is_turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    if image.format == "TIFF":  # Pillow has applied it
+        is_turned = False
+    return (image.width, image.height) if is_turned else (image.height, image.width)
+
+
+def exif_orientation(data: bytes) -> int:
+    """The EXIF orientation of a JPEG, 1 to 8; 1 (upright) if it has none."""
+    position = 2
+    while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
+        if data[position + 1] == 0xE1 and data.startswith(EXIF_OR_XMP, position + 4):
+            return Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(ORIENTATION, 1)
+        position += 2 + int.from_bytes(data[position + 2 : position + 4])
+    return 1
+
+
+def scaled_size(height: int, width: int, resolution: int) -> tuple[int, int]:
+    """Height and width of an image whose shorter side is scaled to the resolution."""
+    scale = resolution / min(height, width)
+    return max(resolution, round(height * scale)), max(resolution, round(width * scale))
+
+
+def crop_corner(height: int, width: int, resolution: int, crop: float) -> tuple[int, int]:
+    """Top and left of the square that crop_square cuts out of a scaled image."""
+    return int(crop * (height - resolution + 1)), int(crop * (width - resolution + 1))
+
+
+def crop_square(
+    pixels: np.ndarray, resolution: int, resample: str = "dct", crop: float = 0.5
+) -> np.ndarray:
+    """Scale the shorter side of an image to the resolution and cut a square out.
+
+    Hugging Face's trainer squeezes the full image into the square instead; on the square images of
+    the public datasets both agree.
+
+    Args:
+        pixels: uint8 (H, W, 3).
+        resolution: side R of the square, pixels.
+        resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
+        crop: in [0, 1), position of the square along the longer side; 0.5: the centre.
+
+    Returns:
+        uint8 (R, R, 3).
+
+    Raises:
+        ValueError: one side is more than MAX_ASPECT times the other.
+    """
+    if max(pixels.shape[:2]) > MAX_ASPECT * min(pixels.shape[:2]):
+        raise ValueError(
+            f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow: one side may be at most "
+            f"{MAX_ASPECT} times the other; crop the image"
+        )
+    height, width = scaled_size(*pixels.shape[:2], resolution)
+    if pixels.shape[:2] != (height, width):
+        image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
+        pixels = np.asarray(image)
+    top, left = crop_corner(height, width, resolution, crop)
+    return pixels[top : top + resolution, left : left + resolution]
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

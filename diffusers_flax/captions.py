@@ -1,0 +1,168 @@
+"""Captioned images and grids of them."""
+
+import functools
+import logging
+import math
+import unicodedata
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+CAPTION_SIZE = 14  # of the font, pixels
+LINE_HEIGHT = 20  # of a caption, pixels
+NO_LETTER = "\U0010ffff"  # drawn as letters that a font lacks
+GRID_IMAGES = 64  # of a grid, at most; more cannot be looked at in one image
+GRID_IMAGE_SIZE = 256  # pixels, longer side
+GRID_MARGIN = 8  # pixels
+
+logger = logging.getLogger(__name__)
+
+
+def image_grid(images, captions):
+    """One image of the first GRID_IMAGES images, in as many rows as columns if possible.
+
+    Args:
+        images: list of PIL images; small ones are enlarged.
+        captions: a text for each.
+    """
+    tiles = []
+    for image, caption in zip(images[:GRID_IMAGES], captions):
+        scale = max(1, GRID_IMAGE_SIZE / max(image.size))
+        size = [round(side * scale) for side in image.size]
+        tiles.append(captioned([image.resize(size, Image.Resampling.LANCZOS)], caption))
+    return tile_grid(tiles, math.ceil(math.sqrt(len(tiles))), GRID_MARGIN)
+
+
+def captioned(images, text, max_lines=None):
+    """PIL images side by side, with a text below that is wrapped to their width.
+
+    Args:
+        images: list of PIL images.
+        text: the caption; letters that no installed font has become \\uXXXX, with a warning.
+        max_lines: of the caption, which then ends with an ellipsis if it is longer; None: all.
+    """
+    width, height = sum(image.width for image in images), max(image.height for image in images)
+    size = max(CAPTION_SIZE, width // 40)
+    line_height = size * LINE_HEIGHT // CAPTION_SIZE
+    font, missing = caption_font(set(text), size)
+    if missing:
+        warn_of_missing_letters()
+        text = "".join(x.encode("unicode_escape").decode() if x in missing else x for x in text)
+    lines = wrap(text, font, width, max_lines)
+    tile = Image.new("RGB", (width, height + line_height * len(lines)), "white")
+    left = 0
+    for image in images:
+        tile.paste(image, (left, 0))
+        left += image.width
+    draw = ImageDraw.Draw(tile)
+    for i, line in enumerate(lines):
+        draw.text((0, height + i * line_height), line, fill="black", font=font)
+    return tile
+
+
+def wrap(text, font, width, max_lines=None):
+    """The lines of a text in a font, none wider than width; at least one, which may be empty.
+
+    Args:
+        text: words that are wider are broken, as are texts without spaces.
+        font: of Pillow.
+        width: pixels.
+        max_lines: see captioned.
+    """
+    lines = [""]
+    for word in text.split():
+        if font.getlength(f"{lines[-1]} {word}".strip()) <= width:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+            continue
+        if lines[-1]:
+            lines.append("")
+        while len(word) > 1 and font.getlength(word) > width:
+            n = max(1, sum(font.getlength(word[: n + 1]) <= width for n in range(len(word))))
+            lines[-1:] = [word[:n], ""]
+            word = word[n:]
+        lines[-1] = word
+    if max_lines and len(lines) > max_lines:
+        lines, last = lines[: max_lines - 1], lines[max_lines - 1]
+        while last and font.getlength(f"{last}…") > width:
+            last = last[:-1]
+        lines.append(f"{last.rstrip()}…")
+    return lines
+
+
+def caption_font(letters, size):
+    """The first font that has all letters, or the one that lacks the fewest.
+
+    Args:
+        letters: set of characters.
+        size: pixels.
+
+    Returns:
+        (font, set of the letters that it lacks).
+    """
+    # Spaces, controls and combining marks have no shape of their own.
+    letters = {x for x in letters if unicodedata.category(x)[0] not in "ZCM"}
+    best, lacking = None, {x for x in letters if not has_letter(None, x)}
+    for file in font_files() if lacking else ():
+        missing = {x for x in letters if not has_letter(file, x)}
+        if len(missing) < len(lacking):
+            best, lacking = file, missing
+        if not missing:
+            break
+    return open_font(best, size), lacking
+
+
+@functools.cache
+def open_font(file, size):
+    """Pillow's font from a file, or its own for None; None if FreeType cannot read the file."""
+    try:
+        return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
+    except OSError:
+        return None
+
+
+@functools.cache
+def has_letter(file, letter):
+    """Whether the font in a file draws a letter, see open_font."""
+    font = open_font(file, CAPTION_SIZE)
+    try:
+        return font is not None and bytes(font.getmask(letter)) != bytes(font.getmask(NO_LETTER))
+    except OSError:
+        return False
+
+
+@functools.cache
+def font_files():
+    """Files of fonts besides Pillow's own: matplotlib's, then the system's."""
+    from matplotlib import font_manager, get_data_path  # only captions need it
+
+    # Chinese, Japanese and Korean are what most fonts lack.
+    system = sorted(font_manager.findSystemFonts(), key=lambda file: ("CJK" not in file, file))
+    own = Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return [str(own), *(file for file in system if "LastResort" not in file)]
+
+
+@functools.cache
+def warn_of_missing_letters():
+    """Log, once, that captions have letters that no font has."""
+    logger.warning(
+        "no installed font has all letters of the captions: the others are written as \\uXXXX; "
+        "install a font that has them, such as the packages fonts-noto and fonts-noto-cjk"
+    )
+
+
+def tile_grid(tiles, columns, margin=0):
+    """One image of tiles of any size, row by row, each at the top left of its cell.
+
+    Args:
+        tiles: list of PIL images.
+        columns: tiles per row.
+        margin: between the tiles and around them, pixels, white.
+    """
+    width = max(tile.width for tile in tiles) + margin
+    height = max(tile.height for tile in tiles) + margin
+    rows = math.ceil(len(tiles) / columns)
+    grid = Image.new("RGB", (columns * width + margin, rows * height + margin), "white")
+    for i, tile in enumerate(tiles):
+        row, column = divmod(i, columns)
+        grid.paste(tile, (margin + column * width, margin + row * height))
+    return grid

@@ -1,0 +1,71 @@
+"""Writing files so that a reader never sees a part of one."""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+UNFINISHED_PREFIX = ".unfinished-"  # of files while they are written
+
+
+def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -> None:
+    """Have save(path) write a file or directory that appears under its name when complete.
+
+    Args:
+        path: file or directory; its parents are made.
+        save: writes to the path that it is given.
+        shared: several processes may write the path at the same time.
+    """
+    unique = f"{uuid.uuid4().hex}-" if shared else ""  # else a later save removes what a kill left
+    unfinished = path.with_name(f"{UNFINISHED_PREFIX}{unique}{path.name}")
+    with naming_full_disk(path):
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        remove(unfinished)
+        try:
+            save(unfinished)
+            if path.is_dir():  # of an earlier start of this run
+                shutil.rmtree(path)
+            unfinished.replace(path)
+        except BaseException:
+            remove(unfinished)
+            raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, shared: bool = False) -> None:
+    """Write a text file so that no reader sees a partial file; shared: see save_whole."""
+    save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"), shared)
+
+
+@contextmanager
+def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn the error of a full disk, of any library, into an OSError that names the path.
+
+    Args:
+        path: the file or directory that the caller's block writes, and removes if it fails.
+        num_bytes: size of the file; None: not known.
+    """
+    try:
+        yield
+    except Exception as error:
+        codes = [c for c in (errno.ENOSPC, errno.EDQUOT) if os.strerror(c) in str(error)]
+        if not codes:
+            raise
+        takes = f"; it takes {num_bytes / 1e6:.4g} MB" if num_bytes else ""
+        raise OSError(codes[0], f"the disk is full{takes}", str(path)) from error
+
+
+def one_line(error: BaseException | str, limit: int | None = None) -> str:
+    """What an exception says, on one line of at most `limit` characters; its type if nothing."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
