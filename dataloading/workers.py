@@ -53,12 +53,18 @@ def tpu_worker():
 
 def launcher_task():
     """(index, count, launcher) of this process among those of Slurm or Open MPI, or None."""
-    for launcher, index, count in (
-        ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
-        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    env = os.environ
+    for launcher, index, count, step in (
+        ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
+        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ):
-        if index in os.environ and int(os.environ.get(count, 1)) > 1:
-            return int(os.environ[index]), int(os.environ[count]), launcher
+        if int(env.get(count, 1)) > 1:
+            if not (index in env and step in env):  # the batch script of Slurm is no task
+                raise ValueError(
+                    f"{launcher} has {env[count]} tasks and this process is none of them; start "
+                    "it with srun or mpirun, or give --worker and --num_workers"
+                )
+            return int(env[index]), int(env[count]), launcher
     return None
 
 
@@ -68,4 +74,4 @@ def which_worker(worker, num_workers):
         return worker, num_workers, "flags"
     if found := tpu_worker():
         return *found, "the TPU's environment"
-    return launcher_task() or (0, 1, "no TPU slice and no launcher")
+    return launcher_task() or (0, 1, "default")

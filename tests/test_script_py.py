@@ -1,11 +1,11 @@
 """script.py against a fake hub: listing, assignment to workers, written files."""
 
-import contextlib
 import hashlib
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -464,7 +464,9 @@ def test_command_line(hub, tmp_path):
     assert "HTTP 429; retrying in 1 s" in err
     assert "HTTP 503; retrying in 1 s" in err
     assert "18 rows, 10 row groups of 1 to 2 rows" in out
-    assert "workers: 1 (by JAX)" in out and (tmp_path / "plan" / WORKER_FILE).read_text() == "0\n"
+    assert (
+        "workers: 1 (by default)" in out and (tmp_path / "plan" / WORKER_FILE).read_text() == "0\n"
+    )
     files = json.loads((tmp_path / "plan/manifest.json").read_text())["files"]
     assert [file["rows"] for file in files] == [5, 6, 7]
     for file in files:
@@ -672,43 +674,43 @@ def test_worker_by_metadata_server(shards, capsys):
     assert own_part(capsys) == (13, 16)
 
 
-def test_worker_by_jax(shards, capsys, monkeypatch):
-    assert own_part(capsys) == (0, 1)
-    monkeypatch.setattr("jax.process_index", lambda: 2)
-    monkeypatch.setattr("jax.process_count", lambda: 5)
-    assert own_part(capsys) == (2, 5)
-
-
-def test_worker_by_jax_in_a_cluster(shards, tmp_path):
-    """Two srun tasks agree; a missing task or a missing srun is an error without a plan."""
-    for port in range(61440, 65536):  # JAX derives its port from the job id
-        with socket.socket() as taken, contextlib.suppress(OSError):
-            taken.bind(("", port))
-            break
-    slurm = {
-        "SLURM_JOB_ID": str(port - 61440),
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
+@pytest.mark.parametrize("launcher", ["Slurm", "Open MPI"])
+def test_worker_by_launcher(shards, tmp_path, launcher):
+    """Two tasks agree; a process outside of the launcher is an error without a plan."""
+    names = {
+        "Slurm": ("SLURM_NTASKS", "SLURM_PROCID"),
+        "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     }
+    count, index = names[launcher]
     flags = ("--dataset=a/b", "--max_shards=5")
-    processes = []
     for k in range(2):
         (cwd := tmp_path / f"host{k}").mkdir()
-        env = slurm | {"SLURM_PROCID": str(k), "SLURM_LOCALID": "0"}
-        processes.append(start_script(shards, *flags, cwd=cwd, **env))
-    for k, process in enumerate(processes):
-        with process:
-            out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
-        assert "workers: 2 (by JAX)" in out
-        assert (
-            f"worker {k}, " in out
-            and (tmp_path / f"host{k}/plan" / WORKER_FILE).read_text() == f"{k}\n"
-        )
+        env = {count: "2", index: str(k), "SLURM_STEP_NODELIST": "localhost"}
+        code, out, err = run_script(shards, *flags, cwd=cwd, **env)
+        assert code == 0, err
+        assert f"workers: 2 (by {launcher})" in out and f"worker {k}, " in out
+        assert (cwd / "plan" / WORKER_FILE).read_text() == f"{k}\n"
 
-    code, out, err = run_script(shards, *flags, cwd=tmp_path, SLURM_NTASKS="2")
-    assert code == 2 and out == ""
-    assert re.fullmatch(r"error: JAX does not start; give --worker, --num_workers .*\n", err)
+    code, out, err = run_script(shards, *flags, cwd=tmp_path, **{count: "2"})
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert err.startswith(f"error: {launcher} has 2 tasks and this process is none of them; ")
+
+
+def test_runs_without_jax_and_the_library(shards, tmp_path, monkeypatch):
+    """script.py needs command_line.py, dataloading/workers.py and packages without jax."""
+    for name in (
+        "script.py",
+        "command_line.py",
+        "dataloading/__init__.py",
+        "dataloading/workers.py",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "jax.py").write_text("raise ImportError('jax is imported')")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    code, _, err = run_script(shards, "--dataset=a/b", "--max_shards=2", cwd=tmp_path)
+    assert code == 0, err
+    assert (tmp_path / "plan" / "download-0.txt").exists()
 
 
 def test_num_workers_alone_notes_no_worker(shards, capsys):

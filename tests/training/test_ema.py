@@ -478,7 +478,7 @@ def test_bad_input_is_one_line(small_run, monkeypatch, capsys, spoil, flags, mes
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (OSError(28, "No space left on device"), 2, "out cannot be written: the disk is full; it "),
+        (OSError(28, "No space left on device"), 2, "the disk is full: '"),
         (KeyboardInterrupt(), 130, "interrupted; the models named as saved are complete"),
     ],
 )
