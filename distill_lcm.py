@@ -44,9 +44,9 @@ import numpy as np
 from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
-from diffusers_flax.executables import replace_leaves, use_compilation_cache
 from diffusers_flax.loading.configs import LORA_FILE
 from diffusers_flax.loading.lora import save_lora
+from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
@@ -55,6 +55,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     guidance_branches,
     guidance_weights,
 )
+from diffusers_flax.programs import use_compilation_cache
 from diffusers_flax.schedulers.alpha import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.base import get_sqrt_alpha_prod, predict_x0_and_eps
 from editing.edits import check_scale

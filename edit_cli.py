@@ -39,9 +39,9 @@ from tqdm import tqdm
 from command_line import check_image_file, run_main
 from dataloading.images import load_image
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
-from diffusers_flax.executables import use_compilation_cache
 from diffusers_flax.images import IMAGE_FORMATS, save_image
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from diffusers_flax.programs import use_compilation_cache
 from editing.edits import (
     check_model,
     check_scale,

@@ -38,9 +38,10 @@ from jax.experimental.multihost_utils import process_allgather
 from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
-from diffusers_flax.executables import replace_leaves, use_compilation_cache
 from diffusers_flax.loading.files import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
+from diffusers_flax.parameters import replace_leaves
+from diffusers_flax.programs import use_compilation_cache
 from training.ema import ema_plan
 from training.flags import Config, check_config, check_schedules, ema_flags
 from training.latents import check_vae, write_latents

@@ -32,10 +32,11 @@ from tqdm import tqdm
 
 from command_line import check_image_file, image_files, run_main
 from diffusers_flax.captions import GRID_IMAGES, image_grid
-from diffusers_flax.executables import replace_leaves, step_options, use_compilation_cache
 from diffusers_flax.images import read_latents, read_prompts, save_image, to_batches
+from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.programs import step_options, use_compilation_cache
 from editing.edits import (
     cast_params,
     check_finite,

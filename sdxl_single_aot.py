@@ -35,17 +35,13 @@ from tqdm import tqdm
 
 from command_line import check_image_file, image_files, run_main
 from diffusers_flax.captions import GRID_IMAGES, image_grid
-from diffusers_flax.executables import (
-    ExecutableStore,
-    no_compilation_cache,
-    replace_leaves,
-    step_options,
-    surroundings,
-)
+from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import read_latents, read_prompts, save_image, to_batches
 from diffusers_flax.loading.files import one_line
+from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.programs import no_compilation_cache, step_options
 from editing.edits import (
     cast_params,
     check_finite,

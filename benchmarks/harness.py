@@ -35,7 +35,7 @@ import torch
 from tqdm import tqdm
 
 from command_line import run_main
-from diffusers_flax.executables import replace_leaves
+from diffusers_flax.parameters import replace_leaves
 from tpu.programs import check_compiler
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -35,10 +35,10 @@ from benchmarks.harness import (
     rows_of,
     write_rows,
 )
-from diffusers_flax.executables import no_compilation_cache
 from diffusers_flax.models.blocks import Attention as AttentionLayer
 from diffusers_flax.models.kernels import shifted_matmuls, xla_convolve
 from diffusers_flax.models.quantization import int8_layer
+from diffusers_flax.programs import no_compilation_cache
 from tpu.programs import (
     expected_cycles,
     find_slice,

@@ -75,7 +75,7 @@ NAMES = {  # by module
         "FlaxStableDiffusionXLPipeline",
     ),
     "pipelines.instruct_pix2pix_xl": ("FlaxStableDiffusionXLInstructPix2PixPipeline",),
-    "executables": (
+    "pipelines.outputs": (
         "FlaxImagePipelineOutput",
         "FlaxStableDiffusionPipelineOutput",
         "FlaxStableDiffusionXLPipelineOutput",

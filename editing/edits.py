@@ -28,9 +28,9 @@ from dataloading.images import load_image
 from diffusers_flax.acceleration.caches import noise_scales
 from diffusers_flax.acceleration.plans import parse, plan_steps
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.executables import replace_leaves, step_options
 from diffusers_flax.images import made_by, save_image, to_pil
 from diffusers_flax.loading.configs import locate, read_index, warn_once
+from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
@@ -38,6 +38,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     pixels_per_latent,
 )
 from diffusers_flax.pipelines.sampling import check_eta, keys_per_image
+from diffusers_flax.programs import step_options
 from diffusers_flax.schedulers.ddpm import SCHEDULERS, scheduler_from_config
 
 PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
@@ -212,7 +213,7 @@ def check_steps(scheduler, state, steps, accelerate, branches):
 
     Args:
         scheduler, state: of choose_scheduler.
-        steps: of executables.step_options.
+        steps: of programs.step_options.
         accelerate: Acceleration.
         branches: of guidance.
     """

@@ -23,7 +23,7 @@ from dataloading.images import decode_image
 from dataloading.shards import latents_metadata, list_row_groups
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import plan_steps
-from diffusers_flax.executables import matmul_flops
+from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.configs import fetch_directory, fetch_file
 from diffusers_flax.loading.files import one_line
 from diffusers_flax.loading.tokenizer import TOKENIZER_FILES
@@ -333,7 +333,7 @@ def count_flops(pipeline, params, size, branches, steps):
         params: shapes of its parameters, jax.ShapeDtypeStruct.
         size: (width, height).
         branches: of guidance.
-        steps: of executables.step_options.
+        steps: of programs.step_options.
 
     Returns:
         float.

@@ -33,10 +33,10 @@ import evaluate_edits
 from dataloading.images import decode_image
 from dataloading.pairs import SCHEMA, image_cell
 from diffusers_flax.acceleration.plans import parse
-from diffusers_flax.executables import step_options
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
+from diffusers_flax.programs import step_options
 from editing.metrics import Clip, clip_metrics, count_flops, pixel_metrics
 from editing.report import draw_curve, markdown, mean_and_spread, write_labels
 

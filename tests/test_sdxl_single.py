@@ -18,15 +18,10 @@ import sdxl_single
 import sdxl_single_aot
 from diffusers_flax import executables
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
-from diffusers_flax.executables import (
-    ExecutableStore,
-    initialize_cache,
-    no_compilation_cache,
-    surroundings,
-    use_compilation_cache,
-)
+from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.programs import initialize_cache, no_compilation_cache, use_compilation_cache
 from editing import edits
 
 PROMPTS = ("make it", "make it red", "it")
@@ -238,7 +233,8 @@ def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
         import sys
         import jax
         import numpy as np
-        from executables import ExecutableStore, no_compilation_cache
+        from diffusers_flax.executables import ExecutableStore
+        from diffusers_flax.programs import no_compilation_cache
         store, args = ExecutableStore(sys.argv[1]), (np.arange(1000.0, dtype=np.float32),)
         trees = jax.tree.structure((args, {})), jax.tree.structure(0)
         compiled, _ = store.load("sort", {}, jax.devices()[:1], *trees)
@@ -274,7 +270,8 @@ def test_what_an_executable_depends_on(tmp_path, monkeypatch):
     look()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     look()
-    monkeypatch.setattr(executables, "CODE", executables.CODE[:1])
+    (tmp_path / "library").mkdir()
+    monkeypatch.setattr(executables, "__file__", str(tmp_path / "library" / "executables.py"))
     look()
     monkeypatch.setattr(executables, "version", lambda name: "0" if name == "flax" else "1")
     look()

@@ -78,7 +78,7 @@ def switch_shares(steps):
     """How often the loops compute each of their functions, per step.
 
     Returns:
-        One tuple for each loop that has several functions, see executables.matmul_flops.
+        One tuple for each loop that has several functions, see flops.matmul_flops.
     """
     return tuple(
         tuple(kinds.count(kind) / len(kinds) for kind in sorted(set(kinds)))

@@ -81,7 +81,7 @@ def quantize(params, mode="dynamic"):
             raise ValueError(f"{name} is already int8; quantize the parameters that were loaded")
         kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
         quantized[name] = kernel
-        scale = scale.reshape(-1).copy()  # no view: executables.on_device copies views again
+        scale = scale.reshape(-1).copy()  # no view: programs.on_device copies views again
         quantized[f"{name.removesuffix('kernel')}{SCALE_NAMES[mode]}"] = scale
         num_kernels += 1
     if not num_kernels:

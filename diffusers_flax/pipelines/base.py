@@ -1,7 +1,7 @@
 """The base class of the pipelines: reads and writes a pipeline directory; tokenizing, image sizes.
 
 A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
-`_generate` of arrays, which executables.run compiles and calls.
+`_generate` of arrays, which programs.run compiles and calls.
 """
 
 import importlib.metadata
@@ -23,10 +23,6 @@ from diffusers_flax.acceleration.caches import make_segments, noise_scales
 from diffusers_flax.acceleration.plans import Acceleration, parse, plan_steps
 from diffusers_flax.acceleration.previews import Preview, make_watch
 from diffusers_flax.acceleration.token_merging import check_levels
-from diffusers_flax.executables import (
-    FlaxImagePipelineOutput as FlaxImagePipelineOutput,  # published here
-)
-from diffusers_flax.executables import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import (
     INDEX_NAME,
@@ -56,6 +52,8 @@ from diffusers_flax.models.tiny_vae import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
+from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import decode, denoise
 from diffusers_flax.schedulers.ddpm import Scheduler, scheduler_from_config
 

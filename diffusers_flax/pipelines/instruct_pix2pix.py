@@ -21,15 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.acceleration.plans import TGate
-from diffusers_flax.executables import (
-    FlaxStableDiffusionPipelineOutput,
-    output_options,
-    run,
-    step_options,
-)
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.loading.configs import read_parts
 from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts, given_configs, source_of
+from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     keys_per_image,
     rescale_guidance,
@@ -38,6 +33,7 @@ from diffusers_flax.pipelines.sampling import (
     rows_per_image,
     starting_noise,
 )
+from diffusers_flax.programs import output_options, run, step_options
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 

@@ -21,11 +21,11 @@ from functools import partial
 
 import jax
 
-from diffusers_flax.executables import FlaxStableDiffusionPipelineOutput, step_options
 from diffusers_flax.images import pair_up, prepare_images, prepare_masks
 from diffusers_flax.pipelines.base import (
     StableDiffusionParts,
 )
+from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     encode,
     keys_of_sequel,
@@ -34,6 +34,7 @@ from diffusers_flax.pipelines.sampling import (
     starting_noise,
 )
 from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage, check_channels
+from diffusers_flax.programs import step_options
 
 __all__ = [
     "FlaxStableDiffusionImg2ImgPipeline",

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from diffusers_flax.executables import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.loading.configs import has, read_parts
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -38,6 +37,7 @@ from diffusers_flax.pipelines.base import (
     given_configs,
     source_of,
 )
+from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.sampling import rows_per_image
 from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage
 from diffusers_flax.schedulers.ddpm import Scheduler

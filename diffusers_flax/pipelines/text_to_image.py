@@ -8,7 +8,6 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.executables import output_options, run, step_options
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.loading.configs import read_parts
 from diffusers_flax.models.unet import guidance_embedding
@@ -25,6 +24,7 @@ from diffusers_flax.pipelines.sampling import (
     rows_per_image,
     starting_noise,
 )
+from diffusers_flax.programs import output_options, run, step_options
 
 
 def check_channels(path, configs, for_inpainting=False):

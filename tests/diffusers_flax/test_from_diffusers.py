@@ -63,6 +63,6 @@ def test_a_script_that_stays_as_it_is(tmp_path):
     assert done.stdout == "FlaxPNDMScheduler cache --seed 3\n"
 
 
-@pytest.mark.parametrize("module", re.findall(r"`import (\w+) as cc`", PAGE))
+@pytest.mark.parametrize("module", re.findall(r"`from diffusers_flax import (\w+) as cc`", PAGE))
 def test_initialize_cache(module):
-    assert callable(importlib.import_module(module).initialize_cache)
+    assert callable(importlib.import_module(f"diffusers_flax.{module}").initialize_cache)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.jax_utils import replicate
 
-from diffusers_flax import executables as cc
+from diffusers_flax import programs as cc
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 
 PROMPT, NEGATIVE = "make it red", "red"

@@ -15,11 +15,11 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single
 import sdxl_single_aot
-from diffusers_flax.executables import step_options
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
+from diffusers_flax.programs import step_options
 from diffusers_flax.schedulers.ddpm import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers

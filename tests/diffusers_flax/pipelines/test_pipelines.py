@@ -6,13 +6,13 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from diffusers import (
     AutoencoderKL,
     StableDiffusionImg2ImgPipeline,
@@ -23,10 +23,9 @@ from diffusers import (
 from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax import executables
+from diffusers_flax import programs
 from diffusers_flax.loading.configs import warn_once
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines import base as pipelines_base
 from diffusers_flax.pipelines import sampling
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.pipelines.stable_diffusion import (
@@ -243,7 +242,7 @@ def test_what_compiles_again_is_told(folders, caplog):
         pipeline(*inputs, num_inference_steps=1, **options)
         return " ".join(record.message for record in caplog.records)
 
-    with caplog.at_level(logging.WARNING, "executables"):
+    with caplog.at_level(logging.WARNING, "diffusers_flax.programs"):
         with pytest.raises(ValueError, match="divisible by 8"):
             told(pipeline, *inputs, height=20)
         assert told(pipeline, *inputs) == ""
@@ -259,7 +258,7 @@ def test_what_compiles_again_is_told(folders, caplog):
 def params_of_program(monkeypatch):
     """Calls return the parameters that reach the compiled program."""
     monkeypatch.setattr(
-        executables, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
+        programs, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
     )
 
 
@@ -416,7 +415,7 @@ def test_weights_are_not_held_twice_while_they_are_moved():
     code = """
 import jax, numpy
 from pathlib import Path
-from executables import replace_leaves
+from diffusers_flax.parameters import replace_leaves
 def kilobytes(name):
     return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
 jax.device_put(numpy.ones(3))
@@ -426,8 +425,7 @@ replace_leaves(jax.device_put, params)
 jax.block_until_ready(params)
 print(kilobytes("VmHWM") - before)
 """
-    root = Path(pipelines_base.__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert 0 < int(done.stdout) < 100 * 1024

@@ -1,0 +1,57 @@
+"""FLOPs of a traced program.
+
+matmul_flops(jax.make_jaxpr(function)(*args).jaxpr)
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+
+def matmul_flops(jaxpr, switches=()):
+    """FLOPs of a traced program's matmuls and convolutions.
+
+    Args:
+        jaxpr: its Jaxpr. A loop counts once for each of its trips, 1 if unknown.
+        switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
+            branch runs in. Of other conditions the branch with the most FLOPs counts.
+
+    Returns:
+        (all FLOPs, those of them with int8 operands), numbers.
+    """
+    shares = iter(switches)
+
+    def count(jaxpr, in_switch=False):
+        total = np.zeros(2)
+        for equation in jaxpr.eqns:
+            name, params = equation.primitive.name, equation.params
+            if name in ("dot_general", "conv_general_dilated"):
+                flops = 2 * multiply_adds(name, equation)
+                is_int8 = all(x.aval.dtype == jnp.int8 for x in equation.invars)
+                total += [flops, flops * is_int8]
+            elif name == "cond" and len(params["branches"]) > 1:
+                costs = np.array([count(branch.jaxpr, True) for branch in params["branches"]])
+                share = None if in_switch else next(shares, None)
+                total += costs.max(0) if share is None else np.array(share) @ costs
+            else:
+                trips = params["length"] if name == "scan" else 1
+                inner = jaxprs_in_params(params)
+                total += trips * sum((count(x, in_switch) for x in inner), np.zeros(2))
+        return total
+
+    return tuple(count(jaxpr).tolist())
+
+
+def multiply_adds(name, equation):
+    """Multiply-adds of a dot_general or convolution in a jaxpr."""
+    left, right = (x.aval.shape for x in equation.invars)
+    out = equation.outvars[0].aval.shape
+    if name == "dot_general":
+        (summed, _), _ = equation.params["dimension_numbers"]
+        return math.prod(out) * math.prod(left[axis] for axis in summed)
+    outputs, *_ = equation.params["dimension_numbers"].rhs_spec  # the axis of output channels
+    # Zeros between the inputs, of gradients of strided convolutions, are no work.
+    zeros = math.prod(equation.params["lhs_dilation"])
+    return math.prod(out) * math.prod(right) // (right[outputs] * zeros)

@@ -1,0 +1,234 @@
+"""Compiled programs: calling a pipeline on one or all devices, and jax's compilation cache."""
+
+import logging
+import math
+import os
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from diffusers_flax.loading.configs import warn_once
+from diffusers_flax.pipelines.sampling import as_keys, keys_per_image
+
+logger = logging.getLogger(__name__)
+
+
+def step_options(num_inference_steps, timesteps, eta):
+    """The options of _generate that choose the steps; timesteps win over num_inference_steps."""
+    timesteps = None if timesteps is None else tuple(np.asarray(timesteps).tolist()) or None
+    num_inference_steps = len(timesteps) if timesteps else num_inference_steps
+    return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)
+
+
+def output_options(output_type):
+    """The option of _generate for an output_type, "np" (or None), "pil" or "latent"."""
+    if output_type not in (None, "np", "pil", "latent"):
+        raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
+    return {"return_latents": output_type == "latent"}
+
+
+def run(pipeline, jit, arrays, shared, options):
+    """Call pipeline._generate, compiled, on one device or on all devices.
+
+    Args:
+        pipeline: FlaxDiffusionPipeline.
+        jit: True: `arrays` have a leading axis of devices and run under pmap. False: NumPy arrays
+            of params stay on the device, see on_device.
+        arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
+        shared: {argument: number}, the same on all devices, not compiled in.
+        options: {argument: hashable}, compiled in.
+
+    Returns:
+        The result of _generate; with jit it has a leading axis of devices.
+
+    Raises:
+        ValueError: the number of axes of prompt_ids or params does not match jit.
+    """
+    prompt_ids = arrays["prompt_ids"]
+    for name in ("prompt_ids", "neg_prompt_ids"):
+        if isinstance(arrays[name], str | list | tuple):
+            raise ValueError(
+                f"{name} is a {type(arrays[name]).__name__}, not an array of token ids; make it "
+                "with prepare_inputs, for negative prompts with prepare_text_inputs"
+            )
+    pipeline._require_params(arrays["params"])
+    # The safety checker is not part of the program.
+    params = {name: tree for name, tree in arrays["params"].items() if name != "safety_checker"}
+    arrays = arrays | {"params": params}
+    text_axes = ", ".join(map(str, prompt_ids.shape[-pipeline.text_axes :]))
+    shape = f"(devices, batch, {text_axes})" if jit else f"(batch, {text_axes})"
+    if prompt_ids.ndim != shape.count(",") + 1:
+        raise ValueError(
+            f"prompt_ids has shape {prompt_ids.shape}, jit={jit} takes {shape}; with jit=True "
+            "shard prompt_ids (and the image), and replicate params"
+        )
+    kernel = params["unet"]["conv_in"]["kernel"]
+    if kernel.ndim != (5 if jit else 4):
+        raise ValueError(
+            f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
+            "with jit=True replicate them, with jit=False do not"
+        )
+    keys = as_keys(arrays["prng_seed"])
+    if jit and keys.ndim == 0:  # so that images do not depend on the number of devices
+        batch = prompt_ids.shape[:2]
+        keys = keys_per_image(keys, math.prod(batch)).reshape(batch)
+    arrays = arrays | {"prng_seed": keys}
+    image = arrays.get("image", arrays.get("masked_image"))
+    height, width = pipeline.image_size(
+        options["height"], options["width"], None if image is None else image.shape
+    )
+    options = options | {"height": height, "width": width}
+    shared = {name: np.float32(number) for name, number in shared.items()}
+    text_modules = pipeline.text_modules()
+    program = _program_of(pipeline, jit, arrays, options, text_modules)
+    if pipeline.compiled and program not in pipeline.compiled:
+        nearest = min(pipeline.compiled, key=lambda other: len(program - other))
+        before = dict(nearest)
+        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
+        logger.warning("compiling again, for %s", ", ".join(changes))
+    if not jit:
+        arrays["params"] = on_device(params)
+    generate = _on_devices if jit else _on_one
+    compiled_in = tuple(options.items()), text_modules
+    result = generate(pipeline, compiled_in, arrays, shared)
+    pipeline.compiled.add(program)
+    return result
+
+
+# {id of a NumPy array: (weak reference that removes the entry, the array's copy on the device)}
+_latest_copies = {}
+
+
+def is_writeable_through_base(array):
+    """Whether a NumPy array is a view of a writeable one."""
+    base = array.base
+    while isinstance(base, np.ndarray) and not base.flags.writeable:
+        base = base.base
+    return isinstance(base, np.ndarray)
+
+
+def on_device(params):
+    """Put NumPy arrays of parameters on the device; consecutive calls share the copies.
+
+    The copies of the latest call are cached per array, so only arrays that are new in params are
+    copied. A copy is deleted when a call has other arrays, or when the NumPy array is deleted (on a
+    CPU, where both may share memory, at the next call). NumPy arrays become read-only, because a
+    change in place would not reach the copy; an array that is writeable at the next call is copied
+    again. Views of writeable arrays are copied in every call, with a warning.
+
+    Args:
+        params: tree of NumPy and JAX arrays.
+
+    Returns:
+        The same tree of JAX arrays and such views.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    arrays = {id(x): x for x in leaves if isinstance(x, np.ndarray)}
+    owned = {key: x for key, x in arrays.items() if not is_writeable_through_base(x)}
+    if len(owned) < len(arrays):
+        warn_once(
+            "params has views of writeable NumPy arrays, which are copied to the device in every "
+            "call; jax.device_put(params) copies them once"
+        )
+    unchanged = {key for key, array in owned.items() if not array.flags.writeable}
+    # A local dict, as another thread may change the shared one.
+    copies = {key: copy for key, copy in list(_latest_copies.items()) if key in unchanged}
+    _latest_copies.clear()  # frees the memory of other parameters first
+    for key, array in owned.items():
+        if key not in copies:
+            array.flags.writeable = False
+            forget = weakref.ref(array, lambda _, key=key: _latest_copies.pop(key, None))
+            copies[key] = forget, jax.device_put(array)
+    _latest_copies.update(copies)
+    return jax.tree.unflatten(tree, [copies[id(x)][1] if id(x) in copies else x for x in leaves])
+
+
+def _program_of(pipeline, jit, arrays, options, text_modules):
+    """All that the program of a call depends on: a frozenset of (name, value)."""
+    scheduler = pipeline.scheduler
+    types = {
+        name: f"{x.dtype}{list(x.shape)}"
+        for name, x in arrays.items()
+        if name != "params" and x is not None
+    }
+    weights = {name: tree for name, tree in arrays["params"].items() if name != "scheduler"}
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
+    settings = {
+        "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
+        "accelerate": str(pipeline.accelerate) or "nothing",
+        "preview": pipeline.preview.every if pipeline.preview else "none",
+        "params": "/".join(sorted(dtypes)),
+        "text encoders": str([dict(module.config) for module in text_modules]),
+    }
+    return frozenset({"jit": jit, **options, **types, **settings}.items())
+
+
+def _call(pipeline, compiled_in, arrays, shared):
+    options, _ = compiled_in
+    return pipeline._generate(**dict(options), **arrays, **shared)
+
+
+_on_one = jax.jit(_call, static_argnums=(0, 1))
+_on_devices = jax.pmap(_call, static_broadcasted_argnums=(0, 1), in_axes=(None, None, 0, None))
+
+
+def use_compilation_cache(folder):
+    """Set the directory of jax's compilation cache, unless one is set already.
+
+    Args:
+        folder: directory, created if missing; "": no cache.
+
+    Returns:
+        True if the cache uses this directory.
+
+    Raises:
+        ValueError: it cannot be created or written to.
+    """
+    if not folder or jax.config.jax_compilation_cache_dir is not None:
+        return False
+    folder = Path(folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--compilation_cache_dir {folder} cannot be made: {error}; name another directory"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f'--compilation_cache_dir {folder} cannot be written to; name another, or "" for none'
+        )
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return True
+
+
+def initialize_cache(path):
+    """Set the directory of jax's compilation cache, replacing one that is set already.
+
+    Scripts that call cc.initialize_cache(path), which jax removed, run with
+    `from diffusers_flax import programs as cc` in place of jax's compilation_cache.
+
+    Args:
+        path: of the directory, which is created when the first program is saved.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    compilation_cache.reset_cache()  # jax reads the setting only once
+
+
+@contextmanager
+def no_compilation_cache():
+    """Compile without reading or writing jax's persistent cache.
+
+    An executable that was read from that cache and saved again can be loaded on a CPU, but not run.
+    """
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax reads the setting only once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
