@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import ask_before_replacing, run_main
-from diffusers_flax.loading.configs import INDEX_NAME, fetch_file, has, read_json
-from diffusers_flax.loading.files import naming_full_disk
+from diffusers_flax.loading.directories import INDEX_NAME, has
+from diffusers_flax.loading.files import naming_full_disk, read_json
+from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 CHECK_LATENT_SIZE = 32  # 256 pixels in Stable Diffusion

@@ -44,7 +44,7 @@ import numpy as np
 from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
-from diffusers_flax.loading.configs import LORA_FILE
+from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.lora import save_lora
 from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.base import pipeline_class

@@ -41,10 +41,12 @@ from tqdm import tqdm
 from command_line import ask_before_replacing, differences, run_main
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.images import prepare_images, save_image
-from diffusers_flax.loading.configs import INDEX_NAME, PARTS, fetch_file
-from diffusers_flax.loading.files import one_line, write_text
+from diffusers_flax.loading.directories import INDEX_NAME, PARTS
+from diffusers_flax.loading.files import write_text
+from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.loading.lora import find_lora, split_weight
 from diffusers_flax.memory import peak_memory
+from diffusers_flax.messages import one_line
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
 from diffusers_flax.programs import step_options, use_compilation_cache

@@ -38,7 +38,7 @@ from jax.experimental.multihost_utils import process_allgather
 from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.programs import use_compilation_cache

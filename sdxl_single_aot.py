@@ -37,7 +37,7 @@ from command_line import check_image_file, image_files, run_main
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import read_latents, read_prompts, save_image, to_batches
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline

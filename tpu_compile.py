@@ -46,9 +46,9 @@ import jax.numpy as jnp
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_writable, run_main
 from diffusers_flax.flops import matmul_flops
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS, write_json
-from diffusers_flax.loading.files import save_whole
+from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.loading.lora import add_lora
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.kernels import plain_operations
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel

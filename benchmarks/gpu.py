@@ -72,8 +72,8 @@ from benchmarks.harness import (
 )
 from benchmarks.random_models import make_pipeline, make_xl_pipeline
 from benchmarks.unet import Case, count_flops, make_inputs
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
+from diffusers_flax.messages import one_line
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,

@@ -78,7 +78,7 @@ from benchmarks.random_models import (
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
 from demo.evaluate import load_edits, measure, read_edits
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from benchmarks.harness import ROOT
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS, write_json
+from diffusers_flax.loading.files import write_json
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL

@@ -52,7 +52,7 @@ from benchmarks.harness import (
     rows_of,
     write_rows,
 )
-from diffusers_flax.loading.configs import read_json
+from diffusers_flax.loading.files import read_json
 from diffusers_flax.models.blocks import ResnetBlock2D, Transformer2D
 from diffusers_flax.models.vae import Decoder
 from tpu.jobs import Edit, Sdxl, image_job

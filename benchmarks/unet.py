@@ -54,7 +54,7 @@ from benchmarks.harness import (
     write_rows,
 )
 from benchmarks.random_models import SD15, TINY_UNET
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 SD15_EDIT = SD15["unet"] | {"in_channels": 8}

@@ -9,7 +9,7 @@ import simplejpeg
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from diffusers_flax.images import to_rgb
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.messages import one_line
 
 RESAMPLING = {
     "dct": Image.Resampling.LANCZOS,  # after libjpeg has decoded at a reduced scale

@@ -33,7 +33,8 @@ from tqdm import tqdm
 from command_line import ask_before_replacing
 from dataloading.images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
 from dataloading.shards import UNFINISHED
-from diffusers_flax.loading.files import one_line, remove
+from diffusers_flax.loading.files import remove
+from diffusers_flax.messages import one_line
 from editing.lists import CAPTIONS, IMAGES, list_rows, raise_problems
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from command_line import differences
 from dataloading.images import crop_corner, crop_square, decode_image, encoded_size, scaled_size
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.messages import one_line
 
 # Column names of public datasets, by the flag that selects another column.
 KNOWN_COLUMNS = {

@@ -80,7 +80,8 @@ NAMES = {  # by module
         "FlaxStableDiffusionPipelineOutput",
         "FlaxStableDiffusionXLPipelineOutput",
     ),
-    "loading.configs": ("ConfigMixin", "ModelOutput"),
+    "loading.configs": ("ConfigMixin",),
+    "outputs": ("ModelOutput",),
 }
 MODULE_OF = {name: module for module, names in NAMES.items() for name in names}
 __all__ = sorted(MODULE_OF)

@@ -27,7 +27,8 @@ from pathlib import Path
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from diffusers_flax.loading.files import naming_full_disk, one_line
+from diffusers_flax.loading.files import naming_full_disk
+from diffusers_flax.messages import one_line
 
 SUFFIX = ".executable"
 SAFE_FOLDER = "~/.cache/jax_executables"

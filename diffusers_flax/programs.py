@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from diffusers_flax.loading.configs import warn_once
+from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.sampling import as_keys, keys_per_image
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,9 @@ from diffusers_flax.acceleration.caches import noise_scales
 from diffusers_flax.acceleration.plans import parse, plan_steps
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.images import made_by, save_image, to_pil
-from diffusers_flax.loading.configs import locate, read_index, warn_once
+from diffusers_flax.loading.directories import read_index
+from diffusers_flax.loading.hub import locate
+from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (

@@ -24,9 +24,9 @@ from dataloading.shards import latents_metadata, list_row_groups
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.flops import matmul_flops
-from diffusers_flax.loading.configs import fetch_directory, fetch_file
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.loading.hub import fetch_directory, fetch_file
 from diffusers_flax.loading.tokenizer import TOKENIZER_FILES
+from diffusers_flax.messages import one_line
 from diffusers_flax.models.base import find_weights
 from diffusers_flax.models.kernels import plain_operations
 from diffusers_flax.pipelines.sampling import decode

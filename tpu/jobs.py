@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS, ConfigMixin
+from diffusers_flax.loading.configs import ConfigMixin
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.tiny_vae import (
     TINY_VAES,
     FlaxAutoencoderTiny,

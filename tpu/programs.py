@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.messages import one_line
 from diffusers_flax.programs import no_compilation_cache
 
 GIB = 2**30

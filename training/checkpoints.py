@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from command_line import differences
-from diffusers_flax.loading.configs import INDEX_NAME
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.loading.directories import INDEX_NAME
+from diffusers_flax.messages import one_line
 from training.flags import final_file, fixed_flags, flag
 from training.models import checksums
 from training.processes import from_process_0, wait_for_all

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from diffusers_flax.loading.configs import INDEX_NAME, LORA_FILE
+from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 
 FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
 POSITIVE = (

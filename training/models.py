@@ -14,16 +14,11 @@ from PIL import Image, ImageOps
 
 from command_line import differences
 from dataloading.images import load_image
-from diffusers_flax.loading.configs import (
-    CONV_IN_FILE,
-    LORA_FILE,
-    ConfigMixin,
-    has,
-    read_index,
-    warn_once,
-)
+from diffusers_flax.loading.configs import ConfigMixin
+from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE, has, read_index
 from diffusers_flax.loading.lora import add_lora, fold_lora, read_lora
 from diffusers_flax.loading.tokenizer import load_tokenizer
+from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.kernels import by_platform
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel

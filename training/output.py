@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from command_line import check_writable
-from diffusers_flax.loading.configs import CONV_IN_FILE, INDEX_NAME, LORA_FILE, PARTS
+from diffusers_flax.loading.directories import CONV_IN_FILE, INDEX_NAME, LORA_FILE, PARTS
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.lora import read_record
 from training.checkpoints import check_goes_on

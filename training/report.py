@@ -22,8 +22,9 @@ from PIL import Image, ImageOps
 
 from dataloading.images import load_image
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
-from diffusers_flax.loading.configs import CONV_IN_FILE
-from diffusers_flax.loading.files import one_line, save_whole, write_text
+from diffusers_flax.loading.directories import CONV_IN_FILE
+from diffusers_flax.loading.files import save_whole, write_text
+from diffusers_flax.messages import one_line
 
 logger = logging.getLogger(__name__)
 

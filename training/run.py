@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
-from diffusers_flax.loading.configs import CONV_IN_FILE, LORA_FILE
+from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.loading.lora import save_conv_in, save_lora
 from diffusers_flax.memory import peak_memory

@@ -1,6 +1,7 @@
-"""Writing files so that a reader never sees a part of one."""
+"""Reading JSON files; writing files so that a reader never sees a part of one."""
 
 import errno
+import json
 import os
 import shutil
 import uuid
@@ -66,6 +67,22 @@ def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]
         raise OSError(codes[0], f"the disk is full{takes}", str(path)) from error
 
 
-def one_line(error: BaseException | str, limit: int | None = None) -> str:
-    """What an exception says, on one line of at most `limit` characters; its type if nothing."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+def read_json(file):
+    """Read a JSON object from a file; raise a ValueError that names the file if it has none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets in brackets
+        raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object; fetch it again")
+    return content
+
+
+def write_json(file, content):
+    """Write content to a JSON file, indented."""
+    file.write_text(json_text(content), encoding="utf-8")
+
+
+def json_text(content):
+    """Content as the text of a JSON file."""
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -28,8 +28,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from diffusers_flax.loading.configs import CONV_IN_FILE, LORA_FILE, fetch_file, locate
-from diffusers_flax.loading.files import one_line, save_whole
+from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
+from diffusers_flax.loading.files import save_whole
+from diffusers_flax.loading.hub import fetch_file, locate
+from diffusers_flax.messages import one_line
 from diffusers_flax.models.base import flax_to_torch, read_weights
 
 # The two factors of a layer, in the names of all layouts, after torch_to_flax.

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from diffusers_flax.loading.configs import fetch_directory, warn_once
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.loading.hub import fetch_directory
+from diffusers_flax.messages import one_line, warn_once
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",

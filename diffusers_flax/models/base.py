@@ -32,21 +32,19 @@ from safetensors.numpy import save_file
 from diffusers_flax.loading.configs import (
     ConfigMixin,
     FrozenConfig,
-    fetch_file,
     has_type,
-    index_names,
     lists_to_tuples,
-    place_in_words,
-    read_json,
-    refuse_push_to_hub,
-    shard_names,
-    take_hub_options,
     types_of,
-    warn_once,
-    weights_pattern,
-    write_json,
 )
-from diffusers_flax.loading.files import one_line
+from diffusers_flax.loading.files import read_json, write_json
+from diffusers_flax.loading.hub import (
+    fetch_file,
+    place_in_words,
+    refuse_push_to_hub,
+    take_hub_options,
+)
+from diffusers_flax.loading.weights import index_names, shard_names, weights_pattern
+from diffusers_flax.messages import one_line, warn_once
 
 # By `weights_name`: the file names to look for, in this order.
 WEIGHT_FILES = {

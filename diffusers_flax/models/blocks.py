@@ -16,9 +16,9 @@ from flax import struct
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.configs import ModelOutput
 from diffusers_flax.models.kernels import attention, convolve
 from diffusers_flax.models.quantization import int8_layer, is_int8
+from diffusers_flax.outputs import ModelOutput
 
 # How the names of blocks begin that a UNet with gradient_checkpointing recomputes.
 CHECKPOINTED_BLOCKS = ("resnets_", "transformer_blocks_")

@@ -24,7 +24,6 @@ from flax.core import FrozenDict
 from jax.typing import DTypeLike
 from PIL import Image
 
-from diffusers_flax.loading.configs import ModelOutput
 from diffusers_flax.models.base import RUNTIME_FIELDS, FlaxModelMixin
 from diffusers_flax.models.blocks import (
     CLIPEmbeddings,
@@ -33,6 +32,7 @@ from diffusers_flax.models.blocks import (
     LayerNorm,
 )
 from diffusers_flax.models.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
+from diffusers_flax.outputs import ModelOutput
 
 logger = logging.getLogger(__name__)
 

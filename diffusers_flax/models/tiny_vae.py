@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.configs import ModelOutput, locate
+from diffusers_flax.loading.hub import locate
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv
 from diffusers_flax.models.kernels import convolve
 from diffusers_flax.models.vae import FlaxDecoderOutput
+from diffusers_flax.outputs import ModelOutput
 
 # Hub ids of the published ones: of Stable Diffusion 1 and 2, of SDXL.
 TINY_VAES = ("madebyollin/taesd", "madebyollin/taesdxl")

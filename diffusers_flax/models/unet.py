@@ -18,7 +18,6 @@ import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.configs import ModelOutput
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import (
     Conv,
@@ -30,6 +29,7 @@ from diffusers_flax.models.blocks import (
     Upsample2D,
     checkpointed,
 )
+from diffusers_flax.outputs import ModelOutput
 
 CROSS_ATTENTION_BLOCKS = {
     "DownBlock2D": False,

@@ -24,24 +24,20 @@ from diffusers_flax.acceleration.plans import Acceleration, parse, plan_steps
 from diffusers_flax.acceleration.previews import Preview, make_watch
 from diffusers_flax.acceleration.token_merging import check_levels
 from diffusers_flax.images import to_pil
-from diffusers_flax.loading.configs import (
+from diffusers_flax.loading.configs import ConfigMixin, FrozenConfig
+from diffusers_flax.loading.directories import (
     INDEX_NAME,
     PART_FILES,
     PARTS,
-    ConfigMixin,
-    FrozenConfig,
-    fetch_source,
     has,
-    locate,
     read_index,
-    refuse_push_to_hub,
-    take_hub_options,
-    warn_once,
-    write_json,
     writing_pipeline,
 )
+from diffusers_flax.loading.files import write_json
+from diffusers_flax.loading.hub import fetch_source, locate, refuse_push_to_hub, take_hub_options
 from diffusers_flax.loading.lora import Loras
 from diffusers_flax.loading.tokenizer import load_tokenizer, tokenize
+from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.quantization import mode_of, quantize
 from diffusers_flax.models.tiny_vae import (

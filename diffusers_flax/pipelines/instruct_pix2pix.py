@@ -22,7 +22,7 @@ import numpy as np
 
 from diffusers_flax.acceleration.plans import TGate
 from diffusers_flax.images import pair_up, prepare_images
-from diffusers_flax.loading.configs import read_parts
+from diffusers_flax.loading.directories import read_parts
 from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts, given_configs, source_of
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from diffusers_flax.loading.configs import ModelOutput
+from diffusers_flax.outputs import ModelOutput
 
 
 @struct.dataclass

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.configs import has, read_parts
+from diffusers_flax.loading.directories import has, read_parts
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.tiny_vae import TINY_VAES

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.images import pair_up, prepare_images
-from diffusers_flax.loading.configs import read_parts
+from diffusers_flax.loading.directories import read_parts
 from diffusers_flax.models.unet import guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, given_configs, source_of
 from diffusers_flax.pipelines.sampling import (

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.loading.configs import CHOICES, DEFAULTS
 from diffusers_flax.schedulers.base import (
     CommonSchedulerState,
     FlaxSchedulerMixin,
@@ -19,6 +18,7 @@ from diffusers_flax.schedulers.base import (
     timestep_grid,
     to_device,
 )
+from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 SIGMA_DATA = 0.5  # standard deviation of the data in the boundary conditions of LCM
 

@@ -12,16 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.loading.configs import (
-    CHOICES,
-    DEFAULTS,
-    FIRST_ARGUMENTS,
-    ConfigMixin,
-    FrozenConfig,
-    ModelOutput,
-    checked_option,
-    take_hub_options,
-)
+from diffusers_flax.loading.configs import ConfigMixin, FrozenConfig
+from diffusers_flax.loading.hub import take_hub_options
+from diffusers_flax.outputs import ModelOutput
+from diffusers_flax.schedulers.options import CHOICES, DEFAULTS, FIRST_ARGUMENTS, checked_option
 
 CONFIG_NAME = "scheduler_config.json"
 

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.loading.configs import CHOICES, DEFAULTS, FIRST_ARGUMENTS
 from diffusers_flax.schedulers.alpha import (
     AlphaScheduler,
     DDIMSchedulerState,
@@ -54,6 +53,7 @@ from diffusers_flax.schedulers.base import (
     get_sqrt_alpha_prod,
     get_velocity_common,
 )
+from diffusers_flax.schedulers.options import CHOICES, DEFAULTS, FIRST_ARGUMENTS
 from diffusers_flax.schedulers.sigma import (
     DPMSolverMultistepSchedulerState,
     EulerDiscreteSchedulerState,

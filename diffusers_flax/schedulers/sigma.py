@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.loading.configs import CHOICES, DEFAULTS
 from diffusers_flax.schedulers.base import (
     CommonSchedulerState,
     FlaxSchedulerMixin,
@@ -20,6 +19,7 @@ from diffusers_flax.schedulers.base import (
     timestep_grid,
     to_device,
 )
+from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 # Replaces the last alpha_bar of a zero-SNR schedule, 0, where sigma would be infinite.
 SMALLEST_ALPHA_BAR = 2.0**-24

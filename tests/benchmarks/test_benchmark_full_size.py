@@ -25,7 +25,7 @@ from benchmarks import full_size
 from benchmarks.full_size import run_command
 from benchmarks.harness import rows_of
 from benchmarks.random_models import TEXT_ENCODER, UNET, VAE
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 

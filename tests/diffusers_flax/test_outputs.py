@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import struct
 
-from diffusers_flax.loading.configs import ModelOutput
+from diffusers_flax.outputs import ModelOutput
 
 
 @struct.dataclass

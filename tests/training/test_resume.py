@@ -28,7 +28,7 @@ from test_train import SCRIPT, config_of, flags_of, read_metrics, write_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.loading.configs import LORA_FILE
+from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.lora import save_lora
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,

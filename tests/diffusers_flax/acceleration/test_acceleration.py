@@ -30,7 +30,7 @@ from diffusers_flax.acceleration.plans import (
     plan_steps,
 )
 from diffusers_flax.acceleration.token_merging import match, window_offsets
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches

@@ -15,7 +15,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import edit_cli
 import sdxl_single
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.loading.configs import warn_once
+from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.schedulers.ddpm import make_scheduler

@@ -25,7 +25,8 @@ import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from create_modified_unet import widen
-from diffusers_flax.loading import configs
+from diffusers_flax.loading import hub
+from diffusers_flax.messages import warn_once
 from diffusers_flax.models import base
 from diffusers_flax.models.base import FlaxModelMixin, flax_to_torch, torch_to_flax
 from diffusers_flax.models.clip import (
@@ -781,7 +782,7 @@ def test_unsupported_settings():
 
 
 def test_unknown_keys_are_named_once(caplog):
-    configs.warn_once.cache_clear()
+    warn_once.cache_clear()
     config = {"_name_or_path": "x", "memory_trick": 1, "torch_dtype": "float16", "new_thing": [1]}
     with caplog.at_level(logging.WARNING):
         TinyModel.from_config(config)
@@ -984,7 +985,7 @@ def test_hub_refusals_are_one_line(monkeypatch):
     def refuse(*args, **kwargs):
         raise huggingface_hub.errors.GatedRepoError("Access denied.\n\nLog in.", response=response)
 
-    monkeypatch.setattr(configs, "hf_hub_download", refuse)
+    monkeypatch.setattr(hub, "hf_hub_download", refuse)
     with pytest.raises(ValueError, match=r"the hub refuses it: Access denied\. Log in\.$"):
         TinyModel.from_pretrained(REPOSITORY)
 

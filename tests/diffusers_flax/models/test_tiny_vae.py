@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderTiny
 from flax.traverse_util import unflatten_dict
 
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.base import torch_to_flax
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 

@@ -20,7 +20,7 @@ from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
 
 from diffusers_flax.images import to_rgb
-from diffusers_flax.loading.configs import PUBLISHED_CONFIGS
+from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     guidance_branches,

@@ -24,7 +24,7 @@ from flax.jax_utils import replicate
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import programs
-from diffusers_flax.loading.configs import warn_once
+from diffusers_flax.messages import warn_once
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines import sampling
 from diffusers_flax.pipelines.sampling import decode

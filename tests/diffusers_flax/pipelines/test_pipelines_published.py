@@ -17,8 +17,8 @@ from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_safety_checker
 from transformers import CLIPImageProcessor
 
 from diffusers_flax.images import prepare_masks
-from diffusers_flax.loading import configs
-from diffusers_flax.loading.configs import warn_once
+from diffusers_flax.loading import hub
+from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.pipelines import base
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -313,18 +313,15 @@ def test_base_class_refuses_other_pipelines(tmp_path):
 def test_hub_options_reach_every_part(folders, monkeypatch):
     asked = []
 
-    fetch_file = configs.fetch_file
+    fetch_file = hub.fetch_file
 
     def fetch(path, name, *args, **options):
         places = ("subfolder", "revision")
         asked.append({k: v for k, v in options.items() if k not in places})
         return fetch_file(path, name, *args, **options)
 
-    for module in (
-        "diffusers_flax.models.base",
-        "diffusers_flax.loading.configs",
-    ):
-        monkeypatch.setattr(__import__(module), "fetch_file", fetch)
+    for module in ("models.base", "loading.configs", "loading.directories", "loading.hub"):
+        monkeypatch.setattr(f"diffusers_flax.{module}.fetch_file", fetch)
     options = dict(cache_dir="/tmp", force_download=False, local_files_only=True, token=False)
     old_names = dict(use_auth_token=options.pop("token"), resume_download=True)
     FlaxStableDiffusionPipeline.from_pretrained(folders["sd"], **options, **old_names)

@@ -11,7 +11,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import sdxl_single
 import sdxl_single_aot
 import tpu_compile
-from diffusers_flax.loading import configs
+from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.instruct_pix2pix import (
@@ -73,7 +73,7 @@ def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
     flags = dict(
         pretrained_model_name_or_path=str(folder), unet_model_name_or_path=f"{folder}/unet"
     )
-    configs.warn_once.cache_clear()
+    warn_once.cache_clear()
     models, pipeline, frozen, _ = load_models(Config(**flags), jnp.float32)
     assert type(models.scheduler) is FlaxDDPMScheduler
     assert models.scheduler.config.prediction_type == "v_prediction"

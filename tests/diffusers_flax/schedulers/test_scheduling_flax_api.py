@@ -22,7 +22,7 @@ from test_scheduling_flax import (
     torch_trajectory,
 )
 
-from diffusers_flax.loading.configs import ModelOutput
+from diffusers_flax.outputs import ModelOutput
 from diffusers_flax.schedulers import ddpm
 from diffusers_flax.schedulers.ddpm import (
     SCHEDULERS,

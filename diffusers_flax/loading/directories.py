@@ -1,0 +1,135 @@
+"""Pipeline directories: model_index.json, the parts, and writing a directory."""
+
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from diffusers_flax.loading.files import read_json
+from diffusers_flax.loading.hub import fetch_file
+from diffusers_flax.loading.weights import weights_pattern
+
+INDEX_NAME = "model_index.json"
+LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
+CONV_IN_FILE = "conv_in.safetensors"  # of training with LoRA: the first convolution, in full
+# The file that shows that a part of a pipeline directory exists.
+PART_FILES = {
+    **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2"), "config.json"),
+    **dict.fromkeys(("tokenizer", "tokenizer_2"), "tokenizer_config.json"),
+    "scheduler": "scheduler_config.json",
+}
+PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
+
+
+def read_index(path, revision=None, **hub_options):
+    """The content of model_index.json; arguments and errors as of read_parts."""
+    index = fetch_file(path, INDEX_NAME, None, revision, **hub_options)
+    if index is None:
+        if os.path.exists(os.path.join(path, LORA_FILE)):
+            raise ValueError(
+                f"{path} has a LoRA and no model_index.json; repeat the training command with "
+                "--merge_lora, which writes a whole pipeline"
+            )
+        found = (
+            ""
+            if os.path.isdir(path)
+            else " (it is no directory, and neither the hub nor the cache has the file of revision "
+            f"{revision or 'main'})"
+        )
+        raise ValueError(
+            f"{path} has no model_index.json{found}; give the directory or hub id of a "
+            "complete pipeline"
+        )
+    return read_json(index)
+
+
+def has(index, part):
+    """Whether a model_index.json lists a part."""
+    return (index.get(part) or [None])[0] is not None
+
+
+def read_parts(path, parts, revision=None, given=None, **hub_options):
+    """Read the settings of a pipeline directory, no weights.
+
+    Args:
+        path: directory or hub id.
+        parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
+        revision: branch, tag or commit on the hub.
+        given: {part: its config} of parts that replace the directory's, which are not read.
+        hub_options: see fetch_file.
+
+    Returns:
+        (model_index.json's content; {part: the content of its PART_FILES, or the given config}).
+
+    Raises:
+        ValueError: the pipeline or some of its parts are missing.
+    """
+    index = read_index(path, revision, **hub_options)
+    parts, given = parts(index) if callable(parts) else parts, given or {}
+    files = {
+        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options)
+        for part in parts
+        if part not in given
+    }
+    if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
+    configs = {part: read_json(file) for part, file in files.items()}
+    if "vae" in files and not isinstance(configs["vae"].get("block_out_channels"), list):
+        raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
+    return index, configs | given
+
+
+@contextmanager
+def writing_pipeline(save_directory):
+    """Yield an empty directory for a pipeline, then move its files into save_directory.
+
+    Only files are moved, so save_directory may be a mount point or a link to a directory. An old
+    model_index.json is removed first and the new one is moved last: a directory that has one is
+    complete. Other files in save_directory are not changed.
+
+    If the caller fails, save_directory is not changed. If a file cannot be moved, it stays in
+    save_directory/.saving-*.
+
+    Args:
+        save_directory: directory, made if absent.
+
+    Yields:
+        Path of an empty directory.
+
+    Raises:
+        ValueError: save_directory has a file where the model has a directory, or the reverse. The
+            old model is unchanged, and the message names the place of the new one.
+    """
+    folder = Path(save_directory).resolve()
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    written = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
+    try:
+        yield written
+    except BaseException:
+        shutil.rmtree(written)
+        if is_new:
+            with suppress(OSError):  # another process has put a file there
+                folder.rmdir()
+        raise
+    for new in sorted(written.rglob("*")):
+        path = new.relative_to(written)
+        old = folder / path
+        if old.exists() and old.is_dir() != new.is_dir():
+            raise ValueError(
+                f"{old} is in the way of the model's {path}; remove it and save again, or take the "
+                f"complete model from {written}"
+            )
+    files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    # PyTorch prefers the index of an earlier save to a single file.
+    old_weights = [weights_pattern(stem) for stem in ("diffusion_pytorch_model", "model")]
+    for part in {file.parts[0] for file in files if len(file.parts) > 1}:
+        for old in (folder / part).glob("*"):
+            if any(pattern.fullmatch(old.name) for pattern in old_weights):
+                old.unlink()
+    for file in sorted(files, key=lambda file: (file.name == INDEX_NAME, file)):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(written / file, folder / file)  # copies if a part is on another disk
+    shutil.rmtree(written)
