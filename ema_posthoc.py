@@ -34,8 +34,7 @@ from tqdm import tqdm
 from command_line import ask_before_replacing, run_main
 from diffusers_flax.loading.directories import writing_pipeline
 from diffusers_flax.loading.files import naming_full_disk, read_json
-from diffusers_flax.loading.weights import shard_names
-from diffusers_flax.models.base import torch_to_flax
+from diffusers_flax.loading.weights import shard_names, torch_to_flax
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 

@@ -34,11 +34,8 @@ from benchmarks.harness import (
     time_in_this_process,
     write_contenders,
 )
-from diffusers_flax.models.kernels import (
-    attention,
-    convolve,
-    plain_operations,
-)
+from diffusers_flax.models.attention import attention, plain_operations
+from diffusers_flax.models.convolution import convolve
 
 BATCH_SIZE = 2
 NUM_HEADS = 8

@@ -36,7 +36,7 @@ from benchmarks.harness import (
     write_rows,
 )
 from diffusers_flax.models.blocks import Attention as AttentionLayer
-from diffusers_flax.models.kernels import shifted_matmuls, xla_convolve
+from diffusers_flax.models.convolution import shifted_matmuls, xla_convolve
 from diffusers_flax.models.quantization import int8_layer
 from diffusers_flax.programs import no_compilation_cache
 from tpu.programs import (

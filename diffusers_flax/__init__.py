@@ -23,10 +23,10 @@ NAMES = {  # by module
         "FlaxCLIPTextModelOutput",
         "FlaxCLIPTextModelWithProjection",
         "FlaxCLIPTextPreTrainedModel",
-        "FlaxStableDiffusionSafetyChecker",
     ),
+    "models.safety_checker": ("FlaxStableDiffusionSafetyChecker",),
     "models.base": ("FlaxModelMixin",),
-    "models.pretrained": ("FlaxPreTrainedModel",),
+    "loading.pretrained": ("FlaxPreTrainedModel",),
     "schedulers.base": (
         "CommonSchedulerState",
         "FlaxKarrasDiffusionSchedulers",

@@ -15,3 +15,15 @@ def one_line(error: BaseException | str, limit: int | None = None) -> str:
 def warn_once(message):
     """Log a warning, once per process."""
     logger.warning(message)
+
+
+def first_names(names):
+    """The first ten of a list of names, and how many more there are."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{', '.join(names[:10])}{more}"
+
+
+def reason_of(error):
+    """What went wrong, on one line; the type of errors that are not meant for users."""
+    is_ours = isinstance(error, ValueError)
+    return one_line(error, 200) if is_ours else f"{type(error).__name__}: {one_line(error, 200)}"

@@ -26,9 +26,9 @@ from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.hub import fetch_directory, fetch_file
 from diffusers_flax.loading.tokenizer import TOKENIZER_FILES
+from diffusers_flax.loading.weights import find_weights
 from diffusers_flax.messages import one_line
-from diffusers_flax.models.base import find_weights
-from diffusers_flax.models.kernels import plain_operations
+from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.pipelines.sampling import decode
 from editing.edits import fit_image
 from editing.lists import CAPTIONS, IMAGES, read_list

@@ -31,7 +31,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import distill_lcm
 import edit_cli
 from diffusers_flax.loading.lora import add_lora
-from diffusers_flax.models.base import flax_to_torch
+from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training import processes
 from training.checkpoints import Checkpoints

@@ -19,8 +19,8 @@ from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE, has, rea
 from diffusers_flax.loading.lora import add_lora, fold_lora, read_lora
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
+from diffusers_flax.models.attention import by_platform
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from diffusers_flax.models.kernels import by_platform
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.instruct_pix2pix import (

@@ -11,6 +11,16 @@ from diffusers_flax.loading.hub import (
     take_hub_options,
 )
 
+# Fields of a Flax module that are not part of its config.
+RUNTIME_FIELDS = {
+    "dtype",
+    "gradient_checkpointing",
+    "name",
+    "parent",
+    "split_head_dim",
+    "use_memory_efficient_attention",
+}
+
 
 class FrozenConfig(dict):
     """The settings of a model or scheduler, read-only: a dict with attributes."""

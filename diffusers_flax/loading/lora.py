@@ -31,8 +31,8 @@ from safetensors.numpy import save_file
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.loading.hub import fetch_file, locate
+from diffusers_flax.loading.weights import flax_to_torch, read_weights
 from diffusers_flax.messages import one_line
-from diffusers_flax.models.base import flax_to_torch, read_weights
 
 # The two factors of a layer, in the names of all layouts, after torch_to_flax.
 FACTOR = re.compile(

@@ -1,11 +1,161 @@
-"""Names of the files of a model's weights."""
+"""Weights: names and axes in PyTorch's files and in Flax trees; reading and writing files.
 
+Reads safetensors (one file, sharded, with a variant), PyTorch .bin and the published Flax msgpack.
+Writes safetensors with PyTorch's names.
+"""
+
+import json
+import mmap
 import re
+import zipfile
 
-from diffusers_flax.loading.files import read_json
+import jax.numpy as jnp
+import ml_dtypes
+import msgpack
+import numpy as np
+from flax.serialization import msgpack_restore, msgpack_serialize
+from flax.traverse_util import flatten_dict
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from diffusers_flax.loading.files import read_json, write_json
+from diffusers_flax.messages import reason_of, warn_once
+
+# By `weights_name`: the file names to look for, in this order.
+WEIGHT_FILES = {
+    "diffusion_pytorch_model": (
+        "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.bin",
+        "diffusion_flax_model.msgpack",
+    ),
+    "model": ("model.safetensors", "pytorch_model.bin", "flax_model.msgpack"),
+}
+
+# Lists whose index the Flax trees join to the name; the index of CLIP's `layers` stays separate.
+JOINED_LISTS = (
+    "attentions|down_blocks|downsamplers|net|resnets|to_out|transformer_blocks|up_blocks|upsamplers"
+)
+TORCH_LIST = re.compile(rf"\b({JOINED_LISTS})\.(\d+)\b")
+FLAX_LIST = re.compile(rf"\b({JOINED_LISTS})_(\d+)\b")
+
+# Flax has older names of the VAE's attention than PyTorch.
+VAE_ATTENTION = re.compile(r"(?:encoder|decoder)[./]mid_block[./]attentions")
+VAE_TORCH_TO_FLAX = {
+    ".to_q.": ".query.",
+    ".to_k.": ".key.",
+    ".to_v.": ".value.",
+    ".to_out.0.": ".proj_attn.",
+}
+
+# safetensors' names of the dtypes that its NumPy API does not read.
+FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
+
+# PyTorch's names of the dtypes that NumPy lacks: integers of their size.
+TORCH_BITS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
+
+# transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without);
+# the safety checker's published prefix vision_model.vision_model becomes vision_model.
+CLIP_WITHOUT_PREFIX = re.compile(
+    r"embeddings\.|encoder\.layers\.\d+\.(layer_norm|mlp|self_attn)|final_layer_norm\."
+)
 
 # A shard is in the directory of its index: letters, digits and a few signs, no path.
 SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
+
+
+def torch_to_flax(key, array):
+    """Rename one PyTorch tensor to its place in the Flax tree and turn its axes.
+
+    Args:
+        key: name in a state dict of UNet2DConditionModel, AutoencoderKL, AutoencoderTiny,
+            CLIPTextModel, CLIPTextModelWithProjection or StableDiffusionSafetyChecker, e.g.
+            "down_blocks.0.resnets.1.conv1.weight".
+        array: the tensor, NumPy; convolution OIHW, linear (out, in), anything of one axis.
+
+    Returns:
+        (path, array): path joined by "/", array a view; convolution HWIO, linear (in, out).
+    """
+    if CLIP_WITHOUT_PREFIX.match(key):
+        key = f"text_model.{key}"
+    if key.startswith("vision_model.") and not key.startswith("vision_model.vision_model."):
+        key = f"vision_model.{key}"
+    if VAE_ATTENTION.match(key):
+        for torch_name, flax_name in VAE_TORCH_TO_FLAX.items():
+            key = key.replace(torch_name, flax_name)
+        if array.ndim == 4 and not key.endswith("group_norm.weight"):
+            array = array[:, :, 0, 0]  # the oldest files have 1x1 convolutions here
+    module, _, leaf = key.rpartition(".")
+    if leaf == "weight":
+        if module.endswith(("token_embedding", "position_embedding")):
+            leaf = "embedding"
+        elif array.ndim == 1:
+            leaf = "scale"
+        elif array.ndim == 2:
+            leaf, array = "kernel", array.T
+        elif array.ndim == 4:
+            leaf, array = "kernel", array.transpose(2, 3, 1, 0)
+    name = f"{module}.{leaf}" if module else leaf
+    return TORCH_LIST.sub(r"\1_\2", name).replace(".", "/"), array
+
+
+def flax_to_torch(key, array):
+    """Rename one Flax parameter to its PyTorch state dict name; the inverse of torch_to_flax.
+
+    Args:
+        key: path in the Flax tree joined by "/", e.g. "down_blocks_0/resnets_1/conv1/kernel".
+        array: the parameter, NumPy; convolution HWIO, linear (in, out), anything of one axis.
+
+    Returns:
+        (name, array): today's diffusers name, or CLIP's published one with its `text_model.`
+        prefix, which every transformers opens; array a view; convolution OIHW, linear (out, in).
+    """
+    is_vae_attention = VAE_ATTENTION.match(key)
+    key = FLAX_LIST.sub(r"\1.\2", key).replace("/", ".")
+    if is_vae_attention:
+        for torch_name, flax_name in VAE_TORCH_TO_FLAX.items():
+            key = key.replace(flax_name, torch_name)
+    module, _, leaf = key.rpartition(".")
+    if leaf == "kernel":
+        array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
+    if leaf in ("kernel", "scale", "embedding"):
+        leaf = "weight"
+    return f"{module}.{leaf}" if module else leaf, array
+
+
+def find_weights(fetch, weights_name, variant, from_pt, where):
+    """The files that hold the weights, in the first format that exists.
+
+    If no weights have the variant, those without it: the published classes ignored the argument,
+    and scripts for them name variants that do not exist.
+    """
+    tried = []
+    for dot_variant in dict.fromkeys([f".{variant}" if variant else "", ""]):
+        for file_name in WEIGHT_FILES[weights_name][: 2 if from_pt else 3]:
+            stem, suffix = file_name.split(".")
+            tried.append(f"{stem}{dot_variant}.{suffix}")
+            if files := _weight_files(fetch, stem, suffix, dot_variant):
+                if variant and not dot_variant:
+                    warn_once(f"{where} has no weights with variant={variant!r}: read without it")
+                return files
+    raise ValueError(f"no weights in {where}: neither {', '.join(tried)} nor shards of one")
+
+
+def _weight_files(fetch, stem, suffix, dot_variant):
+    """One file, or all shards; [] if there are neither."""
+    if file := fetch(f"{stem}{dot_variant}.{suffix}"):
+        return [file]
+    names = index_names(stem, suffix, dot_variant)
+    index = next((file for name in names if (file := fetch(name))), None)
+    if index is None:
+        return []
+    shards = {name: fetch(name) for name in shard_names(index)}
+    if missing := sorted(name for name, file in shards.items() if file is None):
+        raise ValueError(
+            f"{index} lists shards that are not there: {', '.join(missing)}; "
+            "download or copy them again"
+        )
+    return list(shards.values())
 
 
 def shard_names(index):
@@ -58,3 +208,130 @@ def weights_pattern(stem, dot_variant=""):
     files = [f"{stem}({variant}{number}|{number}{variant})[.]safetensors"]
     indices = [re.escape(name) for name in index_names(stem, "safetensors", dot_variant)]
     return re.compile("|".join(files + indices))
+
+
+def read_weights(file):
+    """Yield (Flax path, array) of one file; the arrays do not refer to the file."""
+    read = {".msgpack": _read_msgpack, ".bin": _read_bin}.get(file.suffix, _read_safetensors)
+    try:
+        for key, array in read(file):
+            if key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
+                continue
+            if not isinstance(array, np.ndarray) or not jnp.issubdtype(array.dtype, jnp.floating):
+                kind = getattr(array, "dtype", type(array).__name__)
+                raise ValueError(f"its entry {key!r} is {kind}, no array of floats")
+            if read is not _read_msgpack:
+                key, array = torch_to_flax(key, array)
+                array = np.array(array, order="C")
+            yield key, array
+    except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
+        raise
+    except Exception as error:  # the readers raise errors of many types for damaged bytes
+        raise ValueError(
+            f"{file} cannot be read as weights ({reason_of(error)}); it may be an incomplete "
+            "download, a git-lfs pointer, or no weights at all: fetch it again"
+        ) from error
+
+
+def _read_safetensors(file):
+    # pread: the pages of a memory map would stay in memory next to the copies.
+    with safe_open(file, "np", backend="pread") as tensors, open(file, "rb") as raw:
+        header_size = int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(header_size))
+        for key in tensors.keys():  # noqa: SIM118 - not a dict
+            entry = header[key]
+            if entry["dtype"] not in FLOAT8:
+                yield key, tensors.get_tensor(key)
+                continue
+            start, end = entry["data_offsets"]
+            raw.seek(8 + header_size + start)
+            array = np.frombuffer(raw.read(end - start), FLOAT8[entry["dtype"]])
+            yield key, array.reshape(entry["shape"])
+
+
+def _read_bin(file):
+    import torch  # seconds to import, and needed for .bin files only
+
+    # Files of PyTorch before 1.6 are not zip archives and cannot be mapped.
+    tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    if not isinstance(tensors, dict):
+        raise ValueError("it holds no state dict")
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"its entry {key!r} is not a tensor")
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name in TORCH_BITS:
+            bits = tensor.detach().view(getattr(torch, TORCH_BITS[name]))
+            yield key, bits.numpy().view(getattr(ml_dtypes, name))
+        else:
+            yield key, tensor.detach().numpy()
+
+
+def _read_msgpack(file):
+    with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        tree = msgpack_restore(data)
+    if not isinstance(tree, dict):
+        raise ValueError("it holds no tree of parameters")
+    yield from flatten_dict(tree, sep="/").items()
+
+
+def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_size):
+    """Write parameters with PyTorch's names, as one file or as shards and their index.
+
+    Args:
+        folder: Path.
+        flat: {path joined by "/": array}.
+        weights_name: key of WEIGHT_FILES, part of the files' names.
+        dot_variant: as for index_names.
+        dtype: of the file; None: each array's own.
+        max_shard_size: see FlaxModelMixin.save_pretrained.
+    """
+
+    def num_bytes(array):
+        return array.size * np.dtype(array.dtype if dtype is None else dtype).itemsize
+
+    flax_keys = {flax_to_torch(key, array)[0]: key for key, array in flat.items()}
+    shards = split_state_dict_into_shards_factory(
+        {torch_key: flat[key] for torch_key, key in flax_keys.items()},
+        get_storage_size=num_bytes,
+        filename_pattern=f"{weights_name}{dot_variant}{{suffix}}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for file_name, torch_keys in shards.filename_to_tensors.items():
+        tensors = {
+            # save_file stores the memory as it lies, so a transposed view would be lost.
+            k: np.ascontiguousarray(
+                flax_to_torch(flax_keys[k], as_stored(flat[flax_keys[k]], dtype))[1]
+            )
+            for k in torch_keys
+        }
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        del tensors
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        write_json(folder / index_names(weights_name, "safetensors", dot_variant)[0], index)
+
+
+def write_msgpack(file, params, dtype):
+    """Write the published Flax msgpack of a nested dict; dtype as for write_safetensors."""
+    with open(file, "wb") as f:
+        for part in _msgpack_parts(params, dtype):
+            f.write(part)
+
+
+def as_stored(array, dtype):
+    """A NumPy array in dtype, or in its own for None."""
+    array = np.asarray(array)
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _msgpack_parts(tree, dtype):
+    """Yield msgpack_serialize's bytes leaf by leaf; at once they take twice the file's size."""
+    if not isinstance(tree, dict):
+        yield msgpack_serialize(as_stored(tree, dtype))
+        return
+    packer = msgpack.Packer()
+    yield packer.pack_map_header(len(tree))
+    for key, subtree in sorted(tree.items()):
+        yield packer.pack(key)
+        yield from _msgpack_parts(subtree, dtype)

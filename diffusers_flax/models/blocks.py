@@ -16,7 +16,8 @@ from flax import struct
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
-from diffusers_flax.models.kernels import attention, convolve
+from diffusers_flax.models.attention import attention
+from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.quantization import int8_layer, is_int8
 from diffusers_flax.outputs import ModelOutput
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from diffusers_flax.models.kernels import convolve, sum_of_matmuls
+from diffusers_flax.models.convolution import convolve, sum_of_matmuls
 
 SCALE_NAMES = {
     "fast": "dynamic_scale",

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from diffusers_flax.loading.hub import locate
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv
-from diffusers_flax.models.kernels import convolve
+from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.vae import FlaxDecoderOutput
 from diffusers_flax.outputs import ModelOutput
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from diffusers_flax.models.attention import attention
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
-from diffusers_flax.models.kernels import attention
 from diffusers_flax.outputs import ModelOutput
 
 

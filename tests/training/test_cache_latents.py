@@ -39,7 +39,7 @@ from dataloading.shards import (
     read_row_group,
     shard_ids,
 )
-from diffusers_flax.models.kernels import plain_operations
+from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from parquet_processing import ParquetImagePairs
 from training import latents as training_latents

@@ -34,7 +34,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.images import to_pil
-from diffusers_flax.models.base import flax_to_torch
+from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import (

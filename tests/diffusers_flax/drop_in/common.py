@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from diffusers_flax.models.clip import FlaxStableDiffusionSafetyChecker
+from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

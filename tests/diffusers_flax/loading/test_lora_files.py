@@ -19,7 +19,7 @@ from test_pipeline_instruct_pix2pix import psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.loading.lora import Loras, from_sgm
-from diffusers_flax.models.base import flax_to_torch, torch_to_flax
+from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
 RANK = 3

@@ -12,20 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffusers_flax.models.blocks import Conv, gated_gelu, group_norm, layer_norm
-from diffusers_flax.models.kernels import (
+from diffusers_flax.models.attention import (
     BLOCK_LOGITS,
     _num_blocks,
     attention,
     blockwise,
-    convolve,
     fits_cudnn,
     fits_splash,
     plain_operations,
-    shifted_matmuls,
     splash,
-    winograd,
 )
+from diffusers_flax.models.blocks import Conv, gated_gelu, group_norm, layer_norm
+from diffusers_flax.models.convolution import convolve, shifted_matmuls, winograd
 
 
 def normal(*shape, seed=0):
@@ -154,8 +152,8 @@ def test_splash_in_bfloat16(length):
 @pytest.mark.parametrize("num_logits", [6 * 24 * 10, 24 * 10, 9 * 10, 1])
 @pytest.mark.parametrize(("T", "S"), [(24, 10), (23, 10), (1, 10), (24, 1)])
 def test_blockwise_is_attention(num_logits, T, S, monkeypatch):
-    monkeypatch.setattr("diffusers_flax.models.kernels.ALL_LOGITS", num_logits)
-    monkeypatch.setattr("diffusers_flax.models.kernels.BLOCK_LOGITS", num_logits)
+    monkeypatch.setattr("diffusers_flax.models.attention.ALL_LOGITS", num_logits)
+    monkeypatch.setattr("diffusers_flax.models.attention.BLOCK_LOGITS", num_logits)
     shapes = (2, T, 3, 8), (2, S, 3, 8), (2, S, 3, 8)
     args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     found = value_and_gradients(blockwise, args)
@@ -175,8 +173,8 @@ def test_blocks_of_blockwise(monkeypatch):
         queries = -(-length // _num_blocks(8, length, length))
         assert 0.9 * BLOCK_LOGITS < queries * length <= BLOCK_LOGITS
     assert _num_blocks(16, 256, 256) is None
-    monkeypatch.setattr("diffusers_flax.models.kernels.ALL_LOGITS", 2**14)
-    monkeypatch.setattr("diffusers_flax.models.kernels.BLOCK_LOGITS", 2**14)
+    monkeypatch.setattr("diffusers_flax.models.attention.ALL_LOGITS", 2**14)
+    monkeypatch.setattr("diffusers_flax.models.attention.BLOCK_LOGITS", 2**14)
     x = jax.ShapeDtypeStruct((1, 1021, 1, 64), jnp.float32)  # 64 blocks
     grad = jax.grad(lambda *args: blockwise(*args).sum(), (0, 1, 2))
     temporaries = jax.jit(grad).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
@@ -201,7 +199,7 @@ def test_blockwise_in_bfloat16():
     [(1, ((1, 1), (1, 1))), (2, ((1, 1), (1, 1))), (2, ((0, 1), (0, 1)))],
 )
 def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
-    monkeypatch.setattr("diffusers_flax.models.kernels.LEAST_CHANNELS", least_channels)
+    monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)
     args = normal(2, 6, 9, 5), normal(3, 3, 5, out_channels, seed=2)
 
     def theirs(x, kernel):
@@ -237,7 +235,7 @@ def test_convolution_algorithms(size, ours, tolerance):
 @pytest.mark.parametrize("features", [8, 200])
 def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
-    monkeypatch.setattr("diffusers_flax.models.kernels.LEAST_CHANNELS", least_channels)
+    monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)
     x = normal(2, 6, 9, 5)
     for size in (3, 1):
         params = nn.Conv(features, (size, size)).init(jax.random.key(0), x)
@@ -269,7 +267,7 @@ def test_winograd_under_pmap(wrap, monkeypatch):
         return jax.tree.leaves(run(params, x))
 
     plain = gradients()
-    monkeypatch.setattr("diffusers_flax.models.kernels.LEAST_CHANNELS", 1)
+    monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", 1)
     jax.clear_caches()
     found = gradients()
     # The algorithm is a different one.
@@ -343,7 +341,7 @@ def test_kernel_of_each_platform(monkeypatch):
     def hopper(query_shape, key_shape, dtype, device):
         return fits_cudnn(query_shape, key_shape, dtype, gpu("9.0"))
 
-    monkeypatch.setattr("diffusers_flax.models.kernels.fits_cudnn", hopper)
+    monkeypatch.setattr("diffusers_flax.models.attention.fits_cudnn", hopper)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     text = lowered("cuda", 1024)

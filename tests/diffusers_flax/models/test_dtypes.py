@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax.models.base import cast_floating
-from diffusers_flax.models.clip import (
-    FlaxCLIPTextModel,
-    FlaxCLIPTextModelWithProjection,
-    FlaxStableDiffusionSafetyChecker,
-)
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.parameters import cast_floating
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
 # Of the largest value. float16 rounds by 0.05%, bfloat16 by 0.4%, dozens of times.

@@ -25,10 +25,10 @@ import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from create_modified_unet import widen
-from diffusers_flax.loading import hub
+from diffusers_flax.loading import hub, weights
+from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
 from diffusers_flax.messages import warn_once
-from diffusers_flax.models import base
-from diffusers_flax.models.base import FlaxModelMixin, flax_to_torch, torch_to_flax
+from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip import (
     FlaxCLIPTextModel,
     FlaxCLIPTextModelWithProjectionModule,
@@ -580,7 +580,7 @@ def test_errors_of_the_machine_are_not_blamed_on_the_file(folder, monkeypatch):
     write_weights(folder, "bin")
     for error in (ImportError("No module named 'torch'"), MemoryError(), PermissionError("no")):
         reader = Mock(side_effect=error)
-        monkeypatch.setattr(base, "_read_bin", reader)
+        monkeypatch.setattr(weights, "_read_bin", reader)
         with pytest.raises(type(error)):
             TinyModel.from_pretrained(folder)
 
@@ -900,7 +900,7 @@ def test_interrupted_save_leaves_the_folder_as_it_was(tmp_path, monkeypatch, int
         Path(file).write_bytes(b"half")
         raise interruption
 
-    monkeypatch.setattr(base, "save_file", half_a_file)
+    monkeypatch.setattr(weights, "save_file", half_a_file)
     ones = jax.tree.map(np.ones_like, tiny_params())
     with pytest.raises(interruption):
         TinyModel().save_pretrained(tmp_path, ones)

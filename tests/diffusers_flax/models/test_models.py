@@ -14,7 +14,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution as To
 from flax.traverse_util import flatten_dict, unflatten_dict
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from diffusers_flax.models.base import torch_to_flax
+from diffusers_flax.loading.weights import torch_to_flax
 from diffusers_flax.models.clip import (
     FlaxCLIPTextModel,
     FlaxCLIPTextModelWithProjection,

@@ -12,7 +12,7 @@ from diffusers import AutoencoderTiny
 from flax.traverse_util import unflatten_dict
 
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
-from diffusers_flax.models.base import torch_to_flax
+from diffusers_flax.loading.weights import torch_to_flax
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 
 FLOAT32_PSNR = 100  # dB

@@ -19,7 +19,7 @@ from transformers import CLIPImageProcessor
 from diffusers_flax.images import prepare_masks
 from diffusers_flax.loading import hub
 from diffusers_flax.messages import warn_once
-from diffusers_flax.models.clip import FlaxStableDiffusionSafetyChecker
+from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.pipelines import base
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (

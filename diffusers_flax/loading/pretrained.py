@@ -21,9 +21,10 @@ import jax.numpy as jnp
 from flax.core import FrozenDict, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from diffusers_flax.loading.configs import RUNTIME_FIELDS
 from diffusers_flax.loading.hub import fetch_directory, refuse_push_to_hub, take_hub_options
 from diffusers_flax.messages import one_line
-from diffusers_flax.models.base import RUNTIME_FIELDS, FloatingCasts
+from diffusers_flax.parameters import FloatingCasts
 
 # Config entries that choose what a call returns, not what it computes; their defaults.
 CALL_SETTINGS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
