@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 import inspect
 import json
 import re
@@ -12,6 +11,8 @@ import pytest
 from conftest import ROOT
 from tiny_models import make_tiny_pipeline, make_tiny_safety_checker
 from transformers import CLIPConfig, CLIPTextConfig
+
+import diffusers_flax
 
 CLASSES = json.loads((ROOT / "tests" / "published_flax_api.json").read_text())["classes"]
 MIXINS = ("PushToHubMixin", "ConfigMixin", "BaseOutput", "ModelOutput", "FlaxGenerationMixin")
@@ -37,14 +38,8 @@ TOWER = {
 
 @functools.cache
 def ours():
-    """{name: class} of the modules that have published classes."""
-    files = sorted(
-        f
-        for prefix in ("modeling", "scheduling", "pipeline", "outputs")
-        for f in ROOT.glob(f"{prefix}_flax*.py")
-    )
-    modules = [importlib.import_module(file.stem) for file in files]
-    return {name: member for module in modules for name, member in inspect.getmembers(module)}
+    """{name: class} of the published classes."""
+    return {name: getattr(diffusers_flax, name) for name in diffusers_flax.__all__}
 
 
 def make(name):
