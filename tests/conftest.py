@@ -25,6 +25,8 @@ import pytest
 import torch
 from jax.experimental.compilation_cache import compilation_cache
 
+pytest.register_assert_rewrite("helpers", "torch_training", "trajectories")
+
 ROOT = Path(__file__).resolve().parent.parent
 # Longest first, so that no worker starts a long file at the end of the run.
 LONGEST_FILES = (
@@ -94,3 +96,22 @@ def free_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def lenient_optimizer():
+    """Disables strict dtype promotion inside Optax only."""
+    import optax
+
+    import flax_train_instruct_pix2pix as trainer
+
+    make_optimizer = trainer.make_optimizer
+
+    def make_lenient_optimizer(*args):
+        tx, schedule = make_optimizer(*args)
+        update = jax.numpy_dtype_promotion("standard")(tx.update)
+        return optax.GradientTransformation(tx.init, update), schedule
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "make_optimizer", make_lenient_optimizer)
+        yield

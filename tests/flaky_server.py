@@ -11,7 +11,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from local_server import LocalServer
 
 BLOCK = 16 * 1024
 
@@ -28,7 +29,7 @@ class Fault:
     wrong: list = field(default_factory=list)  # contents sent instead of the right one
 
 
-class FlakyServer:
+class FlakyServer(LocalServer):
     """Serves `files` ({name: bytes}) and records requests and sent bytes.
 
     Args:
@@ -52,35 +53,14 @@ class FlakyServer:
         self.links = itertools.count()
         self.link_uses = Counter()
 
-    def __enter__(self):
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                server.answer(self)
-
-            do_HEAD = do_GET
-
-            def log_message(self, *args):
-                pass
-
-        self.httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.httpd.daemon_threads = True
-        self.httpd.handle_error = lambda *args: None  # clients that are killed mid-transfer
-        self.port = self.httpd.server_address[1]
-        self.hub = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.httpd.serve_forever, args=(0.05,), daemon=True).start()
-        return self
+        super().__init__()
 
     def __exit__(self, *exception):
         self.over.set()
-        self.httpd.shutdown()
-        self.httpd.server_close()
+        super().__exit__(*exception)
 
     def url(self, name):
-        return f"{self.hub}/resolve/{name}"
+        return f"{self.endpoint}/resolve/{name}"
 
     def answer(self, request):
         """Answer one request with a redirect, bytes, or the next failure of the file."""

@@ -1,12 +1,11 @@
 """A small stand-in for the Hugging Face hub, its CDN and a TPU VM's metadata server, over HTTP."""
 
-import contextlib
 import hashlib
 import json
-import threading
 from collections import defaultdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from local_server import LocalServer, lower_case, send
 
 PAGE = 50  # entries per page of a tree
 
@@ -30,11 +29,11 @@ def ways_to_give_a_token(folder, token):
     }
 
 
-class Hub:
+class Hub(LocalServer):
     """The server's files and recorded requests; use as a context manager.
 
     Attributes:
-        endpoint: its address as the hub; the same server is the CDN under the name localhost.
+        endpoint: the hub's address; the same server is the CDN under the name localhost.
         trees: {(dataset, revision): {path: bytes, or size alone for a file that is only listed}}.
         token: what a request must bring, if not None.
         gated: datasets whose files need the token, while their listing does not.
@@ -47,30 +46,7 @@ class Hub:
         self.trees, self.attributes, self.failures = {}, {}, defaultdict(list)
         self.token, self.gated, self.requests = None, set(), []
         self.ranges = True  # does the CDN know them
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # or each answer takes 40 ms
-
-            def do_GET(self):
-                hub.answer(self)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.port = self.server.server_address[1]
-        self.endpoint = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exception):
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__()
 
     def add(self, dataset, files, revision="main"):
         self.trees.setdefault((dataset, revision), {}).update(files)
@@ -81,7 +57,7 @@ class Hub:
 
     def answer(self, request):
         host = request.headers["Host"].split(":")[0]
-        headers = {name.lower(): value for name, value in request.headers.items()}
+        headers = lower_case(request.headers)
         self.requests.append((host, request.path, headers))
         url = urlsplit(request.path)
         path = unquote(url.path)
@@ -145,14 +121,3 @@ class Hub:
         start = max(0, len(content) - int(wanted.removeprefix("bytes=-")))
         headers = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
         send(request, 206, content[start:], headers)
-
-
-def send(request, status, body=b"", headers=None):
-    request.send_response(status)
-    for name, value in (headers or {}).items():
-        request.send_header(name, value)
-    request.send_header("Content-Length", str(len(body)))
-    request.end_headers()
-    # A client that asked for a range and gets the full file closes the connection.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        request.wfile.write(body)

@@ -3,12 +3,12 @@
 import base64
 import hashlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+from local_server import LocalServer, lower_case, read_body, send
 
-class UploadHub:
+
+class UploadHub(LocalServer):
     """The server's files and recorded requests; use as a context manager.
 
     Attributes:
@@ -23,43 +23,17 @@ class UploadHub:
     def __init__(self, tokens, user="tester"):
         self.tokens, self.user = tokens, user
         self.repos, self.lfs, self.failures, self.requests = {}, {}, {}, []
-        hub = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # or each answer takes 40 ms
+    def answer(self, request):
+        body, headers = read_body(request), lower_case(request.headers)
+        path = urlsplit(request.path).path
+        self.requests.append((request.command, path, headers))
+        status, answer = self.call(request.command, path, headers, body)
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        send(request, status, content, {"Content-Type": "application/json"})
 
-            def answer(self):
-                body = read_body(self)
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                path = urlsplit(self.path).path
-                hub.requests.append((self.command, path, headers))
-                status, answer = hub.answer(self.command, path, headers, body)
-                content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            do_GET = do_POST = do_PUT = answer
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exception):
-        self.server.shutdown()
-        self.server.server_close()
-
-    def answer(self, method, path, headers, body):
+    def call(self, method, path, headers, body):
         """(status, bytes or an object to send as JSON) of a request."""
         for end, failures in self.failures.items():
             if path.endswith(end) and failures:
@@ -84,17 +58,17 @@ class UploadHub:
             content = self.lfs.get(wanted["oid"], b"")
             good = hashlib.sha256(content).hexdigest() == wanted["oid"]
             return (200, {}) if good and len(content) == wanted["size"] else (422, {})
-        owner, name, *call = path.removeprefix("/api/models/").split("/")
+        owner, name, *rest = path.removeprefix("/api/models/").split("/")
         repo_id = f"{owner}/{name}"
         if repo_id not in self.repos:
             return 404, {"error": "Repository not found"}
-        if method == "GET" and not call:
+        if method == "GET" and not rest:
             return 200, {"id": repo_id, "sha": "0" * 40}
         if role != "write":
             return 403, {"error": "This token may not write."}
-        if call == ["preupload", "main"]:
+        if rest == ["preupload", "main"]:
             return 200, {"files": [upload_mode(file) for file in json.loads(body)["files"]]}
-        if call == ["commit", "main"]:
+        if rest == ["commit", "main"]:
             return self.commit(repo_id, [json.loads(line) for line in body.splitlines()])
         return 404, {"error": f"no {method} {path} here"}
 
@@ -133,14 +107,3 @@ def upload_mode(file):
     large = file["path"].endswith((".safetensors", ".png"))
     mode = "lfs" if large else "regular"
     return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
-
-
-def read_body(request):
-    if request.headers.get("Transfer-Encoding") != "chunked":
-        return request.rfile.read(int(request.headers.get("Content-Length", 0)))
-    body = b""
-    while size := int(request.rfile.readline(), 16):
-        body += request.rfile.read(size)
-        request.rfile.readline()
-    request.rfile.readline()
-    return body

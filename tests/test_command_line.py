@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from safetensors import SafetensorError
 from tqdm import tqdm
 

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from diffusers import (
     AutoencoderKL,
     AutoencoderTiny,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
 )
+from helpers import ROOT, edit_with_torch, psnr
 from PIL import Image
 from safetensors.numpy import load_file
-from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 
 from dataloading.images import crop_corner, scaled_size
 from demo import (

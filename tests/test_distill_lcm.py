@@ -22,10 +22,10 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import random_normal, read_metrics, write_shard
 from peft import LoraConfig
 from PIL import Image
 from safetensors.numpy import load_file
-from test_train import normal, read_metrics, write_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import distill_lcm
@@ -170,18 +170,21 @@ def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
 def test_loss_and_gradients_are_pytorchs(models, family):
     """For a first, a last and a middle timestep of the grid; the first one's target is at 0."""
     model, B = models[family], 3
-    x_0, condition, noise = (normal(B, 4, 8, 8, seed=seed) for seed in range(3))
+    x_0, condition, noise = (random_normal(B, 4, 8, 8, seed=seed) for seed in range(3))
     timesteps = np.array([19, 999, 459], np.int32)
     width = 48 if family == "xl" else 24
-    text, null_text = {"states": normal(B, 7, width)}, {"states": normal(1, 7, width, seed=5)}
+    text, null_text = (
+        {"states": random_normal(B, 7, width)},
+        {"states": random_normal(1, 7, width, seed=5)},
+    )
     if family == "xl":
-        text |= {"pooled": normal(B, 20), "time_ids": 50 * np.abs(normal(B, 6))}
+        text |= {"pooled": random_normal(B, 20), "time_ids": 50 * np.abs(random_normal(B, 6))}
         null_text["pooled"] = np.zeros((1, 20), np.float32)
 
     unet, params = FlaxUNet2DConditionModel.from_pretrained(model / "unet")
     lora, frozen = add_lora(params, RANK, ALPHA, TARGETS, fully_trained=())
     lora = {
-        name: x if "lora_A" in name else 0.1 * normal(*x.shape, seed=i)
+        name: x if "lora_A" in name else 0.1 * random_normal(*x.shape, seed=i)
         for i, (name, x) in enumerate(flatten_dict(lora, sep="/").items())
     }
     names = dict(flax_to_torch(name, x) for name, x in lora.items())
@@ -212,7 +215,7 @@ def test_solver_and_boundary_are_numpys(models):
     np.testing.assert_array_equal(state.timesteps, np.arange(999, 0, -20))
     betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
     alpha_bar = np.cumprod(1 - betas)
-    x_t, eps = normal(3, 4, 2, 2), normal(3, 4, 2, 2, seed=1)
+    x_t, eps = random_normal(3, 4, 2, 2), random_normal(3, 4, 2, 2, seed=1)
     t, earlier = np.array([999, 499, 19], np.int32), np.array([979, 479, 0], np.int32)
 
     def shaped(x):

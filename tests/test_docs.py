@@ -5,7 +5,7 @@ import importlib
 import re
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from benchmarks import tables
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from helpers import photo
 from PIL import Image, ImageOps
 from tiny_models import make_tiny_pipeline
 
@@ -30,12 +31,6 @@ SCRIPT = Path(edit_cli.__file__)
 def model(tmp_path_factory):
     # One level compiles faster than two.
     return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", unet_channels=(16,))
-
-
-def photo(width, height, seed=0):
-    """Smooth random colours with something different in each corner."""
-    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
-    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
+from helpers import photo
 from PIL import Image
-from test_edit_cli import photo
 from tiny_models import END, START, make_tiny_pipeline, make_tiny_xl, write_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (

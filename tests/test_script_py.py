@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from hub_server import Hub, ways_to_give_a_token
 from huggingface_hub import constants
 from hypothesis import given, settings

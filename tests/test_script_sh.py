@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from flaky_server import Fault, FlakyServer
+from helpers import ROOT
 from hub_server import ways_to_give_a_token
 
 SCRIPT = ROOT / "script.sh"
@@ -461,7 +461,7 @@ def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest, redirect):
     shown, modes = [], set()
     with FlakyServer(files, rate=2_000_000, token=token, redirect=redirect) as server:
         plan = write_plan(tmp_path, server, files)
-        process = start(plan, dest, HF_ENDPOINT=server.hub + "/", HF_TOKEN=token)
+        process = start(plan, dest, HF_ENDPOINT=server.endpoint + "/", HF_TOKEN=token)
         while process.poll() is None:
             for path in Path("/proc").glob("[0-9]*/cmdline"):
                 with contextlib.suppress(OSError):
@@ -492,7 +492,7 @@ def test_every_way_to_give_a_token(tmp_path, dest):
         plan = write_plan(tmp_path, server, files)
         for name, env in ways_to_give_a_token(tmp_path, token).items():
             server.requests.clear()
-            code, lines = run(plan, dest, HF_ENDPOINT=f"{server.hub}//", **env)
+            code, lines = run(plan, dest, HF_ENDPOINT=f"{server.endpoint}//", **env)
             assert code == 0, (name, lines)
             assert token not in "".join(lines)
             asked = {request[::4] for request in server.requests}  # (host, Authorization)
@@ -520,7 +520,7 @@ def test_a_token_without_python(tmp_path, dest):
     with FlakyServer(files, token=token) as server:
         plan = write_plan(tmp_path, server, files)
         for env in ({"HF_TOKEN": f" {token} "}, {"HF_HOME": str(tmp_path)}):
-            env |= {"PATH": f"{tools}:{os.environ['PATH']}", "HF_ENDPOINT": f"{server.hub}/"}
+            env |= {"PATH": f"{tools}:{os.environ['PATH']}", "HF_ENDPOINT": f"{server.endpoint}/"}
             code, lines = end(start(plan, dest, script, **env))
             assert code == 0, lines
             shutil.rmtree(dest)
@@ -535,7 +535,7 @@ def test_refused_tokens(tmp_path, dest):
     token = "hf_TheSecretOfThisTest"
     with FlakyServer(files, token=token) as server:
         plan = write_plan(tmp_path, server, files)
-        hub = {"HF_ENDPOINT": server.hub}
+        hub = {"HF_ENDPOINT": server.endpoint}
         for changes, reason in (
             (hub, "the hub answers 401: a gated dataset needs HF_TOKEN"),
             (hub | {"HF_TOKEN": "hf_wrong"}, "the hub answers 401 to this HF_TOKEN"),
@@ -558,7 +558,7 @@ def test_resolving_the_links(tmp_path, dest):
     faults = {first: Fault(delay=60)}
     with FlakyServer(files, faults) as server:
         plan = write_plan(tmp_path, server, files)
-        process = start(plan, dest, HF_ENDPOINT=server.hub, HF_TOKEN="hf_x")
+        process = start(plan, dest, HF_ENDPOINT=server.endpoint, HF_TOKEN="hf_x")
         links = dest / ".unfinished"
         wait_for(lambda: len(server.requests) == 4, "two links")
         curl = children(process.pid)["curl"]
@@ -572,7 +572,7 @@ def test_resolving_the_links(tmp_path, dest):
 
         faults[first].delay, faults[first].hub = 0, [0]
         server.requests.clear()
-        code, lines = run(plan, dest, HF_ENDPOINT=server.hub, HF_TOKEN="hf_x")
+        code, lines = run(plan, dest, HF_ENDPOINT=server.endpoint, HF_TOKEN="hf_x")
         assert code == 0, lines
         assert_complete(dest, files)
         assert "1 files are pending (no answer from the hub); next try in 1 s" in lines

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
 from flax.traverse_util import flatten_dict
+from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl

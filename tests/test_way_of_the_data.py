@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from conftest import ROOT
+from helpers import ROOT
 from hub_server import Hub
 from PIL import Image
 from tiny_models import make_tiny_pipeline

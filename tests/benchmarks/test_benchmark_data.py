@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from benchmarks import data as data_benchmark
 from benchmarks.data import (

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from PIL import Image
-from test_train import lenient_optimizer  # noqa: F401 (a fixture)
 
 import flax_train_instruct_pix2pix as trainer
 from benchmarks import ema
@@ -34,6 +33,7 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training.ema import SIGMA_RELS, ema_plan, power_decay, sigma_rel_to_gamma
 from training.models import load_models
 
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 NUM_STEPS = 8
 
 

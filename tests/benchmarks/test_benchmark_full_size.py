@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from diffusers import UNet2DConditionModel
 from flax.traverse_util import flatten_dict
+from helpers import ROOT
 
 from benchmarks import full_size
 from benchmarks.full_size import run_command

@@ -7,7 +7,7 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from benchmarks import data, ema, full_size, images, train, unet
 from benchmarks.harness import in_new_process, in_turn, read_rows, rows_of, summarize, write_rows

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from tiny_models import make_tiny_pipeline
 
 from benchmarks import tpu, tpu_kernels

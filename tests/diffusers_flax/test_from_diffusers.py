@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 PAGE = (ROOT / "docs" / "from-diffusers.md").read_text(encoding="utf-8")
 SCRIPT = """

@@ -8,7 +8,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from tiny_models import make_tiny_pipeline, make_tiny_safety_checker
 from transformers import CLIPConfig, CLIPTextConfig
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 GUIDE = """

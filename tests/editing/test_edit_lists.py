@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from PIL import Image
 
 import edit_cli

@@ -1,5 +1,4 @@
 """cache_latents.py: latents against PyTorch's, training on them, incompatible flags."""
-# ruff: noqa: F401, F811 (fixtures of test_train.py)
 
 import dataclasses
 import json
@@ -16,16 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from test_train import (
-    SIZE,
-    config_of,
-    data,
-    lenient_optimizer,
-    model,
-    read_metrics,
-    run_main,
-    write_shard,
-)
+from helpers import SIZE, config_of, read_metrics, run_main, write_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import cache_latents
@@ -45,6 +35,8 @@ from parquet_processing import ParquetImagePairs
 from training import latents as training_latents
 from training.latents import write_latents
 from training.models import encode_images
+
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 
 
 def config_for(model, data, output_dir, **options):

@@ -14,26 +14,30 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import (
+    PROMPTS,
+    RUN,
+    config_of,
+    flags_of,
+    psnr,
+    random_inputs,
+    read_metrics,
+    run_main,
+    write_shard,
+)
 from peft import LoraConfig
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
-from test_train import (
-    RUN,
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+from torch_training import (
     Parallel,
     compare_runs,
-    config_of,
     draws_by_hand,
-    flags_of,
-    lenient_optimizer,  # noqa: F401
-    read_metrics,
-    run_main,
+    make_xl_batch,
+    torch_text_encoder_xl,
     train_with_torch,
-    write_shard,
 )
-from test_train_sdxl import make_sdxl_batch, torch_text_encoder
-from tiny_models import make_tiny_pipeline, make_tiny_xl
 from transformers import CLIPTextModel
 
 import edit_cli
@@ -48,7 +52,10 @@ from training.output import remove_replaced_model
 from training.sharding import combine
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.usefixtures("lenient_optimizer"),
+]
 RANK, ALPHA = 4, 6.0
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 SCALES = dict(guidance_scale=5.0, image_guidance_scale=1.5)
@@ -158,14 +165,14 @@ def adapt(unet, trained):
 @pytest.mark.slow
 def test_training_is_pefts(models):
     """SDXL on 4 devices by block, on one device, and PyTorch with PEFT and AdamW, 4 steps."""
-    batches = [make_sdxl_batch(i) for i in range(4)]
+    batches = [make_xl_batch(i) for i in range(4)]
     draws = [draws_by_hand(3, step, RUN["resolution"] // 8) for step in range(4)]
     config = config_of(models["xl"], "unused", "unused", **LORA)
     by_block = dataclasses.replace(config, gradient_checkpointing=True, gather_by_block=True)
     parallel = Parallel(by_block)
     steps = list(parallel.run(batches, 3))
     prepare = partial(adapt, trained=parallel.params)
-    torch_run = train_with_torch(models["xl"], batches, draws, torch_text_encoder, prepare)
+    torch_run = train_with_torch(models["xl"], batches, draws, torch_text_encoder_xl, prepare)
     compare_runs(parallel, steps, *torch_run)
 
     alone = Parallel(config, num_devices=1)
@@ -185,7 +192,7 @@ def test_a_step_in_bfloat16(models):
     for precision in ("bf16", "no"):
         config = config_of(models["xl"], "unused", "unused", mixed_precision=precision, **LORA)
         parallel = Parallel(config, num_devices=1)
-        ((state, metrics),) = parallel.run([make_sdxl_batch(0)], 3)
+        ((state, metrics),) = parallel.run([make_xl_batch(0)], 3)
         assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
         assert np.isfinite(metrics["grad_norm"])
         losses.append(float(metrics["loss"][0]))

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from conftest import ROOT
+from helpers import ROOT
 
 import flax_train_instruct_pix2pix as trainer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from hub_upload_server import UploadHub
 from huggingface_hub import ModelCard
 from PIL import ExifTags, Image

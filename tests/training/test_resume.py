@@ -21,10 +21,17 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from helpers import (
+    PROMPTS,
+    config_of,
+    edit_with_torch_xl,
+    flags_of,
+    psnr,
+    random_inputs,
+    read_metrics,
+    write_shard,
+)
 from PIL import Image
-from test_pipeline_instruct_pix2pix import PROMPTS, psnr, random_inputs
-from test_pipeline_xl_instruct_pix2pix import edit_with_torch
-from test_train import SCRIPT, config_of, flags_of, read_metrics, write_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
@@ -40,6 +47,7 @@ from training.output import merges_finished_run
 from training.processes import lock_folder
 from training.sharding import replicate
 
+SCRIPT = Path(trainer.__file__)
 NUM_STEPS = 12
 SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # few arrays, each of them a collective
 RUN = dict(
@@ -438,7 +446,7 @@ def test_an_sdxl_run_opens_in_pytorch(sdxl_run):
     assert "StableDiffusionXLInstructPix2PixPipeline" in (sdxl_run / "README.md").read_text()
     input_images, latents = random_inputs(1, 40, 24, 2)
     scales = dict(guidance_scale=5.0, image_guidance_scale=1.5)
-    expected = edit_with_torch(sdxl_run, PROMPTS[:1], input_images, latents, **scales)
+    expected = edit_with_torch_xl(sdxl_run, PROMPTS[:1], input_images, latents, **scales)
     pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(sdxl_run)
     inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
     images = pipeline(*inputs, params, jax.random.key(0), 8, latents=latents, **scales).images

@@ -1,7 +1,5 @@
 """The trainer against PyTorch, closed forms and its own command line, on four forced devices."""
 
-import functools
-import io
 import json
 import os
 import re
@@ -18,23 +16,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel, compute_snr
 from flax.traverse_util import flatten_dict
+from helpers import (
+    PROMPTS,
+    RUN,
+    SIZE,
+    config_of,
+    edit_json,
+    edit_with_torch,
+    encoded,
+    flags_of,
+    psnr,
+    random_normal,
+    read_metrics,
+    run_main,
+    write_shard,
+)
 from hub_upload_server import UploadHub
 from PIL import ExifTags, Image, ImageOps
-from test_pipeline_instruct_pix2pix import edit_with_torch, psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
+from torch_training import (
+    NUM_DEVICES,
+    Parallel,
+    compare_losses,
+    compare_runs,
+    draws_by_hand,
+    make_batch,
+    train_with_torch,
+)
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.images import to_pil
-from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import (
@@ -44,7 +62,7 @@ from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from parquet_processing import ParquetImagePairs
 from training.ema import ema_plan, ema_start, ema_update
 from training.flags import LORA_FILE, ema_flags, explain_no_average
-from training.models import Models, cast_frozen, compute_dtype, encode_text, load_models
+from training.models import Models, encode_text
 from training.optimizer import lr_schedule
 from training.sharding import (
     REPLICATED,
@@ -59,109 +77,8 @@ from training.sharding import (
 )
 
 SCRIPT = Path(trainer.__file__)
-NUM_DEVICES = 4  # conftest.py's
-SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # latents are half as wide as images
-# A run small enough to be computed again by hand. Adam's epsilon is large so that the sign of a
-# gradient that is zero but for rounding does not matter.
-RUN = dict(
-    resolution=16,
-    train_batch_size=8,
-    max_train_steps=5,
-    learning_rate=0.03,
-    lr_scheduler="cosine",
-    lr_warmup_steps=2,
-    adam_epsilon=1e-3,
-    adam_weight_decay=0.1,
-    max_grad_norm=0.05,
-    conditioning_dropout_prob=0.2,
-    seed=3,
-    logging_steps=1,
-)
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-PROMPTS = ["make it red", "invert the colors", "turn it upside down"]
-COLUMNS = ("original_image", "edit_prompt", "edited_image")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def lenient_optimizer():
-    """Disables strict dtype promotion inside Optax only."""
-    make_optimizer = trainer.make_optimizer
-
-    def make_lenient_optimizer(*args):
-        tx, schedule = make_optimizer(*args)
-        update = jax.numpy_dtype_promotion("standard")(tx.update)
-        return optax.GradientTransformation(tx.init, update), schedule
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_optimizer", make_lenient_optimizer)
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A pipeline directory whose unet/ has 8 input channels, like a widened one."""
-    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", **SIZE)
-
-
-def encoded(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (18, 22, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def write_shard(path, num_rows, seed=0, broken=(), columns=COLUMNS):
-    """A parquet shard in the public dataset's schema; rows `broken` have no original image."""
-    originals = [b"no image" if i in broken else encoded([seed, i, 0]) for i in range(num_rows)]
-    edits = [encoded([seed, i, 1]) for i in range(num_rows)]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(num_rows)]
-
-    def cells(images):
-        return pa.array([{"bytes": data, "path": None} for data in images], IMAGE)
-
-    table = dict(zip(columns, (cells(originals), pa.array(prompts), cells(edits))))
-    pq.write_table(pa.table(table), path)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Sixteen pairs, two batches, in two shards; row 3 of the first cannot be decoded."""
-    folder = tmp_path_factory.mktemp("data")
-    write_shard(folder / "a.parquet", 9, seed=1, broken=[3])
-    write_shard(folder / "b.parquet", 7, seed=2)
-    return folder
-
-
-def config_of(model, data, out, **options):
-    folders = dict(
-        pretrained_model_name_or_path=str(model),
-        unet_model_name_or_path=str(Path(model) / "unet"),
-        train_data_dir=str(data),
-        output_dir=str(out),
-    )
-    return trainer.Config(**folders | RUN | options)
-
-
-def flags_of(config):
-    """The command line that gives this config."""
-    args = []
-    for name, value in asdict(config).items():
-        if isinstance(value, bool):
-            args.append(f"--{name}" if value else f"--no_{name}")
-        elif isinstance(value, tuple):
-            args += [f"--{name}", *value] if value else []
-        else:
-            args.append(f"--{name}={value}")
-    return args
-
-
-def run_main(config, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags_of(config)])
-    trainer.main(sys.argv[1:])
-
-
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 
 
 def params_of(folder, subfolder=None):
@@ -240,67 +157,10 @@ def test_what_is_dropped_gets_no_gradient():
 # diffusion_loss
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
-
-
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_loss_and_gradients_are_pytorchs(model, prediction_type):
-    text, condition = {"states": normal(3, 7, 24, seed=3)}, normal(3, 4, 8, 6, seed=2)
+    text, condition = {"states": random_normal(3, 7, 24, seed=3)}, random_normal(3, 4, 8, 6, seed=2)
     compare_losses(model, prediction_type, (text, condition), (text, condition))
-
-
-def compare_losses(model, prediction_type, ours, theirs):
-    """Loss and gradients of this repository and of PyTorch for the same noise and timesteps.
-
-    Args:
-        model: pipeline directory.
-        prediction_type: "epsilon" or "v_prediction".
-        ours, theirs: (text, latents of the image to edit), after dropout.
-    """
-    (text, condition), (torch_text, torch_condition) = ours, theirs
-    x_0, noise = (normal(*condition.shape, seed=seed) for seed in range(2))
-    timesteps = np.resize([999, 0, 417], len(x_0))
-
-    torch_unet = UNet2DConditionModel.from_pretrained(model / "unet")
-    torch_scheduler = diffusers.DDPMScheduler.from_pretrained(
-        model / "scheduler", prediction_type=prediction_type
-    )
-    x_0_t, noise_t, timesteps_t = map(torch.tensor, (x_0, noise, timesteps))
-    added = {"text_embeds": torch_text.get("pooled"), "time_ids": torch_text.get("time_ids")}
-    added = {name: torch.tensor(x) for name, x in added.items() if x is not None}
-    x_t = torch_scheduler.add_noise(x_0_t, noise_t, timesteps_t)
-    target = noise_t
-    if prediction_type == "v_prediction":
-        target = torch_scheduler.get_velocity(x_0_t, noise_t, timesteps_t)
-    x_in = torch.cat((x_t, torch.tensor(torch_condition)), 1)
-    prediction = torch_unet(
-        x_in, timesteps_t, torch.tensor(torch_text["states"]), added_cond_kwargs=added or None
-    ).sample
-    expected = torch.nn.functional.mse_loss(prediction, target)
-    expected.backward()
-
-    unet, params = FlaxUNet2DConditionModel.from_pretrained(model, subfolder="unet")
-    scheduler, state = FlaxDDPMScheduler.from_pretrained(
-        model, subfolder="scheduler", prediction_type=prediction_type
-    )
-    loss = functools.partial(trainer.diffusion_loss, unet=unet, scheduler=scheduler)
-    value, grads = jax.jit(jax.value_and_grad(loss))(
-        params,
-        scheduler_state=state,
-        x_0=x_0,
-        condition=condition,
-        text=text,
-        noise=noise,
-        timesteps=jnp.asarray(timesteps, jnp.int32),
-    )
-    assert value.dtype == jnp.float32
-    assert float(value) == pytest.approx(expected.item(), rel=1e-5)
-    theirs = {name: p.grad.numpy() for name, p in torch_unet.named_parameters()}
-    ours = dict(flax_to_torch(k, np.asarray(x)) for k, x in flatten_dict(grads, sep="/").items())
-    assert ours.keys() == theirs.keys()
-    for name, wanted in theirs.items():
-        assert np.linalg.norm(ours[name] - wanted) <= 1e-3 * np.linalg.norm(wanted), name
 
 
 # The optimizer
@@ -402,154 +262,9 @@ def test_optimizer_is_pytorchs_adamw_with_clipping():
 # train_step
 
 
-def make_batch(seed):
-    """A global batch of noise images and random tokens."""
-    rng = np.random.default_rng(seed)
-    shape = (RUN["train_batch_size"], RUN["resolution"], RUN["resolution"], 3)
-    return {
-        "original_pixel_values": rng.integers(0, 256, shape, np.uint8),
-        "edited_pixel_values": rng.integers(0, 256, shape, np.uint8),
-        "input_ids": rng.integers(0, 500, (shape[0], 77), np.int32),
-    }
-
-
-class Parallel:
-    """train_step compiled as in the trainer; `run` starts from the initial state."""
-
-    def __init__(self, config, num_devices=NUM_DEVICES, **options):
-        self.config = config
-        self.models, _, frozen, self.params = load_models(config, compute_dtype(config))
-        self.frozen = cast_frozen(frozen, self.models)
-        self.tx, _ = trainer.make_optimizer(config, config.max_train_steps)
-        self.axes = shard_axes(self.params, num_devices)
-        self.devices = jax.devices()[:num_devices]
-        step = partial(
-            trainer.train_step,
-            models=self.models,
-            tx=self.tx,
-            axes=self.axes,
-            **trainer.step_options(config) | options,
-        )
-        self.step = jax.pmap(step, axis_name="batch", donate_argnums=0, devices=self.devices)
-
-    def run(self, batches, seed):
-        """Yield (state, metrics) after each batch."""
-        n = len(self.devices)
-        state = start_state(self.params, self.tx, self.axes, self.devices)
-        frozen, base_rng = replicate(
-            (self.frozen, np.asarray(jax.random.PRNGKey(seed))), self.devices
-        )
-        for batch in batches:
-            batch = {name: x.reshape(n, -1, *x.shape[1:]) for name, x in batch.items()}
-            state, metrics = self.step(state, frozen, batch, base_rng)
-            yield state, metrics
-
-    def whole(self, state):
-        """The parameters of a state, flat, on the host."""
-        return flatten_dict(to_host(state.params, self.axes), sep="/")
-
-
 @pytest.fixture(scope="module")
 def parallel(model, data, lenient_optimizer):
     return Parallel(config_of(model, data, "unused"))
-
-
-def draws_by_hand(seed, step, side=RUN["resolution"] // 2):
-    """The random numbers of a step for the rows of a global batch, from seed, step and row."""
-    rows = []
-    for row in range(RUN["train_batch_size"]):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), step), row)
-        keys = jax.random.split(key, 4)
-        rows.append(
-            {
-                "posterior": jax.random.normal(keys[0], (side, side, 4)),
-                "noise": jax.random.normal(keys[1], (side, side, 4)).transpose(2, 0, 1),
-                "timesteps": jax.random.randint(keys[2], (), 0, 1000),
-                "u": jax.random.uniform(keys[3]),
-            }
-        )
-    return jax.tree.map(lambda *x: np.stack(x), *rows)
-
-
-def torch_text_encoder(model):
-    """PyTorch's text of a batch, and of an empty prompt: token ids -> {"states"}."""
-    text_encoder = CLIPTextModel.from_pretrained(model / "text_encoder")
-    tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")
-    null_ids = tokenizer([""], padding="max_length", return_tensors="pt").input_ids
-
-    def encode(batch):
-        return {"states": text_encoder(torch.tensor(batch["input_ids"]).long()).last_hidden_state}
-
-    with torch.no_grad():
-        return encode, {"states": text_encoder(null_ids).last_hidden_state}
-
-
-def train_with_torch(model, batches, draws, text_encoder=torch_text_encoder, prepare=None):
-    """The same run in PyTorch on one device.
-
-    Args:
-        model: pipeline directory.
-        batches: one global batch per step.
-        draws: draws_by_hand of each step.
-        text_encoder: model -> (batch -> text, null text), see torch_text_encoder.
-        prepare: changes the UNet and which of its parameters are trained; None: all are.
-
-    Returns:
-        (UNet, losses, gradient norms).
-    """
-    unet = UNet2DConditionModel.from_pretrained(model / "unet")
-    if prepare:
-        prepare(unet)
-    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
-    vae = AutoencoderKL.from_pretrained(model / "vae")
-    encode_text, null_text = text_encoder(model)
-    scheduler = diffusers.DDPMScheduler.from_pretrained(model / "scheduler")
-    optimizer = torch.optim.AdamW(
-        trained,
-        lr=RUN["learning_rate"],
-        eps=RUN["adam_epsilon"],
-        weight_decay=RUN["adam_weight_decay"],
-    )
-    lr_scheduler = get_scheduler(
-        RUN["lr_scheduler"],
-        optimizer,
-        num_warmup_steps=RUN["lr_warmup_steps"],
-        num_training_steps=RUN["max_train_steps"],
-    )
-    losses, norms = [], []
-    for batch, drawn in zip(batches, draws):
-        posterior, noise, timesteps, u = (
-            torch.tensor(drawn[name]) for name in ("posterior", "noise", "timesteps", "u")
-        )
-        edited, original = (
-            torch.tensor(batch[f"{name}_pixel_values"]).permute(0, 3, 1, 2) / 127.5 - 1
-            for name in ("edited", "original")
-        )
-        with torch.no_grad():
-            distribution = vae.encode(edited).latent_dist
-            x_0 = distribution.mean + distribution.std * posterior.permute(0, 3, 1, 2)
-            x_0 = x_0 * vae.config.scaling_factor
-            condition = vae.encode(original).latent_dist.mode()
-            text = encode_text(batch)
-        q = RUN["conditioning_dropout_prob"]
-        for name, null in null_text.items():
-            text[name][u < 2 * q] = null[0]
-        condition[(q <= u) & (u < 3 * q)] = 0
-
-        x_in = torch.cat((scheduler.add_noise(x_0, noise, timesteps), condition), 1)
-        states = text.pop("states")
-        prediction = unet(x_in, timesteps, states, added_cond_kwargs=text or None).sample
-        target = noise
-        if scheduler.config.prediction_type == "v_prediction":
-            target = scheduler.get_velocity(x_0, noise, timesteps)
-        loss = torch.nn.functional.mse_loss(prediction, target)
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, RUN["max_grad_norm"]).item())
-        optimizer.step()
-        lr_scheduler.step()
-        losses.append(loss.item())
-    return unet, losses, norms
 
 
 def test_four_devices_are_pytorch_on_one(model, parallel):
@@ -568,21 +283,6 @@ def test_four_devices_are_pytorch_on_one(model, parallel):
     torch_run = train_with_torch(model, batches, draws)
     compare_runs(parallel, list(parallel.run(batches, seed)), *torch_run)
     assert min(torch_run[2]) > RUN["max_grad_norm"]
-
-
-def compare_runs(parallel, steps, torch_unet, losses, norms):
-    """Losses, gradient norms and the change of every parameter."""
-    for name, expected in (("loss", losses), ("grad_norm", norms)):
-        found = [np.asarray(metrics[name]) for _, metrics in steps]
-        np.testing.assert_allclose([x[0] for x in found], expected, rtol=1e-4)
-        assert all((x == x[0]).all() for x in found)
-    start = flatten_dict(parallel.params, sep="/")
-    theirs = {name.replace(".default.", "."): x for name, x in torch_unet.state_dict().items()}
-    for key, trained in parallel.whole(steps[-1][0]).items():
-        name, change = flax_to_torch(key, trained - start[key])
-        expected = theirs[name].numpy() - flax_to_torch(key, start[key])[1]
-        assert np.linalg.norm(expected) > 0
-        assert np.linalg.norm(change - expected) <= 2e-3 * np.linalg.norm(expected), name
 
 
 def test_seeds_decide(parallel):
@@ -1298,10 +998,6 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
     key = jax.random.key(0)
     result = ours(*inputs, params, key, num_inference_steps=20, latents=latents).images
     assert psnr(result, expected) > 60
-
-
-def edit_json(file, **values):
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 # flags, {relative path: damage}, message

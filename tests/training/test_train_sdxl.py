@@ -10,27 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from PIL import Image
-from test_pipeline_instruct_pix2pix import random_inputs
-from test_train import (
+from helpers import (
     RUN,
+    config_of,
+    edit_json,
+    random_inputs,
+    random_normal,
+    read_metrics,
+    run_main,
+)
+from PIL import Image
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+from torch_training import (
     Parallel,
     compare_losses,
     compare_runs,
-    config_of,
     draws_by_hand,
-    edit_json,
-    lenient_optimizer,  # noqa: F401
-    make_batch,
-    normal,
-    read_metrics,
-    run_main,
+    make_xl_batch,
+    torch_text_encoder_xl,
     train_with_torch,
-    write_shard,
 )
-from tiny_models import make_tiny_pipeline, make_tiny_xl
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
@@ -40,6 +39,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
 )
 from training import models as training_models
 
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 SIDE = RUN["resolution"] // 8  # of the latents
 
 
@@ -50,54 +50,16 @@ def model(tmp_path_factory):
     )
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Sixteen pairs of 22x18 pixels, two batches; one pair cannot be decoded."""
-    folder = tmp_path_factory.mktemp("data")
-    write_shard(folder / "a.parquet", 9, seed=1, broken=[3])
-    write_shard(folder / "b.parquet", 7, seed=2)
-    return folder
-
-
-def torch_text_encoder(model):
-    """PyTorch's text of both encoders; the null text is zeros."""
-    encoders = [
-        CLIPTextModel.from_pretrained(model / "text_encoder"),
-        CLIPTextModelWithProjection.from_pretrained(model / "text_encoder_2"),
-    ]
-
-    def encode(batch):
-        ids = torch.tensor(batch["input_ids"]).long()
-        outputs = [x(ids[:, i], output_hidden_states=True) for i, x in enumerate(encoders)]
-        return {
-            "states": torch.cat([x.hidden_states[-2] for x in outputs], -1),
-            "text_embeds": outputs[1].text_embeds,
-            "time_ids": torch.tensor(batch["time_ids"]),
-        }
-
-    sizes = [encoder.config.hidden_size for encoder in encoders]
-    null_text = {"states": torch.zeros(1, 77, sum(sizes)), "text_embeds": torch.zeros(1, 20)}
-    return encode, null_text
-
-
-def make_sdxl_batch(seed):
-    batch, rng = make_batch(seed), np.random.default_rng(seed)
-    B = RUN["train_batch_size"]
-    batch["input_ids"] = rng.integers(0, 500, (B, 2, 77), np.int32)
-    batch["time_ids"] = rng.integers(0, 2000, (B, 6)).astype(np.float32)
-    return batch
-
-
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_loss_and_gradients_are_pytorchs(model, prediction_type):
     """With time ids, and with dropout of text, image and both: zeros for states and pooled."""
     B = 6
     text = {
-        "states": normal(B, 7, 48, seed=3),
-        "pooled": normal(B, 20, seed=4),
+        "states": random_normal(B, 7, 48, seed=3),
+        "pooled": random_normal(B, 20, seed=4),
         "time_ids": np.random.default_rng(5).integers(0, 2000, (B, 6)).astype(np.float32),
     }
-    condition = normal(B, 4, 5, 7, seed=2)
+    condition = random_normal(B, 4, 5, 7, seed=2)
     keys = jax.random.split(jax.random.key(0), B)
     u, rate = np.asarray(jax.vmap(jax.random.uniform)(keys)), 0.25
     assert set(np.floor(u / rate)) == {0, 1, 2, 3}  # all rows of the table
@@ -116,11 +78,11 @@ def test_four_devices_are_pytorch_on_one(model):
     Blocks gather their own parameters.
     """
     num_steps, seed = 4, 3
-    batches = [make_sdxl_batch(i) for i in range(num_steps)]
+    batches = [make_xl_batch(i) for i in range(num_steps)]
     draws = [draws_by_hand(seed, step, SIDE) for step in range(num_steps)]
     options = {"gradient_checkpointing": True, "gather_by_block": True}
     parallel = Parallel(config_of(model, "unused", "unused", **options))
-    torch_run = train_with_torch(model, batches, draws, torch_text_encoder)
+    torch_run = train_with_torch(model, batches, draws, torch_text_encoder_xl)
     compare_runs(parallel, list(parallel.run(batches, seed)), *torch_run)
 
 

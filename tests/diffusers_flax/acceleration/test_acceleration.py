@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers import images_of, images_of_theirs, open_theirs, psnr, save_tiny_vae
 from PIL import Image
-from test_pipeline_instruct_pix2pix import psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
@@ -72,31 +72,6 @@ def open_ours(folder, accelerate=(), scheduler=None, **options):
         config = dict(pipeline.scheduler.config) | options
         pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
     return pipeline, params
-
-
-def open_theirs(folder, scheduler):
-    """PyTorch's pipeline with our scheduler's config."""
-    cls = diffusers.DiffusionPipeline
-    theirs = cls.from_pretrained(folder, safety_checker=None)
-    theirs.set_progress_bar_config(disable=True)
-    name = type(scheduler).__name__.removeprefix("Flax")
-    theirs.scheduler = getattr(diffusers, name).from_config(dict(scheduler.config))
-    return theirs
-
-
-def images_of(pipeline, params, key=3, steps=STEPS, size=64, **options):
-    prompt_ids = pipeline.prepare_inputs(PROMPT)
-    options = dict(num_inference_steps=steps, height=size, width=size) | options
-    return pipeline(prompt_ids, params, jax.random.key(key), **options).images
-
-
-def images_of_theirs(theirs, key=3, steps=STEPS, size=64, call=None, factor=4, **options):
-    shape = (4, size // factor, size // factor)
-    noise = normal(keys_per_image(jax.random.key(key), 1), 0, shape)
-    latents = torch.from_numpy(np.array(noise))
-    options = dict(num_inference_steps=steps, height=size, width=size) | options
-    call = call or theirs
-    return call(PROMPT, latents=latents, output_type="np", **options).images
 
 
 def assert_images_agree(found, plain, expected):
@@ -610,20 +585,6 @@ def test_tgate_is_refused_for_edits(models, tmp_path, capsys, scales):
     pipeline, _ = open_ours(models["edits"])
     with pytest.raises(ValueError, match="tgate is for text to image"):
         dataclasses.replace(pipeline, accelerate="tgate")
-
-
-def save_tiny_vae(folder, channels):
-    """A random AutoencoderTiny that reduces images by 2^(n - 1), n = len(channels)."""
-    torch.manual_seed(0)
-    blocks = (1,) * len(channels)
-    tiny = diffusers.AutoencoderTiny(
-        encoder_block_out_channels=channels,
-        decoder_block_out_channels=channels,
-        num_encoder_blocks=blocks,
-        num_decoder_blocks=blocks,
-    )
-    tiny.save_pretrained(folder)
-    return tiny
 
 
 def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
+from helpers import images_of, images_of_theirs, open_theirs, psnr, save_tiny_vae
 from PIL import Image
-from test_acceleration import images_of, images_of_theirs, open_theirs, save_tiny_vae
-from test_pipeline_instruct_pix2pix import psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli

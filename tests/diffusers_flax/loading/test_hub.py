@@ -7,12 +7,11 @@ import shutil
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from hub_server import send
 from huggingface_hub import constants
+from local_server import LocalServer, send
 from tiny_models import make_tiny_pipeline, make_tiny_xl, write_tokenizer
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
@@ -29,40 +28,23 @@ COMMIT = "c" * 40
 ANSWER_LIMIT = 1  # seconds that the client waits for the hub
 
 
-class ModelHub:
+class ModelHub(LocalServer):
     """A hub of models: the files of `folder`/OWNER/NAME, and the paths asked for."""
 
     def __init__(self, folder):
-        self.requests, self.status = [], 404  # of files that are not there
-        this = self
+        self.folder, self.requests, self.status = folder, [], 404  # of files that are not there
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                this.requests.append(self.path)
-                path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/(?:main|c{40})/(.+)", self.path)
-                file = path and folder / path[1] / path[2]
-                if not (file and file.is_file()):
-                    code = {"X-Error-Code": "EntryNotFound"} if this.status == 404 else {}
-                    return send(self, this.status, headers=code | {"X-Repo-Commit": COMMIT})
-                content = file.read_bytes()
-                etag = hashlib.sha256(content).hexdigest()
-                send(self, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
-
-            do_HEAD = do_GET
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_address[1]
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exception):
-        self.server.shutdown()
-        self.server.server_close()
+    def answer(self, request):
+        self.requests.append(request.path)
+        path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/(?:main|c{40})/(.+)", request.path)
+        file = path and self.folder / path[1] / path[2]
+        if not (file and file.is_file()):
+            code = {"X-Error-Code": "EntryNotFound"} if self.status == 404 else {}
+            return send(request, self.status, headers=code | {"X-Repo-Commit": COMMIT})
+        content = file.read_bytes()
+        etag = hashlib.sha256(content).hexdigest()
+        send(request, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
 
 
 @pytest.fixture

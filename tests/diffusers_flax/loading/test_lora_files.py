@@ -14,8 +14,8 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from flax.traverse_util import flatten_dict
+from helpers import psnr
 from safetensors.torch import load_file, save_file
-from test_pipeline_instruct_pix2pix import psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.loading.lora import Loras, from_sgm

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from flax.core import freeze
 from flax.traverse_util import flatten_dict
+from helpers import ROOT
 from transformers import (
     CLIPConfig,
     CLIPTextConfig,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution as TorchPosterior
 from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import ROOT
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusers_flax.loading.weights import torch_to_flax

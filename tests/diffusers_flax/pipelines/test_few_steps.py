@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers import psnr
 from PIL import Image
 from safetensors.torch import save_file
-from test_pipeline_instruct_pix2pix import psnr
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from diffusers import StableDiffusionInstructPix2PixPipeline
 from flax.jax_utils import replicate
+from helpers import PROMPTS, check_output_types, edit_with_torch, psnr, random_inputs
 from mount_points import refuse_to_rename_folders
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
@@ -33,8 +33,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 )
 
-PROMPTS = ["make it red", "invert the colors", "turn it upside down", ""]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -46,37 +44,6 @@ def folder(tmp_path_factory):
 def loaded(folder):
     """(pipeline, params) of the DDIM model."""
     return FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
-
-
-def random_inputs(batch, height, width, factor=4):
-    """Images (B, H, W, 3) in [0, 1], not just noise, and latents (B, 4, h, w)."""
-    rng = np.random.default_rng(0)
-    patches = rng.random((batch, height // 8, width // 8, 3), np.float32)
-    images = patches.repeat(8, 1).repeat(8, 2)
-    latents = rng.standard_normal((batch, 4, height // factor, width // factor), np.float32)
-    return images, latents
-
-
-def edit_with_torch(
-    folder, prompts, images, latents, negative_prompt=None, output_type="np", **scales
-):
-    """PyTorch's pipeline, 20 steps; (B, H, W, 3) in [0, 1], or of another output_type."""
-    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, safety_checker=None)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline(
-        prompts,
-        image=torch.tensor(images).permute(0, 3, 1, 2),
-        num_inference_steps=20,
-        latents=torch.tensor(latents),
-        negative_prompt=negative_prompt,
-        output_type=output_type,
-        **scales,
-    ).images
-
-
-def psnr(a, b):
-    """In dB, of images in [0, 1]."""
-    return -10 * np.log10(np.mean((np.asarray(a) - np.asarray(b)) ** 2) + 1e-20)
 
 
 @pytest.mark.parametrize(
@@ -120,25 +87,6 @@ def test_images_are_those_of_pytorch(
     # The measure is sensitive to the instruction.
     others = pipeline.prepare_text_inputs(["make it black and white"] * batch)
     assert psnr(edit(others).images, expected) < 45
-
-
-def check_output_types(loaded, torch_latents, input_images, latents, **options):
-    """np, pil and latent of an edit pipeline; torch_latents: the result's, of PyTorch."""
-    pipeline, params = loaded
-    inputs = pipeline.prepare_inputs(PROMPTS[: len(input_images)], input_images)
-    edit = partial(pipeline, *inputs, params, jax.random.key(0), latents=latents, **options)
-    found = edit(output_type="latent").images
-    assert found.shape == torch_latents.shape and found.dtype == jnp.float32
-    assert np.abs(found - torch_latents.numpy()).max() < 1e-4 * torch_latents.abs().max()
-    arrays = edit().images
-    np.testing.assert_allclose(pipeline._decode(params, found), arrays, atol=1e-5)
-    pictures, *flags = edit(output_type="pil", return_dict=False)  # SDXL has no flags
-    assert not any(flags) and len(pictures) == len(input_images)
-    for picture, array in zip(pictures, arrays):
-        assert np.abs(np.asarray(picture) / 255 - array).max() < 0.6 / 255
-    assert (edit(output_type=None).images == arrays).all()
-    with pytest.raises(ValueError, match="output_type='pt' is unknown; take np, pil or latent"):
-        edit(output_type="pt")
 
 
 def test_output_types(folder, loaded):

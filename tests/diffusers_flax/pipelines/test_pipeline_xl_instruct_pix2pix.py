@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline
+from helpers import PROMPTS, check_output_types, edit_with_torch_xl, psnr, random_inputs
 from PIL import Image
-from test_pipeline_instruct_pix2pix import PROMPTS, check_output_types, psnr, random_inputs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
@@ -43,25 +42,6 @@ def loaded(folder):
     return FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
 
 
-def edit_with_torch(
-    folder, prompts, images, latents, negative_prompt=None, output_type="np", **options
-):
-    """PyTorch's pipeline, 8 steps; (B, H, W, 3) in [0, 1], or of another output_type."""
-    pipeline = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline(
-        prompts,
-        image=torch.tensor(images).permute(0, 3, 1, 2),
-        height=images.shape[1],
-        width=images.shape[2],
-        num_inference_steps=8,
-        latents=torch.tensor(latents),
-        negative_prompt=negative_prompt,
-        output_type=output_type,
-        **options,
-    ).images
-
-
 @pytest.mark.parametrize(
     ("scheduler", "options", "batch", "size", "negative_prompt", "scales"),
     [
@@ -83,7 +63,7 @@ def test_images_are_those_of_pytorch(
     folder = make_tiny_xl(tmp_path / "model", scheduler=scheduler, edits=True, **options)
     input_images, latents = random_inputs(batch, *size, 8)
     prompts = PROMPTS[:batch]
-    expected = edit_with_torch(folder, prompts, input_images, latents, negative_prompt, **scales)
+    expected = edit_with_torch_xl(folder, prompts, input_images, latents, negative_prompt, **scales)
     pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
     prompt_ids, image = pipeline.prepare_inputs(prompts, input_images)
     images = pipeline(
@@ -103,7 +83,7 @@ def test_images_are_those_of_pytorch(
 def test_output_types(folder, loaded):
     arrays = random_inputs(1, 32, 32, 8)
     scales = dict(guidance_scale=3.0, image_guidance_scale=1.5)
-    torch_latents = edit_with_torch(folder, PROMPTS[:1], *arrays, output_type="latent", **scales)
+    torch_latents = edit_with_torch_xl(folder, PROMPTS[:1], *arrays, output_type="latent", **scales)
     check_output_types(loaded, torch_latents, *arrays, num_inference_steps=8, **scales)
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from test_scheduling_flax import (
+import trajectories
+from trajectories import (
     BASE,
     NOISE,
     SHAPE,
@@ -405,7 +406,7 @@ def test_ddpm_with_learned_variance_matches_pytorch(kind, monkeypatch):
     def both(x, t):
         return np.concatenate([model(x, t), 0.3 * np.sin(x) + shift], axis=1)
 
-    monkeypatch.setitem(flax_trajectory.__globals__, "model", both)
+    monkeypatch.setattr(trajectories, "model", both)
     for num_steps in (5, 20):
         assert_same_trajectory(
             flax_trajectory("ddpm", config, num_steps),
