@@ -135,7 +135,7 @@ def test_smoothed_losses(num_rows, span):
 
 
 def test_wandb_is_imported_only_if_asked_for():
-    code = "import sys, training_report; sys.exit('wandb' in sys.modules)"
+    code = "import sys, training.report; sys.exit('wandb' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from diffusers import (
     AutoencoderKL,
     StableDiffusionImg2ImgPipeline,
@@ -21,6 +20,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from flax.jax_utils import replicate
+from helpers import ROOT
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import programs
