@@ -8,10 +8,11 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
 DEFAULTS = {  # in the help, of equal length
@@ -96,32 +97,95 @@ def run_main(
 def parse_flags(config_class: Any, description: str, args: list[str] | None) -> Any:
     """An object of config_class, parsed by tyro; arguments as for run_main.
 
-    tyro frames errors over several lines. Here an error is one line: what is wrong, and the flag or
-    the names that would be right.
+    A mistake of the user ends the program with one line: what is wrong, and what would be right.
     """
-    import tyro  # only scripts need it, not the models that import this file's helpers
+    import tyro  # only scripts need it, not the programs' parts that import this file's helpers
 
     words = sys.argv[1:] if args is None else args
     for name in list_flags(config_class):
         count = sum(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in words)
         if count > 1:
-            sys.stderr.write(
-                f"error: --{name} is given {count} times; write all values after one --{name}\n"
-            )
-            sys.exit(2)
-    printed, shown = io.StringIO(), io.StringIO()
+            refuse(f"--{name} is given {count} times; write all values after one --{name}")
+    options = {"description": DESCRIPTION, "use_underscores": True, "return_unknown_args": True}
+    shown = io.StringIO()
     try:
-        with redirect_stderr(printed), redirect_stdout(shown):
-            return tyro.cli(config_class, description=DESCRIPTION, args=args, use_underscores=True)
+        with one_line_errors(config_class, words), redirect_stdout(shown):
+            config, unknown = tyro.cli(config_class, args=words, **options)
     except SystemExit as stop:
-        if stop.code == 2:
-            sys.stderr.write(f"error: {unframe(printed.getvalue(), words)}\n")
-        else:
+        if not stop.code:  # --help
             text = shown.getvalue()
             for default, shorter in DEFAULTS.items():
                 text = text.replace(default, shorter)
             sys.stdout.write(text.replace(DESCRIPTION, wrap_paragraphs(description), 1))
         raise
+    if unknown:
+        refuse(explain_unknown(unknown, config_class))
+    return config
+
+
+def refuse(message: str) -> NoReturn:
+    """End the program because of its flags."""
+    sys.stderr.write(f"error: {message}; --help lists the flags\n")
+    sys.exit(2)
+
+
+@contextmanager
+def one_line_errors(config_class: Any, words: list[str]) -> Iterator[None]:
+    """While it lasts, an error of tyro is one line; tyro itself frames it over several.
+
+    The events that tyro reports errors by are no part of its public interface: in a version
+    without them, the frame is printed.
+    """
+    try:
+        from tyro import _errors as events
+    except ImportError:
+        yield
+        return
+
+    def explain(event):
+        match event:
+            case events.MissingArgs(missing_arguments=missing, unrecognized_tokens=unknown):
+                flags = " and ".join(usage(given.arg) for given in missing)
+                also = f"; {explain_unknown(unknown, config_class)}" if unknown else ""
+                refuse(f"{flags} must be given{also}")
+            case events.MissingSubcommand(subcommand_spec=subcommands):
+                wrong = f"{words[0]} is not a subcommand; " if words else ""
+                refuse(f"{wrong}begin with one of {', '.join(subcommands.parser_from_name)}")
+            case events.InvalidChoice(argument=argument, value=value, choices=choices):
+                names = ", ".join(sorted({*choices} - {"None"}))
+                refuse(f"{argument.display_name()} {value} is unknown; choose from {names}")
+            case events.BadValue(argument=argument):
+                refuse(f"{argument.display_name()} has too few values; write {usage(argument)}")
+            case events.InstantiationFailure(argument=argument, message=message) if argument:
+                value = message.rpartition(": ")[2]  # Python says what it could not convert: '9.5'
+                refuse(f"{argument.display_name()} {value} does not fit; write {usage(argument)}")
+
+    with events.on_parse_error(explain):
+        yield
+
+
+def usage(argument: Any) -> str:
+    """A flag and the kind of its value, such as "--steps INT"; argument: of tyro."""
+    return f"{argument.display_name()} {argument.lowered.metavar}"
+
+
+def explain_unknown(unknown: list[str], config_class: Any) -> str:
+    """Name the words that are no flags or belong to none, and the flags that may be meant."""
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if not flags:
+        return (
+            f"{' '.join(unknown)}: no flag takes this; write a text with spaces in quotation marks"
+        )
+    known = {}  # the flag by its name with underscores
+    for cls in get_args(config_class) or (config_class,):
+        for name, hint in get_type_hints(cls).items():
+            known |= {name: f"--{name}"} | ({f"no_{name}": f"--no_{name}"} if hint is bool else {})
+    parts = []
+    for flag in flags:
+        near = get_close_matches(flag.strip("-").replace("-", "_"), known)
+        meant = f" (did you mean {' or '.join(known[name] for name in near)}?)" if near else ""
+        parts.append(f"{flag} is unknown{meant}")
+    return "; ".join(parts)
 
 
 def wrap_paragraphs(text: str) -> str:
@@ -143,36 +207,6 @@ def list_flags(config_class: Any) -> set[str]:
         for name, hint in get_type_hints(cls).items()
         if get_origin(hint) is tuple
     }
-
-
-def unframe(text: str, words: list[str]) -> str:
-    """An error of tyro on one line, without the help texts of the flags that it suggests.
-
-    Args:
-        text: a title, then parts with rules between them, in a frame.
-        words: of the command line; the frame breaks long ones.
-    """
-    lines = [line for line in text.splitlines() if not re.match(r".{2} {8}\S", line)]
-    lines = [line.strip("│╭╮╰╯ ") for line in lines]
-    ruled = re.sub(r"^─ (.+?) ─+$", r"\1\n---", "\n".join(lines), flags=re.MULTILINE)
-    _, *parts = re.split(r"\n[─-]+(?:\n|$)", ruled)
-    parts = [one_line(part.split("\n\n")[0]).rstrip(".") for part in parts if part.strip()]
-    if any(part.startswith("Available subcommands") for part in parts):
-        parts = [part for part in parts if not part.startswith("Perhaps you meant")]
-    message = "; ".join(parts) or one_line(text)
-    if found := re.search(r"Expected one of \((.*?)\)", message):  # in no order
-        names = sorted(set(re.findall("'(.*?)'", found[1])) - {"None"})
-        message = message.replace(found[0], f"Expected one of {', '.join(names)}")
-    message = re.sub(
-        r"Error parsing (\S+): (?:invalid literal for int\(\) with base 10|"
-        r"could not convert string to (float)): (.*?);",
-        lambda found: f"{found[1]} {found[3]} is not a {'number' if found[2] else 'whole number'};",
-        message,
-    )
-    for word in words:
-        if len(word) > 40:
-            message = re.sub(" ?".join(map(re.escape, word)), lambda _, word=word: word, message)
-    return message
 
 
 def is_distributed() -> bool:
@@ -269,16 +303,15 @@ def in_bytes(number: float) -> str:
 
 
 def ask_before_replacing(
-    flag: str, directory: str | Path, overwrite: bool | None, continues: str = ""
+    flag: str, directory: str | Path, overwrite: bool, continues: str = ""
 ) -> None:
     """Raise a ValueError unless a program may write its files into a directory.
 
     Args:
         flag: that names the directory.
         directory: as given.
-        overwrite: --overwrite_output_dir, which replaces files of the program and leaves others;
-            None: the program has no such flag. False refuses a directory with files that are not
-            hidden.
+        overwrite: --overwrite_output_dir, which replaces files of the program and leaves others.
+            False refuses a directory with files that are not hidden.
         continues: pattern of the files of an earlier start that the program continues.
     """
     given, folder = f"--{flag} {directory}", Path(directory)
@@ -293,10 +326,9 @@ def ask_before_replacing(
     names = [name for name in names if not name.startswith(".")]
     if names:
         more = f" and {len(names) - 3} more" * (len(names) > 3)
-        remedy = ", or replace this program's files in it with --overwrite_output_dir"
         raise ValueError(
-            f"{given} is not empty ({', '.join(names[:3])}{more}); name another directory"
-            f"{'' if overwrite is None else remedy}"
+            f"{given} is not empty ({', '.join(names[:3])}{more}); name another directory, or "
+            "replace this program's files in it with --overwrite_output_dir"
         )
 
 

@@ -57,24 +57,27 @@ def test_ctrl_c_during_a_compilation():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--promt", "a"], "error: --promt is unknown (did you mean --prompt?); --help "),
+        (["--promt=" + "a" * 200], "error: --promt is unknown (did you mean --prompt?); --help "),
+        (["--no-shfle"], "error: --no-shfle is unknown (did you mean --no_shuffle"),
         (
-            ["--promt", "a"],
-            "error: Unrecognized options: --promt, a; Perhaps you meant: --prompt STR; For full",
+            ["--prompt", "a", "red", "panda"],
+            "error: red panda: no flag takes this; write a text with spaces in quotation marks; ",
         ),
-        (["--promt", "a" * 200], f"error: Unrecognized options: --promt, {'a' * 200}; Perhaps "),
-        (["--spacing", "wide"], "error: invalid choice 'wide' for argument '--spacing'. Expected"),
         (
-            ["--dtype", "a"],
-            "error: invalid choice 'a' for argument '--dtype'. Expected one of b, c; ",
+            ["--spacing", "wide"],
+            "error: --spacing wide is unknown; choose from leading, trailing; ",
         ),
-        (["--steps", "9.5"], "error: --steps '9.5' is not a whole number; Argument help"),
-        (["--share", "half"], "error: --share 'half' is not a number; Argument help"),
+        (["--dtype", "a"], "error: --dtype a is unknown; choose from b, c; "),
+        (["--steps", "9.5"], "error: --steps '9.5' does not fit; write --steps INT; "),
+        (["--share", "half"], "error: --share 'half' does not fit; write --share FLOAT; "),
+        (["--sizes", "1", "a"], "error: --sizes ['1', 'a'] does not fit; write --sizes [INT "),
         (
             ["--sizes", "1", "--sizes=2"],
-            "error: --sizes is given 2 times; write all values ",
+            "error: --sizes is given 2 times; write all values after one --sizes; ",
         ),
-        (["--steps"], "error: Missing value for argument '--steps'. Expected 1 values; For full"),
-        ([], "error: Missing from "),
+        (["--steps"], "error: --steps has too few values; write --steps INT; "),
+        ([], "error: --model STR must be given; "),
     ],
 )
 def test_wrong_flags_are_one_line(args, message, capsys):
@@ -87,30 +90,44 @@ def test_wrong_flags_are_one_line(args, message, capsys):
         spacing: Literal["leading", "trailing"] = "leading"
         dtype: Literal["b", "c"] | None = None
         share: float = 0.5
+        shuffle: bool = True
 
     with pytest.raises(SystemExit) as stopped:
         run_main(Config, "", lambda config: None, [*args, *(["--model", "m"] if args else [])])
     said = capsys.readouterr().err
     assert stopped.value.code == 2
-    assert said.startswith(message) and said.count("\n") == 1 and "│" not in said
-    assert "--help" in said or "is given 2 times" in said
+    assert said.startswith(message) and said.endswith("; --help lists the flags\n")
+    assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_wrong_subcommand_is_one_line(encoding):
-    done = subprocess.run(
-        [sys.executable, "tpu_compile.py", "trian", "--tpu", "v5e-4"],
-        cwd=ROOT,
-        env={"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": encoding},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert re.fullmatch(
-        r"error: Unrecognized or misplaced options: trian .*; Available subcommands: train, unet, "
-        r"sdxl, edit; For full helptext, run tpu_compile\.py --help\n",
-        done.stderr,
-    )
+@dataclass
+class Train:
+    steps: int = 1
+
+
+@dataclass
+class Edit:
+    model: str
+    steps: int = 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian", "--steps", "2"], "trian is not a subcommand; begin with one of train, edit"),
+        ([], "begin with one of train, edit"),
+        (["train", "--stps", "2"], "--stps is unknown (did you mean --steps?)"),
+        (
+            ["edit", "--modl", "a"],
+            "--model STR must be given; --modl is unknown (did you mean --model?)",
+        ),
+    ],
+)
+def test_a_wrong_subcommand_is_one_line(args, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_main(Train | Edit, "", lambda config: None, args)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}; --help lists the flags\n"
 
 
 HELP = """Do something with a model that needs a description of two lines.
@@ -285,8 +302,6 @@ def test_a_directory_with_files_is_refused(tmp_path):
         ValueError, match=f"{refused}.*replace this program's files in it with --over"
     ):
         ask_before_replacing("output_dir", folder, False)
-    with pytest.raises(ValueError, match=f"{refused}directory$"):
-        ask_before_replacing("output_dir", folder, None)
     ask_before_replacing("output_dir", folder, True)
     ask_before_replacing("output_dir", folder, False, continues="[e]")
     for path, message in (

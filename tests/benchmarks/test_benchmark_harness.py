@@ -99,7 +99,7 @@ def test_starts(tmp_path, capsys):
         (images, "sdxl --batch_sizes", "--batch_sizes is empty; give at least one number"),
         (images, "sdxl --output README.md", "README.md cannot be read (Expecting value"),
         (train, "step --output demo/base_model/model_index.json", "is not a results file; name"),
-        (images, "accelerations --names turbo", "invalid choice 'turbo' for argument"),
+        (images, "accelerations --names turbo", "--names turbo is unknown; choose from"),
         (images, "quality --demo_dir tests", "--demo_dir tests is not complete; run `make demo`"),
         (images, "quality --names taesd", "--names taesd needs --taesd, the directory of demo/"),
         (images, "sdxl --image_size 8", "--image_size 8 must be a multiple of 64"),
