@@ -56,8 +56,8 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     guidance_weights,
 )
 from diffusers_flax.programs import use_compilation_cache
-from diffusers_flax.schedulers.alpha import FlaxLCMScheduler, boundary_scalings
-from diffusers_flax.schedulers.base import get_sqrt_alpha_prod, predict_x0_and_eps
+from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
+from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
 from editing.edits import check_scale
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig

@@ -53,7 +53,8 @@ from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler, training_scheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.factory import training_scheduler
 from editing.edits import check_scale, check_scheduler
 from tpu.jobs import (
     DTYPES,

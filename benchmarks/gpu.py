@@ -78,7 +78,8 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler, make_scheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.factory import make_scheduler
 from tpu.jobs import Edit, Sdxl, Unet, open_pipeline, read_configs
 
 ACCELERATE = ("deepcache:interval=2", "guidance:stop=0.5")

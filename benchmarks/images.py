@@ -88,7 +88,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 )
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.schedulers.ddpm import make_scheduler, scheduler_from_pretrained
+from diffusers_flax.schedulers.factory import make_scheduler, scheduler_from_pretrained
 
 Technique = Literal[tuple(ACCELERATIONS)]
 # int8 convolutions take minutes on a CPU.

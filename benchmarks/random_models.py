@@ -12,7 +12,7 @@ from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.schedulers.ddpm import FlaxEulerDiscreteScheduler
+from diffusers_flax.schedulers.euler import FlaxEulerDiscreteScheduler
 
 TOKENIZER = ROOT / "demo" / "base_model" / "tokenizer"
 END_OF_TEXT = 633  # the last id of TOKENIZER

@@ -63,7 +63,8 @@ from demo.photographs import (
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.schedulers.ddpm import FlaxDDIMScheduler, FlaxDDPMScheduler
+from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from training.models import encode_text
 
 SIZE = 64  # pixels of an image's side

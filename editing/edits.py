@@ -41,7 +41,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 )
 from diffusers_flax.pipelines.sampling import check_eta, keys_per_image
 from diffusers_flax.programs import step_options
-from diffusers_flax.schedulers.ddpm import SCHEDULERS, scheduler_from_config
+from diffusers_flax.schedulers.factory import SCHEDULERS, scheduler_from_config
 
 PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
 

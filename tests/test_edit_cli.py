@@ -18,10 +18,8 @@ from tiny_models import make_tiny_pipeline
 import edit_cli
 from dataloading.images import load_image
 from diffusers_flax.captions import GRID_MARGIN
-from diffusers_flax.pipelines.instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
-from diffusers_flax.schedulers.ddpm import SCHEDULERS, make_scheduler
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
+from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
 from edit_cli import edit_size, edits_of_flags, load_fitted, save_image
 
 SCRIPT = Path(edit_cli.__file__)

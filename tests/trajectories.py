@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from diffusers_flax.schedulers.ddpm import SCHEDULERS, make_scheduler
+from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
 
 SHAPE = (2, 3, 2, 2)
 RNG = np.random.default_rng(0)

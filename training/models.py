@@ -32,9 +32,9 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     refuse_cosxl,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FACTOR
-from diffusers_flax.schedulers.ddpm import (
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.factory import (
     REPLACEABLE,
-    FlaxDDPMScheduler,
     class_name,
     scheduler_from_config,
     training_scheduler,
@@ -245,7 +245,7 @@ def open_sampler(config, source):
     schedule and, unlike DDIM, clips nothing that the config does not ask for.
 
     Args:
-        config, source: as for schedulers.ddpm.scheduler_from_config.
+        config, source: as for schedulers.factory.scheduler_from_config.
     """
     own = class_name(config)
     if own not in REPLACEABLE:

@@ -24,7 +24,7 @@ from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, Spectr
 from diffusers_flax.acceleration.token_merging import merge_positions
 from diffusers_flax.models.blocks import Attention
 from diffusers_flax.pipelines.sampling import Segment
-from diffusers_flax.schedulers.base import predict_x0_and_eps
+from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 
 
 def noise_scales(state):

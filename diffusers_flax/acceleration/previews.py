@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.schedulers.base import predict_x0_and_eps
+from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 
 
 @dataclass(frozen=True)

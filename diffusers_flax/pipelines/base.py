@@ -51,7 +51,8 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import decode, denoise
-from diffusers_flax.schedulers.ddpm import Scheduler, scheduler_from_config
+from diffusers_flax.schedulers.base import FlaxSchedulerMixin
+from diffusers_flax.schedulers.factory import scheduler_from_config
 
 logger = logging.getLogger(__name__)
 
@@ -606,7 +607,7 @@ class StableDiffusionParts(FlaxDiffusionPipeline):
     text_encoder: FlaxCLIPTextModel
     tokenizer: Any
     unet: FlaxUNet2DConditionModel
-    scheduler: Scheduler
+    scheduler: FlaxSchedulerMixin
     safety_checker: Any = None
     feature_extractor: Any = None
     dtype: DTypeLike = jnp.float32

@@ -214,7 +214,7 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
     """The denoising loop.
 
     Args:
-        scheduler: a scheduler of diffusers_flax/schedulers/ddpm.py.
+        scheduler: a scheduler of diffusers_flax/schedulers/.
         state: its state, of set_timesteps.
         x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.

@@ -40,7 +40,7 @@ from diffusers_flax.pipelines.base import (
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.sampling import rows_per_image
 from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage
-from diffusers_flax.schedulers.ddpm import Scheduler
+from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
 SD_SCALING_FACTOR, SDXL_SCALING_FACTOR = 0.18215, 0.13025  # of the VAEs' latents
@@ -60,7 +60,7 @@ class XLParts(FlaxDiffusionPipeline):
     tokenizer: Any  # a transformers CLIPTokenizer; None: a refiner
     tokenizer_2: Any
     unet: FlaxUNet2DConditionModel
-    scheduler: Scheduler
+    scheduler: FlaxSchedulerMixin
     dtype: DTypeLike = jnp.float32
     force_zeros_for_empty_prompt: bool = True
     requires_aesthetics_score: bool = False

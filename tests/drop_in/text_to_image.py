@@ -13,7 +13,8 @@ from transformers import CLIPTokenizer
 from diffusers_flax.models.clip import FlaxCLIPTextModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler, FlaxPNDMScheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
 
 
 def main(model, images, safety_checker, output, num_steps, dtype, from_pt, prediction_type):

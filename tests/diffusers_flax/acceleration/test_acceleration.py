@@ -36,7 +36,7 @@ from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
-from diffusers_flax.schedulers.ddpm import make_scheduler
+from diffusers_flax.schedulers.factory import make_scheduler
 from tpu import jobs
 
 with warnings.catch_warnings():

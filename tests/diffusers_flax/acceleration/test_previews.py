@@ -17,7 +17,7 @@ from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import keys_per_image
-from diffusers_flax.schedulers.ddpm import make_scheduler
+from diffusers_flax.schedulers.factory import make_scheduler
 from editing.edits import preview_files
 
 # of torch.Tensor.__array__, called by diffusers' schedulers

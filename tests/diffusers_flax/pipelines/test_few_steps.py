@@ -20,7 +20,7 @@ from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.programs import step_options
-from diffusers_flax.schedulers.ddpm import make_scheduler
+from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

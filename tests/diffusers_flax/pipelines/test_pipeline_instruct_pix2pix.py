@@ -26,7 +26,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     guidance_branches,
     pixels_per_latent,
 )
-from diffusers_flax.schedulers.ddpm import make_scheduler
+from diffusers_flax.schedulers.factory import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
 pytestmark = pytest.mark.filterwarnings(

@@ -36,7 +36,7 @@ from diffusers_flax.pipelines.stable_diffusion_xl import (
     FlaxStableDiffusionXLImg2ImgPipeline,
     FlaxStableDiffusionXLPipeline,
 )
-from diffusers_flax.schedulers.ddpm import make_scheduler
+from diffusers_flax.schedulers.factory import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")

@@ -22,16 +22,15 @@ from diffusers_flax.messages import warn_once
 from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.pipelines import base
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionInpaintPipeline,
     FlaxStableDiffusionPipeline,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.schedulers.ddpm import FlaxDDIMScheduler, make_scheduler
+from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
+from diffusers_flax.schedulers.factory import make_scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 

@@ -14,15 +14,11 @@ import tpu_compile
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.schedulers.ddpm import (
-    FlaxDDIMScheduler,
-    FlaxDDPMScheduler,
-    FlaxDPMSolverMultistepScheduler,
-)
+from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
 from editing import edits
 from tpu import jobs
 from training.flags import Config

@@ -22,21 +22,23 @@ from trajectories import (
     torch_trajectory,
 )
 
-from diffusers_flax.schedulers.ddpm import (
-    REPLACEABLE,
-    SCHEDULERS,
-    FlaxDDIMScheduler,
-    FlaxDDPMScheduler,
-    FlaxDPMSolverMultistepScheduler,
+from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
+from diffusers_flax.schedulers.euler import (
     FlaxEulerAncestralDiscreteScheduler,
     FlaxEulerDiscreteScheduler,
-    FlaxLMSDiscreteScheduler,
-    FlaxPNDMScheduler,
+)
+from diffusers_flax.schedulers.factory import (
+    REPLACEABLE,
+    SCHEDULERS,
     make_scheduler,
     scheduler_from_config,
     scheduler_from_pretrained,
     training_scheduler,
 )
+from diffusers_flax.schedulers.lms import FlaxLMSDiscreteScheduler
+from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
 
 diffusers.utils.logging.set_verbosity_error()
 # PyTorch's schedulers turn tensors into NumPy arrays in a way that NumPy 2 warns of.

@@ -23,25 +23,23 @@ from trajectories import (
     torch_trajectory,
 )
 
+import diffusers_flax
 from diffusers_flax.outputs import ModelOutput
-from diffusers_flax.schedulers import ddpm
-from diffusers_flax.schedulers.ddpm import (
-    SCHEDULERS,
+from diffusers_flax.schedulers.base import FlaxSchedulerMixin, FlaxSchedulerOutput
+from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
+from diffusers_flax.schedulers.euler import FlaxEulerDiscreteScheduler
+from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
+from diffusers_flax.schedulers.lms import FlaxLMSDiscreteScheduler
+from diffusers_flax.schedulers.noise_schedule import (
     CommonSchedulerState,
-    FlaxDDIMScheduler,
-    FlaxDDPMScheduler,
-    FlaxDPMSolverMultistepScheduler,
-    FlaxEulerDiscreteScheduler,
-    FlaxLMSDiscreteScheduler,
-    FlaxPNDMScheduler,
-    FlaxSchedulerMixin,
-    FlaxSchedulerOutput,
     add_noise_common,
     betas_for_alpha_bar,
     broadcast_to_shape_from_left,
     get_velocity_common,
-    make_scheduler,
 )
+from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -233,7 +231,7 @@ def test_outputs_and_states_have_the_published_names(name):
     x, noise = jnp.asarray(START), jnp.asarray(NOISE[0])
     args = (state, 0.1 * x, state.timesteps[0], x)
     output = jax.jit(lambda *args: scheduler.step(*args, noise=noise))(*args)
-    kind, state_kind = (getattr(ddpm, cls) for cls in OUTPUTS[name])
+    kind, state_kind = (getattr(diffusers_flax, cls) for cls in OUTPUTS[name])
     assert type(output) is kind and type(output.state) is type(state) is state_kind
     assert isinstance(output, FlaxSchedulerOutput) and isinstance(output, ModelOutput)
     assert list(output) == ["prev_sample", "state"] and output["state"] is output.state

@@ -1,113 +1,15 @@
-"""LCM and TCD, and the base class of all schedulers that step in alpha_bar.
+"""FlaxLCMScheduler and FlaxTCDScheduler: for models that are distilled to 1 to 8 steps."""
 
-LCM and TCD are for models that are distilled to 1 to 8 steps. ddpm.py shows how to use
-schedulers, and has DDPM, DDIM and PNDM, which step in alpha_bar too.
-"""
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.schedulers.base import (
-    CommonSchedulerState,
-    FlaxSchedulerMixin,
-    FlaxSchedulerOutput,
-    SchedulerState,
-    predict_x0_and_eps,
-    timestep_grid,
-    to_device,
-)
+from diffusers_flax.schedulers.base import FlaxSchedulerOutput
+from diffusers_flax.schedulers.ddim import DDIMSchedulerState
+from diffusers_flax.schedulers.ddpm import AlphaScheduler, alpha_bar_at, as_index, next_timestep
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 SIGMA_DATA = 0.5  # standard deviation of the data in the boundary conditions of LCM
-
-
-@struct.dataclass
-class DDIMSchedulerState(SchedulerState):
-    """State of DDIM, LCM and TCD; fields as in DDPMSchedulerState."""
-
-    common: CommonSchedulerState
-    final_alpha_cumprod: jax.Array  # alpha_bar at the end of a run, after the last timestep
-    init_noise_sigma: jax.Array
-    timesteps: jax.Array
-    num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
-    step_index: jax.Array = np.int32(0)
-
-
-class AlphaScheduler(FlaxSchedulerMixin):
-    """Base of DDPM, DDIM and PNDM: steps between values of alpha_bar, looked up by timestep."""
-
-    state_class = None
-    count = "step_index"  # the state's field that counts steps
-
-    def create_state(self, common=None):
-        """The state before set_timesteps: enough for add_noise and get_velocity in training.
-
-        Args:
-            common: CommonSchedulerState.create(self), to share it between schedulers.
-        """
-        common = CommonSchedulerState.create(self) if common is None else common
-        fields = {self.count: to_device(0)}
-        if "set_alpha_to_one" in self.defaults:
-            clean = self.config.set_alpha_to_one
-            fields["final_alpha_cumprod"] = to_device(1.0) if clean else common.alphas_cumprod[0]
-        return self.state_class(
-            common=common,
-            init_noise_sigma=to_device(1.0),
-            timesteps=to_device(np.arange(len(self))[::-1]),
-            **fields,
-        )
-
-    def _plan(self, num_inference_steps, first_step, timesteps):
-        grid = self._grid(num_inference_steps, first_step, timesteps)
-        return {"timesteps": grid, self.count: 0}
-
-    def _even_grid(self, num_inference_steps):
-        """The scheduler's own choice of timesteps, integers, decreasing."""
-        return np.round(timestep_grid(self.config, num_inference_steps)).astype(int)
-
-    def _grid(self, num_inference_steps, first_step, timesteps=None):
-        """Integer timesteps, decreasing, from the step first_step on."""
-        if timesteps is None:
-            timesteps = self._even_grid(num_inference_steps)
-        timesteps = timesteps[first_step:]
-        is_undefined = self.config.prediction_type == "epsilon" and timesteps[0] == len(self) - 1
-        if is_undefined and self._option("rescale_betas_zero_snr"):
-            raise ValueError(
-                "prediction_type='epsilon' does not determine the clean sample at the last "
-                "training timestep, which rescale_betas_zero_snr=True leaves without signal; "
-                "use v_prediction or timestep_spacing='leading'"
-            )
-        return timesteps
-
-    def _predict(self, alpha_bar, x_t, model_output):
-        """(x0, eps), x0 within clip_sample_range if the options say so."""
-        x_0, eps = predict_x0_and_eps(
-            self.config.prediction_type,
-            jnp.sqrt(alpha_bar),
-            jnp.sqrt(1 - alpha_bar),
-            x_t,
-            model_output,
-        )
-        if self.config.clip_sample:
-            x_0 = jnp.clip(x_0, -self.config.clip_sample_range, self.config.clip_sample_range)
-        return x_0, eps
-
-
-def as_index(timestep):
-    """A timestep of any integer type as int32."""
-    return jnp.asarray(timestep).astype(jnp.int32)
-
-
-def alpha_bar_at(state, timestep, final=1.0):
-    """alpha_bar at a timestep; `final` below the first."""
-    return jnp.where(timestep < 0, final, state.common.alphas_cumprod[timestep])
-
-
-def next_timestep(state, timestep):
-    """The timestep that a run visits after this one; -1 at its end."""
-    return jnp.max(jnp.where(state.timesteps < timestep, state.timesteps, -1))
 
 
 def boundary_scalings(t, timestep_scaling):

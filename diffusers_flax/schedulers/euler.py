@@ -1,0 +1,273 @@
+"""Euler's schedulers, and SigmaScheduler, the base of the schedulers that step in sigma.
+
+sigma is noise over signal, sigma_t / alpha_t. A step finds its index by its timestep: it is
+state.step_index if that entry of state.timesteps equals the timestep, or if no entry does (a
+rounded timestep).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from diffusers_flax.schedulers.base import (
+    FlaxSchedulerMixin,
+    FlaxSchedulerOutput,
+    SchedulerState,
+    timestep_grid,
+)
+from diffusers_flax.schedulers.noise_schedule import (
+    CommonSchedulerState,
+    mix,
+    predict_x0_and_eps,
+    to_device,
+)
+from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
+
+# Replaces the last alpha_bar of a zero-SNR schedule, 0, where sigma would be infinite.
+SMALLEST_ALPHA_BAR = 2.0**-24
+KARRAS_CHOOSES = "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
+
+
+def karras_sigmas(sigma_max, sigma_min, num_steps, rho=7.0):
+    """Decreasing noise levels that are denser at low noise, (num_steps,).
+
+    Source: arXiv 2206.00364, equation 5.
+    """
+    ramp = np.linspace(0, 1, num_steps)
+    return (sigma_max ** (1 / rho) * (1 - ramp) + sigma_min ** (1 / rho) * ramp) ** rho
+
+
+def weighted_sum(weights, newest_last):
+    """Weighted sum of arrays, weights[0] for the last.
+
+    Not a dot product, which TPUs compute in bfloat16.
+    """
+    return sum(weight * term for weight, term in zip(weights, newest_last[::-1]))
+
+
+def vp_scales(sigma):
+    """alpha_t and sigma_t, whose squares sum to 1, where sigma is sigma_t / alpha_t."""
+    alpha_t = 1 / jnp.sqrt(sigma**2 + 1)
+    return alpha_t, sigma * alpha_t
+
+
+class SigmaScheduler(FlaxSchedulerMixin):
+    """Common to Euler, LMS and DPM-Solver: noise levels, and the index of a step in its run."""
+
+    def _training_sigmas(self):
+        alpha_bar = self._noise_schedule()[2].astype(np.float64)
+        if self._option("rescale_betas_zero_snr"):
+            alpha_bar[-1] = SMALLEST_ALPHA_BAR
+        if (alpha_bar <= 0).any():
+            raise ValueError(
+                f"beta_end={self.config.beta_end} leaves no signal at some timesteps; "
+                "take betas below 1"
+            )
+        return np.sqrt((1 - alpha_bar) / alpha_bar)
+
+    def _falling_sigmas(self):
+        return to_device(np.append(self._training_sigmas()[::-1], 0))
+
+    def _karras(self, highest, lowest, num_inference_steps):
+        """Karras sigmas and the fractional timesteps at which training had these noise levels.
+
+        The options sigma_max and sigma_min win over highest and lowest.
+        """
+        sigma_max, sigma_min = self._option("sigma_max"), self._option("sigma_min")
+        sigma_max = highest if sigma_max is None else sigma_max
+        sigma_min = lowest if sigma_min is None else sigma_min
+        sigmas = karras_sigmas(sigma_max, sigma_min, num_inference_steps)
+        training_log_sigmas = np.log(self._training_sigmas())
+        return sigmas, np.interp(np.log(sigmas), training_log_sigmas, np.arange(len(self)))
+
+    def _with_final_sigma(self, sigmas):
+        is_noisy = self._option("final_sigmas_type") == "sigma_min"
+        sigmas = np.append(sigmas, self._training_sigmas()[0] if is_noisy else 0)
+        # Rounded to the state's float32, so that levels that are equal there are equal here.
+        return sigmas.astype(np.float32).astype(np.float64)
+
+    def _position(self, state, timestep):
+        """Index of a timestep in the run."""
+        timestep = jnp.asarray(timestep).astype(state.timesteps.dtype)
+        found, current = state.timesteps == timestep, state.timesteps[state.step_index]
+        truncated = current.astype(jnp.int32).astype(current.dtype)
+        # Several steps may have the same rounded timestep; step_index tells them apart.
+        is_current = (current == timestep) | (truncated == timestep) | ~found.any()
+        return jnp.where(is_current, state.step_index, jnp.argmax(found).astype(jnp.int32))
+
+    def _predict(self, sigma, x_t, model_output):
+        """(x0, eps) where x_t = alpha_t (x0 + sigma eps)."""
+        return predict_x0_and_eps(self.config.prediction_type, *vp_scales(sigma), x_t, model_output)
+
+    def add_noise(self, state, original_samples, noise, timesteps):
+        """Noise clean samples to given timesteps; see FlaxSchedulerMixin.add_noise."""
+        alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
+        return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
+
+    def get_velocity(self, state, sample, noise, timesteps):
+        """What a v-prediction model learns; see FlaxSchedulerMixin.get_velocity."""
+        alpha_t, sigma_t = self._alpha_sigma(state, sample, timesteps)
+        return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
+
+    def _alpha_sigma(self, state, sample, timesteps):
+        # Interpolates between the run's noise levels, which Karras sigmas choose independently of
+        # training's. Steps with the same rounded timestep differ in sigma, so the current step is
+        # tested first.
+        timesteps = jnp.asarray(timesteps).astype(jnp.float32)
+        run_timesteps, run_sigmas = state.timesteps.astype(jnp.float32), state.sigmas[:-1]
+        sigma = jnp.where(
+            timesteps == run_timesteps[state.step_index],
+            run_sigmas[state.step_index],
+            jnp.interp(timesteps, run_timesteps[::-1], run_sigmas[::-1]),
+        )
+        sigma = sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim))
+        return vp_scales(sigma)
+
+
+@struct.dataclass
+class EulerDiscreteSchedulerState(SchedulerState):
+    """State of the Euler schedulers; timesteps are float32, sigmas one longer."""
+
+    common: CommonSchedulerState
+    init_noise_sigma: jax.Array  # standard deviation of the noise to start from
+    timesteps: jax.Array  # in the order they are visited
+    sigmas: jax.Array  # noise over signal at each timestep and at the end
+    num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
+    step_index: jax.Array = struct.field(default=np.int32(0), kw_only=True)  # steps taken so far
+
+
+@struct.dataclass
+class FlaxEulerDiscreteSchedulerOutput(FlaxSchedulerOutput):
+    """What FlaxEulerDiscreteScheduler.step returns."""
+
+
+class FlaxEulerDiscreteScheduler(SigmaScheduler):
+    """Euler steps along the probability-flow ODE of x_t / alpha_t.
+
+    Source: Karras et al. (arXiv 2206.00364), algorithm 1 without its second-order correction.
+    """
+
+    defaults = DEFAULTS | {
+        "timestep_spacing": "linspace",
+        "use_karras_sigmas": False,
+        "sigma_min": None,
+        "sigma_max": None,
+        "final_sigmas_type": "zero",
+        "rescale_betas_zero_snr": False,
+    }
+    arguments = ("prediction_type", "timestep_spacing")
+    choices = CHOICES | {
+        "final_sigmas_type": ("zero", "sigma_min"),
+        "interpolation_type": ("linear",),
+        "timestep_type": ("discrete",),
+        "use_beta_sigmas": (False,),
+        "use_exponential_sigmas": (False,),
+    }
+    state_class = EulerDiscreteSchedulerState
+    takes_timesteps = True
+
+    @property
+    def init_noise_sigma(self):
+        """Standard deviation of the noise to start from; a run's own is state.init_noise_sigma."""
+        return self._init_noise_sigma(self._training_sigmas())
+
+    def _init_noise_sigma(self, sigmas):
+        # "leading" starts at a timestep with some signal left, of variance 1.
+        signal = 1.0 if self.config.timestep_spacing == "leading" else 0.0
+        return float(np.hypot(np.max(sigmas), signal))
+
+    def create_state(self, common=None):
+        """The state before set_timesteps: enough for scale_model_input, add_noise, get_velocity.
+
+        Args:
+            common: CommonSchedulerState.create(self), to share it between schedulers.
+        """
+        return self.state_class(
+            common=CommonSchedulerState.create(self) if common is None else common,
+            init_noise_sigma=to_device(self.init_noise_sigma),
+            timesteps=to_device(np.arange(len(self))[::-1] * 1.0),
+            sigmas=self._falling_sigmas(),
+            step_index=to_device(0),
+        )
+
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        if timesteps is None:
+            timesteps = timestep_grid(self.config, num_inference_steps)
+        elif self._option("use_karras_sigmas"):
+            raise ValueError(KARRAS_CHOOSES)
+        timesteps = timesteps.astype(np.float32)
+        sigmas = np.interp(timesteps, np.arange(len(self)), self._training_sigmas())
+        if self._option("use_karras_sigmas"):
+            sigmas, timesteps = self._karras(sigmas[0], sigmas[-1], num_inference_steps)
+        sigmas = self._with_final_sigma(sigmas)[first_step:]
+        return {
+            "timesteps": timesteps[first_step:],
+            "sigmas": sigmas,
+            "init_noise_sigma": self._init_noise_sigma(sigmas),
+            "step_index": 0,
+        }
+
+    def scale_model_input(self, state, sample, timestep=None):
+        """The sample times alpha_t, in its dtype: what the model was trained on.
+
+        Args:
+            state: from create_state, set_timesteps or step.
+            sample: x_t / alpha_t, any shape and float dtype.
+            timestep: of the run; None takes that of state.step_index.
+        """
+        i = state.step_index if timestep is None else self._position(state, timestep)
+        scale = jnp.sqrt(state.sigmas[i] ** 2 + 1)
+        return (sample.astype(jnp.float32) / scale).astype(sample.dtype)
+
+    def add_noise(self, state, original_samples, noise, timesteps):
+        """Noise clean samples to given timesteps, x0 + sigma eps; see FlaxSchedulerMixin."""
+        alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
+        noisy = mix(1.0, original_samples, sigma_t / alpha_t, noise)
+        return noisy.astype(original_samples.dtype)
+
+    def step(
+        self,
+        state,
+        model_output,
+        timestep,
+        sample,
+        return_dict=True,
+        *,
+        key=None,
+        noise=None,
+    ):
+        """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
+
+        Only Euler-ancestral uses key or noise.
+        """
+        self._check_run(state, sample)
+        i = self._position(state, timestep)
+        sigma, next_sigma = state.sigmas[i], state.sigmas[i + 1]
+        x_0, eps = self._predict(sigma, sample.astype(jnp.float32), model_output)
+        x_prev = self._move(x_0, eps, sigma, next_sigma, lambda: self._noise(key, noise, sample))
+        state = state.replace(step_index=i + 1)
+        output = FlaxEulerDiscreteSchedulerOutput(x_prev.astype(sample.dtype), state)
+        return output if return_dict else output.to_tuple()
+
+    def _predict(self, sigma, x_t, model_output):
+        scaled = x_t / jnp.sqrt(sigma**2 + 1)
+        return super()._predict(sigma, scaled, model_output.astype(jnp.float32))
+
+    def _move(self, x_0, eps, sigma, next_sigma, draw_noise):
+        return x_0 + next_sigma * eps
+
+
+class FlaxEulerAncestralDiscreteScheduler(FlaxEulerDiscreteScheduler):
+    """Euler steps that remove too much noise and add fresh noise back.
+
+    Source: ancestral sampling, Song et al. (arXiv 2011.13456), appendix F, of x_t / alpha_t.
+    """
+
+    defaults = DEFAULTS | {"timestep_spacing": "linspace", "rescale_betas_zero_snr": False}
+    choices = CHOICES | {"prediction_type": ("epsilon", "v_prediction")}
+    takes_timesteps = False
+
+    def _move(self, x_0, eps, sigma, next_sigma, draw_noise):
+        fresh = jnp.sqrt((sigma - next_sigma) * (sigma + next_sigma)) / sigma * next_sigma
+        return x_0 + next_sigma**2 / sigma * eps + fresh * draw_noise()

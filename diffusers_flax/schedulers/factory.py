@@ -1,0 +1,102 @@
+"""Choosing a scheduler: by name, by the config of a model, and for training."""
+
+from diffusers_flax.schedulers.base import CONFIG_NAME, FlaxSchedulerMixin
+from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
+from diffusers_flax.schedulers.euler import (
+    FlaxEulerAncestralDiscreteScheduler,
+    FlaxEulerDiscreteScheduler,
+)
+from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, FlaxTCDScheduler
+from diffusers_flax.schedulers.lms import FlaxLMSDiscreteScheduler
+from diffusers_flax.schedulers.options import FIRST_ARGUMENTS
+from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
+
+SCHEDULERS = {
+    "ddpm": FlaxDDPMScheduler,
+    "ddim": FlaxDDIMScheduler,
+    "pndm": FlaxPNDMScheduler,
+    "euler": FlaxEulerDiscreteScheduler,
+    "euler_ancestral": FlaxEulerAncestralDiscreteScheduler,
+    "lms": FlaxLMSDiscreteScheduler,
+    "dpmsolver++": FlaxDPMSolverMultistepScheduler,
+    "lcm": FlaxLCMScheduler,
+    "tcd": FlaxTCDScheduler,
+}
+
+# PyTorch's classes without a Flax class, with the same noise schedule: others can take their place.
+REPLACEABLE = (
+    "DDIMParallelScheduler",
+    "DDPMParallelScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverSDEScheduler",
+    "DPMSolverSinglestepScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "UniPCMultistepScheduler",
+)
+
+# The options that training depends on.
+TRAINING_OPTIONS = (*FIRST_ARGUMENTS, "prediction_type", "rescale_betas_zero_snr")
+
+
+def make_scheduler(name, config):
+    """Build (scheduler, state) of a name in SCHEDULERS from the config of any scheduler."""
+    if name not in SCHEDULERS:
+        raise ValueError(f"scheduler {name!r} is unknown; choose from {', '.join(SCHEDULERS)}")
+    scheduler = SCHEDULERS[name].from_config(config)
+    return scheduler, scheduler.create_state()
+
+
+def scheduler_from_pretrained(
+    pretrained_model_name_or_path, subfolder="scheduler", revision=None, **hub_options
+):
+    """Build (scheduler, state) of the class that scheduler_config.json names; see load_config."""
+    config = FlaxSchedulerMixin._read_config(
+        pretrained_model_name_or_path, subfolder, revision, **hub_options
+    )
+    return scheduler_from_config(config, pretrained_model_name_or_path)
+
+
+def scheduler_from_config(config, source, name=None, **changes):
+    """Build (scheduler, state) of a scheduler_config.json's content.
+
+    Args:
+        config: mapping.
+        source: its directory or hub id, for errors.
+        name: of SCHEDULERS; None: the class that the config names.
+        **changes: options to replace.
+
+    Raises:
+        ValueError: the config is of a class that is not supported, unless name replaces one of
+            REPLACEABLE; or as in from_config.
+    """
+    by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in SCHEDULERS.values()}
+    own = class_name(config)
+    if own not in by_class_name and not (name and own in REPLACEABLE):
+        remedy = "; choose one with --scheduler or scheduler=" if own in REPLACEABLE else ""
+        raise ValueError(
+            f"{CONFIG_NAME} of {source} names _class_name={own}, which is not supported; "
+            f"supported are {', '.join(by_class_name)}{remedy}"
+        )
+    cls = SCHEDULERS[name] if name else by_class_name[own]
+    scheduler = cls.from_file_content(config, source, **changes)
+    return scheduler, scheduler.create_state()
+
+
+def class_name(config):
+    """The class of a scheduler_config.json's content, as PyTorch names it."""
+    return str(config.get("_class_name")).removeprefix("Flax")
+
+
+def training_scheduler(config, source):
+    """Build (FlaxDDPMScheduler, state) with the noise schedule of a config, for training.
+
+    Args:
+        config, source: as for scheduler_from_config. Options of sampling may have any value.
+    """
+    noise = {name: value for name, value in config.items() if name in TRAINING_OPTIONS}
+    named = {"_class_name": config.get("_class_name")}
+    return scheduler_from_config(noise | named, source, "ddpm")

@@ -1,0 +1,111 @@
+"""FlaxLMSDiscreteScheduler: a linear multistep method in sigma."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from diffusers_flax.schedulers.base import FlaxSchedulerOutput, append
+from diffusers_flax.schedulers.euler import (
+    EulerDiscreteSchedulerState,
+    FlaxEulerDiscreteScheduler,
+    weighted_sum,
+)
+from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
+
+LMS_ORDER = 4  # outputs that LMS remembers
+
+
+@struct.dataclass
+class LMSDiscreteSchedulerState(EulerDiscreteSchedulerState):
+    """State of FlaxLMSDiscreteScheduler: Euler's, and the derivatives of the latest steps."""
+
+    derivatives: jax.Array | None = None  # (4, *sample.shape), the newest last
+    num_derivatives: jax.Array | None = None  # how many of them are known, int32
+    coefficients: jax.Array | None = None  # (steps, order - 1, derivative, the newest first)
+
+
+@struct.dataclass
+class FlaxLMSSchedulerOutput(FlaxSchedulerOutput):
+    """What FlaxLMSDiscreteScheduler.step returns."""
+
+
+class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
+    """Linear multistep (Adams-Bashforth) in sigma: Euler along a polynomial through past slopes.
+
+    Source: Hairer, Norsett, Wanner, Solving Ordinary Differential Equations I, section III.5.
+    """
+
+    defaults = DEFAULTS | {"timestep_spacing": "linspace", "use_karras_sigmas": False}
+    arguments = ("prediction_type",)
+    choices = CHOICES | {
+        "rescale_betas_zero_snr": (False,),
+        "use_beta_sigmas": (False,),
+        "use_exponential_sigmas": (False,),
+    }
+    state_class = LMSDiscreteSchedulerState
+    takes_timesteps = False
+
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        plan = super()._plan(num_inference_steps, first_step, timesteps)
+        coefficients = np.zeros((len(plan["timesteps"]), LMS_ORDER, LMS_ORDER))
+        for i in range(len(coefficients)):
+            for order in range(1, min(LMS_ORDER, i + 1) + 1):
+                coefficients[i, order - 1, :order] = lms_coefficients(plan["sigmas"], i, order)
+        return plan | {"coefficients": coefficients, "num_derivatives": 0}
+
+    def _memory(self, shape):
+        return {"derivatives": jnp.zeros((LMS_ORDER, *shape), jnp.float32)}
+
+    def get_lms_coefficient(self, state, order, t, current_order):
+        """Weight of the slope of `current_order` steps ago in the step number t of this order."""
+        return state.coefficients[t, order - 1, current_order]
+
+    def step(
+        self,
+        state,
+        model_output,
+        timestep,
+        sample,
+        order=LMS_ORDER,
+        return_dict=True,
+        *,
+        key=None,
+        noise=None,
+    ):
+        """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
+
+        Args:
+            order: Python int, 1 to 4, the number of slopes used; fewer while fewer are known.
+            key, noise: not used.
+        """
+        if order not in range(1, LMS_ORDER + 1):
+            raise ValueError(f"order={order} must be a whole number from 1 to {LMS_ORDER}")
+        self._check_run(state, sample, state.derivatives)
+        i = self._position(state, timestep)
+        x_t = sample.astype(jnp.float32)
+        _, slope = self._predict(state.sigmas[i], x_t, model_output)
+        derivatives = append(state.derivatives, slope)
+        num_derivatives = jnp.minimum(state.num_derivatives + 1, LMS_ORDER)
+        order = jnp.minimum(jnp.minimum(num_derivatives, i + 1), order)
+        x_prev = x_t + weighted_sum(state.coefficients[i, order - 1], derivatives)
+        state = state.replace(
+            step_index=i + 1, derivatives=derivatives, num_derivatives=num_derivatives
+        )
+        output = FlaxLMSSchedulerOutput(x_prev.astype(sample.dtype), state)
+        return output if return_dict else output.to_tuple()
+
+
+def lms_coefficients(sigmas, i, order):
+    """Weights of the slopes at sigmas[i], sigmas[i - 1], ... in the step to sigmas[i + 1].
+
+    Each is the integral over the step of the Lagrange polynomial that is 1 at its own sigma and 0
+    at the others: float64 (order,).
+    """
+    nodes = sigmas[i - order + 1 : i + 1][::-1] - sigmas[i]
+    weights = []
+    for k, node in enumerate(nodes):
+        others = np.delete(nodes, k)
+        integral = np.poly1d(others, r=True).integ()
+        weights.append(integral(sigmas[i + 1] - sigmas[i]) / np.prod(node - others))
+    return np.array(weights)

@@ -1,0 +1,163 @@
+"""The noise schedule of training: how much noise each timestep has, and noising a sample.
+
+    schedule = CommonSchedulerState.create(scheduler)  # alphas, betas, alphas_cumprod
+    noisy = add_noise_common(schedule, latents, noise, timesteps)
+
+`noise_schedule` makes the tables from a scheduler's config. Training takes it from the model's own
+scheduler, see factory.training_scheduler.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+
+def to_device(array):
+    """Any array as float32, int32 or bool, also where 64-bit types are switched on."""
+    array = np.asarray(array)
+    return jnp.asarray(array, {"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_}[array.dtype.kind])
+
+
+@struct.dataclass
+class CommonSchedulerState:
+    """The training noise schedule, float32 arrays of (num_train_timesteps,)."""
+
+    alphas: jax.Array
+    betas: jax.Array
+    alphas_cumprod: jax.Array
+
+    @classmethod
+    def create(cls, scheduler):
+        """The schedule that a scheduler's config describes."""
+        return cls(*map(to_device, scheduler._noise_schedule()))
+
+
+def training_betas(config):
+    """Noise variance added by each training timestep, float32 (num_train_timesteps,).
+
+    Source: linear, DDPM (arXiv 2006.11239) section 4; scaled_linear, latent diffusion
+    (arXiv 2112.10752); squaredcos_cap_v2, cosine_betas.
+    """
+    num_steps = config.num_train_timesteps
+    if config.trained_betas is not None:
+        betas = np.asarray(config.trained_betas)
+    elif config.beta_schedule == "linear":
+        betas = np.linspace(config.beta_start, config.beta_end, num_steps)
+    elif config.beta_schedule == "scaled_linear":
+        betas = np.linspace(config.beta_start**0.5, config.beta_end**0.5, num_steps) ** 2
+    else:
+        betas = cosine_betas(num_steps)
+    return betas.astype(np.float32)
+
+
+def cosine_betas(num_steps, max_beta=0.999):
+    """Betas of the cosine schedule, at most max_beta, float64 (num_steps,).
+
+    Source: improved DDPM (arXiv 2102.09672), equation 17.
+    """
+    time = np.arange(num_steps + 1) / num_steps
+    alpha_bar = np.cos((time + 0.008) / 1.008 * np.pi / 2) ** 2
+    return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], max_beta)
+
+
+def betas_for_alpha_bar(num_diffusion_timesteps, max_beta=0.999, dtype=jnp.float32):
+    """cosine_betas as a JAX array of the given dtype."""
+    return jnp.asarray(cosine_betas(num_diffusion_timesteps, max_beta), dtype)
+
+
+def zero_terminal_snr(alpha_bar):
+    """Shift and scale alpha_bar, (num_train_timesteps,), so that its last value is 0.
+
+    Source: arXiv 2305.08891, algorithm 1.
+    """
+    root = np.sqrt(alpha_bar)
+    return ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
+
+
+def noise_schedule(config, zero_snr=False):
+    """The training schedule: float32 (alphas, betas, alphas_cumprod), each (num_train_timesteps,).
+
+    Args:
+        config: num_train_timesteps, beta_start, beta_end, beta_schedule, trained_betas.
+        zero_snr: True rescales it to end without signal, see zero_terminal_snr.
+    """
+    # Betas round to float32 before the product, as they did for the published weights: where beta
+    # nears 1, the rounding of 1 - beta is worth 3e-5.
+    betas = training_betas(config)
+    alphas = 1 - betas
+    alpha_bar = np.cumprod(alphas, dtype=np.float64)
+    if zero_snr:
+        alpha_bar = zero_terminal_snr(alpha_bar)
+        alphas = np.append(alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1])
+        betas = 1 - alphas
+    return tuple(table.astype(np.float32) for table in (alphas, betas, alpha_bar))
+
+
+def broadcast_to_shape_from_left(x, shape):
+    """Broadcast x over new last axes to shape, whose first axes are x's."""
+    return jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(shape) - x.ndim)), shape)
+
+
+def get_sqrt_alpha_prod(state, original_samples, noise, timesteps):
+    """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at the timesteps, shaped to multiply a sample.
+
+    Args:
+        state: CommonSchedulerState.
+        original_samples: (B, ...).
+        noise: not used; part of the published signature.
+        timesteps: (B,) or scalar integers.
+
+    Returns:
+        Two float32 arrays of shape (B, 1, ...), or (1, ...) for a scalar.
+    """
+    alpha_bar = state.alphas_cumprod[jnp.asarray(timesteps)]
+    alpha_bar = alpha_bar.reshape(-1, *(1,) * (original_samples.ndim - 1))
+    return jnp.sqrt(alpha_bar), jnp.sqrt(1 - alpha_bar)
+
+
+def add_noise_common(state, original_samples, noise, timesteps):
+    """sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) eps, in original_samples' dtype.
+
+    Args as in get_sqrt_alpha_prod; noise: standard normal, like original_samples.
+
+    Source: DDPM (arXiv 2006.11239) equation 4.
+    """
+    alpha_t, sigma_t = get_sqrt_alpha_prod(state, original_samples, noise, timesteps)
+    return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
+
+
+def get_velocity_common(state, sample, noise, timesteps):
+    """sqrt(alpha_bar) eps - sqrt(1 - alpha_bar) x0, in sample's dtype; args as in add_noise_common.
+
+    Source: progressive distillation (arXiv 2202.00512) appendix D.
+    """
+    alpha_t, sigma_t = get_sqrt_alpha_prod(state, sample, noise, timesteps)
+    return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
+
+
+def mix(weight, x, other_weight, other):
+    """weight x + other_weight other in float32."""
+    return weight * x.astype(jnp.float32) + other_weight * other.astype(jnp.float32)
+
+
+def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
+    """Read a model's output as the clean sample and as the noise in x_t = alpha_t x0 + sigma_t eps.
+
+    Args:
+        prediction_type: epsilon, v_prediction or sample: what model_output is.
+        alpha_t: sqrt(alpha_bar_t), scalar in [0, 1]; above 0 where model_output is epsilon.
+        sigma_t: sqrt(1 - alpha_bar_t), scalar in (0, 1].
+        x_t: noisy sample, any shape.
+        model_output: same shape.
+
+    Returns:
+        (x0, eps), same shape.
+
+    Source: DDPM (arXiv 2006.11239) equation 15; for v, arXiv 2202.00512 appendix D.
+    """
+    if prediction_type == "epsilon":
+        return (x_t - sigma_t * model_output) / alpha_t, model_output
+    if prediction_type == "v_prediction":
+        return alpha_t * x_t - sigma_t * model_output, alpha_t * model_output + sigma_t * x_t
+    return model_output, (x_t - alpha_t * model_output) / sigma_t
