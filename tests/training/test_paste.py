@@ -102,9 +102,10 @@ def test_the_pasted_functions_train_toy_models(tmp_path):
     (section,) = SECTION.findall((ROOT / "README.md").read_text())
     what, imports, rest = re.match(r"(.*?)```python\n(.*?)```(.*)", section, re.DOTALL).groups()
     (loop,) = re.findall(r"```\n(axes = .*?)```", rest, re.DOTALL)
-    files = set(re.findall(r"\w+\.py", what)) - {"flax_train_instruct_pix2pix.py"}
+    files = set(re.findall(r"[\w/]+\.py", what)) - {"flax_train_instruct_pix2pix.py"}
     assert "training/sharding.py" in files
     for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     pasted = (trainer.conditioning_dropout, trainer.diffusion_loss, trainer.train_step)
     program = imports + "\n\n" + "\n\n".join(map(inspect.getsource, pasted))
