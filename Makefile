@@ -1,14 +1,15 @@
 # make demo: train and use a small editing model, 4 minutes on two CPU cores with AVX-512.
-# make test: fast tests.  make test-all: also slow tests and tests of the benchmarks.
+# make test: one test of everything that matters, 5 minutes on two cores.  make test-all: all tests,
+# with programs compiled as users' are.
 # make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-# Each worker runs whole test files. --max-worker-restart 0: pytest would hang after a worker crash.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-	--max-worker-restart 0
+# Each worker runs a share of the files and takes tests from a slower one when it has none left.
+# --max-worker-restart 0: pytest would hang after a worker crash.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 0
 
 .PHONY: demo test test-all aria2 lint
 demo: .venv/installed
@@ -18,7 +19,7 @@ test: .venv/installed .venv/tpu aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10
 
 test-all: .venv/installed .venv/tpu aria2
-	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m ""
+	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" --optimized
 
 aria2:
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2

@@ -13,67 +13,72 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=4 --xla_cpu_parallel_codegen_split_count=1"
 )
-if version("jaxlib") < "0.11":  # newer ones lack the flag; it saves a fifth of the compile time
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compilation takes most of the time
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # cache all programs, see programs()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 import jax
 import pytest
+import tiny_models
 import torch
 from jax.experimental.compilation_cache import compilation_cache
 
 pytest.register_assert_rewrite("helpers", "torch_training", "trajectories")
 
-ROOT = Path(__file__).resolve().parent.parent
-# Longest first, so that no worker starts a long file at the end of the run.
-LONGEST_FILES = (
-    *("test_resume", "test_models", "test_pipelines", "test_tpu_compile", "test_sdxl_single"),
-    *(
-        "test_train",
-        "test_train_sdxl",
-        "test_reference_snippets",
-        "test_cache_latents",
-        "test_script_sh",
-    ),
-    *(
-        "test_acceleration",
-        "test_edit_cli",
-        "test_drop_in",
-        "test_blocks",
-        "test_pipeline_instruct_pix2pix",
-    ),
-)
-
 # A test run in the background of a shell inherits an ignored SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny models are not faster with more, and XLA needs the other cores
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-if (tpu := ROOT / ".venv" / "tpu").is_dir():  # libtpu, see the Makefile
+if (tpu := Path(__file__).resolve().parent.parent / ".venv/tpu").is_dir():  # see the Makefile
     sys.path.append(str(tpu))
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [os.environ.get("PYTHONPATH"), str(tpu)])
     )
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="compile with XLA's default optimizations, as users do (make test-all)",
+    )
+
+
+def pytest_configure(config):
+    """Without --optimized, leave most of XLA's work out: compilation takes most of the time."""
+    if config.getoption("--optimized"):
+        return
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of child processes
+    jax.config.update("jax_disable_most_optimizations", True)
+    if version("jaxlib") < "0.11":  # newer ones lack the flag; it saves a fifth of the time
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the tests of benchmarks slow and sort the files."""
+    """Mark the tests of benchmarks slow."""
     for item in items:
         if item.path.stem.startswith("test_benchmark"):
             item.add_marker("slow")
-    rank = {name: number for number, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture
 def optimized():
     """Compile with XLA's default optimizations, as users do."""
+    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_tiny_models(tmp_path_factory):
+    """The directory of tiny models, one for all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    tiny_models.made_models = folder / "tiny_models"
+    tiny_models.made_models.mkdir(exist_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

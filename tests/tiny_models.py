@@ -1,6 +1,14 @@
-"""Tiny random Stable Diffusion and SDXL pipelines, written by the PyTorch classes."""
+"""Tiny random Stable Diffusion and SDXL pipelines, written by the PyTorch classes.
 
+Models of the same arguments are made once in a run of the tests and copied, so a test may change
+its files.
+"""
+
+import functools
+import hashlib
+import inspect
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -14,7 +22,11 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+from filelock import FileLock
 from transformers import CLIPConfig, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+# The directory of the models made so far, shared by all workers; conftest.py sets it.
+made_models = None
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 MERGES = [("r", "e"), ("re", "d</w>"), ("m", "a"), ("ma", "k"), ("mak", "e</w>"), ("i", "t</w>")]
@@ -26,6 +38,26 @@ SCHEDULERS = {
     "euler_ancestral": (EulerAncestralDiscreteScheduler, {}),
     "dpmsolver++": (DPMSolverMultistepScheduler, {}),
 }
+
+
+def made_once(make):
+    """Decorator of make(folder, **options): later calls copy the files of the first."""
+
+    @functools.wraps(make)
+    def make_or_copy(folder, *args, **options):
+        call = inspect.signature(make).bind("", *args, **options)
+        call.apply_defaults()
+        key = hashlib.sha256(repr((make.__name__, call.arguments)).encode()).hexdigest()[:16]
+        made = made_models / key
+        with FileLock(f"{made}.lock"):
+            if not made.exists():
+                part = made.with_suffix(".part")
+                make(part, *args, **options)
+                part.rename(made)
+        torch.manual_seed(0)  # the same numbers follow, whether the model was made or copied
+        return Path(shutil.copytree(made, folder, dirs_exist_ok=True))
+
+    return make_or_copy
 
 
 def byte_symbols():
@@ -54,6 +86,7 @@ def write_tokenizer(folder):
     return vocab
 
 
+@made_once
 def make_tiny_pipeline(
     folder,
     in_channels=8,
@@ -145,6 +178,7 @@ def make_tiny_pipeline(
     return folder
 
 
+@made_once
 def make_tiny_xl(
     folder,
     refiner=False,
@@ -243,6 +277,7 @@ def make_tiny_xl(
     return folder
 
 
+@made_once
 def make_tiny_safety_checker(folder, seed=0):
     """Write a random safety checker of about 0.1M parameters for images of 224 x 224.
 
