@@ -16,8 +16,8 @@ NAMES = {  # by module
         "FlaxDiagonalGaussianDistribution",
     ),
     "models.tiny_vae": ("FlaxAutoencoderTiny", "FlaxAutoencoderTinyOutput"),
+    "models.blocks": ("FlaxBaseModelOutput",),
     "models.clip": (
-        "FlaxBaseModelOutput",
         "FlaxBaseModelOutputWithPooling",
         "FlaxCLIPTextModel",
         "FlaxCLIPTextModelOutput",

@@ -1,14 +1,16 @@
-"""The scripts in drop_in/, with the calls of diffusers 0.39's examples, run here."""
+"""The scripts in drop_in/, with imports and calls as in diffusers 0.39's examples, run here."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from diffusers import PNDMScheduler, StableDiffusionPipeline
-from drop_in import dreambooth, sdxl, text_to_image, textual_inversion
+from helpers import ROOT
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_models import make_tiny_pipeline, make_tiny_safety_checker, make_tiny_xl
@@ -20,13 +22,6 @@ NUM_STEPS = 2
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The configuration file of this scheduler:FutureWarning"
 )
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """jax's default, which optax.adamw with a bare learning rate needs."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +47,20 @@ def images(tmp_path_factory):
         colors = np.random.default_rng(number).integers(0, 256, (5, 5, 3), dtype=np.uint8)
         Image.fromarray(colors).resize((40, 40)).save(folder / f"{name}.png")
     return folder
+
+
+def run(script, **flags):
+    """What the main function of drop_in/SCRIPT.py returns under python -m diffusers_flax."""
+    file = ROOT / "tests" / "drop_in" / f"{script}.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "diffusers_flax", file, json.dumps(flags, default=str)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def check(folder, before, prompt="make it red"):
@@ -85,15 +94,15 @@ def check(folder, before, prompt="make it red"):
     return changed
 
 
-@pytest.mark.slow
 def test_text_to_image(model, images, safety_checker, tmp_path):
-    losses = text_to_image.main(
-        model,
-        images,
-        safety_checker,
-        tmp_path / "out",
+    losses = run(
+        "text_to_image",
+        model=model,
+        images=images,
+        safety_checker=safety_checker,
+        output=tmp_path / "out",
         num_steps=NUM_STEPS,
-        dtype=jnp.float32,
+        dtype="float32",
         from_pt=True,
         prediction_type="v_prediction",
     )
@@ -112,13 +121,14 @@ def test_dreambooth(model, images, safety_checker, tmp_path):
     PNDMScheduler(beta_end=0.012, skip_prk_steps=True, steps_offset=1).save_pretrained(
         tmp_path / "schedule" / "scheduler"
     )
-    losses = dreambooth.main(
-        model,
-        images,
-        tmp_path / "class_images",
-        safety_checker,
-        tmp_path / "schedule",
-        tmp_path / "out",
+    losses = run(
+        "dreambooth",
+        model=model,
+        images=images,
+        class_images=tmp_path / "class_images",
+        safety_checker=safety_checker,
+        scheduler_folder=tmp_path / "schedule",
+        output=tmp_path / "out",
         num_steps=NUM_STEPS,
     )
     assert np.isfinite(losses).all() and len(losses) == NUM_STEPS
@@ -136,11 +146,12 @@ def test_dreambooth(model, images, safety_checker, tmp_path):
 
 @pytest.mark.slow
 def test_textual_inversion(model, images, safety_checker, tmp_path):
-    losses = textual_inversion.main(
-        model,
-        images,
-        safety_checker,
-        tmp_path / "out",
+    losses = run(
+        "textual_inversion",
+        model=model,
+        images=images,
+        safety_checker=safety_checker,
+        output=tmp_path / "out",
         placeholder="<thing>",
         initializer="red",
         num_steps=NUM_STEPS,
@@ -165,8 +176,15 @@ def test_textual_inversion(model, images, safety_checker, tmp_path):
 @pytest.mark.slow
 def test_sdxl(tmp_path, programs):
     model = make_tiny_xl(tmp_path / "model")
-    images = sdxl.main(model, programs, NUM_STEPS)
-    assert len(images) == jax.device_count() == len({image.tobytes() for image in images})
-    compiled = sdxl.main_ahead_of_time(model, programs, NUM_STEPS, size=images[0].height)
-    for a, b in zip(images, compiled):
-        assert np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max() <= 1
+    flags = {"model": model, "cache": programs, "num_steps": NUM_STEPS}
+    folders = [tmp_path / "jit", tmp_path / "ahead_of_time"]
+    for folder in folders:
+        folder.mkdir()
+    run("sdxl", ahead_of_time=False, output=folders[0], **flags)
+    images = {f.name: Image.open(f) for f in folders[0].iterdir()}
+    assert len(images) == jax.device_count() == len({im.tobytes() for im in images.values()})
+    size = images["0.png"].height
+    run("sdxl", ahead_of_time=True, output=folders[1], size=size, **flags)
+    for name, image in images.items():
+        compiled = np.asarray(Image.open(folders[1] / name), np.int16)
+        assert np.abs(np.asarray(image, np.int16) - compiled).max() <= 1

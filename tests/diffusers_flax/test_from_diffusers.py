@@ -1,6 +1,6 @@
-"""The code and tables of docs/from-diffusers.md."""
+"""Scripts of diffusers 0.39 under `python -m diffusers_flax`, and docs/from-diffusers.md."""
 
-import importlib
+import json
 import os
 import re
 import subprocess
@@ -9,9 +9,18 @@ import sys
 import pytest
 from helpers import ROOT
 
+import diffusers_flax
+
 PAGE = (ROOT / "docs" / "from-diffusers.md").read_text(encoding="utf-8")
+API = json.loads((ROOT / "tests" / "published_flax_api.json").read_text())["classes"]
+NOT_HERE = {"FlaxGenerationMixin"}  # CLIP generates no text
+
 SCRIPT = """
-import sys
+import os, sys
+assert "jax" not in sys.modules and "diffusers" not in sys.modules
+os.environ["JAX_ENABLE_X64"] = "1"  # read when jax is imported
+
+import jax
 from diffusers import (
     FlaxAutoencoderKL,
     FlaxDDPMScheduler,
@@ -20,49 +29,93 @@ from diffusers import (
     FlaxUNet2DConditionModel,
 )
 from diffusers.pipelines.stable_diffusion import FlaxStableDiffusionSafetyChecker
+from diffusers.utils import check_min_version
 from jax.experimental.compilation_cache import compilation_cache as cc
-from transformers import CLIPTokenizer, FlaxCLIPTextModel
+from transformers import CLIPTokenizer, FlaxCLIPTextModel, set_seed
 
+import beside_the_script
+
+check_min_version("0.39.0.dev0")
+assert __name__ == "__main__" and sys.modules["__main__"].check_min_version is check_min_version
+assert jax.config.jax_enable_x64
 cc.initialize_cache(sys.argv[1])
-vae = FlaxAutoencoderKL()
-assert __name__ == "__main__" and vae.config.latent_channels == 4
-print(FlaxPNDMScheduler.__name__, *sys.argv[1:])
+assert FlaxAutoencoderKL().config.latent_channels == 4
+doubled = jax.tree_map(lambda x: 2 * x, {"a": 1})
+print(FlaxPNDMScheduler.__name__, doubled, os.path.basename(__file__), *sys.argv)
+sys.exit(7)
+"""
+NAMES = """
+import importlib, json, sys
+for module, name in json.loads(sys.argv[1]):
+    value = getattr(importlib.import_module(module), name)
+    assert value.__module__.startswith("diffusers_flax."), (module, name, value)
+import diffusers, jax, transformers
+for module in (diffusers, jax, transformers):
+    assert not hasattr(module, "FlaxNothing")
 """
 
 
-def test_imports_of_the_table():
-    imports = re.findall(r"`from (\w+) import ([\w, ]+)`", PAGE)
-    assert len(imports) > 10
-    for module, names in imports:
-        if module not in ("diffusers", "transformers"):
-            for name in names.split(", "):
-                assert hasattr(importlib.import_module(module), name)
-
-
-def test_every_old_name_is_there():
-    """The names in the left column exist in the modules of the right column."""
-    for row in re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.MULTILINE):
-        if (new := re.search(r"`from (\w+) import", row[1])) and "import" in row[0]:
-            module = importlib.import_module(new[1])
-            for name in re.findall(r"Flax\w+", row[0].replace("FlaxDDPM...", "FlaxDDPMScheduler")):
-                assert any(known.startswith(name) for known in vars(module)), (module, name)
-
-
-def test_a_script_that_stays_as_it_is(tmp_path):
-    snippet = re.search(r"```python\n(# old_names.py\n.*?)```", PAGE, re.DOTALL)[1]
-    (tmp_path / "old_names.py").write_text(snippet)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "old_names.py", "train.py", "cache", "--seed", "3"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+def run(cwd, *args, **env):
+    """The finished process of python -m diffusers_flax ARGS."""
+    return subprocess.run(
+        [sys.executable, "-m", "diffusers_flax", *args],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         text=True,
     )
+
+
+def test_a_script_runs_as_it_is(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/train.py").write_text(SCRIPT)
+    (tmp_path / "scripts/beside_the_script.py").touch()
+    done = run(tmp_path, "scripts/train.py", "cache", "--seed", "3")
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "FlaxPNDMScheduler {'a': 2} train.py scripts/train.py cache --seed 3\n"
+
+
+def test_every_published_name_is_in_its_module(tmp_path):
+    classes = {name: known["module"] for name, known in API.items() if name not in NOT_HERE}
+    flax = {
+        name: module for name, module in classes.items() if "Mixin" not in name or "Flax" in name
+    }
+    exported = [name for name in flax if name.startswith("Flax") and "Output" not in name]
+    wanted = [(module, name) for name, module in flax.items() if "flax" in module]
+    wanted += [(flax[name].split(".")[0], name) for name in exported]
+    (tmp_path / "names.py").write_text(NAMES)
+    done = run(tmp_path, "names.py", json.dumps(wanted))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "FlaxPNDMScheduler cache --seed 3\n"
+    assert len(wanted) > 60
 
 
-@pytest.mark.parametrize("module", re.findall(r"`from diffusers_flax import (\w+) as cc`", PAGE))
-def test_initialize_cache(module):
-    assert callable(importlib.import_module(f"diffusers_flax.{module}").initialize_cache)
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "usage: python -m diffusers_flax SCRIPT ARGS"),
+        (["missing.py"], "error: missing.py is not a file"),
+    ],
+)
+def test_one_line_without_a_script(tmp_path, args, message):
+    done = run(tmp_path, *args)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+
+
+def test_errors_of_a_script_are_its_own(tmp_path):
+    (tmp_path / "fails.py").write_text("def f():\n    return [][1]\n\nf()\n")
+    done = run(tmp_path, "fails.py")
+    assert done.returncode == 1
+    assert 'fails.py", line 2, in f' in done.stderr and "IndexError" in done.stderr
+
+    (tmp_path / "imports.py").write_text("from diffusers import FlaxNothing\n")
+    done = run(tmp_path, "imports.py")
+    assert done.returncode == 1
+    assert "cannot import name 'FlaxNothing' from 'diffusers'" in done.stderr
+
+
+def test_imports_of_the_page():
+    names = re.findall(r"`from diffusers_flax import ([\w, ]+)`", PAGE)
+    assert len(names) > 10
+    for name in ", ".join(names).split(", "):
+        assert hasattr(diffusers_flax, name), name

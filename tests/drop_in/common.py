@@ -1,18 +1,24 @@
-"""Common to the training scripts here: images, token ids, the loss, saving a pipeline."""
+"""Common to the scripts here: flags, images, token ids, the loss, saving a pipeline."""
 
+import json
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from diffusers import FlaxStableDiffusionPipeline
+from diffusers.pipelines.stable_diffusion import FlaxStableDiffusionSafetyChecker
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
-from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
-
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 RESOLUTION = 16
+
+
+def run(main):
+    """Call main with the keywords in this process's argument, JSON; print what it returns."""
+    print(json.dumps(main(**json.loads(sys.argv[1]))))
 
 
 def read_images(folder, number):

@@ -3,18 +3,18 @@
 import jax
 import numpy as np
 import optax
-from drop_in.common import BETAS, diffusion_loss, first, read_images, save, token_ids
+from common import BETAS, diffusion_loss, first, read_images, run, save, token_ids
+from diffusers import (
+    FlaxAutoencoderKL,
+    FlaxDDPMScheduler,
+    FlaxPNDMScheduler,
+    FlaxStableDiffusionPipeline,
+    FlaxUNet2DConditionModel,
+)
 from flax.jax_utils import replicate, unreplicate
 from flax.training.common_utils import shard
 from flax.training.train_state import TrainState
-from transformers import CLIPTokenizer
-
-from diffusers_flax.models.clip import FlaxCLIPTextModel
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
-from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
+from transformers import CLIPTokenizer, FlaxCLIPTextModel
 
 
 def make_class_images(model, prompt, folder):
@@ -31,7 +31,7 @@ def make_class_images(model, prompt, folder):
     ).images  # (devices, 1, H, W, 3)
     images = images.reshape(-1, *images.shape[-3:])
     for number, image in enumerate(pipeline.numpy_to_pil(np.array(images))):
-        image.save(folder / f"{number}.png")
+        image.save(f"{folder}/{number}.png")
 
 
 def main(model, images, class_images, safety_checker, scheduler_folder, output, num_steps):
@@ -52,7 +52,7 @@ def main(model, images, class_images, safety_checker, scheduler_folder, output, 
     make_class_images(model, "red", class_images)
     tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer", revision=None)
     text_encoder = FlaxCLIPTextModel.from_pretrained(model, subfolder="text_encoder")
-    vae, vae_params = FlaxAutoencoderKL.from_pretrained(model / "vae", from_pt=True)
+    vae, vae_params = FlaxAutoencoderKL.from_pretrained(f"{model}/vae", from_pt=True)
     unet, unet_params = FlaxUNet2DConditionModel.from_pretrained(model, subfolder="unet")
     scheduler = FlaxDDPMScheduler(**BETAS, num_train_timesteps=1000)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -119,7 +119,11 @@ def main(model, images, class_images, safety_checker, scheduler_folder, output, 
     losses = []
     for number in range(1, num_steps + 1):
         states, loss, rng = step(states, vae_params, shard(batch), rng)
-        losses.append(unreplicate(loss))
-        checkpoint(output / str(number))
+        losses.append(float(unreplicate(loss)))
+        checkpoint(f"{output}/{number}")
     checkpoint(output)
     return losses
+
+
+if __name__ == "__main__":
+    run(main)

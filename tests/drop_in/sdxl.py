@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import run
+from diffusers import FlaxStableDiffusionXLPipeline
 from flax.jax_utils import replicate
-
-from diffusers_flax import programs as cc
-from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from jax.experimental.compilation_cache import compilation_cache as cc
 
 PROMPT, NEGATIVE = "make it red", "red"
 
@@ -16,7 +16,7 @@ def load(model, cache):
     cc.initialize_cache(cache)
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(model, split_head_dim=True)
     scheduler_state = params.pop("scheduler")
-    params = jax.tree_util.tree_map(lambda x: x.astype(jnp.bfloat16), params)
+    params = jax.tree_map(lambda x: x.astype(jnp.bfloat16), params)
     params["scheduler"] = scheduler_state
     return pipeline, replicate(params)
 
@@ -27,14 +27,15 @@ def inputs(pipeline):
     return *ids, jax.random.split(jax.random.PRNGKey(33), jax.device_count())
 
 
-def to_pil(pipeline, images):
-    """PIL images of an array (devices, B, H, W, 3)."""
+def save(pipeline, images, folder):
+    """Write images (devices, B, H, W, 3) as FOLDER/0.png, FOLDER/1.png, ..."""
     images = images.reshape(-1, *images.shape[-3:])
-    return pipeline.numpy_to_pil(np.array(images))
+    for number, image in enumerate(pipeline.numpy_to_pil(np.array(images))):
+        image.save(f"{folder}/{number}.png")
 
 
-def main(model, cache, num_steps):
-    """An image per device by pipeline(..., jit=True)."""
+def generate(model, cache, num_steps, output):
+    """Write an image per device by pipeline(..., jit=True)."""
     pipeline, params = load(model, cache)
     prompt_ids, neg_prompt_ids, rng = inputs(pipeline)
     images = pipeline(
@@ -46,11 +47,11 @@ def main(model, cache, num_steps):
         guidance_scale=5.0,
         jit=True,
     ).images
-    return to_pil(pipeline, images)
+    save(pipeline, images, output)
 
 
-def main_ahead_of_time(model, cache, num_steps, size):
-    """The same images by pipeline._generate, compiled before it is called."""
+def generate_ahead_of_time(model, cache, num_steps, output, size):
+    """Write the same images by pipeline._generate, compiled before it is called."""
     pipeline, params = load(model, cache)
     prompt_ids, neg_prompt_ids, rng = inputs(pipeline)
     guidance = jnp.array([5.0] * len(prompt_ids), dtype=jnp.float32)[:, None]
@@ -59,4 +60,12 @@ def main_ahead_of_time(model, cache, num_steps, size):
         prompt_ids, params, rng, num_steps, size, size, guidance, None, neg_prompt_ids, False
     ).compile()
     images = generate(prompt_ids, params, rng, guidance, None, neg_prompt_ids)
-    return to_pil(pipeline, images)
+    save(pipeline, images, output)
+
+
+def main(ahead_of_time, **flags):
+    (generate_ahead_of_time if ahead_of_time else generate)(**flags)
+
+
+if __name__ == "__main__":
+    run(main)

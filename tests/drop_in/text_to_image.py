@@ -3,18 +3,19 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
-from drop_in.common import BETAS, diffusion_loss, first, read_images, save, token_ids
+from common import BETAS, diffusion_loss, first, read_images, run, save, token_ids
+from diffusers import (
+    FlaxAutoencoderKL,
+    FlaxDDPMScheduler,
+    FlaxPNDMScheduler,
+    FlaxUNet2DConditionModel,
+)
 from flax.jax_utils import replicate, unreplicate
 from flax.training.common_utils import shard
 from flax.training.train_state import TrainState
-from transformers import CLIPTokenizer
-
-from diffusers_flax.models.clip import FlaxCLIPTextModel
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
+from transformers import CLIPTokenizer, FlaxCLIPTextModel
 
 
 def main(model, images, safety_checker, output, num_steps, dtype, from_pt, prediction_type):
@@ -26,10 +27,11 @@ def main(model, images, safety_checker, output, num_steps, dtype, from_pt, predi
         safety_checker: folder of PyTorch's safety checker.
         output: folder to write.
         num_steps: of training.
-        dtype: that the models compute in.
+        dtype: name of the type that the models compute in.
         from_pt: read PyTorch's .bin files.
         prediction_type: of the UNet.
     """
+    dtype = getattr(jnp, dtype)
     source = {"revision": None, "from_pt": from_pt}
     tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer", **source)
     text_encoder = FlaxCLIPTextModel.from_pretrained(
@@ -73,7 +75,7 @@ def main(model, images, safety_checker, output, num_steps, dtype, from_pt, predi
     losses = []
     for _ in range(num_steps):
         state, loss, rng = step(state, text_params, vae_params, shard(batch), rng)
-        losses.append(unreplicate(loss))
+        losses.append(float(unreplicate(loss)))
 
     params = {"text_encoder": text_params, "vae": vae_params, "unet": state.params}
     save(
@@ -87,3 +89,7 @@ def main(model, images, safety_checker, output, num_steps, dtype, from_pt, predi
         scheduler=FlaxPNDMScheduler(**BETAS, skip_prk_steps=True, prediction_type=prediction_type),
     )
     return losses
+
+
+if __name__ == "__main__":
+    run(main)

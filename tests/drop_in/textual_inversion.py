@@ -3,17 +3,17 @@
 import jax
 import jax.numpy as jnp
 import optax
-from drop_in.common import BETAS, diffusion_loss, first, read_images, save, token_ids
+from common import BETAS, diffusion_loss, first, read_images, run, save, token_ids
+from diffusers import (
+    FlaxAutoencoderKL,
+    FlaxDDPMScheduler,
+    FlaxPNDMScheduler,
+    FlaxUNet2DConditionModel,
+)
 from flax.jax_utils import replicate, unreplicate
 from flax.training.common_utils import shard
 from flax.training.train_state import TrainState
-from transformers import CLIPTokenizer
-
-from diffusers_flax.models.clip import FlaxCLIPTextModel
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
+from transformers import CLIPTokenizer, FlaxCLIPTextModel
 
 
 def table(params):
@@ -110,7 +110,7 @@ def main(model, images, safety_checker, output, placeholder, initializer, num_st
     losses = []
     for _ in range(num_steps):
         state, loss, rng = step(state, vae_params, unet_params, shard(batch), rng)
-        losses.append(unreplicate(loss))
+        losses.append(float(unreplicate(loss)))
 
     params = {"text_encoder": state.params, "vae": vae_params, "unet": unet_params}
     params = {name: first(tree) for name, tree in params.items()}
@@ -125,5 +125,9 @@ def main(model, images, safety_checker, output, placeholder, initializer, num_st
         scheduler=FlaxPNDMScheduler(**BETAS, skip_prk_steps=True),
     )
     embedding = table(params["text_encoder"])["embedding"][learned]
-    jnp.save(output / "learned_embeds.npy", {placeholder: embedding})
+    jnp.save(f"{output}/learned_embeds.npy", {placeholder: embedding})
     return losses
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,126 @@
+"""`pip install .` installs the library alone, and what it imports is what it depends on."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+
+import pytest
+from helpers import ROOT
+from tiny_models import make_tiny_pipeline
+
+import diffusers_flax
+
+LIBRARY = ROOT / "diffusers_flax"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_NEEDED = ("tyro", "wandb", "pyarrow", "orbax", "skimage", "matplotlib", "torch", "diffusers")
+
+
+def pip(*args):
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", *args], check=True)
+
+
+def distributions(requirements):
+    """Names of distributions in requirements such as ["jax>=0.10"], in one spelling."""
+    return {normal(re.match(r"[\w-]+", text)[0]) for text in requirements}
+
+
+def normal(name):
+    return name.lower().replace("_", "-")
+
+
+def imported_distributions():
+    """Distributions that the library imports, at the top of files and in functions."""
+    modules = set()
+    for file in LIBRARY.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(node.module.partition(".")[0])
+    modules -= {*sys.stdlib_module_names, "diffusers_flax"}
+    known = packages_distributions()
+    return {normal(name) for module in modules for name in known[module]}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the root, as setuptools writes beside what it builds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "copy"
+    copy.mkdir()
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, copy)
+        elif (path / "__init__.py").exists():
+            ignore = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(path, copy / path.name, ignore=ignore)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, copy)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_the_wheel_has_the_library_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    info = "diffusers_flax-" + PROJECT["version"] + ".dist-info/"
+    files = {str(file.relative_to(ROOT)) for file in LIBRARY.rglob("*.py")}
+    assert {name for name in names if not name.startswith(info)} == files
+
+
+def test_installed_library_makes_an_image_and_trains(wheel, tmp_path):
+    """The snippet of the README, with a tiny model and without the network or the clone."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (snippet,) = (snippet for snippet in snippets if "FlaxDDPMScheduler" in snippet)
+    blocked = f"import sys\nsys.modules.update(dict.fromkeys({NOT_NEEDED}))\n"
+    shown = "\nimport diffusers_flax\nprint(diffusers_flax.__file__, loss)\n"
+    (tmp_path / "snippet.py").write_text(blocked + snippet + shown)
+    model = re.search(r'^model = "(.*)"$', snippet, re.M)[1]
+    make_tiny_pipeline(tmp_path / model, in_channels=4, scheduler="pndm")
+    target = tmp_path / "site"
+    pip("install", "--no-deps", "--no-index", "--no-compile", "--target", target, wheel)
+    done = subprocess.run(
+        [sys.executable, "snippet.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    where, loss = done.stdout.split()
+    assert where == str(target / "diffusers_flax" / "__init__.py") and 0 < float(loss) < 10
+    assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_dependencies_are_the_imports():
+    needed, extras = PROJECT["dependencies"], PROJECT["optional-dependencies"]
+    assert imported_distributions() == distributions(needed) | distributions(
+        [*extras["torch"], *extras["captions"]]
+    )
+    scripts = (ROOT / "requirements.txt").read_text().splitlines()
+    for requirements in (needed, *extras.values()):
+        assert {*requirements} <= {*scripts}
+
+
+def test_every_name_is_in_its_module():
+    for name in diffusers_flax.__all__:
+        assert getattr(diffusers_flax, name).__name__ == name
+
+
+def test_import_takes_no_time():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import diffusers_flax"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    times = re.findall(r"\|\s+(\d+) \| +(\S+)$", done.stderr, re.MULTILINE)
+    assert times[-1][1] == "diffusers_flax" and int(times[-1][0]) < 300_000  # microseconds
+    assert not {"jax", "flax", "numpy", "transformers"} & {module for _, module in times}
