@@ -1,18 +1,19 @@
-"""README and docs: links, commands and their flags exist."""
+"""README and docs: links, commands, flags, files and names in snippets exist."""
 
+import ast
 import dataclasses
 import importlib
 import re
+import runpy
 
 import pytest
 from helpers import ROOT
 
 from benchmarks import tables
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-USERS_FILES = {"old_names.py"}  # files that a page tells users to write
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+(?:\n[^`\n]+)?`", re.MULTILINE | re.DOTALL)
 
 
@@ -67,16 +68,16 @@ def faults(text, folder):
             if rest and rest[0] not in targets:
                 yield f"make {rest[0]}: no such target"
             continue
+        if program == "python" and rest[:2] == ["-m", "diffusers_flax"]:
+            continue  # the script of a user, with its flags
         if program == "python" and rest[:1] == ["-m"]:
             rest = [rest[1].replace(".", "/") + ".py", *rest[2:]]
         files = [word for word in rest if re.fullmatch(r"[\w/-]+\.(py|sh)", word)]
-        if USERS_FILES & set(files):
-            continue
         if missing := [name for name in files if not (ROOT / name).exists()]:
             yield f"{' '.join(words)}: {', '.join(missing)} does not exist"
-        elif program == "python" and files:
+        elif files and program == "python" and (flags := re.findall(r"--\w+", " ".join(rest))):
             known = flags_of(files[0].replace("/", "."))
-            for flag in re.findall(r"--\w+", " ".join(rest)):
+            for flag in flags:
                 if flag not in known:
                     yield f"{files[0]} has no flag {flag}"
 
@@ -84,6 +85,33 @@ def faults(text, folder):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_commands(page):
     assert list(faults(page.read_text(), page.parent)) == []
+
+
+def missing_files(text):
+    """Files and folders of this project that code spans name and that do not exist."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    for span in CODE.findall(text):
+        for name in re.findall(r"(?<![\w./-])[a-z][\w./-]*", span.strip("`")):
+            is_ours = name.partition("/")[0] in folders - {"data"} and "output" not in name
+            is_pattern = re.search("[A-Z]{2}", name)
+            if is_ours and "/" in name and not is_pattern and not (ROOT / name).exists():
+                yield name
+
+
+def missing_imports(text):
+    """What the Python snippets import from this project and it does not have."""
+    ours = {path.stem for path in ROOT.iterdir()}
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        for node in ast.walk(ast.parse(snippet)):
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in ours:
+                module = importlib.import_module(node.module)
+                yield from (a.name for a in node.names if not hasattr(module, a.name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_imports(page):
+    text = page.read_text()
+    assert [*missing_files(text), *missing_imports(text)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -119,6 +147,12 @@ def test_faults_are_found():
 
 def test_readme_is_one_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len([*(ROOT / "docs").glob("*.md")]) <= 12
+
+
+def test_data_flow_is_drawn():
+    drawn = runpy.run_path(ROOT / "docs" / "draw_data_flow.py")
+    assert drawn["FILE"].read_text() == drawn["draw"]()
 
 
 def test_compiled_cells(monkeypatch):
