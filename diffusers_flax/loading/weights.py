@@ -250,7 +250,11 @@ def _read_safetensors(file):
 
 
 def _read_bin(file):
-    import torch  # seconds to import, and needed for .bin files only
+    try:
+        import torch  # seconds to import, and needed for .bin files only
+    except ImportError as error:
+        message = f"reading {file} needs PyTorch: pip install torch, or take .safetensors"
+        raise ImportError(message) from error
 
     # Files of PyTorch before 1.6 are not zip archives and cannot be mapped.
     tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))

@@ -15,6 +15,7 @@ from helpers import ROOT
 from tiny_models import make_tiny_pipeline
 
 import diffusers_flax
+from diffusers_flax.loading.weights import read_weights
 
 LIBRARY = ROOT / "diffusers_flax"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -96,6 +97,12 @@ def test_installed_library_makes_an_image_and_trains(wheel, tmp_path):
     where, loss = done.stdout.split()
     assert where == str(target / "diffusers_flax" / "__init__.py") and 0 < float(loss) < 10
     assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_bin_files_name_what_they_need(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"model\.bin needs PyTorch: pip install torch"):
+        list(read_weights(tmp_path / "model.bin"))
 
 
 def test_dependencies_are_the_imports():
