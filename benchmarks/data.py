@@ -43,14 +43,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from benchmarks.harness import (
-    command_line,
-    describe_machine,
-    read_rows,
-    report,
-    rows_of,
-    write_rows,
-)
+from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_benchmark, write_rows
 from dataloading.pairs import SCHEMA
 from dataloading.shards import (
     Pair,
@@ -431,7 +424,7 @@ def summarize(rounds: list[dict]) -> tuple[dict, dict]:
     return methods, ratios
 
 
-def format_table(results: dict) -> str:
+def format_methods(results: dict) -> str:
     """The figures as Markdown: medians, and least to largest of the ratios."""
     lines = [
         "| | " + " | ".join(f"pairs/s, {t} thread{'s'[: t - 1]}" for t in THREADS)
@@ -576,14 +569,14 @@ def run(config: Config) -> None:
     """Measure, write, print."""
     rows, machine = bench(config)
     results = write_rows(rows, machine, config.output)
-    report(format_table(results), config.output)
+    report(format_methods(results), config.output)
     if datasets is None:
         print("`datasets` was not measured: pip install datasets")
 
 
 def main(args=None):
     """Command line."""
-    command_line({Config: run}, __doc__, args)
+    run_benchmark({Config: run}, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import flax_train_instruct_pix2pix as trainer
-from benchmarks.harness import (
+from benchmarks.harness import in_new_process
+from benchmarks.rows import (
     ROOT,
-    command_line,
     describe_machine,
-    in_new_process,
     read_rows,
     report,
     rows_of,
+    run_benchmark,
     write_rows,
 )
 from demo.evaluate import load_edits, measure, read_edits, read_image
@@ -612,7 +612,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    command_line({Config: run}, __doc__, args)
+    run_benchmark({Config: run}, __doc__, args)
 
 
 if __name__ == "__main__":

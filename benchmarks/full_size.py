@@ -45,17 +45,7 @@ import jax
 import numpy as np
 
 from benchmarks.data import load_photographs, make_shards
-from benchmarks.harness import (
-    GIB,
-    ROOT,
-    command_line,
-    describe_machine,
-    in_new_process,
-    read_rows,
-    report,
-    rows_of,
-    write_rows,
-)
+from benchmarks.harness import in_new_process
 from benchmarks.random_models import (
     END_OF_TEXT,
     TEXT_ENCODER,
@@ -65,6 +55,16 @@ from benchmarks.random_models import (
     make_pipeline,
     make_xl_pipeline,
     write_pipeline,
+)
+from benchmarks.rows import (
+    GIB,
+    ROOT,
+    describe_machine,
+    read_rows,
+    report,
+    rows_of,
+    run_benchmark,
+    write_rows,
 )
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule
 
@@ -378,7 +378,7 @@ SUBCOMMANDS = {Commands: run_commands, Starts: run_starts}
 
 def main(args=None):
     """Command line."""
-    command_line(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

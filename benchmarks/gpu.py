@@ -52,25 +52,20 @@ from benchmarks.gpu_pytorch import (
     torch_unet,
 )
 from benchmarks.harness import (
-    PACKAGES,
     PROMPT,
     SCALES,
     can_compile,
     check_config,
-    command_line,
-    describe_machine,
     find_device,
-    format_table,
+    format_contenders,
     in_new_process,
     make_row,
-    psnr_cell,
     psnr_db,
-    report,
     summarize,
     time_in_this_process,
-    write_rows,
 )
 from benchmarks.random_models import make_pipeline, make_xl_pipeline
+from benchmarks.rows import PACKAGES, describe_machine, psnr_cell, report, run_benchmark, write_rows
 from benchmarks.unet import Case, count_flops, make_inputs
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.messages import one_line
@@ -571,7 +566,7 @@ def measure_all(config, names, folder, sources, machine, device):
         say(f"agreement is left out: {reason}")
         failed.append("agreement")
     elif agreement:
-        cells = {name: psnr_cell({"psnr": x}) or "equal" for name, x in agreement.value.items()}
+        cells = {name: psnr_cell(x, "equal") for name, x in agreement.value.items()}
         write_rows({f"{kind} agreement": {"psnr": agreement.value}}, machine, config.output)
         say(f"agreement with the CPU: {', '.join(f'{k} {v}' for k, v in cells.items())}")
     return failed, any(x.thread.is_alive() for x in waiting)
@@ -599,7 +594,7 @@ def run(config):
             sources = {name: str(folder / name) for name in sources}
         failed, busy = measure_all(config, names, folder / "sd15", sources, machine, device)
     say("done")
-    report(format_table(write_rows({}, machine, config.output)), config.output)
+    report(format_contenders(write_rows({}, machine, config.output)), config.output)
     if failed:
         failed = ", ".join(dict.fromkeys(failed))
         print(f"error: not all of {failed} is measured; the lines above say why", file=sys.stderr)
@@ -612,7 +607,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    command_line({Config: run}, __doc__, args)
+    run_benchmark({Config: run}, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,19 @@
-"""Common to the benchmarks: alternating measurements of contenders, results files, command lines.
+"""Measurements of contenders that alternate in one run.
 
-`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}; families.json has those
-of demo/compare_families.py. Every row has "command" and "machine". The rows of contenders also have
-"device", "case", "work", "batch_size", "dtype", "flops" of a pass (of its UNet),
-"peak_flops_per_second", "seconds" {contender: [of a pass, per round]}, "first_seconds" {contender:
-[until the first result]} and "summary".
+Rows of contenders have "device", "case", "work", "batch_size", "dtype", "flops" of a pass (of its
+UNet), "peak_flops_per_second", "seconds" {contender: [of a pass, per round]}, "first_seconds"
+{contender: [until the first result]} and "summary".
 """
 
-import functools
-import json
 import math
-import operator
 import os
-import platform
-import shlex
 import shutil
 import statistics
-import sys
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from importlib.metadata import version
 from multiprocessing import get_context
-from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
 
@@ -34,16 +23,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from command_line import run_main
+from benchmarks.rows import markdown_table, read_rows, report, write_rows
 from diffusers_flax.parameters import replace_leaves
-from tpu.programs import check_compiler
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
-GIB = 2**30
 PROMPT = "invert the colors"
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}  # of edits
-
 
 # The accelerations that are compared, of edits and of SDXL images; None where one does not apply.
 ACCELERATIONS = {
@@ -70,144 +54,10 @@ ACCELERATIONS = {
 }
 
 
-# Command line and results
-
-
-def command_line(subcommands, description, args=None):
-    """Parse the flags, check that --output can be written, and run.
-
-    Args:
-        subcommands: {dataclass of the flags: function of the config}; several are subcommands.
-        description: for --help.
-        args: the flags; None takes those of this process.
-    """
-
-    def work(config):
-        check_output(config.output)
-        subcommands[type(config)](config)
-
-    run_main(
-        functools.reduce(operator.or_, subcommands),
-        description,
-        work,
-        args,
-        interrupted="the rows written so far are kept",
-    )
-
-
-def check_output(output):
-    """Raise a ValueError, before anything is measured, if a file cannot be written."""
-    folder = Path(output).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
-
-
-def this_command():
-    """The command of this process, a module of benchmarks/ or a script of demo/."""
-    program = Path(sys.argv[0])
-    words = ["-m", f"benchmarks.{program.stem}"]
-    if program.resolve().parent.name == "demo":
-        words = [f"demo/{program.name}"]
-    return shlex.join(["python", *words, *sys.argv[1:]])
-
-
-def describe_machine(packages=PACKAGES):
-    """CPU, memory, load and versions of packages, for the row."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    machine = {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in packages},
-        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
-    }
-    if machine["load_before"] > machine["cores"] / 2:
-        print(
-            f"warning: other work (load {machine['load_before']:.1f} on {machine['cores']} cores) "
-            "slows down some contenders more than others",
-            file=sys.stderr,
-        )
-    return machine
-
-
-def read_rows(output):
-    """The rows of a results file, {case: row}; {} if the file does not exist.
-
-    Raises:
-        ValueError: the file is damaged or not a results file.
-    """
-    output = Path(output)
-    try:
-        rows = json.loads(output.read_text()) if output.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--output {output} cannot be read ({error}); name another") from error
-    values = rows.values() if isinstance(rows, dict) else [None]
-    if not all(isinstance(row, dict) and "command" in row for row in values):
-        raise ValueError(f"--output {output} is not a results file; name another")
-    return rows
-
-
-def describe_compiler():
-    """describe_machine with the TPU's compiler; a ValueError if that is not installed."""
-    check_compiler()
-    return describe_machine(("jax", "jaxlib", "libtpu"))
-
-
-def write_rows(rows, machine, output):
-    """Write rows into a results file, next to the rows of other cases.
-
-    Args:
-        rows: {case: dict}.
-        machine: describe_machine(), called before they were measured.
-        output: the file.
-
-    Returns:
-        All rows of the file.
-    """
-    output = Path(output)
-    origin = {"command": this_command(), "machine": machine}
-    results = read_rows(output) | {case: row | origin for case, row in rows.items()}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(output)
-    return results
-
-
 def psnr_db(images, others):
     """PSNR of all pixels of float images in [0, 1], dB; None: they are equal."""
     error = np.mean(np.square(images - others))
     return -10 * math.log10(error) if error else None
-
-
-def psnr_cell(row):
-    """The PSNR of a row of quality or text to image; empty if the images are equal."""
-    return "" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
-
-
-def report(table, output):
-    """Print the table of a results file."""
-    print(f"\n{table}\n\nwrote {output}")
-
-
-def rows_of(results, kind):
-    """{name: row} of the rows whose case is "KIND NAME"."""
-    prefix = f"{kind} "
-    return {
-        case.removeprefix(prefix): row for case, row in results.items() if case.startswith(prefix)
-    }
-
-
-# Alternating measurements of contenders
 
 
 def in_new_process(function, *args):
@@ -431,25 +281,29 @@ def check_config(config, *names):
     read_rows(config.output)
 
 
-def format_table(results):
-    """Rows as Markdown."""
-    lines = [
-        "| device | case | batch | | s | samples/s | of the peak | first, s | ours times as fast |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def format_contenders(results):
+    """Markdown of the rows of contenders."""
+    lines = []
     for row in results.values():
-        if "summary" not in row:
-            continue
-        for name, figures in row["summary"].items():
+        for name, figures in row.get("summary", {}).items():
             low, high = figures["ours_times_as_fast_range"]
             ratio = f"{figures['ours_times_as_fast']:.2f} ({low:.2f}-{high:.2f})"
             rate = figures["samples_per_second"]
             lines.append(
-                f"| {row['device']} | {row['case']} {row['work']} | {row['batch_size']} | {name} "
-                f"| {row['batch_size'] / rate:.3g} | {rate:.3g} | {figures['peak_share']:.0%} | "
-                f"{figures['first_seconds']:.1f} | {'1' if name == 'ours' else ratio} |"
+                [
+                    row["device"],
+                    f"{row['case']} {row['work']}",
+                    str(row["batch_size"]),
+                    name,
+                    f"{row['batch_size'] / rate:.3g}",
+                    f"{rate:.3g}",
+                    f"{figures['peak_share']:.0%}",
+                    f"{figures['first_seconds']:.1f}",
+                    "1" if name == "ours" else ratio,
+                ]
             )
-    return "\n".join(lines)
+    header = "device | case | batch | | s | samples/s | of the peak | first, s"
+    return markdown_table(f"{header} | ours times as fast", lines)
 
 
 def write_contenders(rows, machine, output):
@@ -464,4 +318,4 @@ def write_contenders(rows, machine, output):
         case = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
         row |= {"device": kind, "summary": summarize(row)}
         results = write_rows({case: row}, machine, output)
-    report(format_table(results), output)
+    report(format_contenders(results), output)

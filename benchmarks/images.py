@@ -47,27 +47,19 @@ from tqdm import tqdm
 
 from benchmarks.harness import (
     ACCELERATIONS,
-    PACKAGES,
     PROMPT,
-    ROOT,
     SCALES,
     check_config,
-    command_line,
     contenders_on,
-    describe_machine,
     find_device,
     in_new_process,
     make_row,
     on_device,
-    psnr_cell,
     psnr_db,
-    report,
-    rows_of,
     time_in_this_process,
     time_in_turn,
     torch_pipeline,
     write_contenders,
-    write_rows,
 )
 from benchmarks.random_models import (
     END_OF_TEXT,
@@ -75,6 +67,16 @@ from benchmarks.random_models import (
     VAE,
     make_pipeline,
     write_pipeline,
+)
+from benchmarks.rows import (
+    PACKAGES,
+    ROOT,
+    describe_machine,
+    psnr_cell,
+    report,
+    rows_of,
+    run_benchmark,
+    write_rows,
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
 from demo.evaluate import load_edits, measure, read_edits
@@ -498,11 +500,11 @@ def format_quality(results):
     lines = ["| | PSNR | edit_error_ratio | instruction_accuracy |", "|---|---|---|---|"]
     for name, row in rows_of(results, "quality").items():
         lines.append(
-            f"| {name} | {psnr_cell(row)} | {row['edit_error_ratio']:.3f} | "
+            f"| {name} | {psnr_cell(row['psnr'])} | {row['edit_error_ratio']:.3f} | "
             f"{row['instruction_accuracy']:.3f} |"
         )
     for name, row in rows_of(results, "text to image").items():
-        lines.append(f"| text to image, {name} | {psnr_cell(row)} | | |")
+        lines.append(f"| text to image, {name} | {psnr_cell(row['psnr'])} | | |")
     return "\n".join(lines)
 
 
@@ -516,7 +518,7 @@ SUBCOMMANDS = {
 
 def main(args=None):
     """Command line."""
-    command_line(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -24,16 +24,14 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.harness import (
-    PACKAGES,
     check_config,
-    command_line,
-    describe_machine,
     find_device,
     make_row,
     synchronize,
     time_in_this_process,
     write_contenders,
 )
+from benchmarks.rows import PACKAGES, describe_machine, run_benchmark
 from diffusers_flax.models.attention import attention, plain_operations
 from diffusers_flax.models.convolution import convolve
 
@@ -170,7 +168,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    command_line({Config: run}, __doc__, args)
+    run_benchmark({Config: run}, __doc__, args)
 
 
 if __name__ == "__main__":

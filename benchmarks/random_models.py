@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 
-from benchmarks.harness import ROOT
+from benchmarks.rows import ROOT
 from diffusers_flax.loading.files import write_json
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule

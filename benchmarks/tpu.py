@@ -40,16 +40,16 @@ import jax.numpy as jnp
 import tyro
 from tqdm import tqdm
 
-from benchmarks.harness import (
-    ACCELERATIONS,
+from benchmarks.harness import ACCELERATIONS
+from benchmarks.rows import (
     GIB,
     ROOT,
-    command_line,
     describe_compiler,
     describe_machine,
     read_rows,
     report,
     rows_of,
+    run_benchmark,
     write_rows,
 )
 from diffusers_flax.loading.files import read_json
@@ -417,7 +417,7 @@ SUBCOMMANDS = {
 
 def main(args=None):
     """Command line."""
-    command_line(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

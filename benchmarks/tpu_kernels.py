@@ -27,14 +27,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from tqdm import tqdm
 
-from benchmarks.harness import (
-    command_line,
-    describe_compiler,
-    read_rows,
-    report,
-    rows_of,
-    write_rows,
-)
+from benchmarks.rows import describe_compiler, read_rows, report, rows_of, run_benchmark, write_rows
 from diffusers_flax.models.blocks import Attention as AttentionLayer
 from diffusers_flax.models.convolution import shifted_matmuls, xla_convolve
 from diffusers_flax.models.quantization import int8_layer
@@ -258,7 +251,7 @@ SUBCOMMANDS = {Attention: run_attention, Convolution: run_convolution}
 
 def main(args=None):
     """Command line."""
-    command_line(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

@@ -46,24 +46,26 @@ from transformers import CLIPTextModel
 import flax_train_instruct_pix2pix as trainer
 import tpu_compile
 from benchmarks.harness import (
-    GIB,
-    PACKAGES,
     check_config,
-    command_line,
     contenders_on,
-    describe_machine,
     find_device,
     in_new_process,
     make_row,
-    read_rows,
-    report,
-    rows_of,
     synchronize,
     time_in_turn,
     write_contenders,
-    write_rows,
 )
 from benchmarks.random_models import END_OF_TEXT, TINY_UNET, make_pipeline
+from benchmarks.rows import (
+    GIB,
+    PACKAGES,
+    describe_machine,
+    read_rows,
+    report,
+    rows_of,
+    run_benchmark,
+    write_rows,
+)
 from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inputs
 from tpu.programs import find_slice, slice_devices
 from tpu.programs import measure as measure_program
@@ -353,7 +355,7 @@ SUBCOMMANDS = {Step: run_step, Memory: run_memory}
 
 def main(args=None):
     """Command line."""
-    command_line(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

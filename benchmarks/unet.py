@@ -38,22 +38,24 @@ from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import (
-    PACKAGES,
     can_compile,
     check_config,
-    command_line,
-    describe_machine,
     find_device,
     make_row,
-    read_rows,
-    report,
-    rows_of,
     synchronize,
     time_in_this_process,
     write_contenders,
-    write_rows,
 )
 from benchmarks.random_models import SD15, TINY_UNET
+from benchmarks.rows import (
+    PACKAGES,
+    describe_machine,
+    read_rows,
+    report,
+    rows_of,
+    run_benchmark,
+    write_rows,
+)
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
@@ -351,7 +353,7 @@ SUBCOMMANDS = {Time: run_time, Profile: run_profile}
 
 def main(args=None):
     """Command line."""
-    command_line(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, __doc__, args)
 
 
 if __name__ == "__main__":

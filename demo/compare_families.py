@@ -68,7 +68,7 @@ class Config:
 
 def check_config(config):
     """Raise a ValueError for invalid flags; evaluate_edits.py checks the scales."""
-    from benchmarks.harness import check_output, read_rows  # seconds to import
+    from benchmarks.rows import check_output, read_rows
 
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
         given = " ".join(map(str, config.seeds))
@@ -340,7 +340,7 @@ def save_images(config, curves):
 
 def run(config):
     """Train, measure, write."""
-    from benchmarks.harness import describe_machine, write_rows
+    from benchmarks.rows import describe_machine, write_rows
 
     check_config(config)
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"  # XLA runs small operations on one core per device

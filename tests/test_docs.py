@@ -10,6 +10,7 @@ import pytest
 from helpers import ROOT
 
 from benchmarks import tables
+from benchmarks.tables.tpu import compiled_cells, compiled_row
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -71,7 +72,9 @@ def faults(text, folder):
         if program == "python" and rest[:2] == ["-m", "diffusers_flax"]:
             continue  # the script of a user, with its flags
         if program == "python" and rest[:1] == ["-m"]:
-            rest = [rest[1].replace(".", "/") + ".py", *rest[2:]]
+            module = ROOT / rest[1].replace(".", "/")
+            file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+            rest = [str(file.relative_to(ROOT)), *rest[2:]]
         files = [word for word in rest if re.fullmatch(r"[\w/-]+\.(py|sh)", word)]
         if missing := [name for name in files if not (ROOT / name).exists()]:
             yield f"{' '.join(words)}: {', '.join(missing)} does not exist"
@@ -158,18 +161,18 @@ def test_data_flow_is_drawn():
 def test_compiled_cells(monkeypatch):
     """The row of XLA's highest level; the least time of FLOPs, and of O0's traffic if longer."""
     row = {"tpu": "v5e-1", "memory_total": 2**31, "flops": 197e12, "int8_flops": 0, "flags": {}}
-    cells = tables.compiled_cells(row | {"hbm_bytes": 1.64e12})
+    cells = compiled_cells(row | {"hbm_bytes": 1.64e12})
     assert cells == ["2.0", "1640 GB", "2 s"]
     row["flags"] = {"optimization_level": "O0"}
-    assert tables.compiled_cells(row | {"hbm_bytes": 1.64e12})[1:] == ["< 1640 GB", "1 to 2 s"]
-    assert tables.compiled_cells(row | {"hbm_bytes": 0.5e12})[1:] == ["< 500 GB", "1 s"]
-    assert tables.compiled_cells({"tpu": "v5e-1", "memory_total": 2**40})[0] == "does not fit"
-    assert tables.compiled_cells(None) == [""] * 3
+    assert compiled_cells(row | {"hbm_bytes": 1.64e12})[1:] == ["< 1640 GB", "1 to 2 s"]
+    assert compiled_cells(row | {"hbm_bytes": 0.5e12})[1:] == ["< 500 GB", "1 s"]
+    assert compiled_cells({"tpu": "v5e-1", "memory_total": 2**40})[0] == "does not fit"
+    assert compiled_cells(None) == [""] * 3
 
     cases = [f"program v5e-1 edit, plain{level}" for level in (" O0", " O1", "")]
     found = {}
-    monkeypatch.setattr(tables, "rows", lambda name: found)
-    assert tables.compiled_row("v5e-1", "edit, plain") is None
+    monkeypatch.setattr(tables.tpu, "results", lambda name: found)
+    assert compiled_row("v5e-1", "edit, plain") is None
     for case in cases:
         found[case] = case
-        assert tables.compiled_row("v5e-1", "edit, plain") == case
+        assert compiled_row("v5e-1", "edit, plain") == case

@@ -28,7 +28,7 @@ from benchmarks.data import (
     summarize,
     torch_rows,
 )
-from benchmarks.harness import rows_of
+from benchmarks.rows import rows_of
 from dataloading.shards import decode_pair
 
 NUM_ROWS = 2 * BATCH_SIZE

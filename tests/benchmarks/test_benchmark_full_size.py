@@ -23,8 +23,8 @@ from helpers import ROOT
 
 from benchmarks import full_size
 from benchmarks.full_size import run_command
-from benchmarks.harness import rows_of
 from benchmarks.random_models import TEXT_ENCODER, UNET, VAE
+from benchmarks.rows import rows_of
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 

@@ -10,7 +10,8 @@ import pytest
 from helpers import ROOT
 
 from benchmarks import data, ema, full_size, images, train, unet
-from benchmarks.harness import in_new_process, in_turn, read_rows, rows_of, summarize, write_rows
+from benchmarks.harness import in_new_process, in_turn, summarize
+from benchmarks.rows import read_rows, rows_of, write_rows
 
 
 def test_summary_by_hand():

@@ -1,0 +1,58 @@
+"""The tables of README and docs/, from the results files.
+
+    python -m benchmarks.tables
+
+writes them into the pages. All results files are written by benchmarks, apart from demo.json: it
+has the figures of the demo's summary.json and of the tables that evaluate_edits.py prints.
+
+README or a page of docs/ marks the place of a table with the lines `<!-- results: NAME -->` and
+`<!-- end of results -->`; NAME is a key of TABLES. tests/test_docs.py compares the pages with the
+results files.
+"""
+
+import re
+from functools import partial
+
+from benchmarks.tables import quality, readme, speed, tpu
+
+PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
+
+TABLES = {
+    "results": readme.results_table,
+    "bounds": readme.bounds_table,
+    "pytorch": speed.pytorch_table,
+    "first_steps": speed.first_steps_table,
+    "operations": speed.operations_table,
+    "profile": speed.profile_table,
+    "gpu": speed.gpu_table,
+    "gpu_plan": speed.gpu_plan_table,
+    "full_size": speed.full_size_table,
+    "full_size_xl": speed.full_size_xl_table,
+    "start": speed.start_table,
+    "data": speed.data_table,
+    "ema_cost": speed.ema_cost_table,
+    "demo": quality.demo_table,
+    "demo_evaluation": quality.demo_evaluation_table,
+    "ema_quality": quality.ema_table,
+    "families": quality.families_table,
+    "families_models": quality.families_models_table,
+    "acceleration_quality": quality.acceleration_table,
+    "text_to_image": quality.text_to_image_table,
+    "distillation": quality.distillation_table,
+    "tpu_recipes": tpu.recipes_table,
+    "tpu_train": tpu.train_table,
+    "tpu_sdxl": tpu.sdxl_table,
+    "tpu_unet": tpu.unet_table,
+    "gpu_memory": tpu.gpu_memory_table,
+    "attention": tpu.attention_table,
+    "convolution": tpu.convolution_table,
+    "options": tpu.options_table,
+    "acceleration_flops": tpu.acceleration_flops_table,
+    "acceleration_tpu_sdxl": partial(tpu.acceleration_table, "sdxl"),
+    "acceleration_tpu_edit": partial(tpu.acceleration_table, "edit"),
+}
+
+
+def fill(page: str) -> str:
+    """A page with the tables of the results files."""
+    return PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[4]}", page)

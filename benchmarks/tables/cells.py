@@ -1,0 +1,59 @@
+"""What the tables have in common: rows of results, cells."""
+
+import statistics
+from functools import cache
+
+from benchmarks.rows import GIB, ROOT, read_rows
+
+# Of a v5e chip's peak in bfloat16: SDXL, 20 steps, by the classes that diffusers 0.40 removed.
+MEASURED_SHARE = 0.61
+
+
+@cache
+def results(name: str) -> dict:
+    """The rows of benchmarks/results/NAME.json."""
+    return read_rows(ROOT / "benchmarks" / "results" / f"{name}.json")
+
+
+def seconds(value: float) -> str:
+    """A time with three digits."""
+    return f"{value:.3g} s"
+
+
+def spread(low: float, middle: float, high: float, digits: int = 2) -> str:
+    """A middle value, such as the median, and the range."""
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def median_spread(figures: dict, digits: int = 2) -> str:
+    """The median and the range of a measure's figures."""
+    return spread(figures["min"], figures["median"], figures["max"], digits)
+
+
+def mean_spread(figures: dict, digits: int) -> str:
+    """The mean and the range of a measure's figures."""
+    return spread(figures["min"], figures["mean"], figures["max"], digits)
+
+
+def edit_cells(row: dict, digits: int = 3) -> list[str]:
+    """Error and accuracy of edits."""
+    return [f"{row[x]:.{digits}f}" for x in ("edit_error_ratio", "instruction_accuracy")]
+
+
+def memory_cell(row: dict) -> str:
+    """GiB of a program and of the chip."""
+    return f"{row['memory_total'] / GIB:.1f} of {row['memory_usable'] / GIB:.2f}"
+
+
+def middle_start(kind: str) -> dict:
+    """Of the starts of a kind, the one with the median time."""
+    starts = results("full_size")[f"start sd15 {kind}"]["starts"]
+    return sorted(starts, key=lambda start: start["seconds"])[len(starts) // 2]
+
+
+def median_ratio(row: dict, contender: str, ours: str = "ours") -> str:
+    """The median time of a contender over that of ours; empty if it was not measured."""
+    if contender not in row["seconds"]:
+        return ""
+    theirs, mine = (statistics.median(row["seconds"][name]) for name in (contender, ours))
+    return f"{theirs / mine:.2f}"

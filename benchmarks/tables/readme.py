@@ -1,0 +1,89 @@
+"""README's tables: what was measured, and what a TPU can do at best."""
+
+from benchmarks.rows import markdown_table
+from benchmarks.tables.cells import MEASURED_SHARE, middle_start, results, seconds
+
+
+def to_pytorch(name: str, case: str) -> str:
+    """The speed of ours, in eager PyTorch's."""
+    ratio = results(name)[case]["summary"]["torch eager"]["ours_times_as_fast"]
+    return f"{ratio:.2f} times as fast"
+
+
+def to_datasets() -> str:
+    """The speed of the data loader, in that of Hugging Face's."""
+    summary = results("data")["ratio ours/datasets"]["summary"]
+    ratios = [figure["median"] for threads in summary.values() for figure in threads.values()]
+    return f"{min(ratios):.1f} to {max(ratios):.1f} times as fast"
+
+
+def loading() -> str:
+    """Seconds of loading an executable, and of compiling it."""
+    names = ("AOT, executable kept", "AOT, first start")
+    loads, compiles = (middle_start(name)["compile_seconds"] for name in names)
+    return f"{loads:.2f} s instead of {compiles:.2f} s"
+
+
+def with_average() -> str:
+    """The edit error with an average of the weights and without."""
+    summary = results("ema")["quality constant"]["summary"]
+    late, none = (summary[x]["edit_error_ratio"]["median"] for x in ("late 20%", "none"))
+    return f"{late:.2f}; {none:.2f} without"
+
+
+def results_table() -> str:
+    """Measured results, each with its command."""
+    demo = results("demo")["fine-tuned, guidance 2 and 1.2"]
+    right = round(demo["instruction_accuracy"] * demo["num_edits"])
+    edit = "cpu sd15_256 edit, 20 steps 1"
+    lines = [
+        (
+            "demo: edit error, copying the input is 1",
+            f"{demo['edit_error_ratio']:.2f}",
+            "make demo",
+        ),
+        (
+            "demo: results nearest to the true edit of their instruction",
+            f"{right} of {demo['num_edits']}",
+            "make demo",
+        ),
+        (
+            "edit, 20 steps, two CPU cores, to PyTorch",
+            to_pytorch("images", edit),
+            results("images")[edit]["command"],
+        ),
+        (
+            "UNet and gradient, two CPU cores, to PyTorch",
+            to_pytorch("unet", "cpu sd15_256 gradient 2"),
+            "python -m benchmarks.unet time --cases sd15_256 --rounds 4",
+        ),
+        (
+            "data loader, to Hugging Face `datasets`",
+            to_datasets(),
+            "python -m benchmarks.data --output data.json",
+        ),
+        (
+            "SDXL executable, loading instead of compiling",
+            loading(),
+            "python -m benchmarks.full_size starts --rounds 3",
+        ),
+        (
+            "EMA over the last fifth of a run: edit error",
+            with_average(),
+            "python -m benchmarks.ema --parts quality",
+        ),
+    ]
+    lines = [[title, result, f"`{command}`"] for title, result, command in lines]
+    return markdown_table("| result | command", lines)
+
+
+def bounds_table() -> str:
+    """Bounds for TPUs, with the time at the share of the peak that was measured once."""
+    lines = []
+    for title, name in (
+        ("SDXL image, 1024 pixels, 20 steps", "plain"),
+        ("the same with DeepCache and guidance in half of the steps", "deepcache 2, guidance"),
+    ):
+        bound = results("tpu")[f"acceleration sdxl, {name}"]["seconds"]["v5e"]
+        lines.append([title, seconds(bound), seconds(bound / MEASURED_SHARE)])
+    return markdown_table(f"| at the chip's peak | at {MEASURED_SHARE:.0%} of it", lines)

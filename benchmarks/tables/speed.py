@@ -1,0 +1,232 @@
+"""Tables of measured speed and memory."""
+
+import statistics
+
+from benchmarks.gpu import PLANS
+from benchmarks.rows import markdown_table, psnr_cell
+from benchmarks.tables.cells import (
+    median_ratio,
+    median_spread,
+    middle_start,
+    results,
+    seconds,
+    spread,
+)
+
+EDIT = ("images", "cpu sd15_256 edit, 20 steps 1")
+SDXL_IMAGE = ("images", "cpu sdxl_256 images, 4 steps 1")
+STEP = ("train", "cpu sd15_256 optimizer step 2")
+PYTORCH_ROWS = (  # title, results file, case, contender
+    ("UNet, two samples", "unet", "cpu sd15_256 forward 2", "ours"),
+    ("UNet and its gradient, two samples", "unet", "cpu sd15_256 gradient 2", "ours"),
+    ("UNet, 512 pixels, one sample", "unet", "cpu sd15_512 forward 1", "ours"),
+    ("UNet and its gradient, 512 pixels", "unet", "cpu sd15_512 gradient 1", "ours"),
+    ("optimizer step, two pairs", *STEP, "ours"),
+    ("the same, `--cache_latents`", *STEP, "ours, latents cached"),
+    ("edit, 20 steps, one image", *EDIT, "ours"),
+    ("SDXL, 4 steps, one image", *SDXL_IMAGE, "ours"),
+)
+
+
+def pytorch_table() -> str:
+    """Ours and eager PyTorch, alternating in one run."""
+    lines = []
+    for title, name, case, ours in PYTORCH_ROWS:
+        row = results(name)[case]
+        summary, batch_size = row["summary"], row["batch_size"]
+        theirs, to_theirs = summary["torch eager"], ["", ""]
+        if ours == "ours":
+            low, high = theirs["ours_times_as_fast_range"]
+            to_theirs = [
+                seconds(batch_size / theirs["samples_per_second"]),
+                spread(low, theirs["ours_times_as_fast"], high),
+            ]
+        lines.append(
+            [
+                title,
+                str(len(row["seconds"][ours])),
+                seconds(batch_size / summary[ours]["samples_per_second"]),
+                f"{summary[ours]['peak_share']:.0%}",
+                *to_theirs,
+            ]
+        )
+    return markdown_table("| rounds | ours | of the peak | PyTorch | speed-up", lines)
+
+
+def first_steps_table() -> str:
+    """From the start of a process to the end of the first step, edit or image."""
+    lines = []
+    for title, name, case in (
+        ("optimizer step, two pairs", *STEP),
+        ("edit, 20 steps", *EDIT),
+        ("SDXL image, 4 steps", *SDXL_IMAGE),
+    ):
+        summary = results(name)[case]["summary"]
+        found = [summary[x]["first_seconds"] for x in ("torch eager", "ours")]
+        lines.append([title, *(f"{x:.0f} s" for x in found)])
+    return markdown_table("to the end of the first | PyTorch | ours", lines)
+
+
+def operation_cell(name: str, work: str, contenders: tuple[str, ...]) -> str:
+    """The factor by which ours is faster than the fastest of the contenders that were measured."""
+    summary = results("operations")[f"cpu {name} {work} 2"]["summary"]
+    found = [summary[x]["ours_times_as_fast"] for x in contenders if x in summary]
+    return f"{min(found):.2f}" if found else ""
+
+
+def operations_table() -> str:
+    """The factors by which ours is faster than XLA's operation and PyTorch's faster layout."""
+    kinds = (("xla",), ("torch eager", "torch channels_last"))
+    lines = [
+        [title, *(operation_cell(name, w, c) for c in kinds for w in ("forward", "gradient"))]
+        for title, name in (
+            ("3x3 convolution, 32x32 positions, 320 channels", "conv_32"),
+            ("3x3 convolution, 16x16 positions, 640 channels", "conv_16"),
+            ("3x3 convolution, 8x8 positions, 1280 channels", "conv_8"),
+            ("matmul, 1024 positions, 320 to 2560 channels", "dense_1024"),
+            ("self-attention, 1024 positions, 8 heads of 40", "self_attention_1024"),
+            ("attention to 77 tokens of text", "text_attention_1024"),
+        )
+    ]
+    header = "| XLA: forward | with gradients | PyTorch: forward | with gradients"
+    return markdown_table(header, lines)
+
+
+def profile_table() -> str:
+    """Seconds of the UNet by kind of operation."""
+    kinds = ("convolutions", "matmuls", "attention", "norms", "other")
+    lines = []
+    for work, title in (("forward", "forward"), ("gradient", "with gradient")):
+        for name, whose in (("ours", "ours"), ("torch eager", "PyTorch")):
+            times = results("unet")[f"profile {work} {name}"]["seconds_by_kind"]
+            figures = [*(times[kind] for kind in kinds), sum(times.values())]
+            lines.append([title, whose, *(f"{x:.2f}" for x in figures)])
+    return markdown_table(f"| | {' | '.join(kinds)} | all", lines)
+
+
+def gpu_plan_table() -> str:
+    """The plan of benchmarks/gpu.py."""
+    lines = [
+        [f"`{name}`", *(f"{x:.0f} s" if x else "" for x in plan)] for name, plan in PLANS.items()
+    ]
+    return markdown_table("row | XLA compiles | `torch.compile` | measurement", lines)
+
+
+def gpu_lines(case: str, row: dict) -> list[list[str]]:
+    """The lines of a row of benchmarks/gpu.py: ours, and the accelerated image."""
+    lines = []
+    for name in [x for x in row["seconds"] if x.startswith("ours")]:
+        middle = statistics.median(row["seconds"][name])
+        lines.append(
+            [
+                f"{case}{name.removeprefix('ours')}",
+                seconds(middle),
+                f"{row['batch_size'] / middle:.3g}",
+                f"{row['summary'][name]['peak_share']:.0%}" if name == "ours" else "",
+                *(median_ratio(row, x, name) for x in ("torch eager", "torch compiled")),
+            ]
+        )
+    return lines
+
+
+def agreement_line(case: str, psnr: dict) -> str:
+    """How far a GPU's edits are from a CPU's."""
+    cells = [f"{dtype} {psnr_cell(value, 'equal')}" for dtype, value in psnr.items()]
+    return f"{case}: {', '.join(cells)}.\n"
+
+
+def gpu_table() -> str:
+    """benchmarks/gpu.py's rows: ours, PyTorch's and the accelerated image, in turn."""
+    lines, agreement = [], []
+    for case, row in results("gpu").items():
+        if "summary" in row:
+            lines += gpu_lines(case, row)
+        if "psnr" in row:
+            agreement.append(agreement_line(case, row["psnr"]))
+    if not lines:
+        return "No GPU has been measured.\n"
+    header = "| a pass | samples/s | of the peak | to eager PyTorch | to `torch.compile`"
+    return "\n".join([markdown_table(header, lines), *agreement])
+
+
+def commands_table(kind: str, *trainings: tuple[str, str]) -> str:
+    """Time and peak memory of command lines.
+
+    Args:
+        kind: of the rows.
+        *trainings: (title, name) of the trainer's.
+    """
+    lines = []
+    for title, name in (
+        ("`create_modified_unet.py`", "widen"),
+        *trainings,
+        ("`edit_cli.py`, 2 steps", "edit"),
+    ):
+        row = results("full_size")[f"{kind} {name}"]
+        lines.append([title, f"{row['seconds']:.0f}", f"{row['peak_gib']:.1f} GiB"])
+    return markdown_table("| seconds | peak memory", lines)
+
+
+def full_size_table() -> str:
+    """Stable Diffusion 1.5's command lines."""
+    return commands_table(
+        "command",
+        ("`flax_train_instruct_pix2pix.py`, killed after step 1", "train, killed"),
+        ("the same command again, from the checkpoint to the model", "train, resumed"),
+    )
+
+
+def full_size_xl_table() -> str:
+    """SDXL's command lines."""
+    title = "`flax_train_instruct_pix2pix.py --lora_rank 16 --merge_lora`, 1 step"
+    return commands_table("sdxl_command", (title, "train a LoRA"))
+
+
+def start_table() -> str:
+    """From the command to the first SDXL image."""
+    prefix, lines = "start sd15 ", []
+    for case in results("full_size"):
+        if case.startswith(prefix):
+            kind = case.removeprefix(prefix)
+            middle = middle_start(kind)
+            compiling = middle["compile_seconds"]
+            cell = "" if compiling is None else f"{compiling:.2f} s"
+            lines.append([kind, f"{middle['seconds']:.1f} s", cell])
+    return markdown_table("start | to the image | of which tracing, compiling or loading", lines)
+
+
+def data_table() -> str:
+    """Pairs per second of the data loaders."""
+    lines = []
+    for title, case, digits in (
+        ("ceiling", "method ceiling", 0),
+        ("**ParquetImagePairs**", "method ours", 0),
+        ("ceiling, Lanczos", "method ceiling_lanczos", 0),
+        ("ParquetImagePairs, Lanczos", "method ours_lanczos", 0),
+        ("Hugging Face `datasets`, streaming", "method datasets", 0),
+        ("PyTorch DataLoader, pyarrow, Pillow", "method torch", 0),
+        ("ours / ceiling", "ratio ours/ceiling", 2),
+        ("ours / `datasets`", "ratio ours/datasets", 2),
+    ):
+        summary = results("data")[case]["summary"]
+        figures = [
+            summary[threads][figure]["median"]
+            for figure in ("pairs_per_second", "pairs_per_cpu_second")
+            for threads in ("1", "2")
+        ]
+        lines.append([title, *(f"{x:.{digits}f}" for x in figures)])
+    return markdown_table(
+        "| pairs/s, 1 thread | pairs/s, 2 threads | pairs per CPU second, 1 thread "
+        "| pairs per CPU second, 2 threads",
+        lines,
+    )
+
+
+def ema_cost_table() -> str:
+    """Cost of an average: time of a step and memory."""
+    cost, lines = results("ema")["cost"], []
+    for name, plan in cost["figures"]["plans"].items():
+        held = plan["average_bytes"]
+        memory = f"{held / 1e6:.1f} MB" if held else "0"
+        lines.append([name, median_spread(cost["summary"][name]), memory])
+    return markdown_table("| time of a step to that of none | held by a device", lines)
