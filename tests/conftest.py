@@ -56,9 +56,13 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the tests of benchmarks slow."""
+    """Mark as slow the tests of benchmarks, and all `variants` of a test but the first."""
+    seen = set()
     for item in items:
-        if item.path.stem.startswith("test_benchmark"):
+        test = (item.path, getattr(item, "originalname", item.name))
+        is_variant = item.get_closest_marker("variants") and test in seen
+        seen.add(test)
+        if is_variant or item.path.stem.startswith("test_benchmark"):
             item.add_marker("slow")
 
 

@@ -28,6 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["make it red", "invert the colors", "turn it upside down", ""]
 
 
+def slow(*cases):
+    """Cases of parametrize that only `make test-all` runs; a case of several values is a tuple."""
+    cases = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def random_inputs(batch, height, width, factor=4):
     """Images (B, H, W, 3) in [0, 1], not just noise, and latents (B, 4, h, w)."""
     rng = np.random.default_rng(0)

@@ -54,6 +54,7 @@ def test_ctrl_c_during_a_compilation():
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -111,6 +112,7 @@ class Edit:
     steps: int = 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [

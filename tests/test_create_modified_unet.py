@@ -81,6 +81,7 @@ def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
     assert lines[-1] == f"saved {out}: 8 input channels, all other weights unchanged"
 
 
+@pytest.mark.slow
 def test_sdxl(tmp_path, monkeypatch):
     """The self-check includes the added conditions."""
     source, out = make_tiny_xl(tmp_path / "xl"), tmp_path / "widened"
@@ -102,6 +103,7 @@ def test_sdxl(tmp_path, monkeypatch):
     assert stop.value.code == 1 and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkeypatch):
     source, out = tmp_path / "half", tmp_path / "widened"
     UNet2DConditionModel.from_pretrained(narrow / "unet").half().save_pretrained(source)
@@ -172,6 +174,7 @@ def not_finite(params):
     return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [random_bias, random_kernel, not_finite])
 def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch, capsys, spoil):
     widen = create_modified_unet.widen
@@ -195,6 +198,7 @@ def test_widen_leaves_its_argument_alone(narrow):
     assert all(widened[name] is params[name] for name in params.keys() - {"conv_in"})
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

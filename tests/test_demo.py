@@ -65,6 +65,7 @@ def output_dir(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_no_held_out_photograph_is_trained_on():
     assert not set(HELD_OUT) & set(TRAINING)
     held_out, training = (load_photographs(files)[0] for files in (HELD_OUT, TRAINING))
@@ -85,6 +86,7 @@ def test_edits_are_images_and_differ():
                 assert np.abs(result - other).mean() > 0.02
 
 
+@pytest.mark.slow
 def test_shards_hold_true_edits(output_dir):
     """What the loader makes of the shards is an instruction's effect on the image beside it."""
     apply = {edit.instruction: edit.apply for edit in EDITS}
@@ -99,6 +101,7 @@ def test_shards_hold_true_edits(output_dir):
         assert np.abs(truth - edited / 255).mean() < 0.02  # both went through JPEG
 
 
+@pytest.mark.slow
 def test_measures(output_dir):
     """Copies score 1 and never hit, truths score 0 and always do, another's truth misses."""
 
@@ -193,6 +196,7 @@ def num_parameters(folder):
     return sum(tensor.size for tensor in load_file(file).values())
 
 
+@pytest.mark.slow
 def test_xl_base_model_is_an_sdxl_next_to_the_other():
     """Same VAE, as many parameters within 10%, at most 6 MB, and PyTorch makes our images of it."""
     size = sum(file.stat().st_size for file in XL_BASE_MODEL.rglob("*") if file.is_file())
@@ -248,6 +252,7 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
     assert corners == {(False, False), (True, False), (False, True)}
 
 
+@pytest.mark.slow
 def test_null_text_of_pretraining_is_zeros():
     """Rows of dropped text do not depend on the tokens; micro-conditioning stays."""
     family = make_base_model.FAMILIES["sdxl"]
@@ -356,6 +361,7 @@ def test_families_are_trained_and_compared(tmp_path):
         assert animation.n_frames == 10
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -22,7 +22,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import random_normal, read_metrics, write_shard
+from helpers import random_normal, read_metrics, slow, write_shard
 from peft import LoraConfig
 from PIL import Image
 from safetensors.numpy import load_file
@@ -166,7 +166,7 @@ def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
     return trained, loss.item()
 
 
-@pytest.mark.parametrize("family", ["epsilon", "v", pytest.param("xl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["epsilon", *slow("v", "xl")])
 def test_loss_and_gradients_are_pytorchs(models, family):
     """For a first, a last and a middle timestep of the grid; the first one's target is at 0."""
     model, B = models[family], 3
@@ -334,6 +334,7 @@ def assert_same_run(out, expected):
     assert {name.split("/")[0] for name in states[0]} == {"params", "opt_state"}
 
 
+@pytest.mark.slow
 def test_a_stopped_or_crashed_run_resumes_and_may_be_longer(
     models, data, tmp_path, lenient_optimizer, capsys
 ):

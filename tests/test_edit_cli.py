@@ -201,6 +201,7 @@ ONE = ["--input", "a.png", "--edit", "red"]
 TWO = ["--input", "a.png", "b.png", "--edit", "red"]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -180,6 +180,7 @@ def test_clip_gets_images_from_0_to_1(folder):
     np.testing.assert_allclose(clip.text_features(texts[:1])[0], features[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_flops_count_every_branch_and_step(folder):
     """Beside PyTorch's count of matmuls and convolutions, which leaves the rest out."""
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder / "sd")
@@ -348,6 +349,7 @@ def test_hidden_files_are_no_weights(tmp_path):
     assert evaluate_edits.model_checksum(tmp_path) != before
 
 
+@pytest.mark.slow
 def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
@@ -411,6 +413,7 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     assert "results.json is damaged" in refused(capsys, flags(**given))
 
 
+@pytest.mark.slow
 def test_accelerated_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
@@ -570,6 +573,7 @@ def test_labels_of_near_points_do_not_overlap(num_labels):
     assert all(not a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -618,6 +618,7 @@ for folder in sys.argv[3:]:
 """
 
 
+@pytest.mark.slow
 def test_real_processes_find_out_what_they_have(tmp_path):
     everything = write_numbered(tmp_path, [6, 4, 5])
     for k, shards in enumerate(([0, 2], [1])):
@@ -659,6 +660,7 @@ def test_torch_data_loader(numbered, monkeypatch):
         next(iter(dataset))
 
 
+@pytest.mark.slow
 def test_torch_is_imported_after_the_dataset_is_made(numbered):
     code = f"""
 from parquet_processing import ParquetImagePairs
@@ -697,6 +699,7 @@ def test_max_rows_are_too_few(numbered):
         ParquetImagePairs(numbered, batch_size=4, max_rows=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_parts, window", [(1, 0), (1, 20), (2, 10), (3, 40)])
 def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
     """Row groups in memory: at most a window per part, its ends, and one read ahead."""
@@ -1001,6 +1004,7 @@ BAD_FOLDERS = {
 }
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("kind", BAD_FOLDERS)
 def test_bad_folder(tmp_path, capsys, kind):
     damage, words = BAD_FOLDERS[kind]
@@ -1039,6 +1043,7 @@ def test_columns_of_one_name(tmp_path):
         ParquetImagePairs(tmp_path, batch_size=1, edit_prompt_column="x")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -1131,6 +1136,7 @@ def test_script_describes_a_folder(tmp_path):
     assert (pixels[36:60, 4:68] < 100).any()  # the prompt under the pair
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "damage, args, words",
     [
@@ -1153,6 +1159,7 @@ def test_script_ends_with_one_line(tmp_path, damage, args, words):
     assert not (tmp_path / "preview.png").exists()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "args, words",
     [

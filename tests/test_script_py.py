@@ -405,6 +405,7 @@ def test_waiting(hub, capsys, sleeps):
     assert len(hub.requests) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "least", "most"),
     [
@@ -674,6 +675,7 @@ def test_worker_by_metadata_server(shards, capsys):
     assert own_part(capsys) == (13, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["Slurm", "Open MPI"])
 def test_worker_by_launcher(shards, tmp_path, launcher):
     """Two tasks agree; a process outside of the launcher is an error without a plan."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from flaky_server import Fault, FlakyServer
-from helpers import ROOT
+from helpers import ROOT, slow
 from hub_server import ways_to_give_a_token
 
 SCRIPT = ROOT / "script.sh"
@@ -240,6 +240,7 @@ def test_wrong_short_and_absent_files_are_named_and_the_others_complete(tmp_path
         assert server.sent[right] == len(files[right])
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_fetches_nothing_twice_beyond_what_the_resume_needs(
     tmp_path, dest
 ):
@@ -285,6 +286,7 @@ def test_killed_at_random_moments_it_fetches_nothing_twice_beyond_what_the_resum
     assert wasted["last"] <= blocks
 
 
+@pytest.mark.slow
 def test_the_second_run_is_quick_and_asks_nothing(tmp_path, dest):
     files = make_files(30, 50_000)
     with FlakyServer(files) as server:
@@ -308,6 +310,7 @@ def test_the_second_run_is_quick_and_asks_nothing(tmp_path, dest):
         assert {request[2] for request in server.requests[asked:]} == {changed, shorter}
 
 
+@pytest.mark.slow
 def test_leftovers_that_only_look_complete_are_not_taken(tmp_path, dest):
     # A kill before aria2's first save may leave a file of full length with holes.
     files = make_files(2, 100_000)
@@ -325,6 +328,7 @@ def test_leftovers_that_only_look_complete_are_not_taken(tmp_path, dest):
             assert ("all verified" in lines[-1]) == ("sha256" in known)
 
 
+@pytest.mark.slow
 def test_without_checksum(tmp_path, dest):
     """A file without size and checksum is downloaded even if one of its name exists."""
     files = make_files(3, 10_000)
@@ -365,6 +369,7 @@ def test_files_are_on_disk_before_they_get_their_names(tmp_path, dest):
         assert mine == ["sync", "mv"]
 
 
+@pytest.mark.slow
 def test_other_shards_in_the_folder_are_named(tmp_path, dest):
     files = make_files(2, 1000)
     one, other = files
@@ -378,6 +383,7 @@ def test_other_shards_in_the_folder_are_named(tmp_path, dest):
     assert lines[1].startswith("complete: 1 files, ")
 
 
+@pytest.mark.slow
 def test_one_at_a_time_and_signals_end_it_at_once(tmp_path, dest):
     files = make_files(2, 3_000_000)
     with FlakyServer(files, rate=200_000) as server:
@@ -406,6 +412,7 @@ def test_one_at_a_time_and_signals_end_it_at_once(tmp_path, dest):
         assert_complete(dest, files)
 
 
+@pytest.mark.slow
 def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
     files = make_files(2, 1000)
     with FlakyServer(files) as server:
@@ -454,7 +461,7 @@ def test_an_empty_part_is_complete(tmp_path, dest):
     assert re.fullmatch(expected, line)
 
 
-@pytest.mark.parametrize("redirect", [True, False])
+@pytest.mark.parametrize("redirect", [True, *slow(False)])
 def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest, redirect):
     files = make_files(2, 2_000_000)
     token = "hf_TheSecretOfThisTest"
@@ -484,6 +491,7 @@ def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest, redirect):
         assert len(heads) == 2
 
 
+@pytest.mark.slow
 def test_every_way_to_give_a_token(tmp_path, dest):
     """As in script.py, which reads it with huggingface_hub; so is the hub's address."""
     files = make_files(1, 1000)
@@ -507,6 +515,7 @@ def test_every_way_to_give_a_token(tmp_path, dest):
         ]
 
 
+@pytest.mark.slow
 def test_a_token_without_python(tmp_path, dest):
     """HF_TOKEN and the file in HF_HOME, where there is no huggingface_hub."""
     files = make_files(1, 1000)
@@ -529,6 +538,7 @@ def test_a_token_without_python(tmp_path, dest):
         assert code == 1 and "huggingface_hub, which reads HF_TOKEN_PATH" in "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_refused_tokens(tmp_path, dest):
     """No token, a wrong one, and one for another host, whose errors do not mention the hub."""
     files = make_files(2, 1000)
@@ -551,6 +561,7 @@ def test_refused_tokens(tmp_path, dest):
             assert token not in str(server.requests[asked:])
 
 
+@pytest.mark.slow
 def test_resolving_the_links(tmp_path, dest):
     """A signal ends the script at once; one unanswered request does not delay other files."""
     files = make_files(3, 1000)

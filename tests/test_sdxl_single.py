@@ -144,6 +144,7 @@ def other(**changes):
     return spoil
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -316,6 +317,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
     np.testing.assert_array_equal(images(tmp_path / "b"), images(tmp_path / "c"))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("script", [sdxl_single, sdxl_single_aot], ids=["jit", "aot"])
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -409,6 +411,7 @@ def test_a_result_that_is_not_finite_suspects_the_lora_first():
         edits.check_finite(images, "images from 0 on", ("a", "b:2"))
 
 
+@pytest.mark.slow
 def test_the_bound_on_memory_is_below_what_xla_allocates():
     """A UNet of three levels, so that features of all sizes wait for the up blocks."""
     unet = FlaxUNet2DConditionModel(

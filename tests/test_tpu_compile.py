@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import ROOT
+from helpers import ROOT, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
@@ -111,6 +111,7 @@ def elements(shapes, num_slices=1):
 # Types and topologies
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("name", "num_chips", "num_hosts", "shape"),
     [
@@ -143,8 +144,8 @@ def test_topologies_have_as_many_devices(name, libtpu_environment):
 # Shapes
 
 
-@pytest.mark.parametrize("family", ["sd", "xl"])
-@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize("family", ["sd", *slow("xl")])
+@pytest.mark.parametrize("lora_rank", [None, *slow(4)])
 def test_arguments_are_those_of_a_real_run(model, tmp_path, lora_rank, family):
     """Every shape and dtype that train_step would get from train(), on the same devices."""
     if family == "xl":
@@ -179,6 +180,7 @@ def test_arguments_are_those_of_a_real_run(model, tmp_path, lora_rank, family):
     assert jax.tree.map(like, update) == jax.tree.map(like, job.update_args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ema", "num_averages"), [("none", 0), ("late", 1), ("power", 2)])
 def test_bytes_of_what_is_held(model, ema, num_averages):
     config = flags(model, ema=ema, mixed_precision="bf16")
@@ -281,6 +283,7 @@ def test_report_by_hand(model):
     }
 
 
+@pytest.mark.slow
 def test_sdxl_parameters_are_those_of_the_script(tmp_path):
     """The VAE's are float32."""
     model = make_tiny_xl(tmp_path / "xl")
@@ -375,6 +378,7 @@ def test_flops_of_a_cache_are_those_of_its_steps(model):
     assert counts[4] > 3 * tpu_compile.count_flops(config, 1)[0] * 0.7  # it has the VAE too
 
 
+@pytest.mark.slow
 def test_flops_of_branches_and_int8(model):
     """Guidance ends after half of the steps; int8's share of the UNet's FLOPs."""
     plain, _ = tpu_compile.count_flops(accelerated(model, num_inference_steps=4), 1)
@@ -494,6 +498,7 @@ ENTRY %main (a: f32[256]) -> f32[256] {
     assert hbm_bytes(endless) == 1024 + 256 + 1024 + 3 * 1024
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "groups", ["{{0,1,2,3}}", "[2,4]<=[8]", "mesh['batch'=4,'model'=2] {'batch'}"]
 )
@@ -916,6 +921,7 @@ def test_unknown_type():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.variants
 @needs_libtpu
 @pytest.mark.parametrize(
     ("args", "message"),

@@ -293,6 +293,7 @@ def test_too_many_pixels(tmp_path, monkeypatch, name, most):
         write_pairs(file, tmp_path / "data")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "name, content, words",
     [
@@ -391,6 +392,7 @@ def test_bad_directories(tmp_path, capsys, caplog):
     assert "no edit of 2 files in original/, for example b.jpg" in record.getMessage()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "flags, words",
     [

@@ -276,6 +276,7 @@ def run_snippet(code, tmp_path, **names):
     return shown.read_text().splitlines() if shown.exists() else []
 
 
+@pytest.mark.slow
 def test_flax_guide(tmp_path):
     model = make_tiny_pipeline(
         tmp_path / "model", in_channels=4, scheduler="pndm", vae_channels=(8, 8, 16, 16)

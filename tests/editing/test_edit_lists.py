@@ -134,6 +134,7 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
     assert not caplog.records
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -106,6 +106,7 @@ def test_batches_are_flipped_as_images_are(model, data, kept):
     assert images.num_bad == latents.num_bad > 0
 
 
+@pytest.mark.slow
 def test_images_encoded_one_by_one_or_together(model):
     """With the code for CPUs, and with that for other platforms."""
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
@@ -119,6 +120,7 @@ def test_images_encoded_one_by_one_or_together(model):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 100, 1])
 def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
     """Padding costs as much as pairs. The largest row group has nine pairs."""
@@ -143,6 +145,7 @@ def test_latents_are_known_as_their_images(data, kept):
     assert shards[0] == shards[1]
 
 
+@pytest.mark.slow
 def test_training_is_the_same(model, data, tmp_path, monkeypatch):
     """With latents that the trainer makes or finds, with their directory as data, and without."""
     losses, folder = [], tmp_path / "latents"
@@ -188,6 +191,7 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
     assert (folder / "a.parquet").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path, monkeypatch):
     """A working process touches its directory with every batch, as a row group may take long."""
     old, new = (tmp_path / "latents" / f".unfinished-{name}" for name in ("old", "new"))
@@ -226,6 +230,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
     assert written == ["b.parquet"]
 
 
+@pytest.mark.slow
 def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
     monkeypatch.setattr(training_latents, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     with pytest.raises(
@@ -280,6 +285,7 @@ def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys)
     )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -405,6 +405,7 @@ LACKS = "lacks 00000004-0.050; copy it again, remove the other snapshots of that
 SNAPSHOT = "the snapshot run/ema_snapshots/"
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("spoil", "flags", "message"),
     [

@@ -230,6 +230,7 @@ def edit_with_lora(out, family, images, latents):
     ).images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, capsys, family):
     """Its image is that of the pipeline that the same command writes with --merge_lora."""
@@ -313,6 +314,7 @@ def test_a_replaced_model_leaves_no_files(tmp_path):
     assert not (tmp_path / "vae").exists() and (tmp_path / "notes" / "config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd", "xl"])
 def test_merging_in_bfloat16_keeps_what_is_not_trained(
     models, tmp_path, monkeypatch, capsys, family
@@ -459,6 +461,7 @@ def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch, fami
         assert torch.equal(x, files["whole"][key]), key
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("options", "message"),
     [

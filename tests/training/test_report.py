@@ -204,6 +204,7 @@ def history(records):
     return rows
 
 
+@pytest.mark.slow
 def test_wandb_offline_and_resumed(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
     for step, array in zip((3, 4), pixels):
@@ -241,6 +242,7 @@ def test_wandb_offline_and_resumed(tmp_path):
         assert config["learning_rate"] == 5e-5
 
 
+@pytest.mark.slow
 def test_wandb_without_login(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     done = run_wandb(tmp_path, 0, 1, WANDB_MODE="online")
@@ -563,6 +565,7 @@ def test_upload(model_folder):
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes()
 
 
+@pytest.mark.slow
 def test_failed_upload_tells_the_way_by_hand(model_folder):
     with UploadHub({TOKEN: "write"}) as hub:
         hub.failures["/commit/main"] = [(500, {"error": "disk on fire"})]
@@ -582,6 +585,7 @@ def test_failed_upload_tells_the_way_by_hand(model_folder):
         assert hub.repos == {"tester/my-model": PUBLISHED}
 
 
+@pytest.mark.slow
 def test_failed_file_tells_why(model_folder):
     with UploadHub({TOKEN: "write"}) as hub:
         hub.failures["/lfs/verify"] = [(403, {"error": "quota exceeded"})]
@@ -589,6 +593,7 @@ def test_failed_file_tells_why(model_folder):
     assert "the model is in" in line and "quota exceeded" in line
 
 
+@pytest.mark.slow
 def test_check_before_training(tmp_path):
     read_token = "hf_read"
     with UploadHub({TOKEN: "write", read_token: "read"}) as hub:
@@ -618,6 +623,7 @@ def test_check_before_training(tmp_path):
         assert "run `hf auth login` or set HF_TOKEN" in lines[name]
 
 
+@pytest.mark.slow
 def test_hub_out_of_order(tmp_path):
     with UploadHub({TOKEN: "write"}) as hub:
         hub.failures["/api/whoami-v2"] = [(500, {}), (200, b"<html>not the hub</html>")]
@@ -628,6 +634,7 @@ def test_hub_out_of_order(tmp_path):
     assert "500" in lines[0]
 
 
+@pytest.mark.slow
 def test_hub_unreachable(tmp_path):
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))

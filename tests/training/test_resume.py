@@ -166,7 +166,7 @@ def new_files(folder, old=frozenset()):
 
 
 @pytest.mark.parametrize(
-    "num_kills", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 12)], ids=["some", "many"]
+    "num_kills", [1, pytest.param(12, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_killed_it_ends_as_if_it_had_not_been(model, data, whole_run, tmp_path, num_kills):
     """SIGKILL at random steps, every other time while a checkpoint is being written."""
@@ -437,6 +437,7 @@ def test_sdxl_moves_to_processes_and_another_device(sdxl, data, sdxl_run, tmp_pa
 
 
 # of torch.Tensor.__array__, called by diffusers' Euler scheduler
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_an_sdxl_run_opens_in_pytorch(sdxl_run):
     """Null text is zeros there too."""
@@ -453,6 +454,7 @@ def test_an_sdxl_run_opens_in_pytorch(sdxl_run):
     assert psnr(images, expected) > 60
 
 
+@pytest.mark.slow
 def test_processes_with_other_flags_are_told(model, data, tmp_path):
     for start in start_all(model, data, tmp_path / "out", 2, 4, seeds=[1, 2]):
         _, errors = start.end(2)
@@ -467,6 +469,7 @@ trainer.main()
 """
 
 
+@pytest.mark.slow
 def test_processes_are_told_of_another_run(model, data, tmp_path):
     with lock_folder(tmp_path):
         for start in start_all(model, data, tmp_path, 2, 4, codes=[IMPATIENT, None]):
@@ -558,6 +561,7 @@ def remove_saved_run(out):
         file.unlink()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -639,6 +643,7 @@ def finished(model, data, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_as_if_it_had_been_longer(model, data, finished, tmp_path, capsys):
     """By two epochs instead of one, and killed once before its next checkpoint."""
     out, whole = shutil.copytree(finished, tmp_path / "out"), tmp_path / "whole"
@@ -663,6 +668,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(model, data, finished, 
         run_here(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -737,6 +743,7 @@ FURTHER = "--unet_model_name_or_path OUT/unet"
 DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("run", "num_steps", "flags", "advice"),
     [
@@ -867,6 +874,7 @@ def test_only_a_finished_lora_is_merged_without_training(tmp_path, finished, fla
     assert not merges_finished_run(config)
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_done_are_refused(model, data, finished, tmp_path):
     start = {"resume_from_checkpoint": str(finished / "checkpoints" / "3")}
     config = config_of(model, data, tmp_path, **CONSTANT | {"max_train_steps": 2} | start)
@@ -875,6 +883,7 @@ def test_fewer_steps_than_done_are_refused(model, data, finished, tmp_path):
         run_here(config)
 
 
+@pytest.mark.slow
 def test_full_disk_is_reported_before_saving(model, data, tmp_path, monkeypatch):
     """Before a checkpoint is begun."""
     free = iter([10**9, 20_000])

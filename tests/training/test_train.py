@@ -35,6 +35,7 @@ from helpers import (
     random_normal,
     read_metrics,
     run_main,
+    slow,
     write_shard,
 )
 from hub_upload_server import UploadHub
@@ -157,7 +158,7 @@ def test_what_is_dropped_gets_no_gradient():
 # diffusion_loss
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("prediction_type", ["epsilon", *slow("v_prediction")])
 def test_loss_and_gradients_are_pytorchs(model, prediction_type):
     text, condition = {"states": random_normal(3, 7, 24, seed=3)}, random_normal(3, 4, 8, 6, seed=2)
     compare_losses(model, prediction_type, (text, condition), (text, condition))
@@ -300,6 +301,7 @@ def test_seeds_decide(parallel):
     assert (again["loss"] != other["loss"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -490,6 +492,7 @@ def test_ema_plan():
     assert not any(map(ema_plan("none", 20).update_of, range(21)))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("num_steps", [2, 5, 6, 7, 30, 41, 100, 152, 1000])
 @pytest.mark.parametrize(
     "options",
@@ -588,6 +591,7 @@ def test_ema_is_the_closed_form_and_diffusers():
 # The loop
 
 
+@pytest.mark.slow
 def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsys):
     """Against the same run by hand: the same batches, step and closed form of the average."""
     start, decay, out = 2, 0.6, tmp_path / "out"
@@ -675,8 +679,7 @@ def count_up(state, frozen, batch, base_rng, *, loss=lambda step: step, **option
 @pytest.mark.parametrize(
     ("options", "start", "decay"),
     [
-        ({"ema": "none"}, None, None),
-        ({"ema": "full"}, 0, 0.5),
+        *slow(({"ema": "none"}, None, None), ({"ema": "full"}, 0, 0.5)),
         ({"ema": "late", "ema_fraction": 0.6, "save_raw_unet": True}, 4, 1 / 6),
     ],
 )
@@ -718,6 +721,7 @@ def run_counting(model, data, out, **options):
         trainer.train(config_of(model, data, out, **defaults | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "first_length", "decays", "start", "message"),
     [
@@ -767,6 +771,7 @@ def test_a_longer_run_averages(
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_shorter_run_averages_from_its_checkpoint(model, data, tmp_path, capsys):
     """The average would have begun at step 2, before the checkpoint of step 4, which has none."""
     options = dict(ema="late", ema_fraction=0.8, checkpoints_total_limit=None)
@@ -786,6 +791,7 @@ def test_a_shorter_run_averages_from_its_checkpoint(model, data, tmp_path, capsy
         np.testing.assert_allclose(p, before[name] + average, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_short_run_says_what_it_leaves_out_and_shows_its_losses(model, data, tmp_path, capsys):
     run_counting(model, data, tmp_path, max_train_steps=41)
     assert (
@@ -800,6 +806,7 @@ def test_a_short_run_says_what_it_leaves_out_and_shows_its_losses(model, data, t
         np.testing.assert_allclose(p, before[name] + 41, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, capsys):
     """Against the averages by hand; seven epochs of one batch; an earlier run's snapshot goes.
 
@@ -843,6 +850,7 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
         np.testing.assert_allclose(saved[key], p + expected["00000006-0.050"], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     """A grid shows the original and the pipeline's result with the average of that step.
 
@@ -1119,6 +1127,7 @@ def run_badly(config, monkeypatch, capsys):
     return captured.err
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
 def test_bad_flags_are_refused_before_anything_is_read(
     tmp_path, monkeypatch, capsys, flags, message
@@ -1229,6 +1238,7 @@ BAD_FOLDERS = [
 ]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("flags", "spoil", "message"), BAD_FOLDERS)
 def test_bad_folders_are_one_line(
     model, data, unet_of, tmp_path, monkeypatch, capsys, flags, spoil, message

@@ -50,6 +50,7 @@ def model(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_loss_and_gradients_are_pytorchs(model, prediction_type):
     """With time ids, and with dropout of text, image and both: zeros for states and pooled."""
@@ -231,6 +232,7 @@ def sd_pipeline(tmp_path):
     return {"pretrained_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd"))}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -87,7 +87,7 @@ def assert_images_agree(found, plain, expected):
     [
         pytest.param("sd", "pndm", marks=pytest.mark.slow),
         pytest.param("xl", "euler", marks=pytest.mark.slow),
-        pytest.param("sd", "ddim", marks=pytest.mark.slow),
+        ("sd", "ddim"),
         pytest.param("sd", "euler", marks=pytest.mark.slow),
     ],
 )
@@ -111,6 +111,7 @@ def test_deepcache_is_its_pytorch_package(models, model, scheduler):
     assert_images_agree(found, plain, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_tgate_is_its_pytorch_package(models, model):
     pipeline, params = open_ours(models[model], "tgate:gate=8,interval=4,warmup=1", "ddim")
@@ -157,6 +158,7 @@ def test_merging_equal_positions_loses_nothing():
     np.testing.assert_allclose(unmerge(merged), x, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_spectrum_is_the_papers_equations(models):
     """The forecast written anew around PyTorch's UNet."""
     pipeline, params = open_ours(models["sd"], "spectrum", "ddim")
@@ -277,6 +279,7 @@ SLOW_SPECS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [
@@ -329,6 +332,7 @@ def test_guidance_in_an_interval(models, model, scheduler):
     assert_images_agree(found, plain, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "scales", "numbers"),
     [
@@ -381,6 +385,7 @@ def enable_deepcache(theirs, interval):
     return helper
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["edits", pytest.param("xl edits", marks=pytest.mark.slow)])
 def test_deepcache_of_edits_is_its_pytorch_package(models, model):
     """Three branches of guidance share a cache, each its rows."""
@@ -452,6 +457,7 @@ def test_plans():
     assert [len(step.branches) for step in plan] == [1, 2, 2, 1]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -494,6 +500,7 @@ def test_specs_are_canonical():
 BOTH, ALL = ("text", "null"), ("text", "image", "null")
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("spec", "branches", "message"),
     [
@@ -522,6 +529,7 @@ def plan_of_package(num_steps, interval, center, power):
         return scope[name](num_steps, math.ceil(num_steps / interval), center, power)[0]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(("num_steps", "interval"), [(20, 5), (50, 2), (50, 3), (50, 5)])
 @pytest.mark.parametrize(("center", "power"), [(0, 1.4), (5, 3.0), (15, 1.4), (10, 2.0), (19, 1.2)])
 def test_deepcache_around_a_center_is_its_pytorch_package(num_steps, interval, center, power):
@@ -587,6 +595,7 @@ def test_tgate_is_refused_for_edits(models, tmp_path, capsys, scales):
         dataclasses.replace(pipeline, accelerate="tgate")
 
 
+@pytest.mark.slow
 def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
     tiny = save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
     pipeline, params = open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}", "ddim")
@@ -610,6 +619,7 @@ def test_int8_images_are_close(models, mode):
     assert 30 < psnr(*images) < 100
 
 
+@pytest.mark.slow
 def test_scripts(models, tmp_path, capsys):
     """Each combination of the AOT script has its own executable; jit makes the same image."""
     tiny = tmp_path / "tiny"
@@ -637,6 +647,7 @@ def test_scripts(models, tmp_path, capsys):
     assert "loaded in" in said["again"]
 
 
+@pytest.mark.slow
 def test_edit_cli(models, tmp_path):
     """Two images, with previews after steps 4 and 8 of 9; the plain edit is another image."""
     save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
@@ -659,6 +670,7 @@ def test_edit_cli(models, tmp_path):
     assert np.any(images["plain/a-step-004.png"] != images["plain/b-step-004.png"])
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("script", [edit_cli, sdxl_single, sdxl_single_aot])
 @pytest.mark.parametrize(
     ("flags", "message"),

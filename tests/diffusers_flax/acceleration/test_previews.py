@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
-from helpers import images_of, images_of_theirs, open_theirs, psnr, save_tiny_vae
+from helpers import images_of, images_of_theirs, open_theirs, psnr, save_tiny_vae, slow
 from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
@@ -51,7 +51,7 @@ def open_ours(model, scheduler, tiny, every=2):
     return dataclasses.replace(pipeline, scheduler=scheduler), params, seen
 
 
-@pytest.mark.parametrize("scheduler", ["ddim", "euler"])
+@pytest.mark.parametrize("scheduler", ["ddim", *slow("euler")])
 def test_previews_are_pytorchs(model, tiny, scheduler):
     pipeline, params, seen = open_ours(model, scheduler, tiny)
     image = images_of(pipeline, params, steps=STEPS)
@@ -77,6 +77,7 @@ def test_previews_are_pytorchs(model, tiny, scheduler):
         assert psnr(np.stack([image for _, image in seen[number]]), expected) > 60
 
 
+@pytest.mark.slow
 def test_each_image_of_each_device_has_its_key(model, tiny):
     keys = keys_per_image(jax.random.key(7), 4)
     pipeline, params, seen = open_ours(model, "ddim", tiny)
@@ -153,6 +154,7 @@ def test_steps_that_pndm_repeats_count(tmp_path, skip_prk_steps, number):
         preview_files(flags_of(preview=number + 3), pndm, [output])
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

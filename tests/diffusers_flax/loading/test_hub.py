@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import slow
 from huggingface_hub import constants
 from local_server import LocalServer, send
 from tiny_models import make_tiny_pipeline, make_tiny_xl, write_tokenizer
@@ -108,7 +109,7 @@ def unreachable(kind):
         connection.close()
 
 
-@pytest.mark.parametrize("kind", ["closed", "silent"])
+@pytest.mark.parametrize("kind", ["closed", *slow("silent")])
 def test_a_cached_model_opens_without_the_hub(use_hub, tmp_path, kind):
     """Both tokenizers, CLIP for evaluation; what is not cached is an error, all without waiting."""
     with unreachable(kind) as (port, connections):
@@ -178,6 +179,7 @@ def test_a_hub_that_fails_once_is_asked_again_at_once(use_hub, tmp_path, monkeyp
         FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
 
 
+@pytest.mark.slow
 def test_a_hub_is_asked_again(use_hub, tmp_path, monkeypatch):
     """A process that began without the network downloads once it is back."""
     make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")

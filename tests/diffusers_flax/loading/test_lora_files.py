@@ -217,6 +217,7 @@ def test_several_with_weights(models, tmp_path):
     assert_params_are(theirs, params)
 
 
+@pytest.mark.slow
 def test_images_are_those_of_pytorch(models, tmp_path):
     theirs, file = torch_pipeline("sd", models["sd"]), tmp_path / "lora.safetensors"
     kohya_file(file, random_factors(theirs, all_targets(TARGETS)), alpha=1.0)
@@ -267,6 +268,7 @@ LAYER = "unet.mid_block.attentions.0.proj_in"
 PAIR = {f"{LAYER}.lora_A.weight": (2, 16, 1, 1), f"{LAYER}.lora_B.weight": (16, 2, 1, 1)}
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
@@ -315,6 +317,7 @@ def test_settings_that_are_refused(tmp_path):
             Loras([str(file)])
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "settings",
     [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import slow
 
 from diffusers_flax.models.attention import (
     BLOCK_LOGITS,
@@ -58,10 +59,10 @@ def torch_attention(query, key, value):
     return F.scaled_dot_product_attention(*args).swapaxes(1, 2)
 
 
-@pytest.mark.parametrize("activate", [False, True])
+@pytest.mark.parametrize("activate", [True, *slow(False)])
 @pytest.mark.parametrize("offset", [0, 100])  # a mean 100 times the deviation: nothing cancels
 @pytest.mark.parametrize(("shape", "num_groups"), [((2, 5, 7, 24), 8), ((3, 6, 12), 12)])
-@pytest.mark.parametrize("outlier", [0, 300])  # of the first position, in deviations
+@pytest.mark.parametrize("outlier", [300, *slow(0)])  # of the first position, in deviations
 def test_group_norm(shape, num_groups, offset, activate, outlier):
     channels, x = shape[-1], normal(*shape) + offset
     x[:, 0] += outlier
@@ -127,7 +128,7 @@ def test_norms_keep_their_input_alone():
         assert [(y.shape, y.dtype) for y in large] == [(x.shape, x.dtype)]
 
 
-@pytest.mark.parametrize("lengths", [(256, 256), (128, 384), (1024, 2048)])
+@pytest.mark.parametrize("lengths", [(128, 384), *slow(((256, 256),), ((1024, 2048),))])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, pytest.param(512, marks=pytest.mark.slow)])
 def test_splash_is_attention(lengths, head_dim):
     """The TPU's kernel, interpreted, with its smallest and largest blocks."""
@@ -138,6 +139,7 @@ def test_splash_is_attention(lengths, head_dim):
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2048, 640])  # one kernel backward, and two
 def test_splash_in_bfloat16(length):
     shapes = (1, 256, 2, 40), (1, length, 2, 40), (1, length, 2, 40)
@@ -149,7 +151,7 @@ def test_splash_in_bfloat16(length):
 
 
 # Sizes for one block of all 6 heads, blocks of one head, and blocks of some of its queries.
-@pytest.mark.parametrize("num_logits", [6 * 24 * 10, 24 * 10, 9 * 10, 1])
+@pytest.mark.parametrize("num_logits", [9 * 10, *slow(6 * 24 * 10, 24 * 10, 1)])
 @pytest.mark.parametrize(("T", "S"), [(24, 10), (23, 10), (1, 10), (24, 1)])
 def test_blockwise_is_attention(num_logits, T, S, monkeypatch):
     monkeypatch.setattr("diffusers_flax.models.attention.ALL_LOGITS", num_logits)
@@ -181,6 +183,7 @@ def test_blocks_of_blockwise(monkeypatch):
     assert temporaries < 12 * 1021 * 64 * 4  # all logits would be 16 of them, each key's sums 128
 
 
+@pytest.mark.slow
 def test_blockwise_in_bfloat16():
     """Results, at most 1, agree with float32 to bfloat16's 8 bits."""
     args = [normal(2, 64, 4, 16, seed=i) for i in range(3)]
@@ -193,7 +196,7 @@ def test_blockwise_in_bfloat16():
 
 
 @pytest.mark.parametrize("least_channels", [1, 320])  # with Winograd's algorithm, and without
-@pytest.mark.parametrize("out_channels", [8, 200])  # fewer than positions, and more
+@pytest.mark.parametrize("out_channels", [8, *slow(200)])  # fewer than positions, and more
 @pytest.mark.parametrize(
     ("stride", "padding"),
     [(1, ((1, 1), (1, 1))), (2, ((1, 1), (1, 1))), (2, ((0, 1), (0, 1)))],
@@ -232,7 +235,7 @@ def test_convolution_algorithms(size, ours, tolerance):
 
 
 @pytest.mark.parametrize("least_channels", [1, 320])
-@pytest.mark.parametrize("features", [8, 200])
+@pytest.mark.parametrize("features", [8, *slow(200)])
 def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
     monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)
@@ -252,7 +255,7 @@ def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
             assert_close(*gradients, tolerance)
 
 
-@pytest.mark.parametrize("wrap", [nn.remat, lambda module: module], ids=["remat", "plain"])
+@pytest.mark.parametrize("wrap", [nn.remat, *slow(lambda module: module)], ids=["remat", "plain"])
 def test_winograd_under_pmap(wrap, monkeypatch):
     """In a module, on several devices, with and without rematerialisation, against XLA's."""
     x = normal(2, 3, 6, 8, 12)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flax.core import freeze
 from flax.traverse_util import flatten_dict
-from helpers import ROOT
+from helpers import ROOT, slow
 from transformers import (
     CLIPConfig,
     CLIPTextConfig,
@@ -64,7 +64,7 @@ def assert_close(ours, theirs):
     np.testing.assert_allclose(np.asarray(ours), theirs.detach().numpy(), atol=2e-5)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True, *slow(False)])
 def test_equals_pytorch(folder, masked):
     path, torch_class = folder
     theirs = torch_class.from_pretrained(path, attn_implementation="eager").eval()
@@ -106,6 +106,7 @@ def test_pytorch_opens_what_it_writes(folder, tmp_path):
         ours.save_pretrained(tmp_path / "no", push_to_hub=True)
 
 
+@pytest.mark.slow
 def test_output_forms(model):
     result = model(IDS)
     assert isinstance(result, FlaxBaseModelOutputWithPooling) and isinstance(result, dict)
@@ -183,6 +184,7 @@ def test_a_new_token_as_textual_inversion_adds_it(model, tmp_path):
         model.save_pretrained(tmp_path / "wrong")
 
 
+@pytest.mark.slow
 def test_setter_and_init_weights(model):
     params = model.init_weights(jax.random.PRNGKey(3), (1, 1))
     assert flatten_dict(params).keys() == model.required_params
@@ -257,6 +259,7 @@ def test_settings_on_loading(folder):
         cls(CLIPConfig())
 
 
+@pytest.mark.slow
 def test_attention_dropout():
     model = FlaxCLIPTextModel(CLIPTextConfig(**CONFIG, attention_dropout=0.5))
     rngs = [jax.random.PRNGKey(seed) for seed in range(200)]
@@ -345,6 +348,7 @@ def test_the_content_of_a_config_file(model):
         print(odd.config)
 
 
+@pytest.mark.slow
 def test_a_model_in_a_pipeline_needs_no_torch(model, tmp_path):
     model.save_pretrained(tmp_path)
     code = """if True:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -134,7 +135,9 @@ def error(ours, expected):
     return np.abs(np.asarray(ours, np.float32) - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*(x for x in MODELS if x != "UNet of SDXL"), *slow("UNet of SDXL")]
+)
 def test_models(name):
     """Compute dtypes; the parameters are float32."""
     module, call = MODELS[name](jnp.float32)
@@ -146,6 +149,7 @@ def test_models(name):
             assert error(ours, expected) < tolerance, dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [make_tiny_pipeline, pytest.param(partial(make_tiny_xl, edits=True), marks=pytest.mark.slow)],

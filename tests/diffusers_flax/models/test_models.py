@@ -196,6 +196,7 @@ def test_micro_conditioning_is_float32_in_bfloat16():
     assert jnp.abs(embedded[0] - embedded[1]).max() > 0.01 * jnp.abs(embedded).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 @torch.no_grad()
 def test_float8_parameters_are_cast_where_they_are_used(name):
@@ -216,6 +217,7 @@ def test_float8_parameters_are_cast_where_they_are_used(name):
     assert error(result, theirs(*inputs).sample) < TOLERANCE
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
     theirs, ours, params = unet_pair({})
@@ -238,6 +240,7 @@ def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
     assert error(result, expected) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_unet_gradients_equal_pytorch_and_checkpointing_recomputes():
     theirs, ours, params = unet_pair(TWO_LEVELS | dict(attention_head_dim=4))
     (x, t, text), _ = unet_inputs(ours, 2, 8, 8)
@@ -266,6 +269,7 @@ def test_unet_gradients_equal_pytorch_and_checkpointing_recomputes():
     assert recomputed > plain + 5
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -290,6 +294,7 @@ def test_unet_refuses_what_it_cannot_do(config, words):
         jax.eval_shape(module.init_weights, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_unet_refuses_the_conditioning_of_others():
     config, *size = UNETS["sdxl base"]
     sdxl = FlaxUNet2DConditionModel(**SD1_BLOCKS | config)
@@ -375,6 +380,7 @@ def test_vae_equals_pytorch(name):
         assert posterior.latent_dist.mean.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_vae_posterior_sample_has_its_mean_and_deviation():
     _, ours, params = vae_pair({})
     x = jax.random.uniform(jax.random.key(0), (1, 3, 16, 16)) * 2 - 1
@@ -388,6 +394,7 @@ def test_vae_posterior_sample_has_its_mean_and_deviation():
     assert not np.allclose(z, again)
 
 
+@pytest.mark.slow
 def test_vae_decodes_channels_last_latents_as_well():
     _, ours, params = vae_pair({})
     z = jax.random.normal(jax.random.key(0), (2, 4, 6, 5))
@@ -552,6 +559,7 @@ def test_posterior_equals_pytorch():
     np.testing.assert_array_equal(doubled.mean, 2 * certain.mean)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -190,6 +190,7 @@ def layer_of(name):
 
 
 # SD1.5 has 16 transformers of one block and 22 resnets; SDXL 11 with 70 blocks, and 17 resnets.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_dense", "num_wide", "num_convolutions", "more"),
     [

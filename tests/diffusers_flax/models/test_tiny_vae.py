@@ -154,6 +154,7 @@ def test_entries_that_other_entries_decide():
     assert AutoencoderTiny(**SMALL, force_upcast=True).config.force_upcast is False
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
@@ -178,6 +179,7 @@ def test_config_entries_that_are_refused(entries, words, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("method", "shape", "words"),
     [

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import psnr
+from helpers import psnr, slow
 from PIL import Image
 from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -66,14 +66,16 @@ def test_distilled_unet_is_pytorchs(models):
     ("model", "scheduler", "options", "steps"),
     [
         ("plain", "lcm", {}, {"timesteps": TIMESTEPS, "guidance_scale": 1.0}),
-        ("plain", "tcd", {}, {"num_inference_steps": 4, "eta": 0.8, "guidance_scale": 2.0}),
-        (
-            "plain",  # as SDXL-Lightning
-            "euler",
-            {"timestep_spacing": "trailing"},
-            {"num_inference_steps": 4, "guidance_scale": 0.0},
+        *slow(
+            ("plain", "tcd", {}, {"num_inference_steps": 4, "eta": 0.8, "guidance_scale": 2.0}),
+            (
+                "plain",  # as SDXL-Lightning
+                "euler",
+                {"timestep_spacing": "trailing"},
+                {"num_inference_steps": 4, "guidance_scale": 0.0},
+            ),
+            ("distilled", "lcm", {}, {"num_inference_steps": 4, "guidance_scale": 8.5}),
         ),
-        ("distilled", "lcm", {}, {"num_inference_steps": 4, "guidance_scale": 8.5}),
     ],
     ids=["lcm", "tcd", "lightning", "distilled"],
 )
@@ -101,6 +103,7 @@ def test_images_are_those_of_pytorch(models, monkeypatch, model, scheduler, opti
     assert psnr(found, expected) > 60
 
 
+@pytest.mark.slow
 def test_image_to_image_begins_in_the_middle_of_the_timesteps(models):
     """With strength 0.5 of four timesteps the last two are visited."""
     text_to_image, params = FlaxDiffusionPipeline.from_pretrained(models["plain"])
@@ -138,6 +141,7 @@ def test_timesteps_may_be_an_array():
     assert step_options(5, (999.5,), None)["timesteps"] == (999.5,)  # the scheduler refuses it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
     """As the UNets of SDXL-Lightning (safetensors) and DMD2 (.bin) are published."""
@@ -159,6 +163,7 @@ def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
     assert psnr(found.images, expected.images) > 60
 
 
+@pytest.mark.slow
 def test_the_directory_of_a_unet_replaces_the_models(models):
     """It has its own config: this one embeds the guidance scale."""
     source = str(models["distilled"] / "unet")
@@ -204,6 +209,7 @@ def test_sdxl_scripts(tmp_path):
     np.testing.assert_array_equal(images["chosen"], images["trailing"])
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("script", [sdxl_single, sdxl_single_aot], ids=["jit", "aot"])
 @pytest.mark.parametrize(
     ("flags", "message"),

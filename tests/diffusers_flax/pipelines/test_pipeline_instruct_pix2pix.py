@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from diffusers import StableDiffusionInstructPix2PixPipeline
 from flax.jax_utils import replicate
-from helpers import PROMPTS, check_output_types, edit_with_torch, psnr, random_inputs
+from helpers import PROMPTS, check_output_types, edit_with_torch, psnr, random_inputs, slow
 from mount_points import refuse_to_rename_folders
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
@@ -50,11 +50,10 @@ def loaded(folder):
     ("scheduler", "options", "batch", "height", "width", "negative_prompt"),
     [
         ("ddim", {}, 2, 64, 48, None),
-        ("pndm", {"prediction_type": "v_prediction", "seed": 1}, 1, 32, 32, None),
-        ("euler", {}, 2, 48, 64, ["upside colors", "red"]),
-        pytest.param(
-            *("dpmsolver++", {"vae_channels": (8, 8, 8, 16), "seed": 2}, 3, 64, 64, None),
-            marks=pytest.mark.slow,
+        *slow(
+            ("pndm", {"prediction_type": "v_prediction", "seed": 1}, 1, 32, 32, None),
+            ("euler", {}, 2, 48, 64, ["upside colors", "red"]),
+            ("dpmsolver++", {"vae_channels": (8, 8, 8, 16), "seed": 2}, 3, 64, 64, None),
         ),
     ],
 )
@@ -89,12 +88,14 @@ def test_images_are_those_of_pytorch(
     assert psnr(edit(others).images, expected) < 45
 
 
+@pytest.mark.slow
 def test_output_types(folder, loaded):
     arrays = random_inputs(2, 32, 32)
     torch_latents = edit_with_torch(folder, PROMPTS[:2], *arrays, output_type="latent")
     check_output_types(loaded, torch_latents, *arrays, num_inference_steps=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("s_T", "s_I"), [(1.0, 1.5), (7.5, 0.5)])
 def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch, s_T, s_I):
     """PyTorch guides only if s_T > 1 and s_I >= 1; the paper's equation 3 has no threshold."""
@@ -153,6 +154,7 @@ def test_saving_into_a_filled_folder_replaces_the_model_only(loaded, tmp_path):
 PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae"]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("target", ["new", "empty", "link", "dangling", ".", "sharded"])
 def test_any_folder_can_be_saved_into(loaded, tmp_path, monkeypatch, target):
     pipeline, params = loaded
@@ -302,6 +304,7 @@ def test_generate_under_pmap_with_everything_defaulted(loaded):
         np.testing.assert_allclose(images[i], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_branches_left_out_do_not_change_the_image(loaded):
     pipeline, params = loaded
     input_images, _ = random_inputs(1, 32, 32)
@@ -386,6 +389,7 @@ def test_bfloat16_keeps_the_scheduler_in_float32(folder):
     assert psnr(images, expected) > 30
 
 
+@pytest.mark.slow
 def test_height_and_width_resize_the_images(folder, loaded):
     pipeline, params = loaded
     input_images, latents = random_inputs(1, 64, 32)  # to be resized from 32 x 32
@@ -478,6 +482,7 @@ def edit_json(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -516,6 +521,7 @@ def pixel(value, dtype):
     return Image.fromarray(np.array([[0, value]], dtype))
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("prompt", "image", "message"),
     [
@@ -539,6 +545,7 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
         loaded[0].prepare_inputs(prompt, image)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

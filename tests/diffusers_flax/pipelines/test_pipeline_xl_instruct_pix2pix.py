@@ -51,9 +51,10 @@ def loaded(folder):
             dict(guidance_scale=5.0, image_guidance_scale=2.0, guidance_rescale=0.7),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             *("dpmsolver++", {}, 2, (72, 40), ["upside colors", "red"]),
             dict(guidance_scale=7.5, image_guidance_scale=1.0, guidance_rescale=0.5),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -80,6 +81,7 @@ def test_images_are_those_of_pytorch(
     assert psnr(images, expected) > 60
 
 
+@pytest.mark.slow
 def test_output_types(folder, loaded):
     arrays = random_inputs(1, 32, 32, 8)
     scales = dict(guidance_scale=3.0, image_guidance_scale=1.5)
@@ -102,6 +104,7 @@ def test_what_edits_in_bfloat16_round(folder, loaded):
     assert {x.dtype for x in jax.tree.leaves(params["vae"])} == {np.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("negative_prompt", "size"),
     [
@@ -154,6 +157,7 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
     np.testing.assert_allclose(image_latents, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scales", "negative_prompt"),
     [
@@ -244,6 +248,7 @@ def test_pytorchs_own_directory_opens(folder, loaded, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params["unet"], loaded[1]["unet"])
 
 
+@pytest.mark.slow
 def test_other_models_are_refused_by_name(folder, tmp_path, capsys):
     base = make_tiny_xl(tmp_path / "base")
     pix2pix = make_tiny_pipeline(tmp_path / "pix2pix")

@@ -174,6 +174,7 @@ def test_bfloat16(folders, xl):
     assert {e.outvars[0].aval.dtype for e in convolutions} <= {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd", pytest.param("sd image", marks=pytest.mark.slow)])
 def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
     pipeline, params = KINDS[kind][1].from_pretrained(folders[kind])
@@ -221,6 +222,7 @@ def test_base_then_refiner(folders, xl):
     np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pixels", "at_once"), [(1, 1), (4 * 16 * 16, 3), (10**6, 6)])
 def test_many_images_are_decoded_in_parts(folders, monkeypatch, pixels, at_once):
     """Images are decoded in equal groups of limited size."""
@@ -233,6 +235,7 @@ def test_many_images_are_decoded_in_parts(folders, monkeypatch, pixels, at_once)
     np.testing.assert_allclose(decode(vae, params, latents), whole, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_compiles_again_is_told(folders, caplog):
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
     inputs = pipeline.prepare_inputs("it"), params, jax.random.key(0)
@@ -359,6 +362,7 @@ def unaligned(array):
     return copy
 
 
+@pytest.mark.slow
 def test_negative_prompts_and_keys_that_do_not_fit(folders):
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
     prompt_ids, key = pipeline.prepare_inputs(PROMPTS), jax.random.key(0)
@@ -372,6 +376,7 @@ def test_negative_prompts_and_keys_that_do_not_fit(folders):
         pipeline(prompt_ids, params, jax.random.split(key, 3), **options)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_pndm_from_a_image(folders):
     """PyTorch's steps at strength 1."""

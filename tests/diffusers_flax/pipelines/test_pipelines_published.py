@@ -377,6 +377,7 @@ def test_saving_needs_the_parameters_of_every_part(folders, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     ("change", "words"),
     [

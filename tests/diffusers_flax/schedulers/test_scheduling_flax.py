@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import trajectories
+from helpers import slow
 from trajectories import (
     BASE,
     NOISE,
@@ -49,19 +50,19 @@ PREDICTIONS = ("epsilon", "v_prediction")
 SPACINGS = ("leading", "linspace", "trailing")
 
 
+@pytest.mark.parametrize("num_steps", [20, *slow(1, 2, 5, 50)])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_whole_trajectories_match_pytorch(name, monkeypatch):
+def test_whole_trajectories_match_pytorch(name, num_steps, monkeypatch):
     for prediction_type in PREDICTIONS:
         for spacing in SPACINGS:
-            for num_steps in (1, 2, 5, 20, 50):
-                config = STABLE_DIFFUSION | BASE[name]
-                config |= {"prediction_type": prediction_type, "timestep_spacing": spacing}
-                config["steps_offset"] = 1 if spacing == "leading" else 0
-                assert_same_trajectory(
-                    flax_trajectory(name, config, num_steps),
-                    torch_trajectory(name, config, num_steps, monkeypatch),
-                    f"{prediction_type} {spacing} {num_steps}",
-                )
+            config = STABLE_DIFFUSION | BASE[name]
+            config |= {"prediction_type": prediction_type, "timestep_spacing": spacing}
+            config["steps_offset"] = 1 if spacing == "leading" else 0
+            assert_same_trajectory(
+                flax_trajectory(name, config, num_steps),
+                torch_trajectory(name, config, num_steps, monkeypatch),
+                f"{prediction_type} {spacing}",
+            )
 
 
 def test_lms_begins_in_the_middle_with_order_1(monkeypatch):
@@ -402,6 +403,7 @@ def test_add_noise_takes_a_karras_run_at_its_own_levels(name):
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", ["euler", "dpmsolver++"])
 @pytest.mark.parametrize("num_steps, first_step", [(50, 46), (50, 47), (50, 49), (75, 73)])
 def test_add_noise_takes_the_current_steps_own_level(name, num_steps, first_step):
@@ -598,6 +600,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("cls, option", REFUSED, ids=lambda value: str(value)[-60:])
 def test_unsupported_options_are_refused_by_name(cls, option):
     ((name, value),) = option.items()
@@ -609,6 +612,7 @@ def test_unsupported_options_are_refused_by_name(cls, option):
     assert neutral == cls()
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "name, value",
     [
