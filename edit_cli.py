@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from command_line import check_image_file, run_main
 from dataloading.images import load_image
+from dataloading.lists import read_list
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import IMAGE_FORMATS, save_image
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
@@ -56,7 +57,6 @@ from editing.edits import (
     preview_files,
     replicate_params,
 )
-from editing.lists import read_list
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def edits_of_flags(inputs, instructions, output):
 
 
 def edits_of_jsonl(file):
-    """Read a list of edits, rows of {"input", "edit", "output"}; see editing/lists.py."""
+    """Read a list of edits, rows of {"input", "edit", "output"}; see dataloading/lists.py."""
     names = ("original_image", "edit_prompt", "output")
     rows = read_list(f"--edits_jsonl {file}", file, names)
     return [Edit(i, *(row[name] for name in names)) for i, row in enumerate(rows)]

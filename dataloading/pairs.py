@@ -5,7 +5,7 @@
 The list is a .jsonl file with one object per line, a .csv file whose first line names the columns,
 or a directory with original/, edited/ and captions.jsonl or captions.csv, in which file_name names
 the file in original/ and the one in edited/, whose extension may differ. docs/data.md has the table
-of keys, editing/lists.py reads them.
+of keys, dataloading/lists.py reads them.
 
 Several pairs may share an instruction or an original image. Image files are copied unchanged; the
 loader applies their EXIF orientation. The shards have the schema of
@@ -32,10 +32,10 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing
 from dataloading.images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
-from dataloading.shards import UNFINISHED
+from dataloading.lists import CAPTIONS, IMAGES, list_rows, raise_problems
+from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import remove
 from diffusers_flax.messages import one_line
-from editing.lists import CAPTIONS, IMAGES, list_rows, raise_problems
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 SCHEMA = pa.schema(
@@ -335,7 +335,7 @@ def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
     other = [path for path in directory.glob("[!.]*.parquet") if not path.match(SHARDS)]
     if not (directory / HELD_OUT_LIST).exists():
         other += [directory / name for name in IMAGE_DIRS if (directory / name).exists()]
-    if first := next(iter([*directory.glob(f"{UNFINISHED}*"), *other]), None):
+    if first := next(iter([*directory.glob(f"{UNFINISHED_DIR}*"), *other]), None):
         raise ValueError(
             f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
         )
@@ -352,7 +352,7 @@ def move_when_complete(folder: Path, replaced: tuple[str, ...]) -> Iterator[Path
         folder: directory, made if absent.
         replaced: patterns of the old files and directories that are removed before the move.
     """
-    existed, unfinished, moved = folder.exists(), folder / UNFINISHED, []
+    existed, unfinished, moved = folder.exists(), folder / UNFINISHED_DIR, []
     unfinished.mkdir(parents=True)
     try:
         yield unfinished

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 from command_line import differences
 from dataloading.images import crop_corner, crop_square, decode_image, encoded_size, scaled_size
+from diffusers_flax.loading.files import UNFINISHED_PREFIX
 from diffusers_flax.messages import one_line
 
 # Column names of public datasets, by the flag that selects another column.
@@ -40,8 +41,7 @@ BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
-UNFINISHED = ".unfinished"  # subdirectory; marks an incomplete directory of shards
-UNFINISHED_PREFIX = ".unfinished-"  # of temporary directories for shards
+UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
 STALE_SECONDS = 24 * 3600  # age at which an unfinished directory is removed
 READ_ROWS = 32  # rows of a column that are read at a time
 READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chunks
@@ -94,10 +94,10 @@ def list_row_groups(
     directory = Path(train_data_dir)
     if not directory.is_dir():
         raise ValueError(f"{flag} {directory} is not a directory; name that of the shards")
-    if (directory / UNFINISHED).exists():
+    if (directory / UNFINISHED_DIR).exists():
         raise ValueError(
-            f"{directory} is not complete, as it contains {UNFINISHED}: run script.sh again, or "
-            f"remove {directory / UNFINISHED} if it belongs to another plan; if "
+            f"{directory} is not complete, as it contains {UNFINISHED_DIR}: run script.sh again, "
+            f"or remove {directory / UNFINISHED_DIR} if it belongs to another plan; if "
             f"parquet_processing.py --pairs was killed, remove {directory} and run that again"
         )
     paths = shard_files(directory)

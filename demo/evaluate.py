@@ -21,8 +21,8 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import run_main
+from dataloading.lists import read_list
 from demo.photographs import EDITS
-from editing.lists import read_list
 
 CELL = 128  # pixels of an image in the grid
 GAP = 6
@@ -47,7 +47,7 @@ def distance(a, b):
 
 
 def read_edits(output_dir):
-    """The rows of the list of held-out edits; see editing/lists.py."""
+    """The rows of the list of held-out edits; see dataloading/lists.py."""
     file = Path(output_dir) / "held_out" / "edits.jsonl"
     required = ("original_image", "edit_prompt", "output")
     return read_list(str(file), file, required, ("edited_image", "edited_prompt"))

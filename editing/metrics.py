@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from dataloading.images import decode_image
+from dataloading.lists import CAPTIONS, IMAGES, read_list
 from dataloading.shards import latents_metadata, list_row_groups
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import plan_steps
@@ -31,7 +32,6 @@ from diffusers_flax.messages import one_line
 from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.pipelines.sampling import decode
 from editing.edits import fit_image
-from editing.lists import CAPTIONS, IMAGES, read_list
 
 CAPTION_COLUMNS = {
     "original_prompt_column": "original_prompt",
@@ -89,7 +89,7 @@ class HeldOutPair:
 
 
 def pairs_of_jsonl(file, max_pairs=None):
-    """Read a list of pairs; see editing/lists.py. Image to edit and instruction are required.
+    """Read a list of pairs; see dataloading/lists.py. Image to edit and instruction are required.
 
     Args:
         file: path.

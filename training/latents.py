@@ -23,7 +23,6 @@ from dataloading.images import num_usable_cores
 from dataloading.shards import (
     LATENTS,
     TIME_IDS,
-    UNFINISHED_PREFIX,
     check_existing_shard,
     decode_pair,
     describe_source,
@@ -36,6 +35,7 @@ from dataloading.shards import (
     shard_files,
     take_first_rows,
 )
+from diffusers_flax.loading.files import UNFINISHED_PREFIX
 from training.flags import nearest_multiples
 from training.models import compute_dtype, encode_images, is_sdxl, load_vae, tree_checksum
 

@@ -13,11 +13,10 @@ import pytest
 from PIL import Image, ImageOps
 
 import parquet_processing
-from dataloading import pairs
+from dataloading import lists, pairs
 from dataloading import shards as dataloading_shards
 from dataloading.pairs import write_pairs
 from edit_cli import edits_of_jsonl
-from editing import lists
 from parquet_processing import ParquetImagePairs
 
 ORIENTATION = 0x0112
@@ -488,7 +487,7 @@ def test_unfinished_directory_is_not_read(tmp_path):
     (tmp_path / "data").symlink_to("elsewhere")  # a link is followed, not replaced
     write_pairs(file, tmp_path / "data")
     assert len(read(tmp_path / "elsewhere")) == 1
-    (tmp_path / "data" / pairs.UNFINISHED).mkdir()
+    (tmp_path / "data" / pairs.UNFINISHED_DIR).mkdir()
     with pytest.raises(ValueError, match=r"if .* --pairs was killed, remove .*data and run that"):
         dataloading_shards.list_row_groups(tmp_path / "data")
     with pytest.raises(ValueError, match=r"--output_dir .*data is not empty"):

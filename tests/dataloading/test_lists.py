@@ -12,10 +12,10 @@ from PIL import Image
 
 import edit_cli
 import parquet_processing
+from dataloading.lists import NAMES
 from dataloading.pairs import write_pairs
 from edit_cli import Edit, edits_of_jsonl
 from editing import metrics
-from editing.lists import NAMES
 from editing.metrics import pairs_of_jsonl
 
 
