@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from email.utils import formatdate
 from pathlib import Path
@@ -25,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import script
+from dataloading import remote_shards, retries
 
 TOKEN = "hf_tokenThatMustNotLeak"
 PAPER = "timbrooks/instructpix2pix-clip-filtered"
@@ -68,7 +70,7 @@ def hub(monkeypatch, tmp_path):
 def sleeps(monkeypatch):
     """Record calls of time.sleep instead of sleeping."""
     waits = []
-    monkeypatch.setattr(script.time, "sleep", waits.append)
+    monkeypatch.setattr(retries.time, "sleep", waits.append)
     return waits
 
 
@@ -203,7 +205,7 @@ def test_deal_by_hand():
 def test_converted_listing(hub, capsys):
     """A complete conversion is preferred; pagination works; sizes and checksums are the hub's."""
     shards = {f"default/train/{i:04d}.parquet": parquet(i + 1) for i in range(60)}
-    hub.add("a/b", shards | {"default/test/0000.parquet": parquet()}, script.CONVERTED_REF)
+    hub.add("a/b", shards | {"default/test/0000.parquet": parquet()}, remote_shards.CONVERTED_REF)
     hub.add("a/b", {"data/train-00000-of-00001.parquet": parquet()})
     files = plan("--dataset=a/b", "--num_workers=1")
     assert [file["file"] for file in files] == [path.replace("/", "-") for path in sorted(shards)]
@@ -237,7 +239,7 @@ def test_converted_listing(hub, capsys):
     ],
 )
 def test_partial_conversion_is_not_used(hub, capsys, converted):
-    hub.add("a/b", converted, script.CONVERTED_REF)
+    hub.add("a/b", converted, remote_shards.CONVERTED_REF)
     hub.add("a/b", {"data/train-00000-of-00001-abc.parquet": parquet(), "README.md": b""})
     (file,) = plan("--dataset=a/b", "--num_workers=1")
     assert (
@@ -256,7 +258,7 @@ def test_partial_conversion_is_not_used(hub, capsys, converted):
 def test_many_converted_parts(hub):
     """The hub splits more than 10000 files into several directories."""
     paths = [f"en/train-part{k}/{i:04d}.parquet" for k in (0, 1) for i in (0, 1)]
-    hub.add("a/b", dict.fromkeys(paths, 7), script.CONVERTED_REF)
+    hub.add("a/b", dict.fromkeys(paths, 7), remote_shards.CONVERTED_REF)
     files = plan("--dataset=a/b", "--num_workers=1")
     assert [urlsplit(file["url"]).path.split("parquet/", 1)[1] for file in files] == paths
     assert [file["sha256"] for file in files] == [
@@ -285,7 +287,7 @@ def test_many_converted_parts(hub):
     ],
 )
 def test_layouts(path, where):
-    assert script.classify_original(path) == where
+    assert remote_shards.classify_original(path) == where
 
 
 def test_configs_and_splits(hub, capsys):
@@ -310,13 +312,15 @@ def test_configs_and_splits(hub, capsys):
 
     # With several converted configurations the repository's files are no fallback.
     hub.add("c/d", {"train.parquet": 1})
-    hub.add("c/d", {"x/train/0000.parquet": 2, "y/train/0000.parquet": 3}, script.CONVERTED_REF)
+    hub.add(
+        "c/d", {"x/train/0000.parquet": 2, "y/train/0000.parquet": 3}, remote_shards.CONVERTED_REF
+    )
     assert "x, y" in error_of(capsys, "--dataset=c/d", "--num_workers=1")
 
 
 def test_revision(hub, capsys):
     """--revision selects repository files and is quoted in the URL; only main is converted."""
-    hub.add("a/b", {"default/train/0000.parquet": 1}, script.CONVERTED_REF)
+    hub.add("a/b", {"default/train/0000.parquet": 1}, remote_shards.CONVERTED_REF)
     hub.add("a/b", {"train.parquet": 2}, "refs/pr/1")
     (file,) = plan("--dataset=a/b", "--num_workers=1", "--revision=refs/pr/1")
     assert file["url"].endswith("/resolve/refs%2Fpr%2F1/train.parquet") and file["size"] == 2
@@ -334,7 +338,7 @@ def test_names_do_not_collide(hub, tmp_path):
     hub.add("a/b", {"data/x-y/train.parquet": 1, "data/x/y-train.parquet": 2})
     rows = plan("--dataset=a/b", "--num_workers=1", "--config=x-y")
     assert [row["file"] for row in rows] == ["data-x-y-train.parquet"]
-    names = script.unique_file_names(
+    names = remote_shards.unique_file_names(
         [
             "https://h/datasets/a/b/resolve/main/data/x-y/train.parquet",
             "https://h/datasets/a/b/resolve/main/data/x/y-train.parquet",
@@ -349,10 +353,10 @@ def test_names_do_not_collide(hub, tmp_path):
         "http://three/",
         "http://three/%20-o/" + 300 * "x" + ".parquet",
     ]
-    names = script.unique_file_names(urls)
+    names = remote_shards.unique_file_names(urls)
     assert len(set(names)) == len(urls)
     assert all(re.fullmatch(r"[A-Za-z0-9_][\w.-]{0,230}\.parquet", name) for name in names), names
-    assert script.unique_file_names(urls[3:5]) == ["unfinished.parquet", "shard.parquet"]
+    assert remote_shards.unique_file_names(urls[3:5]) == ["unfinished.parquet", "shard.parquet"]
     (tmp_path / "urls.txt").write_text("\n".join(urls))
     files = plan("--urls", tmp_path / "urls.txt", "--num_workers=1", "--max_shards=2")
     assert [file["file"] for file in files] == names[:2]
@@ -383,10 +387,10 @@ def test_access_errors(hub, capsys, monkeypatch):
 
 def test_waiting(hub, capsys, sleeps):
     """Waits follow Retry-After (seconds or date) or RateLimit, else they double."""
-    hub.add("a/b", {"default/train/0000.parquet": 1}, script.CONVERTED_REF)
+    hub.add("a/b", {"default/train/0000.parquet": 1}, remote_shards.CONVERTED_REF)
     hub.failures["/api/datasets/a/b/tree/refs"] += [
         (429, {"Retry-After": "7"}),
-        (429, {"Retry-After": formatdate(script.time.time() + 40, usegmt=True)}),
+        (429, {"Retry-After": formatdate(time.time() + 40, usegmt=True)}),
         (
             429,
             {"RateLimit": '"api";r=0;t=55', "RateLimit-Policy": '"fixed window";"api";q=500;w=300'},
@@ -456,7 +460,7 @@ def test_command_line(hub, tmp_path):
     hub.add(
         "a/b",
         {f"default/train/{i:04d}.parquet": parquet(5 + i) for i in range(3)},
-        script.CONVERTED_REF,
+        remote_shards.CONVERTED_REF,
     )
     hub.failures["/api/"] = [(429, {"Retry-After": "1"})]
     hub.failures["/cdn/"] = [(503, {})]
@@ -498,7 +502,7 @@ def test_command_line(hub, tmp_path):
 def test_every_way_to_give_a_token(hub, tmp_path):
     """As in script.sh, see the test of the same name."""
     hub.token = TOKEN
-    hub.add("a/b", {"default/train/0000.parquet": parquet()}, script.CONVERTED_REF)
+    hub.add("a/b", {"default/train/0000.parquet": parquet()}, remote_shards.CONVERTED_REF)
     for name, env in ways_to_give_a_token(tmp_path, TOKEN).items():
         env |= {"HF_ENDPOINT": f"{hub.endpoint}//"}
         flags = ["--dataset=a/b", "--worker=0", "--num_workers=1"]  # without JAX
@@ -567,7 +571,7 @@ def test_columns(hub, tmp_path, capsys, monkeypatch):
         "1.parquet": parquet(row_group_size=3, edit=pa.array(["b"] * 7), image=image),
         "2.parquet": parquet(**wide),
     }
-    assert int.from_bytes(contents["2.parquet"][-8:-4], "little") > script.FOOTER_BYTES
+    assert int.from_bytes(contents["2.parquet"][-8:-4], "little") > remote_shards.FOOTER_BYTES
     hub.add("x/y", contents, "z")
     list_file = tmp_path / "urls.txt"
     urls = [f"{hub.endpoint}/plain/x/y/z/{name}" for name in contents]
@@ -699,11 +703,13 @@ def test_worker_by_launcher(shards, tmp_path, launcher):
 
 
 def test_runs_without_jax_and_the_library(shards, tmp_path, monkeypatch):
-    """script.py needs command_line.py, dataloading/workers.py and packages without jax."""
+    """script.py needs command_line.py, three files of dataloading/ and packages without jax."""
     for name in (
         "script.py",
         "command_line.py",
         "dataloading/__init__.py",
+        "dataloading/remote_shards.py",
+        "dataloading/retries.py",
         "dataloading/workers.py",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)

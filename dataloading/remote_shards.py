@@ -1,0 +1,309 @@
+"""Parquet shards on the hub or another server: which a dataset has, and what their footers say.
+
+    shards, source = list_dataset_shards("OWNER/NAME", config=None, split="train", revision=None)
+
+A shard is a row of manifest.json: {url, file, size, sha256, rows, worker}. Nothing here needs jax.
+"""
+
+import re
+import sys
+import textwrap
+from collections import Counter
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from pathlib import PurePosixPath
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub import constants, hf_hub_url
+from huggingface_hub.utils import validate_repo_id
+from tqdm import tqdm
+
+from dataloading.retries import error_text, fetch_with_retries
+
+CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
+SPLIT_WORDS = frozenset(
+    ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+)
+# The names that datasets' push_to_hub gives.
+NUMBERED_NAME = re.compile(r"(.+)-\d{5,}-of-(\d{5,})(-[0-9a-f]+)?\.parquet")
+NUM_FOOTER_THREADS = 8
+FOOTER_BYTES = 64 * 1024  # first request; few footers are longer
+MAX_FOOTER_BYTES = 256 * 1024 * 1024  # a longer footer means a damaged file
+
+
+def list_dataset_shards(dataset, config, split, revision):
+    """List a dataset's shards: the conversion if it is complete, else the repository's files.
+
+    Args:
+        dataset: OWNER/NAME.
+        config: see select_split.
+        split: name.
+        revision: branch, tag or commit of the repository's files; None prefers the conversion.
+
+    Returns:
+        (manifest rows sorted by path, description of their source).
+
+    Raises:
+        ValueError: there are no such shards.
+    """
+    validate_repo_id(dataset)
+    selected, reason = [], f"--revision {revision} is given"
+    if revision is None:
+        entries = list_tree(dataset, CONVERTED_REF)
+        selected, problem = select_split(entries, classify_converted, config, split)
+        reason = f"the hub's conversion has {problem}"
+    source, found_revision = "the hub's conversion", CONVERTED_REF
+    if not selected:
+        source, found_revision = "the repository's files", revision or constants.DEFAULT_REVISION
+        entries = list_tree(dataset, found_revision)
+        selected, problem = select_split(entries, classify_original, config, split)
+        if problem:
+            kinds = Counter(PurePosixPath(entry["path"]).suffix or "other" for entry in entries)
+            found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "none"
+            raise ValueError(
+                f"{dataset}: {reason}; the repository's files ({found}) have {problem}; give "
+                "--config, --split or --revision, or a list of addresses with --urls"
+            )
+        print(f"using the repository's files ({found_revision}): {reason}")
+        names = (PurePosixPath(entry["path"]).name for entry in selected)
+        totals = {int(match[2]) for name in names if (match := NUMBERED_NAME.fullmatch(name))}
+        if len(totals) == 1 and totals != {len(selected)}:
+            text = f"warning: {len(selected)} shards, but their names announce {totals.pop()}"
+            print(text, file=sys.stderr)
+    rows = [
+        manifest_row(
+            hf_hub_url(dataset, entry["path"], repo_type="dataset", revision=found_revision),
+            entry["size"],
+            (entry.get("lfs") or {}).get("oid"),
+        )
+        for entry in selected
+    ]
+    return rows, f"{source} ({found_revision})"
+
+
+def list_tree(dataset, revision):
+    """List a repository's files by path, {"path", "size", "lfs": {"oid"}}; [] if not converted.
+
+    Raises:
+        ValueError: no access, or no such dataset or revision.
+    """
+    url = f"{constants.ENDPOINT}/api/datasets/{dataset}/tree/{quote(revision, safe='')}"
+    url += "?recursive=true&expand=false"
+    entries = []
+    while url:
+        response = fetch_with_retries(url)
+        error_code = response.headers.get("x-error-code")
+        if revision == CONVERTED_REF and error_code == "RevisionNotFound":
+            return []
+        if response.status_code != 200:
+            raise ValueError(f"{dataset}: {error_text(response)}")
+        try:
+            entries += [entry for entry in response.json() if entry["type"] == "file"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{url} did not return a file list; check HF_ENDPOINT") from None
+        next_page = response.links.get("next", {}).get("url")
+        url = next_page and urljoin(url, next_page)
+    return sorted(entries, key=lambda entry: entry["path"])
+
+
+def classify_converted(path):
+    """(config, split) of a parquet file in the hub's conversion, else None.
+
+    Source: dataset-viewer, libcommon/parquet_utils.py: CONFIG/SPLIT/0000.parquet, SPLIT-part1 for
+    more than 10000 files; CONFIG/partial-SPLIT/ or CONFIG/SPLIT/partial/ if truncated.
+    The result calls a truncated split "partial-SPLIT".
+    """
+    if path.count("/") < 2 or not path.endswith(".parquet"):
+        return None
+    config, folder, *rest = path.split("/")
+    return config, ("partial-" if "partial" in rest else "") + re.sub(r"-part\d+$", "", folder)
+
+
+def classify_original(path):
+    """(config, split) of a parquet file in the dataset's repository, else None.
+
+    The split is the last directory (SPLIT/x.parquet), else a word of the name (train-x.parquet),
+    else the prefix of the number (SPLIT-00000-of-00262.parquet), else train. The config consists of
+    the remaining directories except "data", else it is "default".
+    """
+    *folders, name = path.split("/")
+    if not name.endswith(".parquet") or path.startswith(".") or "/." in path:
+        return None
+    if folders and folders[-1] in SPLIT_WORDS:
+        split = folders.pop()
+    elif words := [word for word in re.split(r"[^A-Za-z]+", name) if word in SPLIT_WORDS]:
+        split = words[-1]
+    else:
+        split = match[1] if (match := NUMBERED_NAME.fullmatch(name)) else "train"
+    return "/".join(folder for folder in folders if folder != "data") or "default", split
+
+
+def select_split(entries, classify, config, split):
+    """The entries of one config and split.
+
+    Args:
+        entries: files as list_tree returns them.
+        classify: classify_converted or classify_original.
+        config: name; None selects the only config, or "default" among several.
+        split: name.
+
+    Returns:
+        (entries, None), or ([], reason why there are none).
+
+    Raises:
+        ValueError: config is None and the dataset has several without a "default".
+    """
+    configs = {}
+    for entry in entries:
+        if key := classify(entry["path"]):
+            configs.setdefault(key[0], {}).setdefault(key[1], []).append(entry)
+    if not configs:
+        return [], "no parquet files"
+    names = textwrap.shorten(", ".join(configs), 500, placeholder=" ...")
+    if config is None:
+        config = "default" if len(configs) > 1 else next(iter(configs))
+        if config not in configs:
+            raise ValueError(f"choose one of several configurations with --config: {names}")
+    if config not in configs:
+        return [], f"no configuration {config}, but {names}"
+    splits = configs[config]
+    if partial_files := splits.get(f"partial-{split}"):
+        folder = PurePosixPath(partial_files[0]["path"]).parent
+        return [], f"only the first part of split {split} ({len(partial_files)} files in {folder})"
+    if split not in splits:
+        return [], f"no split {split} in configuration {config}, but {', '.join(splits)}"
+    return splits[split], None
+
+
+def manifest_row(url, size, sha256):
+    """A shard's entry in manifest.json."""
+    return {"url": url, "file": None, "size": size, "sha256": sha256, "rows": None, "worker": None}
+
+
+def read_url_list(file):
+    """Read a list of shards, one "URL [SIZE [SHA256]]" per line.
+
+    Returns:
+        Manifest rows in the order of the file.
+
+    Raises:
+        ValueError: the list is empty, or lines are malformed or repeated; names them all.
+    """
+    line_format = re.compile(
+        r"(https?://[!-~]+)(?:[ \t]+([1-9][0-9]*)(?:[ \t]+([0-9a-fA-F]{64}))?)?"
+    )
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--urls {file} is not UTF-8; save it as UTF-8 ({error})") from None
+    except OSError as error:
+        raise ValueError(
+            f"--urls {file} cannot be read: {error.strerror}; check the path"
+        ) from None
+    rows, problems, seen = [], [], {}
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also splits at \x0b
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = line_format.fullmatch(line.strip())
+        if not match:
+            problems.append(f'line {number} is not "URL [SIZE [SHA256]]"')
+        elif match[1] in seen:
+            problems.append(f"line {number} repeats line {seen[match[1]]}")
+        else:
+            seen[match[1]] = number
+            rows.append(
+                manifest_row(match[1], match[2] and int(match[2]), match[3] and match[3].lower())
+            )
+    if problems or not rows:
+        raise ValueError(f"--urls {file}: {'; '.join(problems) or 'it lists no addresses'}")
+    return rows
+
+
+def unique_file_names(urls):
+    """Unique file names: a repository path with dashes, or the last component of an address.
+
+    If two names collide, all get a number as prefix.
+    """
+    names = []
+    for path in (unquote(urlsplit(url).path) for url in urls):
+        in_repository = re.search(rf"/resolve/(?:{CONVERTED_REF}|[^/]+)/(.+)", path)
+        name = in_repository[1].replace("/", "-") if in_repository else PurePosixPath(path).name
+        # The loader reads *.parquet except hidden files; a name has at most 255 bytes.
+        stem = re.sub(r"[^A-Za-z0-9._-]", "_", name.removesuffix(".parquet"))[-200:].lstrip(".-")
+        names.append(f"{stem or 'shard'}.parquet")
+    if len(set(names)) < len(names):
+        names = [f"{i:05d}-{name}" for i, name in enumerate(names)]
+    return names
+
+
+def read_footer(url):
+    """Read the footer of a remote parquet file.
+
+    Returns:
+        (size in bytes or None if unknown, pyarrow FileMetaData).
+
+    Raises:
+        ValueError: the file cannot be fetched or is not parquet.
+    """
+    last_bytes = FOOTER_BYTES
+    for _ in range(2):
+        response = fetch_with_retries(url, last_bytes)
+        if response.status_code not in (200, 206):
+            raise ValueError(f"{url}: {error_text(response)}")
+        tail = response.content
+        last_bytes = int.from_bytes(tail[-8:-4], "little") + 8
+        if tail[-4:] != b"PAR1" or not len(tail) < last_bytes <= MAX_FOOTER_BYTES:
+            break
+    try:
+        footer = pq.read_metadata(pa.BufferReader(tail))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{url} is not a parquet file, or is damaged: {error}") from error
+    if response.status_code == 200:
+        return len(tail), footer
+    total = response.headers.get("content-range", "").rpartition("/")[2]
+    return int(total) if total.isdecimal() else None, footer
+
+
+def read_columns(files):
+    """Read all footers, add rows and missing sizes to the manifest, and print a summary.
+
+    Args:
+        files: manifest rows, changed in place.
+
+    Raises:
+        ValueError: a shard cannot be read or does not have the listed size.
+    """
+    row_groups, shards_with = [], {}  # (rows, bytes); columns -> names of files
+    bar = tqdm(desc="footers", total=len(files), unit="shard")
+    with bar, ThreadPool(NUM_FOOTER_THREADS) as pool:  # exits at once on Ctrl-C
+        footers = pool.imap(read_footer, [file["url"] for file in files])
+        for file, (size, footer) in zip(files, footers):
+            if size and file["size"] and size != file["size"]:
+                raise ValueError(f"{file['url']} has {size} bytes, the list says {file['size']}")
+            file["size"], file["rows"] = file["size"] or size, footer.num_rows
+            schema = footer.schema.to_arrow_schema()
+            columns = tuple(f"{field.name}: {field.type}" for field in schema)
+            shards_with.setdefault(columns, []).append(file["file"])
+            for group in map(footer.row_group, range(footer.num_row_groups)):
+                chunks = map(group.column, range(group.num_columns))
+                num_bytes = sum(chunk.total_compressed_size for chunk in chunks)
+                row_groups.append((group.num_rows, num_bytes))
+            bar.update()
+
+    print(f"{sum(file['rows'] for file in files)} rows, {len(row_groups)} row groups", end="")
+    if row_groups:
+        rows, sizes = zip(*row_groups)
+        print(f" of {format_range(rows)} rows, {format_range(sizes, 'B')}", end="")
+    print("" if len(shards_with) == 1 else "; warning: the shards do not all have the same columns")
+    for columns, names in shards_with.items():
+        short_names = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
+        print(f"columns of {len(names)} shards ({short_names}):", *columns, sep="\n  ")
+
+
+def format_range(values, unit=""):
+    """Format as "smallest to largest", or as one value if all are equal."""
+    show = partial(tqdm.format_sizeof, suffix=unit) if unit else str
+    low, high = show(min(values)), show(max(values))
+    return low if low == high else f"{low} to {high}"
