@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 from command_line import check_image_file, run_main
 from dataloading.dataset import ParquetImagePairs
+from dataloading.decoding import decode_pair
 from dataloading.images import FORMATS, crop_square, decode_image
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
@@ -46,7 +47,6 @@ from dataloading.shards import (
     Cells,
     Pair,
     RowGroup,
-    decode_pair,
     latents_metadata,
     list_row_groups,
     pair_at,

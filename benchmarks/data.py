@@ -44,15 +44,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_benchmark, write_rows
+from dataloading.decoding import decode_pair
 from dataloading.pairs import SCHEMA
-from dataloading.shards import (
-    Pair,
-    decode_pair,
-    list_row_groups,
-    pair_at,
-    read_row_group,
-    shard_files,
-)
+from dataloading.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
 from parquet_processing import ParquetImagePairs
 
 try:

@@ -17,15 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from command_line import differences
+from dataloading.decoding import Decoding
 from dataloading.images import RESAMPLING, num_usable_cores
+from dataloading.order import choose_num_parts, partition_rows
 from dataloading.shards import (
     Cells,
     Pair,
-    check_latents,
-    copy_latents,
-    decode_pair,
+    RowGroup,
     gather_directories,
-    has_time_ids,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -35,65 +34,9 @@ from dataloading.shards import (
     take_first_rows,
 )
 
-# Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
-# Fewer parts need less memory in one process; with many processes, more parts mean less reading.
-DEFAULT_PARTS = 4
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
 MIN_LEFT_OUT = 0.01  # share of an epoch's pairs for which a better batch size is looked up
 logger = logging.getLogger(__name__)
-
-
-def epoch_order(
-    group_rows: list[int],
-    *,
-    seed: list[int],
-    num_parts: int,
-    rows_per_part: int,
-    window: float,
-) -> np.ndarray:
-    """Shuffle an epoch so that each part needs a few row groups at a time.
-
-    The row groups are concatenated in shuffled order and cut into num_parts parts of equal length;
-    the remaining rows are not used in this epoch. Within a part, each row gets a random time,
-    uniform over a window around its row group's position in the part, and rows are sorted by time.
-    A row group is therefore needed only during its window, and rows mix with all rows whose windows
-    overlap. A window as long as the part gives a uniform shuffle.
-
-    Args:
-        group_rows: number of rows of each row group.
-        seed: integers >= 0; the order depends on them and on the other arguments.
-        num_parts: at least 1.
-        rows_per_part: rows of each part; num_parts * rows_per_part <= sum(group_rows).
-        window: length of a window in rows; a window always covers its row group's rows in the part.
-
-    Returns:
-        Integers (num_parts, rows_per_part): the rows of each part in order, counted over all row
-        groups.
-    """
-    group_rows = np.asarray(group_rows)
-    first_rows = np.cumsum(group_rows) - group_rows
-    group_of = np.repeat(np.arange(len(group_rows)), group_rows)  # row -> row group
-    rng = np.random.default_rng(seed)
-    # Rows within a row group are shuffled too, so that a cut or the unused end takes random rows.
-    all_rows = np.concatenate(
-        [first_rows[g] + rng.permutation(group_rows[g]) for g in rng.permutation(len(group_rows))]
-    )
-    parts = all_rows[: num_parts * rows_per_part].reshape(num_parts, rows_per_part)
-    # Neighbouring parts share a row group; reversing every other part makes both need it at once.
-    parts[1::2] = parts[1::2, ::-1].copy()
-
-    order = np.empty_like(parts)
-    for part, rows in enumerate(parts):
-        cuts = np.flatnonzero(np.diff(group_of[rows], prepend=-1, append=-1))  # row group bounds
-        starts, stops = cuts[:-1], cuts[1:]
-        centers, halves = (starts + stops) / 2, np.maximum(stops - starts, window) / 2
-        begins = np.maximum(centers - halves, 0)
-        ends = np.minimum(centers + halves, rows_per_part)
-        if window >= rows_per_part:
-            begins, ends = np.zeros_like(begins), np.full_like(ends, rows_per_part)
-        times = rng.uniform(np.repeat(begins, stops - starts), np.repeat(ends, stops - starts))
-        order[part] = rows[np.argsort(times, kind="stable")]
-    return order
 
 
 def register_with_torch(dataset_class: type) -> None:
@@ -127,7 +70,7 @@ class ParquetImagePairs:
         original_latents: float16 (B, h, w, C)
         edited_latents: float16 (B, h, w, 2 C)
 
-    and, with micro_conditioning, `time_ids`, float32 (B, 6), see `decode_pair`.
+    and, with micro_conditioning, `time_ids`, float32 (B, 6), see `decoding.decode_pair`.
 
     Order: an epoch has `num_parts` parts, and a global batch concatenates equal slices of them. If
     all processes have the same shards, the parts cover all rows, and process i takes the i-th equal
@@ -135,7 +78,7 @@ class ParquetImagePairs:
     its own shards, it makes its own parts and batches, and every process stops after as many
     batches as the process with the fewest rows has. Each epoch leaves out different rows and yields
     no row twice. Order, crops and flips depend on the data, seed, epoch, global batch size,
-    `num_parts` and `shuffle_buffer` (see `epoch_order`). They do not depend on the number of
+    `num_parts` and `shuffle_buffer` (see `order.epoch_order`). They do not depend on the number of
     threads or, if all processes have the same shards, on the number of processes.
 
     Undecodable pairs: the next decodable row of the same row group, cyclically, replaces the pair
@@ -158,7 +101,7 @@ class ParquetImagePairs:
             need False.
         random_flip: mirror half of the pairs.
         micro_conditioning: also yield the time ids of SDXL.
-        resample: "dct", "lanczos" or "bicubic", see `decode_pair`.
+        resample: "dct", "lanczos" or "bicubic", see `decoding.decode_pair`.
         original_image_column, edited_image_column, edit_prompt_column: "" finds the known names.
         max_rows: use the first N rows only, over all processes; None: all.
         process_index, process_count: `jax.process_index()` and `jax.process_count()`.
@@ -203,125 +146,52 @@ class ParquetImagePairs:
         max_bad_fraction: float = 0.1,
     ):
         register_with_torch(type(self))
-        for name, value, lowest in (
-            ("batch_size", batch_size, 1),
-            ("resolution", resolution, 1),
-            ("seed", seed, 0),
-            ("max_rows", 1 if max_rows is None else max_rows, 1),
-            ("process_count", process_count, 1),
-            ("num_parts", num_parts, 0),
-            ("num_threads", num_threads, 0),
-            ("prefetch_batches", prefetch_batches, 1),
-            ("shuffle_buffer", shuffle_buffer, 0),
-        ):
-            if value < lowest:
-                raise ValueError(f"{name}={value} must be at least {lowest}")
-        if not 0 <= process_index < process_count:
-            raise ValueError(
-                f"process_index={process_index} must be from 0 to process_count - 1 = "
-                f"{process_count - 1}"
-            )
-        global_batch_size = batch_size * process_count
-        num_parts = num_parts or math.gcd(global_batch_size, DEFAULT_PARTS)
-        if global_batch_size % num_parts:
-            raise ValueError(
-                f"num_parts={num_parts} does not divide the global batch of {global_batch_size} "
-                f"pairs (batch_size={batch_size}, process_count={process_count}); use a divisor "
-                "or 0"
-            )
-        if resample not in RESAMPLING:
-            raise ValueError(f"resample={resample} is unknown; use one of {', '.join(RESAMPLING)}")
-        if not 0 <= max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction={max_bad_fraction} must be from 0 to 1")
+        check_lowest(
+            batch_size=(batch_size, 1),
+            resolution=(resolution, 1),
+            seed=(seed, 0),
+            max_rows=(1 if max_rows is None else max_rows, 1),
+            process_count=(process_count, 1),
+            num_parts=(num_parts, 0),
+            num_threads=(num_threads, 0),
+            prefetch_batches=(prefetch_batches, 1),
+            shuffle_buffer=(shuffle_buffer, 0),
+        )
+        check_options(process_index, process_count, resample, max_bad_fraction)
+        num_parts = choose_num_parts(num_parts, batch_size, process_count)
 
-        try:
-            self.groups = list_row_groups(
-                train_data_dir, original_image_column, edited_image_column, edit_prompt_column
-            )
-            shards = shard_ids(self.groups)
-        except BaseException:
-            if all_gather is not None:
-                # The other processes wait in gather_directories for this one.
-                all_gather(np.array([0], np.int32))
-            raise
-        directories = gather_directories(shards, all_gather)
+        columns = (original_image_column, edited_image_column, edit_prompt_column)
+        self.groups, directories = open_directories(train_data_dir, columns, all_gather)
         self.directory_rows = [sum(rows for *_, rows in directory) for directory in directories]
         if max_rows is not None:
             share = max_rows // len(directories)
             self.directory_rows = [min(rows, share) for rows in self.directory_rows]
             self.groups = take_first_rows(self.groups, share)
-        if len(directories) == 1:  # one order of global batches; each process takes its columns
-            self.num_batches = self.directory_rows[0] // global_batch_size
-            self._num_order_parts, self._shard_seed = num_parts, []
-            self._total_parts = num_parts
-            self._order_batch_size = global_batch_size
-            self._own_columns = slice(process_index * batch_size, (process_index + 1) * batch_size)
-        else:  # each process has its own order of its own batches
-            self.num_batches = min(self.directory_rows) // batch_size
-            self._num_order_parts = math.gcd(batch_size, max(1, num_parts // process_count))
-            self._total_parts = self._num_order_parts * process_count
-            # The order belongs to the shards, whichever process reads them.
-            self._shard_seed = list(directories[process_index][0][:2])
-            self._order_batch_size = batch_size
-            self._own_columns = slice(batch_size)
-        if self.num_batches == 0:
-            is_shared = len(directories) == 1
-            num_rows, num_sharing = min(self.directory_rows), process_count if is_shared else 1
-            source = train_data_dir if is_shared else "the directory with the fewest rows"
-            if max_rows is not None:
-                source = f"max_rows={max_rows} of {source}"
-            most = num_rows // num_sharing
-            remedy = (
-                f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
-            )
-            if num_rows < num_sharing:
-                remedy = f"use at most {num_rows} processes"
-            raise ValueError(
-                f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
-                f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
-            )
-
-        self.latents = latents_metadata(self.groups[0].metadata)
-        for group in self.groups:
-            check_latents(group, self.latents, resolution, resample, random_crop)
-            if micro_conditioning and self.latents and not has_time_ids(group):
-                raise ValueError(
-                    f"{group.path} has no time ids of SDXL; delete the directory and make the "
-                    "latents again"
-                )
         self.num_rows = sum(self.directory_rows)  # over all processes
+        check_enough_rows(self.directory_rows, batch_size, process_count, max_rows, train_data_dir)
+        self._partition = partition_rows(
+            directories, self.directory_rows, batch_size, num_parts, process_index, process_count
+        )
+        self.latents = latents_metadata(self.groups[0].metadata)
+        self._decoding = Decoding(
+            resolution, resample, random_crop, random_flip, micro_conditioning, self.latents
+        )
+        for group in self.groups:
+            self._decoding.check(group)
+
+        self.train_data_dir, self.batch_size, self.seed = train_data_dir, batch_size, seed
+        self.num_parts, self.shuffle_buffer = num_parts, shuffle_buffer
+        self.num_threads = num_threads or num_usable_cores()
+        self.prefetch_batches, self.max_bad_fraction = prefetch_batches, max_bad_fraction
         self.num_seen = 0  # pairs yielded by this object
         self.num_bad = 0  # replaced pairs among them
         self.bad_rows: dict[tuple[str, int], str] = {}  # (shard, row) -> reason
-        self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
-        self._replacements: dict[int, Pair] = {}  # for row groups without a decodable pair
-        pixels = ((resolution, resolution, 3), np.uint8)
-        self._array_specs = {"original_pixel_values": pixels, "edited_pixel_values": pixels}
-        if self.latents:
-            h, w, C = self.latents["shape"]
-            self._array_specs = {
-                "original_latents": ((h, w, C), np.float16),
-                "edited_latents": ((h, w, 2 * C), np.float16),
-            }
-        self._image_names = tuple(self._array_specs)
-        if micro_conditioning:
-            self._array_specs["time_ids"] = ((6,), np.float32)
-        self.train_data_dir = train_data_dir
-        self.batch_size = batch_size
-        self.resolution = resolution
-        self.seed = seed
-        self.random_crop = random_crop
-        self.random_flip = random_flip
-        self.resample = resample
-        self.num_parts = num_parts
-        self.num_threads = num_threads or num_usable_cores()
-        self.prefetch_batches = prefetch_batches
-        self.shuffle_buffer = shuffle_buffer
-        self.max_bad_fraction = max_bad_fraction
         self.epoch = 0
         self._first_batch = 0  # at which the next iteration starts
         self._next_batch = 0  # position of state_dict
         self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
+        self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
+        self._replacements: dict[int, Pair] = {}  # for row groups without a decodable pair
         self._stream_identity = {
             "seed": seed,
             "global_batch_size": batch_size * process_count,
@@ -364,7 +234,7 @@ class ParquetImagePairs:
 
     def __len__(self) -> int:
         """Batches per epoch of every process."""
-        return self.num_batches
+        return self._partition.num_batches
 
     def __getitem__(self, index):
         """Raise a TypeError: DataLoader indexes objects that are not registered with torch."""
@@ -407,7 +277,9 @@ class ParquetImagePairs:
             )
         start, self._first_batch = self._first_batch, 0
         self._next_batch = start
-        order, draws = self._shuffle_epoch()
+        order, draws = self._partition.shuffle(
+            [group.num_rows for group in self.groups], self.seed, self.epoch, self.shuffle_buffer
+        )
         encoded = self._read_batches(order[start:])
 
         # One thread reads row groups and submits rows to the decoding threads.
@@ -416,10 +288,7 @@ class ParquetImagePairs:
 
         def start_batch() -> tuple[dict, list, list[Future]]:
             rows = next(encoded)
-            batch = {
-                name: np.empty((self.batch_size, *shape), dtype)
-                for name, (shape, dtype) in self._array_specs.items()
-            }
+            batch = self._decoding.empty_batch(self.batch_size)
             batch["edit_prompt"] = []
             futures = [
                 decoders.submit(self._decode_row, batch, place, row, cells, draws[row])
@@ -453,26 +322,6 @@ class ParquetImagePairs:
             decoders.shutdown(cancel_futures=True)
             encoded.close()
             pa.default_memory_pool().release_unused()
-
-    def _shuffle_epoch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the epoch's order, crops and flips.
-
-        Returns:
-            order: integers (num_batches, B), rows of this process's directory.
-            draws: (num_rows, 2) in [0, 1), the crop and the flip of each row.
-        """
-        slice_size = self._order_batch_size // self._num_order_parts  # rows of one part in a batch
-        parts = epoch_order(
-            [group.num_rows for group in self.groups],
-            seed=[self.seed, self.epoch, 0, *self._shard_seed],
-            num_parts=self._num_order_parts,
-            rows_per_part=len(self) * slice_size,
-            window=self.shuffle_buffer / self._total_parts,
-        )
-        order = parts.reshape(self._num_order_parts, len(self), slice_size).swapaxes(0, 1)
-        order = order.reshape(len(self), self._order_batch_size)[:, self._own_columns]
-        rng = np.random.default_rng([self.seed, self.epoch, 1, *self._shard_seed])
-        return order, rng.random((self._first_rows[-1], 2))
 
     def _read_batches(self, order: np.ndarray) -> Iterator[list[tuple[int, Cells]]]:
         """Yield, for each batch of `order` (num_batches, B), its rows with their row groups' cells.
@@ -509,20 +358,8 @@ class ParquetImagePairs:
     def _decode_row(self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray) -> str:
         """Decode a row into batch[...][place], cropped and flipped by draw; return its prompt."""
         g, position = self._locate(row)
-        return self._decode_pair(batch, place, g, pair_at(cells, position), draw)
-
-    def _decode_pair(self, batch: dict, place: int, g: int, pair: Pair, draw: np.ndarray) -> str:
-        """Do the same for an encoded pair of row group g."""
-        out = tuple(batch[name][place] for name in self._image_names)
-        columns, flip = self.groups[g].columns, self.random_flip and bool(draw[1] < 0.5)
-        if self.latents:
-            time_ids = copy_latents(pair, out, columns, flip)
-        else:
-            crop = draw[0] if self.random_crop else 0.5
-            time_ids = decode_pair(pair, out, columns, self.resample, crop, flip)
-        if "time_ids" in batch:
-            batch["time_ids"][place] = time_ids[int(flip)]
-        return pair.prompt
+        pair, columns = pair_at(cells, position), self.groups[g].columns
+        return self._decoding.decode(batch, place, pair, columns, draw)
 
     def _decode_replacement(
         self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray, error: ValueError
@@ -532,14 +369,15 @@ class ParquetImagePairs:
         self.num_bad += 1
         self._record_bad_row(g, position, error)
         if g in self._replacements:
-            return self._decode_pair(batch, place, g, self._replacements[g], draw)
+            pair, columns = self._replacements[g], self.groups[g].columns
+            return self._decoding.decode(batch, place, pair, columns, draw)
         for candidate, candidate_cells in self._following_rows(row, cells):
             h, candidate_position = self._locate(candidate)
             if self._shard_and_row(h, candidate_position) in self.bad_rows:
                 continue
             try:
                 pair = pair_at(candidate_cells, candidate_position)
-                prompt = self._decode_pair(batch, place, h, pair, draw)
+                prompt = self._decoding.decode(batch, place, pair, self.groups[h].columns, draw)
             except ValueError as candidate_error:
                 self._record_bad_row(h, candidate_position, candidate_error)
                 continue
@@ -593,3 +431,76 @@ class ParquetImagePairs:
         num_counted = max(self.num_seen, min(MIN_ROWS_FOR_BAD_FRACTION, epoch_rows))
         if self.num_bad > self.max_bad_fraction * num_counted:
             self._raise_too_many_bad(f"{self.num_bad} of the first {self.num_seen} pairs")
+
+
+def check_lowest(**values: tuple[int, int]) -> None:
+    """Raise a ValueError for an argument below its lowest value: name=(value, lowest)."""
+    for name, (value, lowest) in values.items():
+        if value < lowest:
+            raise ValueError(f"{name}={value} must be at least {lowest}")
+
+
+def check_options(
+    process_index: int, process_count: int, resample: str, max_bad_fraction: float
+) -> None:
+    """Raise a ValueError for the arguments of ParquetImagePairs that are out of range."""
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"process_index={process_index} must be from 0 to process_count - 1 = "
+            f"{process_count - 1}"
+        )
+    if resample not in RESAMPLING:
+        raise ValueError(f"resample={resample} is unknown; use one of {', '.join(RESAMPLING)}")
+    if not 0 <= max_bad_fraction <= 1:
+        raise ValueError(f"max_bad_fraction={max_bad_fraction} must be from 0 to 1")
+
+
+def check_enough_rows(
+    directory_rows: list[int],
+    batch_size: int,
+    process_count: int,
+    max_rows: int | None,
+    train_data_dir: str,
+) -> None:
+    """Raise a ValueError if a directory has less than one batch; arguments as in partition_rows."""
+    is_shared = len(directory_rows) == 1
+    num_rows, num_sharing = min(directory_rows), process_count if is_shared else 1
+    if num_rows >= batch_size * num_sharing:
+        return
+    source = train_data_dir if is_shared else "the directory with the fewest rows"
+    if max_rows is not None:
+        source = f"max_rows={max_rows} of {source}"
+    most = num_rows // num_sharing
+    remedy = f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
+    if num_rows < num_sharing:
+        remedy = f"use at most {num_rows} processes"
+    raise ValueError(
+        f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
+        f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
+    )
+
+
+def open_directories(
+    train_data_dir: str,
+    columns: tuple[str, str, str],
+    all_gather: Callable[[np.ndarray], np.ndarray] | None,
+) -> tuple[list[RowGroup], list[list[tuple[int, int, int]]]]:
+    """List the row groups of this process's directory, and the shards of all directories.
+
+    Args:
+        train_data_dir: directory of *.parquet files.
+        columns: see list_row_groups.
+        all_gather: see gather_directories.
+
+    Returns:
+        (row groups, result of gather_directories).
+    """
+    try:
+        groups = list_row_groups(train_data_dir, *columns)
+        shards = shard_ids(groups)
+    except BaseException:
+        if all_gather is not None:
+            # The other processes wait in gather_directories for this one.
+            all_gather(np.array([0], np.int32))
+        raise
+    return groups, gather_directories(shards, all_gather)

@@ -1,10 +1,8 @@
 """Reading parquet shards of (image, instruction, edited image).
 
-    for group in list_row_groups("data"):
-        cells = read_row_group(group)
-        pair = pair_at(cells, 0)  # encoded bytes; decode_pair decodes them
-
-dataloading/dataset.py builds the data loader from these functions.
+for group in list_row_groups("data"):
+    cells = read_row_group(group)
+    pair = pair_at(cells, 0)  # encoded bytes; dataloading/decoding.py decodes them
 """
 
 import contextlib
@@ -26,7 +24,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from command_line import differences
-from dataloading.images import crop_corner, crop_square, decode_image, encoded_size, scaled_size
 from diffusers_flax.loading.files import UNFINISHED_PREFIX
 from diffusers_flax.messages import one_line
 
@@ -308,86 +305,6 @@ def pair_at(cells: Cells, position: int) -> Pair:
     return Pair(cells.originals[position], cells.edits[position], prompt, time_ids)
 
 
-def decode_pair(
-    pair: Pair,
-    out: tuple[np.ndarray, np.ndarray],
-    columns: tuple[str, str, str],
-    resample: str,
-    crop: float,
-    flip: bool,
-) -> np.ndarray:
-    """Decode both images of a pair into out, with the same crop and flip.
-
-    Args:
-        pair: encoded pair.
-        out: original and edited images, contiguous uint8 (R, R, 3) each; overwritten.
-        columns: column names for error messages.
-        resample: "dct": libjpeg downscales large JPEGs by powers of two while decoding, Lanczos
-            does the rest; "lanczos" (as in the paper) and "bicubic" (as at Hugging Face): libjpeg
-            leaves at least a factor of 2 to the filter.
-        crop: position of the crop, see crop_square.
-        flip: mirror left and right.
-
-    Returns:
-        The time ids of SDXL's micro-conditioning, float32 (2, 6), not mirrored and mirrored: height
-        and width of the edited image as stored, top and left of the crop in the scaled image, R, R.
-
-    Raises:
-        ValueError: the prompt or an image is missing or cannot be decoded; out is then undefined.
-
-    Source: SDXL (arXiv 2307.01952), section 2.2.
-    """
-    if pair.prompt is None:
-        raise ValueError(f"{columns[2]}: null")
-    for data, pixels, column in zip(pair[:2], out, columns[:2]):
-        if data is None:
-            raise ValueError(f"{column}: no image bytes in the shard")
-        resolution = len(pixels)
-        try:
-            min_side = resolution if resample == "dct" else 2 * resolution
-            decoded = decode_image(data, min_side, out=pixels)
-            square = crop_square(decoded, resolution, resample, crop)
-        except ValueError as error:
-            raise ValueError(f"{column}: {error}") from error
-        if flip:
-            for c in range(3):  # five times faster than all channels at once
-                pixels[..., c] = square[:, ::-1, c]
-        else:
-            pixels[:] = square
-    height, width = scaled_size(*decoded.shape[:2], resolution)
-    top, left = crop_corner(height, width, resolution, crop)
-    lefts, size = (left, width - resolution - left), encoded_size(data)
-    return np.array([(*size, top, x, resolution, resolution) for x in lefts], np.float32)
-
-
-def copy_latents(
-    pair: Pair, out: tuple[np.ndarray, np.ndarray], columns: tuple[str, str, str], flip: bool
-) -> np.ndarray | None:
-    """Copy the latents of a pair into out.
-
-    Args:
-        pair: stored pair of cache_latents.py.
-        out: float16 mode (h, w, C), and mean and standard deviation (h, w, 2 C); overwritten.
-        columns: column names for error messages.
-        flip: take the latents of the mirrored images.
-
-    Returns:
-        The time ids as from decode_pair, (2, 6); None if the shard has none.
-
-    Raises:
-        ValueError: the pair has no latents, or the shard is damaged.
-    """
-    if pair.prompt is None:
-        raise ValueError(f"{columns[2]}: null")
-    for data, latents, column in zip(pair[:2], out, columns[:2]):
-        if data is None or len(data) != 2 * latents.nbytes:
-            raise ValueError(f"{column}: no latents in the shard; the image was undecodable")
-        latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
-    if pair.time_ids is None:
-        return None
-    return np.frombuffer(pair.time_ids, np.float32).reshape(2, -1)
-
-
 def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
     """The row groups with the first num_rows rows; the last one may be truncated."""
     first_groups = []
@@ -457,39 +374,6 @@ def gather_directories(
                 )
             owners[shard] = process
     return directories
-
-
-def check_latents(
-    group: RowGroup, first: dict | None, resolution: int, resample: str, random_crop: bool
-) -> None:
-    """Raise a ValueError if a row group's latents or images do not match the arguments.
-
-    Args:
-        group: the row group.
-        first: latents_metadata of the first shard, which all shards must match.
-        resolution, resample, random_crop: arguments of ParquetImagePairs.
-    """
-    latents = latents_metadata(group.metadata)
-    for name in ("vae", "shape"):
-        if (latents or {}).get(name) != (first or {}).get(name):
-            raise ValueError(
-                f"{group.path.name} does not match the first shard in {group.path.parent}: one has "
-                "latents and the other images, or the latents differ in VAE or size; use one "
-                "directory for each kind"
-            )
-    if latents is None:
-        return
-    if random_crop:
-        raise ValueError(
-            "latents are of the centre of each image; add --no_random_crop (it changes nothing for "
-            "square images)"
-        )
-    for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
-        if latents[name] != value:
-            raise ValueError(
-                f"{group.path.parent} contains latents of --{name} {latents[name]}, not {value}; "
-                f"use --{name} {latents[name]}, or another directory for new latents"
-            )
 
 
 # Writing shards of latents

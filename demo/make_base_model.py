@@ -244,7 +244,7 @@ def random_time_ids(rng, size, box, mirrored):
         mirrored: whether the square is mirrored.
 
     Returns:
-        float32 (6,), see dataloading.shards.decode_pair.
+        float32 (6,), see dataloading.decoding.decode_pair.
     """
     side, longer_axis = box[2] - box[0], rng.integers(3)
     before, stored = np.zeros(2, int), np.full(2, side)  # along x and y

@@ -25,9 +25,10 @@ from PIL import Image, ImageOps
 
 import parquet_processing
 from dataloading import dataset as dataloading_dataset
+from dataloading import decoding
 from dataloading import shards as dataloading_shards
-from dataloading.dataset import epoch_order
 from dataloading.images import crop_square, decode_image, encoded_size
+from dataloading.order import epoch_order
 from dataloading.shards import Pair
 from diffusers_flax.captions import LINE_HEIGHT
 from editing.metrics import pairs_of_shards
@@ -792,9 +793,9 @@ def test_a_long_stretch_of_broken_pairs_is_looked_through_once(tmp_path, monkeyp
     rows += [(b"bad", "x", b"bad")] * 100
     write_shard(tmp_path / "a.parquet", rows, row_group_size=50)
     num_decoded = []
-    decode = dataloading_shards.decode_pair
+    decode = decoding.decode_pair
     monkeypatch.setattr(
-        dataloading_dataset, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
+        decoding, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
     )
     dataset = ParquetImagePairs(tmp_path, batch_size=20, resolution=4, shuffle_buffer=100)
     seen = Counter(prompts_of(dataset))

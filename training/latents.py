@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from command_line import check_writable, differences
 from dataloading.dataset import MIN_ROWS_FOR_BAD_FRACTION
+from dataloading.decoding import decode_pair
 from dataloading.images import num_usable_cores
 from dataloading.shards import (
     LATENTS,
     TIME_IDS,
     check_existing_shard,
-    decode_pair,
     describe_source,
     group_by_shard,
     latents_metadata,

@@ -22,6 +22,7 @@ import cache_latents
 import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from cache_latents import Config
+from dataloading import decoding
 from dataloading import shards as dataloading_shards
 from dataloading.shards import (
     list_row_groups,
@@ -71,7 +72,7 @@ def test_latents_are_pytorchs(model, data, kept):
                 assert ours.original is ours.edited is None
                 continue
             pixels = np.empty((2, 16, 16, 3), np.uint8)
-            dataloading_shards.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
+            decoding.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
             both = np.stack((pixels, pixels[:, :, ::-1]), 1).reshape(4, 16, 16, 3)
             images = torch.from_numpy(both.copy()).permute(0, 3, 1, 2) / 127.5 - 1
             with torch.no_grad():
