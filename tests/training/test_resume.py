@@ -522,12 +522,6 @@ def test_a_lock_needs_the_file_that_others_find(tmp_path, monkeypatch):
     assert not path.parent.exists()
 
 
-def test_a_lock_waits_where_the_folder_has_just_gone(tmp_path, monkeypatch):
-    """The last holder removes a folder that it made, between another's mkdir and open."""
-    monkeypatch.setattr(Path, "mkdir", lambda *args, **kwargs: None)
-    assert processes._lock_file(tmp_path / "gone" / ".lock") is None
-
-
 def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
     def refuse(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -561,7 +555,7 @@ def remove_saved_run(out):
         file.unlink()
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

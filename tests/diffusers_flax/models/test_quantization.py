@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -163,66 +163,6 @@ def test_lora_of_int8(mode):
     found = layer.apply({"params": quantize_at(path, combine(frozen, trained)["to_q"], mode)}, x)
     a, b = (trained["to_q"][f"lora_{letter}"]["kernel"] for letter in "AB")
     np.testing.assert_allclose(found - plain, x @ a @ b, rtol=1e-4, atol=1e-4)
-
-
-# Of a transformer, and of a resnet, down- or upsampler.
-DENSE_LAYERS = {
-    "proj_in",
-    "proj_out",
-    *(f"attn{i}/{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out_0")),
-    "ff/net_0/proj",
-    "ff/net_2",
-}
-CONVOLUTIONS = {"resnets/conv1", "resnets/conv2", "downsamplers/conv", "upsamplers/conv"}
-NEVER = {
-    *("conv_in", "conv_out", "conv_norm_out", "time_embedding/linear_1", "time_embedding/linear_2"),
-    *("resnets/norm1", "resnets/norm2", "resnets/time_emb_proj", "resnets/conv_shortcut"),
-    *("attentions/norm", "norm1", "norm2", "norm3"),
-}
-
-
-def layer_of(name):
-    """A parameter's layer without numbers of blocks."""
-    name = re.sub(r"((down|up)_blocks_\d+|mid_block)/", "", name).rpartition("/")[0]
-    name = re.sub(r"attentions_\d+/(transformer_blocks_\d+/)?(?!norm$)", "", name)
-    name = re.sub(r"attentions_\d+/transformer_blocks_\d+/", "", name)
-    return re.sub(r"^(\w+s)_\d+/", r"\1/", name)
-
-
-# SD1.5 has 16 transformers of one block and 22 resnets; SDXL 11 with 70 blocks, and 17 resnets.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "num_dense", "num_wide", "num_convolutions", "more"),
-    [
-        (SD15, 16 * 2 + 16 * 10, 6, 22 * 2 + 6, set()),
-        (
-            SDXL,
-            11 * 2 + 70 * 10,
-            60,
-            17 * 2 + 4,
-            {"add_embedding/linear_1", "add_embedding/linear_2"},
-        ),
-    ],
-)
-def test_layers_of_published_unets(name, num_dense, num_wide, num_convolutions, more):
-    before = flatten_dict(unet_shapes(name), sep="/")
-    fast = CONVOLUTIONS | {"ff/net_0/proj"}
-    for mode, expected, number in (
-        ("dynamic", DENSE_LAYERS | CONVOLUTIONS, num_dense + num_convolutions),
-        ("fast", fast, num_wide + num_convolutions),
-    ):
-        tree = jax.eval_shape(partial(quantize, mode=mode), unflatten_dict(before, sep="/"))
-        after = flatten_dict(tree, sep="/")
-        scales = {name for name in after if name.endswith("/dynamic_scale")}
-        int8 = {name for name, x in after.items() if x.dtype == np.int8}
-        assert {name.replace("dynamic_scale", "kernel") for name in scales} == int8
-        assert after.keys() - scales == before.keys()
-        assert len(int8) == number
-        assert {layer_of(name) for name in int8} == expected
-        others = {layer_of(name) for name in after.keys() - int8 - scales} - expected
-        assert others == NEVER | more | (DENSE_LAYERS - expected)
-        assert all(after[name].shape == before[name].shape for name in before)
-        assert all(after[name] == before[name] for name in before.keys() - int8)
 
 
 def test_bytes_of_sdxl():
