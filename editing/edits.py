@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,15 @@ def choose_scheduler(config, source, name=None, timestep_spacing=None, predictio
     return scheduler, state
 
 
+class CheckedModel(NamedTuple):
+    """What check_model finds out."""
+
+    pipeline_type: type  # class of the pipeline
+    factor: int  # pixels per latent along a side
+    resolution: int  # of the longer side of images, pixels
+    scheduler: Any
+
+
 def check_model(
     model,
     resolution,
@@ -138,7 +148,7 @@ def check_model(
         guidance_scales: of the instruction and the image.
 
     Returns:
-        (pipeline class, pixels per latent along a side, resolution, scheduler).
+        CheckedModel.
 
     Raises:
         ValueError: it is no such model, resolution is too small for it, or the scheduler does not
@@ -154,15 +164,14 @@ def check_model(
         )
     pipeline_type.check_acceleration(accelerate)
     _, configs = pipeline_type.check(model)
+    factor = pixels_per_latent(configs, math.inf if resolution is None else resolution)
     if resolution is None:
         side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
-        side = max(side) if isinstance(side, list) else side
-        resolution = side * 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
-    factor = pixels_per_latent(configs, resolution)
+        resolution = factor * (max(side) if isinstance(side, list) else side)
     found, state = choose_scheduler(configs["scheduler"], model, scheduler, timestep_spacing)
     steps = step_options(num_inference_steps, timesteps, eta)
     check_steps(found, state, steps, accelerate, guidance_branches(*guidance_scales))
-    return pipeline_type, factor, resolution, found
+    return CheckedModel(pipeline_type, factor, resolution, found)
 
 
 def check_xl(model, revision, unet):

@@ -1,6 +1,5 @@
-"""Held-out pairs and the metrics of edits: distances between images, CLIP similarities.
+"""The metrics of edits: distances between images, CLIP similarities.
 
-    pairs = pairs_of_jsonl(Path("pairs.jsonl"))
     clip = Clip("openai/clip-vit-large-patch14")
     metrics = pixel_metrics(result, original, truth)
     metrics |= clip_metrics(clip.image_features(images), ...)
@@ -8,35 +7,15 @@
 Source: InstructPix2Pix (arXiv 2211.09800), section 4.1; MagicBrush (arXiv 2306.10012), section 4.
 """
 
-import hashlib
-import json
-from dataclasses import dataclass
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import pyarrow.parquet as pq
-from PIL import Image
 
-from dataloading.images import decode_image
-from dataloading.lists import CAPTIONS, IMAGES, read_list
-from dataloading.shards import latents_metadata, list_row_groups
-from diffusers_flax.acceleration.caches import switch_shares
-from diffusers_flax.acceleration.plans import plan_steps
-from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.hub import fetch_directory, fetch_file
 from diffusers_flax.loading.tokenizer import TOKENIZER_FILES
 from diffusers_flax.loading.weights import find_weights
 from diffusers_flax.messages import one_line
-from diffusers_flax.models.attention import plain_operations
-from diffusers_flax.pipelines.sampling import decode
-from editing.edits import fit_image
 
-CAPTION_COLUMNS = {
-    "original_prompt_column": "original_prompt",
-    "edited_prompt_column": "edited_prompt",
-}
 CLIP_FILES = (
     *("config.json", "preprocessor_config.json", "processor_config.json"),
     *TOKENIZER_FILES,
@@ -46,151 +25,6 @@ CLIP_METRICS = (
     *("image_similarity", "direction_similarity"),
     *("text_similarity", "truth_similarity"),
 )
-
-
-@dataclass(frozen=True, eq=False)
-class HeldOutPair:
-    """An image to edit with its instruction, and what the result should be, as far as known.
-
-    index is its place in the list, on which the noise depends; input names it in messages; images
-    are encoded.
-    """
-
-    index: int
-    input: str
-    instruction: str
-    original: bytes
-    truth: bytes | None = None
-    input_caption: str | None = None
-    output_caption: str | None = None
-
-    def size(self):
-        """(width, height) of the image to edit."""
-        return self._decode(self.original).size
-
-    def fitted_original(self, size):
-        """The image to edit, PIL, scaled and cropped to size (width, height)."""
-        return fit_image(self._decode(self.original), size)
-
-    def fitted_truth(self, size):
-        """The true result, PIL, likewise; None if unknown."""
-        return None if self.truth is None else fit_image(self._decode(self.truth), size)
-
-    def check(self):
-        """Raise a ValueError if an image cannot be decoded."""
-        for data in filter(None, (self.original, self.truth)):
-            self._decode(data)
-
-    def _decode(self, data):
-        try:
-            return Image.fromarray(decode_image(data))
-        except ValueError as error:
-            raise ValueError(f"{self.input}: {error}") from error
-
-
-def pairs_of_jsonl(file, max_pairs=None):
-    """Read a list of pairs; see dataloading/lists.py. Image to edit and instruction are required.
-
-    Args:
-        file: path.
-        max_pairs: read the first ones only; None: all.
-
-    Returns:
-        List of HeldOutPair.
-
-    Raises:
-        ValueError: a row lacks a required key or has a value that is not text, or a file cannot be
-            read.
-    """
-    required, optional = ("original_image", "edit_prompt"), ("edited_image", *CAPTIONS)
-    pairs = []
-    for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
-        data = {}
-        for name in IMAGES:
-            try:
-                data[name] = row[name].read_bytes() if row[name] else None
-            except OSError as error:
-                raise ValueError(
-                    f"{file} line {row['line']}: {row[name]} cannot be read: "
-                    f"{error.strerror or error}; check the path"
-                ) from error
-        captions = (row[name] for name in CAPTIONS)
-        name = str(row["original_image"])
-        pairs.append(HeldOutPair(len(pairs), name, row["edit_prompt"], *data.values(), *captions))
-    return pairs
-
-
-def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
-    """Read the pairs of a directory of parquet shards.
-
-    Args:
-        directory: of the shards.
-        columns: names of the columns of original image, edited image and instruction; "": those of
-            public datasets.
-        caption_columns: names of the columns of the captions before and after; "":
-            original_prompt and edited_prompt, which may be missing.
-        max_pairs: read the first ones only; None: all.
-
-    Returns:
-        List of HeldOutPair. Rows without image or instruction are left out, but count in index.
-
-    Raises:
-        ValueError: see list_row_groups; or a given column of captions is missing, or the shards
-            contain latents.
-    """
-    groups = list_row_groups(directory, *columns, flag="--data_dir")
-    pairs, row_index = [], 0
-    for group in groups:
-        if latents_metadata(group.metadata) is not None:
-            raise ValueError(
-                f"--data_dir {directory} has shards of latents; name the directory of the images"
-            )
-        names = group.metadata.schema.to_arrow_schema().names
-        captions = []
-        for (flag, default), given in zip(CAPTION_COLUMNS.items(), caption_columns):
-            if given and given not in names:
-                raise ValueError(
-                    f"{group.path} has no column {given}; it has {', '.join(names)}: choose one "
-                    f"with --{flag}"
-                )
-            captions.append(given or default)
-        wanted = [*group.columns, *(name for name in captions if name in names)]
-        try:
-            with pq.ParquetFile(group.path) as file:
-                rows = file.read_row_group(group.index, columns=wanted).to_pylist()
-        except Exception as error:  # damaged pages raise errors of many types
-            raise ValueError(
-                f"{group.path} cannot be read: {one_line(error, 200)}; download it again"
-            ) from error
-        for number, row in enumerate(rows):
-            if len(pairs) == max_pairs:
-                return pairs
-            original, truth = (row[name] for name in group.columns[:2])
-            original, truth = (x["bytes"] if isinstance(x, dict) else x for x in (original, truth))
-            instruction = row[group.columns[2]]
-            if original and instruction:
-                name = f"{group.path} row {group.first_row + number}"
-                texts = (row.get(caption) or None for caption in captions)
-                pair = (row_index, name, instruction, original, truth or None, *texts)
-                pairs.append(HeldOutPair(*pair))
-            row_index += 1
-    if not pairs:
-        raise ValueError(
-            f"--data_dir {directory} has no row with an image and an instruction; name a directory "
-            "of shards that parquet_processing.py describes"
-        )
-    return pairs
-
-
-def checksum_of_pairs(pairs):
-    """A checksum of the pairs' images and texts."""
-    total = hashlib.sha256()
-    for pair in pairs:
-        texts = [pair.index, pair.instruction, pair.input_caption, pair.output_caption]
-        total.update(json.dumps(texts).encode())
-        for data in (pair.original, pair.truth):
-            total.update(hashlib.sha256(data or b"").digest())
-    return total.hexdigest()[:16]
 
 
 def pixel_metrics(result, original, truth=None):
@@ -317,49 +151,3 @@ def features_or_nan(encode, items, dim):
     if known:
         features[known] = encode([items[i] for i in known])
     return features
-
-
-# Costs, and the VAE alone
-
-
-def count_flops(pipeline, params, size, branches, steps):
-    """FLOPs of the matmuls and convolutions of one edit.
-
-    The steps of a cache count by what they compute; those of fbcache, which decides as it runs, as
-    if it never reused anything.
-
-    Args:
-        pipeline: InstructPix2Pix.
-        params: shapes of its parameters, jax.ShapeDtypeStruct.
-        size: (width, height).
-        branches: of guidance.
-        steps: of programs.step_options.
-
-    Returns:
-        float.
-    """
-    width, height = size
-    image = jax.ShapeDtypeStruct((1, 3, height, width), jnp.float32)
-    latents = pipeline.latent_shape(1, height, width)
-    num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
-    _, scales = pipeline._schedule(num_steps, latents, timesteps=timesteps)
-    edit = partial(pipeline._generate, branches=branches, **steps)
-    with plain_operations():
-        program = jax.make_jaxpr(edit)(
-            pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
-        )
-    switches = switch_shares(plan_steps(pipeline.accelerate, branches, scales))
-    return matmul_flops(program.jaxpr, switches)[0]
-
-
-@partial(jax.jit, static_argnums=0)
-def vae_round_trip(vae, params, image):
-    """Images (B, 3, H, W) in [-1, 1], encoded and decoded: (B, H, W, 3) in [0, 1]."""
-    mode = vae.apply({"params": params}, image, method=vae.encode).latent_dist.mode()
-    latents = jnp.transpose(mode, (0, 3, 1, 2)) * vae.config.scaling_factor
-    return decode(vae, params, latents)
-
-
-def num_parameters(tree):
-    """Number of parameters of a tree of arrays."""
-    return sum(x.size for x in jax.tree.leaves(tree))

@@ -13,7 +13,8 @@ from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import save_whole, write_text
 from editing.metrics import CLIP_METRICS, PIXEL_METRICS
 
-GRID_IMAGE_SIZE = 192  # pixels, longer side
+CELL_SIZE = 192  # of the longer side of an image in grid.png, pixels
+GRID_PAIRS = 8  # rows of grid.png, at most
 GRID_MARGIN = 8  # pixels
 LABEL_SIZE = 8  # of the font in the curve, points
 # Where a label may stand beside its point, points; a negative x: to the left of it
@@ -289,6 +290,36 @@ def write_labels(plot, labels):
                 break
 
 
+def grid_rows(instructions):
+    """The pairs that grid.png shows: of all instructions, or of some at equal distances.
+
+    Args:
+        instructions: of each pair.
+
+    Returns:
+        Their indices, sorted.
+    """
+    rows_of = defaultdict(list)
+    for row, instruction in enumerate(instructions):
+        rows_of[instruction].append(row)
+    n = min(GRID_PAIRS, len(instructions))
+    groups = list(rows_of.values())
+    if len(groups) > n:
+        groups = [groups[i * len(groups) // n] for i in range(n)]
+    # The instructions take turns until their pairs are used up. Each turn takes a later one of the
+    # pairs, at turn / n of them if it can, so that the images differ.
+    places = [(i, group) for i in range(n) for group in groups if i < len(group)][:n]
+    chosen = []
+    for group in groups:
+        turns = [turn for turn, (_, other) in enumerate(places) if other is group]
+        at = -1
+        for i, turn in enumerate(turns):
+            last = len(group) - len(turns) + i  # leaves pairs for the later turns
+            at = min(max(at + 1, turn * len(group) // n), last)
+            chosen.append(group[at])
+    return sorted(chosen)
+
+
 def best_rows(rows, folder, shown):
     """Per model the row with images in folder whose L1 to the truth is least.
 
@@ -314,7 +345,7 @@ def draw_grid(results, pairs, folder):
     Returns:
         PIL image.
     """
-    box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
+    box = (CELL_SIZE, CELL_SIZE)
     rows = best_rows(results["rows"], folder, [i for i, _, _ in pairs])
     names = short_names(results["models"])
     has_truth = any(pair.truth is not None for _, pair, _ in pairs)

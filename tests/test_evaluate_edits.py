@@ -37,8 +37,11 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from diffusers_flax.programs import step_options
-from editing.metrics import Clip, clip_metrics, count_flops, pixel_metrics
-from editing.report import draw_curve, markdown, mean_and_spread, write_labels
+from editing import measuring
+from editing.measuring import averages, count_flops
+from editing.metrics import Clip, clip_metrics, pixel_metrics
+from editing.report import draw_curve, grid_rows, markdown, mean_and_spread, write_labels
+from editing.results import model_checksum
 
 STEPS = 2
 PROMPTS = ("make it red", "make it redder", "paint it red")
@@ -157,7 +160,7 @@ def test_clip_metrics_in_closed_form():
 
 
 def test_means_leave_out_undefined_values():
-    row = evaluate_edits.averages({"a": [1.0, float("nan"), 4.0], "b": [float("nan")] * 3})
+    row = averages({"a": [1.0, float("nan"), 4.0], "b": [float("nan")] * 3})
     assert row == {"a": 2.5, "a_std": pytest.approx(1.5 * 2**0.5), "b": None, "b_std": None}
     assert mean_and_spread([{"a": 1.0}, {"a": 3.0}], "a") == (2, pytest.approx(2**0.5))
     assert mean_and_spread([{"a": None}], "a") == (None, None)
@@ -341,12 +344,12 @@ def test_hidden_files_are_no_weights(tmp_path):
     for name in ("model_index.json", "unet/weights", "other/weights"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    before = evaluate_edits.model_checksum(tmp_path)
+    before = model_checksum(tmp_path)
     for name in ("unet/.DS_Store", "unet/._weights", "other/new"):
         (tmp_path / name).touch()
-    assert evaluate_edits.model_checksum(tmp_path) == before
+    assert model_checksum(tmp_path) == before
     (tmp_path / "unet" / "new").touch()
-    assert evaluate_edits.model_checksum(tmp_path) != before
+    assert model_checksum(tmp_path) != before
 
 
 @pytest.mark.slow
@@ -358,8 +361,8 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
 
     save_results = evaluate_edits.save_results
 
-    def stop_after_a_row(config, results):
-        save_results(config, results)
+    def stop_after_a_row(output_dir, results):
+        save_results(output_dir, results)
         if results["rows"]:
             raise KeyboardInterrupt
 
@@ -373,9 +376,9 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(evaluate_edits, "save_results", save_results)
     seeds = []
-    edit_batches = evaluate_edits.edit_batches
+    edit_batches = measuring.edit_batches
     monkeypatch.setattr(
-        evaluate_edits,
+        measuring,
         "edit_batches",
         lambda *args, **options: seeds.append(options["seed"]) or edit_batches(*args, **options),
     )
@@ -384,7 +387,7 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     assert results["rows"][0] == row and len(results["rows"]) == 2
 
     # Nothing is left to do: no model is loaded, and the file stays as it is.
-    monkeypatch.setattr(evaluate_edits, "load_model", None)
+    monkeypatch.setattr(measuring, "load_model", None)
     content = (out / "results.json").read_bytes()
     assert evaluate(**given) == results
     assert (out / "results.json").read_bytes() == content
@@ -553,7 +556,7 @@ def test_a_table_has_short_names_units_and_no_row_twice():
 def test_the_grid_shows_all_instructions_on_different_images(
     instructions, per_image, num_shown, num_images
 ):
-    rows = evaluate_edits.grid_rows(instructions)
+    rows = grid_rows(instructions)
     assert len(rows) == min(8, len(instructions)) and rows == sorted(set(rows))
     assert len({instructions[row] for row in rows}) == num_shown
     assert len({row // per_image for row in rows}) == num_images
@@ -628,7 +631,7 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, me
     write_jsonl(Path("lost.jsonl"), 1, truth="nowhere.png")
     write_jsonl(Path("text.jsonl"), 1, input="text.jsonl")
     write_jsonl(Path("bare.jsonl"), 1, drop=("truth",))
-    monkeypatch.setattr(evaluate_edits, "load_model", None)
+    monkeypatch.setattr(measuring, "load_model", None)
     capsys.readouterr()  # PyTorch's progress bars
     given = {"model": "sd", "pairs_jsonl": "p.jsonl", "output_dir": "out"} | change
     given = {name: value for name, value in given.items() if value is not None}

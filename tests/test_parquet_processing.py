@@ -31,7 +31,7 @@ from dataloading.images import crop_square, decode_image, encoded_size
 from dataloading.order import epoch_order
 from dataloading.shards import Pair
 from diffusers_flax.captions import LINE_HEIGHT
-from editing.metrics import pairs_of_shards
+from editing.held_out import pairs_of_shards
 from parquet_processing import ParquetImagePairs
 
 SCRIPT = Path(parquet_processing.__file__)

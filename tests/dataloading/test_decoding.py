@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from dataloading.images import crop_square, decode_image, encoded_size, load_image
 from dataloading.pairs import check_image, write_pairs
 from dataloading.shards import KNOWN_COLUMNS, Cells
-from editing.metrics import HeldOutPair
+from editing.held_out import HeldOutPair
 from parquet_processing import ParquetImagePairs, check_pair
 
 END = b"\xff\xd9"  # marker at the end of a JPEG

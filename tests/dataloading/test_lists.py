@@ -15,8 +15,8 @@ import parquet_processing
 from dataloading.lists import NAMES
 from dataloading.pairs import write_pairs
 from edit_cli import Edit, edits_of_jsonl
-from editing import metrics
-from editing.metrics import pairs_of_jsonl
+from editing import held_out
+from editing.held_out import pairs_of_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_every_program_refuses_a_row_alike(tmp_path, capsys, change, message):
         assert stop.value.code == 2
         errors.append(capsys.readouterr().err.removeprefix("error: ").strip())
     with pytest.raises(ValueError) as error:
-        metrics.pairs_of_jsonl(file)
+        held_out.pairs_of_jsonl(file)
     errors.append(str(error.value))
     assert len(set(errors)) == 1
     assert errors[0].startswith(f"{file} has 1 problem: line 2: ") and message in errors[0]

@@ -1,0 +1,358 @@
+"""Measuring models on held-out pairs: baselines, the VAE alone, edits, and what they cost."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from diffusers_flax.acceleration.caches import switch_shares
+from diffusers_flax.acceleration.plans import plan_steps
+from diffusers_flax.flops import matmul_flops
+from diffusers_flax.images import prepare_images, save_image
+from diffusers_flax.memory import peak_memory
+from diffusers_flax.models.attention import plain_operations
+from diffusers_flax.pipelines.base import MODULES
+from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from diffusers_flax.pipelines.sampling import decode
+from diffusers_flax.programs import step_options
+from editing.edits import (
+    compute_dtype,
+    edit_batches,
+    edit_size,
+    load_model,
+    plan_edits,
+    replicate_params,
+)
+from editing.metrics import Clip, clip_metrics, features_or_nan, pixel_metrics
+from editing.report import grid_rows
+from editing.results import find_row
+
+IMAGES = "images"  # directory of the images of grid.png
+BASELINES = ("copied input", "truth")
+VAE_BASELINES = ("VAE round trip of the input", "VAE round trip of the truth")
+
+
+@dataclass(frozen=True)
+class References:
+    """What results are compared with, and the sizes (width, height) of the edits.
+
+    features: {"original", "truth", "input_text", "output_text"}, each (n, D), NaN where unknown;
+    None without CLIP.
+    """
+
+    pairs: list
+    sizes: list
+    clip: Clip | None
+    features: dict | None
+
+
+def load_references(pairs, clip, resolution, factor):
+    """See References."""
+    sizes = [edit_size(pair.size(), resolution, factor) for pair in pairs]
+    if clip is None:
+        return References(pairs, sizes, None, None)
+    with tqdm(total=2 * len(pairs), desc="CLIP of the pairs", unit="image") as bar:
+
+        def encode(images):
+            bar.update(len(images))
+            return clip.image_features(images)
+
+        originals, truths = [], []
+        for pair, size in zip(pairs, sizes):
+            originals.append(encode([pair.fitted_original(size)])[0])
+            truth = pair.fitted_truth(size)
+            bar.update(truth is None)
+            truths.append(np.full(clip.dim, np.nan) if truth is None else encode([truth])[0])
+    features = {"original": np.stack(originals), "truth": np.stack(truths)}
+    for name in ("input", "output"):
+        captions = [getattr(pair, f"{name}_caption") for pair in pairs]
+        features[f"{name}_text"] = features_or_nan(clip.text_features, captions, clip.dim)
+    return References(pairs, sizes, clip, features)
+
+
+def measure_images(references, rows, images):
+    """Metrics of results.
+
+    Args:
+        references: References.
+        rows: of the pairs that the results belong to, int.
+        images: PIL images, of the sizes of the edits.
+
+    Returns:
+        {metric: list of floats}, NaN where it is not defined.
+    """
+    metrics = defaultdict(list)
+    for row, image in zip(rows, images):
+        pair, size = references.pairs[row], references.sizes[row]
+        arrays = [
+            None if x is None else np.asarray(x, np.float32) / 255
+            for x in (image, pair.fitted_original(size), pair.fitted_truth(size))
+        ]
+        for name, value in pixel_metrics(*arrays).items():
+            metrics[name].append(value)
+    if references.clip is not None:
+        known = {name: features[rows] for name, features in references.features.items()}
+        found = clip_metrics(references.clip.image_features(images), **known)
+        metrics |= {name: values.tolist() for name, values in found.items()}
+    return metrics
+
+
+def measure_baseline(references, make_image):
+    """Metrics of make_image(pair, size), a PIL image or None, over all pairs."""
+    metrics, used = defaultdict(list), 0
+    for row, (pair, size) in enumerate(zip(references.pairs, references.sizes)):
+        image = make_image(pair, size)
+        if image is None:
+            continue
+        used += 1
+        for name, values in measure_images(references, [row], [image]).items():
+            metrics[name] += values
+    return {"num_pairs": used} | averages(metrics)
+
+
+def measure_baselines(references, results):
+    """Add the rows of what needs no model: the copied input, and the truth itself.
+
+    They are saved with the first row of a model, so that one that cannot be loaded changes nothing.
+    """
+    for name in BASELINES:
+        if find_row(results["baselines"], baseline=name) is None:
+            make = {
+                "copied input": lambda pair, size: pair.fitted_original(size),
+                "truth": lambda pair, size: pair.fitted_truth(size),
+            }[name]
+            row = measure_baseline(references, make)
+            if row["num_pairs"]:
+                results["baselines"].append({"baseline": name, "model": None} | row)
+
+
+def measure_vae(references, results, save, model, pipeline, params):
+    """Add the rows of a model's VAE: input and truth, encoded and decoded."""
+
+    def through_vae(image):
+        decoded = vae_round_trip(pipeline._vae, params, prepare_images(image))
+        return pipeline.numpy_to_pil(decoded)[0]
+
+    def of_truth(pair, size):
+        truth = pair.fitted_truth(size)
+        return None if truth is None else through_vae(truth)
+
+    params = jax.device_put(params)
+    makes = (lambda pair, size: through_vae(pair.fitted_original(size)), of_truth)
+    for name, make in zip(VAE_BASELINES, makes):
+        if find_row(results["baselines"], baseline=name, model=model) is None:
+            row = measure_baseline(references, make)
+            if row["num_pairs"]:
+                results["baselines"].append({"baseline": name, "model": model} | row)
+                save()
+
+
+@partial(jax.jit, static_argnums=0)
+def vae_round_trip(vae, params, image):
+    """Images (B, 3, H, W) in [-1, 1], encoded and decoded: (B, H, W, 3) in [0, 1]."""
+    mode = vae.apply({"params": params}, image, method=vae.encode).latent_dist.mode()
+    latents = jnp.transpose(mode, (0, 3, 1, 2)) * vae.config.scaling_factor
+    return decode(vae, params, latents)
+
+
+def measure_model(references, results, save, model, checked, todo, config, bar):
+    """Measure a model at all scales and seeds of todo and add a row to results for each.
+
+    Args:
+        references: References.
+        results, save: content of results.json, and a function that writes it.
+        model: its name.
+        checked: what check_model has returned for it.
+        todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
+        config: Config of evaluate_edits.py.
+        bar: progress bar, in units of edits.
+    """
+    pairs, sizes = references.pairs, references.sizes
+    devices = jax.local_devices()[: len(pairs)]
+    peak_memory(devices, reset=True)
+    bar.set_description(f"loading {model}")
+    pipeline, params = load_largest(model, checked, todo, sizes, config)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    results["models"][model] |= {
+        "pipeline": checked.pipeline_type.torch_class_name,
+        "parameters": {
+            name: num_parameters(params[name]) for name in sorted(MODULES.keys() & params.keys())
+        },
+    }
+    measure_vae(references, results, save, model, pipeline, params["vae"])
+    replicate_params(params, devices)
+
+    number = list(results["models"]).index(model)
+    steps = step_options(config.num_inference_steps, config.timesteps, config.eta)
+    flops = {}  # of an edit, by the branches of guidance for which the program is compiled
+    for guidance_scale, image_guidance_scale, seed in todo:
+        scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
+        edit_all = partial(
+            edit_batches,
+            pipeline,
+            params,
+            devices,
+            load=lambda pair, size: pair.fitted_original(size),
+            batch_size=config.batch_size,
+            seed=seed,
+            num_inference_steps=config.num_inference_steps,
+            timesteps=config.timesteps,
+            eta=config.eta,
+            lora=config.lora,
+            **scales,
+        )
+        branches = guidance_branches(**scales)
+        compile_seconds = 0.0
+        if branches not in flops:
+            bar.set_description(f"compiling {model}")
+            compile_seconds = compile_sizes(edit_all, references, config.batch_size * len(devices))
+            flops[branches] = mean_flops(pipeline, shapes, sizes, branches, steps)
+        folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
+        metrics, seconds = measure_edits(
+            edit_all, pipeline, references, config.output_dir / IMAGES / folder, bar
+        )
+        memory, memory_of = peak_memory(devices)
+        results["rows"].append(
+            {"model": model, **scales, "seed": seed, "num_pairs": len(pairs)}
+            | metrics
+            | {
+                "seconds_per_edit": seconds / len(pairs),
+                "compile_seconds": compile_seconds,
+                "flops_per_edit": flops[branches],
+                "peak_memory_bytes": memory,
+                "peak_memory_of": memory_of,
+                "images": folder,
+            }
+        )
+        save()
+
+
+def load_largest(model, checked, todo, sizes, config):
+    """Load a model; its largest program, with most branches of guidance, must fit into memory.
+
+    Arguments as for measure_model; sizes: (width, height) of each edit.
+
+    Returns:
+        (pipeline, its parameters as NumPy arrays).
+    """
+    branches = max((guidance_branches(*scales) for *scales, _ in todo), key=len)
+    return load_model(
+        model,
+        checked.pipeline_type,
+        checked.scheduler,
+        compute_dtype(config.dtype),
+        config.lora,
+        config.accelerate,
+        plan=partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
+    )
+
+
+def compile_sizes(edit_all, references, num_at_once):
+    """Edit the first batch of every size, to compile before the clock starts.
+
+    Args:
+        edit_all: edit_batches without pairs, sizes and bar.
+        references: References.
+        num_at_once: pairs of a batch over all devices.
+
+    Returns:
+        Seconds.
+    """
+    rows_of_size = defaultdict(list)
+    for row, size in enumerate(references.sizes):
+        rows_of_size[size].append(row)
+    first = [row for rows in rows_of_size.values() for row in rows[:num_at_once]]
+    pairs = [references.pairs[row] for row in first]
+    sizes = [references.sizes[row] for row in first]
+    return sum(seconds for _, _, seconds in edit_all(pairs, sizes, bar=tqdm(disable=True)))
+
+
+def measure_edits(edit_all, pipeline, references, folder, bar):
+    """Edit all pairs, measure the results and write the images that grid.png may show.
+
+    Args:
+        edit_all: edit_batches without pairs, sizes and bar.
+        pipeline: InstructPix2Pix.
+        references: References.
+        folder: of the images.
+        bar: progress bar, in units of edits.
+
+    Returns:
+        (averages of the metrics, seconds of the pipeline's calls).
+    """
+    shown = grid_rows([pair.instruction for pair in references.pairs])
+    row_of_index = {pair.index: row for row, pair in enumerate(references.pairs)}
+    metrics, total_seconds = defaultdict(list), 0.0
+    for batch, images, seconds in edit_all(references.pairs, references.sizes, bar=bar):
+        rows = [row_of_index[pair.index] for pair in batch]
+        images = pipeline.numpy_to_pil(images)
+        total_seconds += seconds
+        for name, values in measure_images(references, rows, images).items():
+            metrics[name] += values
+        for row, image in zip(rows, images):
+            if row in shown:
+                save_image(image, folder / f"{row}.png")
+    return averages(metrics), total_seconds
+
+
+def averages(metrics):
+    """Means over pairs and standard deviations, without those for which a metric is undefined.
+
+    Args:
+        metrics: {name: one float per pair}.
+
+    Returns:
+        {name: mean, NAME_std: sample standard deviation}; None if there are not enough pairs.
+    """
+    row = {}
+    for name, values in metrics.items():
+        values = np.asarray(values)[np.isfinite(values)]
+        row[name] = float(values.mean()) if len(values) else None
+        row[f"{name}_std"] = float(values.std(ddof=1)) if len(values) > 1 else None
+    return row
+
+
+def mean_flops(pipeline, shapes, sizes, branches, steps):
+    """The mean of count_flops over edits of these sizes (width, height)."""
+    counts = Counter(sizes)
+    flops = [count_flops(pipeline, shapes, size, branches, steps) for size in counts]
+    return float(np.average(flops, weights=list(counts.values())))
+
+
+def count_flops(pipeline, params, size, branches, steps):
+    """FLOPs of the matmuls and convolutions of one edit.
+
+    The steps of a cache count by what they compute; those of fbcache, which decides as it runs, as
+    if it never reused anything.
+
+    Args:
+        pipeline: InstructPix2Pix.
+        params: shapes of its parameters, jax.ShapeDtypeStruct.
+        size: (width, height).
+        branches: of guidance.
+        steps: of programs.step_options.
+
+    Returns:
+        float.
+    """
+    width, height = size
+    image = jax.ShapeDtypeStruct((1, 3, height, width), jnp.float32)
+    latents = pipeline.latent_shape(1, height, width)
+    num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
+    _, scales = pipeline._schedule(num_steps, latents, timesteps=timesteps)
+    edit = partial(pipeline._generate, branches=branches, **steps)
+    with plain_operations():
+        program = jax.make_jaxpr(edit)(
+            pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
+        )
+    switches = switch_shares(plan_steps(pipeline.accelerate, branches, scales))
+    return matmul_flops(program.jaxpr, switches)[0]
+
+
+def num_parameters(tree):
+    """Number of parameters of a tree of arrays."""
+    return sum(x.size for x in jax.tree.leaves(tree))

@@ -1,0 +1,109 @@
+"""The content of results.json: rows per model, scales and seed, continued after an interruption."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+from command_line import differences
+from diffusers_flax.loading.directories import INDEX_NAME, PARTS
+from diffusers_flax.loading.files import write_text
+from diffusers_flax.loading.hub import fetch_file
+from diffusers_flax.loading.lora import find_lora, split_weight
+from diffusers_flax.messages import one_line
+
+RESULTS = "results.json"
+
+
+def load_results(output_dir, settings, checksums, overwrite):
+    """The results in output_dir to continue from, or empty ones.
+
+    Args:
+        output_dir: directory of results.json.
+        settings: {name: value}, which the earlier results must have too.
+        checksums: {model: what identifies its weights}, likewise.
+        overwrite: begin with empty results.
+
+    Returns:
+        {"settings", "models", "baselines", "rows"}.
+
+    Raises:
+        ValueError: they are damaged, or of other settings, pairs or weights.
+    """
+    file = output_dir / RESULTS
+    remedy = "name another --output_dir, or give --overwrite_output_dir to measure again"
+    results = {"settings": settings, "models": {}, "baselines": [], "rows": []}
+    if file.exists() and not overwrite:
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            results = {name: saved[name] for name in results}
+            saved_sums = {name: model["checksum"] for name, model in results["models"].items()}
+            # An error here means that the rows lack a name or a number.
+            for row in results["rows"]:
+                row["model"], row["guidance_scale"], row["image_guidance_scale"], row["seed"]
+            for row in results["rows"] + results["baselines"]:
+                float(row["l1"] or 0), float(row["l1_to_input"] or 0)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is damaged ({one_line(error, 100)}); {remedy}") from error
+        changes = differences(
+            results["settings"] | {f"--model {name}": x for name, x in saved_sums.items()},
+            settings
+            | {f"--model {name}": x for name, x in checksums.items() if name in saved_sums},
+        )
+        if changes:
+            raise ValueError(f"{file} has other settings: {'; '.join(changes)}; {remedy}")
+    for name, checksum in checksums.items():
+        results["models"].setdefault(name, {"checksum": checksum})
+    return results
+
+
+def save_results(output_dir, results):
+    """Write results.json."""
+    text = json.dumps(results, indent=1) + "\n"
+    write_text(output_dir / RESULTS, text)
+
+
+def find_row(rows, **key):
+    """The row with these entries, or None."""
+    return next((row for row in rows if all(row.get(k) == v for k, v in key.items())), None)
+
+
+def model_checksum(model):
+    """What identifies the weights of a model: CRC-32 of its directory, or the hub's commit."""
+    if not Path(model).is_dir():
+        return fetch_file(model, INDEX_NAME, None, None).parent.name
+    files = [Path(model, INDEX_NAME)]
+    for part in sorted(PARTS):
+        files += visible_files(Path(model, part))
+    return files_checksum(files, model)
+
+
+def lora_checksum(specs):
+    """What identifies the weights of LoRA files, CRC-32; None: there are none."""
+    files = [find_lora(split_weight(spec)[0]) for spec in specs]
+    return files_checksum(files) if files else None
+
+
+def tiny_vae_checksum(acceleration):
+    """What identifies the weights of a TAESD in a directory, CRC-32; None: there is none."""
+    source = getattr(acceleration.tiny_decoder, "path", "")
+    path = Path(source).expanduser()
+    if not source or not path.is_dir():
+        return None
+    return files_checksum(visible_files(path), path)
+
+
+def visible_files(folder):
+    """The files of a directory that are not hidden, by name; .DS_Store is no part of a model."""
+    return sorted(file for file in folder.glob("[!.]*") if file.is_file())
+
+
+def files_checksum(files, folder="."):
+    """CRC-32 of files and their names relative to folder."""
+    checksum = 0
+    for file in files:
+        checksum = zlib.crc32(os.path.relpath(file, folder).encode(), checksum)
+        with open(file, "rb") as opened:
+            while block := opened.read(1 << 24):
+                checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
