@@ -37,8 +37,6 @@ from PIL import ImageOps
 from tqdm import tqdm
 
 from command_line import check_image_file, run_main
-from dataloading.images import load_image
-from dataloading.lists import read_list
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import IMAGE_FORMATS, save_image
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
@@ -51,10 +49,12 @@ from editing.edits import (
     compute_dtype,
     edit_batches,
     edit_size,
+    image_size,
     load_fitted,
     load_model,
     plan_edits,
     preview_files,
+    read_edits,
     replicate_params,
 )
 
@@ -147,10 +147,8 @@ def edits_of_flags(inputs, instructions, output):
 
 
 def edits_of_jsonl(file):
-    """Read a list of edits, rows of {"input", "edit", "output"}; see dataloading/lists.py."""
-    names = ("original_image", "edit_prompt", "output")
-    rows = read_list(f"--edits_jsonl {file}", file, names)
-    return [Edit(i, *(row[name] for name in names)) for i, row in enumerate(rows)]
+    """Read a list of edits, rows of {"input", "edit", "output"}."""
+    return [Edit(i, *row) for i, row in enumerate(read_edits(file))]
 
 
 def check_outputs(edits, grid):
@@ -182,8 +180,8 @@ def before_after_grid(edits, sizes):
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     tiles = []
     for edit, size in zip(edits[:GRID_IMAGES], sizes):
-        before, after = load_fitted(edit.input, size), load_image(edit.output)
-        images = [ImageOps.contain(image, box) for image in (before, after)]
+        before_after = (load_fitted(path, size) for path in (edit.input, edit.output))
+        images = [ImageOps.contain(image, box) for image in before_after]
         tiles.append(captioned(images, edit.instruction))
     # A tile is about twice as wide as high.
     return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)
@@ -247,11 +245,11 @@ def run(config):
     check_outputs(edits, config.grid)
     use_compilation_cache(config.compilation_cache_dir)
     image_sizes = [
-        load_image(edit.input).size
+        image_size(edit.input)
         for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
     ]
 
-    pipeline_type, factor, resolution, scheduler = check_model(
+    checked = check_model(
         config.model,
         config.resolution,
         config.num_inference_steps,
@@ -263,14 +261,14 @@ def run(config):
         (config.guidance_scale, config.image_guidance_scale),
     )
     outputs, inputs = zip(*((edit.output, edit.input) for edit in edits))
-    preview = preview_files(config, scheduler, outputs, inputs)
-    sizes = [edit_size(size, resolution, factor) for size in image_sizes]
+    preview = preview_files(config, checked.scheduler, outputs, inputs)
+    sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
     branches = guidance_branches(config.guidance_scale, config.image_guidance_scale)
     pipeline, params = load_model(
         config.model,
-        pipeline_type,
-        scheduler,
+        checked.pipeline_type,
+        checked.scheduler,
         dtype,
         config.lora,
         config.accelerate,

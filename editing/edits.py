@@ -1,7 +1,7 @@
 """What the programs that make images share: flags, memory, opening a model, edits over all devices.
 
-pipeline_type, factor, resolution, scheduler = check_model("MODEL", None, num_inference_steps=50)
-pipeline, params = load_model("MODEL", pipeline_type, scheduler, jnp.bfloat16)
+checked = check_model("MODEL", None, num_inference_steps=50)
+pipeline, params = load_model("MODEL", checked.pipeline_type, checked.scheduler, jnp.bfloat16)
 replicate_params(params, devices)
 for batch, images, seconds in edit_batches(pipeline, params, devices, edits, sizes, load, ...):
     ...
@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from command_line import check_image_file, in_bytes
 from dataloading.images import load_image
+from dataloading.lists import read_list
 from diffusers_flax.acceleration.caches import noise_scales
 from diffusers_flax.acceleration.plans import parse, plan_steps
 from diffusers_flax.acceleration.previews import Preview
@@ -65,6 +66,18 @@ def edit_size(size, resolution, factor):
 def fit_image(image, size):
     """A PIL image scaled to cover size (width, height) and cropped to it evenly."""
     return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+
+
+def read_edits(file):
+    """Read --edits_jsonl, see dataloading/lists.py: [(path of the image, instruction, output)]."""
+    names = ("original_image", "edit_prompt", "output")
+    rows = read_list(f"--edits_jsonl {file}", file, names)
+    return [tuple(row[name] for name in names) for row in rows]
+
+
+def image_size(path):
+    """(width, height) of the image in a file, which is decoded to check it."""
+    return load_image(path).size
 
 
 def load_fitted(path, size):
@@ -509,27 +522,25 @@ def edit_batches(
     neg_prompt_ids = None
     if negative_prompt:  # SDXL distinguishes no text from an empty one
         neg_prompt_ids = pipeline.prepare_text_inputs(negative_prompt)
-    base_key = jax.random.key(seed)
+    base_key, num_devices = jax.random.key(seed), len(devices)
     groups = defaultdict(list)
     for row, (edit, size) in enumerate(zip(edits, sizes)):
         groups[size].append((row, edit))
 
     for size, group in groups.items():
-        B = min(batch_size, math.ceil(len(group) / len(devices)))
+        at_once = min(batch_size, math.ceil(len(group) / num_devices)) * num_devices
         bar.set_description(f"compiling {size[0]}x{size[1]}")
-        for start in range(0, len(group), B * len(devices)):
-            batch = group[start : start + B * len(devices)]
-            padded = batch + batch[-1:] * (B * len(devices) - len(batch))
-            _, image = pipeline.prepare_inputs("", [load(edit, size) for _, edit in padded])
-            prompt_ids = all_prompt_ids[[row for row, _ in padded]]
-            indices = np.array([edit.index for _, edit in padded])
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices)
-            neg_ids = None
-            if neg_prompt_ids is not None:
-                neg_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
-            prompt_ids, image, keys, neg_ids = jax.tree.map(
-                lambda x: x.reshape(len(devices), -1, *x.shape[1:]),
-                (prompt_ids, image, keys, neg_ids),
+        for start in range(0, len(group), at_once):
+            batch = group[start : start + at_once]
+            padded = batch + batch[-1:] * (at_once - len(batch))
+            prompt_ids, image, keys, neg_ids = batch_inputs(
+                pipeline,
+                [load(edit, size) for _, edit in padded],
+                all_prompt_ids[[row for row, _ in padded]],
+                neg_prompt_ids,
+                base_key,
+                np.array([edit.index for _, edit in padded]),
+                num_devices,
             )
             started = time.perf_counter()
             images = pipeline(
@@ -552,3 +563,27 @@ def edit_batches(
             yield [edit for _, edit in batch], images, seconds
             bar.set_description(f"editing {size[0]}x{size[1]}")
             bar.update(len(batch))
+
+
+def batch_inputs(pipeline, images, prompt_ids, neg_prompt_ids, base_key, indices, num_devices):
+    """The arrays of the pipeline's call for the edits of a batch.
+
+    Args:
+        pipeline: InstructPix2Pix.
+        images: PIL images of one size, (devices * B).
+        prompt_ids: of their instructions, (devices * B, ...).
+        neg_prompt_ids: of the negative prompt, (1, ...), or None.
+        base_key, indices: the noise of an edit has the key fold_in(base_key, index).
+        num_devices: number of devices.
+
+    Returns:
+        (prompt_ids, image, keys, neg_prompt_ids), each (devices, B, ...).
+    """
+    _, image = pipeline.prepare_inputs("", images)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices)
+    if neg_prompt_ids is not None:
+        neg_prompt_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
+    return jax.tree.map(
+        lambda x: x.reshape(num_devices, -1, *x.shape[1:]),
+        (prompt_ids, image, keys, neg_prompt_ids),
+    )

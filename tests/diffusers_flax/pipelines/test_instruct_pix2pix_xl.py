@@ -15,6 +15,7 @@ from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
+from dataloading.images import load_image
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
@@ -302,8 +303,8 @@ def test_edit_cli_opens_either_family(folder, tmp_path):
     args = f"--model {folder} --input {tmp_path}/in.png --output {tmp_path}/out.png"
     args = [*args.split(), "--edit", "make it red", "--resolution", "56"]
     edit_cli.main([*args, "--num_inference_steps", "2", "--compilation_cache_dir", ""])
-    image = edit_cli.load_image(tmp_path / "out.png")
-    pixels = np.asarray(edit_cli.load_image(tmp_path / "in.png"))
+    image = load_image(tmp_path / "out.png")
+    pixels = np.asarray(load_image(tmp_path / "in.png"))
     prompt_ids, prepared = pipeline.prepare_inputs("make it red", pixels)
     expected = pipeline(
         prompt_ids, prepared, params, jax.random.fold_in(jax.random.key(0), 0)[None], 2
