@@ -27,7 +27,6 @@ from tqdm import tqdm
 from command_line import check_image_file, in_bytes
 from dataloading.images import load_image
 from dataloading.lists import read_list
-from diffusers_flax.acceleration.caches import noise_scales
 from diffusers_flax.acceleration.plans import parse, plan_steps
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.images import made_by, save_image, to_pil
@@ -44,6 +43,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.sampling import check_eta, keys_per_image
 from diffusers_flax.programs import step_options
 from diffusers_flax.schedulers.factory import SCHEDULERS, scheduler_from_config
+from diffusers_flax.schedulers.noise_schedule import noise_scales
 
 PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
 

@@ -1,71 +1,138 @@
-"""The functions that the steps of an accelerated denoising loop call: caches, fewer branches.
+"""The denoising loop with accelerations: caches, fewer branches of guidance, token merging.
 
-    scales = noise_scales(state)
-    steps = plan_steps(acceleration, branches, scales)
-    segments = make_segments(
-        acceleration, steps, unet, params, inputs, guide, prediction_type, scales
-    )
-    x_0 = denoise(scheduler, state, x_t, keys, segments)
+    pipeline.accelerate.denoise(unet, params, ...)  # see denoise below
 
 Consecutive steps with the same branches of guidance are one segment, a compiled loop. In it, each
 step calls the function of its kind; a static table says which. A cache begins empty in every run
 and belongs to the images of the run: it is a part of the loop's carry.
+
+All that reuses or replaces features intercepts calls of the UNet's modules (flax.linen's
+intercept_methods); the UNet knows nothing of it:
+
+    deepcache    `layer` of the last block: keeps the input of its last layer
+    fbcache      `layer` of the first block: its result is known already
+    tgate        attention: keeps results, or takes them from the cache
+    tome         attention: merges positions before, copies the result after; token_merging.py
+
+Spectrum replaces whole calls of the UNet and needs no interception.
 """
 
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, Spectrum, TGate
-from diffusers_flax.acceleration.token_merging import merge_positions
+from diffusers_flax.acceleration.plans import (
+    DeepCache,
+    FirstBlockCache,
+    Spectrum,
+    TGate,
+    plan_steps,
+)
+from diffusers_flax.acceleration.token_merging import merging_hook
 from diffusers_flax.models.blocks import Attention
-from diffusers_flax.pipelines.sampling import Segment
+from diffusers_flax.pipelines.sampling import check_eta, take_step
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 
 
-def noise_scales(state):
-    """The steps' alpha and sigma in x_t = alpha x_0 + sigma eps, alpha^2 + sigma^2 = 1.
+def denoise(acceleration, unet, params, schedule, x_t, keys, branches, inputs, combine, eta, watch):
+    """x_0 of x_t, like sampling.denoise.
 
     Args:
-        state: of a scheduler's set_timesteps, concrete arrays.
-
-    Returns:
-        (alpha, sigma), NumPy float32 (steps,).
+        acceleration: Acceleration.
+        unet, params: FlaxUNet2DConditionModel and its parameters.
+        schedule: the scheduler, its state and the steps' noise_scales.
+        x_t, keys, eta, watch: as for sampling.denoise.
+        branches: of guidance in a plain run.
+        inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; the rows of one branch
+            after those of the other.
+        combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided (B, C, h, w).
     """
-    timesteps = np.asarray(state.timesteps)
-    if hasattr(state, "sigmas"):  # sigma / alpha
-        ratio = np.asarray(state.sigmas, np.float64)[: len(timesteps)]
-        alpha = 1 / np.sqrt(1 + ratio**2)
-    else:
-        alpha = np.sqrt(np.asarray(state.common.alphas_cumprod, np.float64)[timesteps])
-    return alpha.astype(np.float32), np.sqrt(1 - alpha**2).astype(np.float32)
+    scheduler, state, scales = schedule
+    check_eta(scheduler, eta)
+    steps = plan_steps(acceleration, branches, scales)
+    hooks = ()
+    if acceleration.tome:
+        hooks = (merging_hook(acceleration.tome, x_t.shape[2]),)
+    apply = partial(unet.apply, {"params": params})
+    first, cache = 0, None
+    for active, kinds in group_steps(steps):
+        model = ActiveUNet(unet, apply, active, inputs, combine, hooks)
+        segment = make_segment(
+            acceleration.cache, model, kinds, steps, scheduler.config.prediction_type, scales
+        )
+        table = jnp.asarray(segment.table, jnp.int32)
+
+        def body(i, carry, segment=segment, table=table, first=first):
+            x_t, state, cache = carry
+            t = state.timesteps[i]
+            arguments = scheduler.scale_model_input(state, x_t, t), t, i, cache
+            if len(segment.functions) == 1:
+                guided, cache = segment.functions[0](*arguments)
+            else:
+                guided, cache = jax.lax.switch(table[i - first], segment.functions, *arguments)
+            if watch is not None:
+                watch(i, arguments[0], guided)
+            return *take_step(scheduler, state, i, t, x_t, keys, guided, eta), cache
+
+        last = first + len(kinds)
+        carry = x_t, state, segment.enter(cache, x_t)
+        x_t, state, cache = jax.lax.fori_loop(first, last, body, carry)
+        first = last
+    return x_t
 
 
 class ActiveUNet:
     """A UNet on the input of the branches that a segment computes.
 
     Args:
+        unet: FlaxUNet2DConditionModel.
         apply: unet.apply with parameters.
         branches: of guidance.
-        inputs, guide: as for make_segments.
+        inputs, combine: as for denoise.
+        hooks: functions for flax.linen.intercept_methods, in all calls.
     """
 
-    def __init__(self, apply, branches, inputs, guide):
-        self.apply, self.branches = apply, branches
-        self.inputs, self.guide = inputs, guide
+    def __init__(self, unet, apply, branches, inputs, combine, hooks):
+        self.unet, self.apply, self.branches = unet, apply, branches
+        self.inputs, self.combine, self.hooks = inputs, combine, hooks
 
     def embed(self, x, t):
         """(features after conv_in, time embedding, text states) of all branches."""
         return self.apply(*self.inputs(self.branches, x, t), method="embed")
 
+    def run(self, method, *args, hook=None):
+        """A method of the UNet, or a function of the UNet, with the hooks and one more."""
+        with ExitStack() as stack:
+            for each in (*self.hooks, *([hook] if hook else [])):
+                stack.enter_context(nn.intercept_methods(each))
+            return self.apply(*args, method=method)
+
     def finish(self, features):
         """The guided prediction of features, float32."""
         predictions = self.apply(features, method="predict").astype(jnp.float32)
-        return self.guide(self.branches, predictions)
+        return self.combine(predictions, self.branches)
+
+
+class Segment(NamedTuple):
+    """Consecutive steps of the denoising loop, compiled as one loop.
+
+    Fields:
+        functions: (model_input, t, i, cache) -> (guided prediction, float32, cache); i is the
+            number of the step in the run.
+        table: the index in `functions` of each step's function, NumPy integers.
+        enter: (the cache of the segment before, None at first; x_t) -> the cache to start with, a
+            tree of arrays.
+    """
+
+    functions: tuple
+    table: np.ndarray
+    enter: partial
 
 
 def group_steps(steps):
@@ -87,50 +154,31 @@ def switch_shares(steps):
     )
 
 
-def make_segments(acceleration, steps, unet, params, inputs, guide, prediction_type, scales):
-    """The segments of a run.
+def make_segment(cache, model, kinds, steps, prediction_type, scales):
+    """The Segment of consecutive steps.
 
     Args:
-        acceleration: Acceleration.
-        steps: of plan_steps.
-        unet, params: FlaxUNet2DConditionModel and its parameters.
-        inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; the rows of one branch
-            after those of the other.
-        guide: (branches, predictions, float32 (branches * B, C, h, w)) -> guided (B, C, h, w).
+        cache: of the Acceleration, or None.
+        model: ActiveUNet.
+        kinds: of its steps.
+        steps: of the whole run, of plan_steps.
         prediction_type: of the scheduler's config.
         scales: of noise_scales.
-
-    Returns:
-        List of Segment, for denoise.
     """
-    apply = partial(unet.apply, {"params": params})
-    if acceleration.tome:
-        apply = merge_positions(acceleration.tome, apply)
-    cache, all_kinds = acceleration.cache, [step.kind for step in steps]
-    segments = []
-    for branches, kinds in group_steps(steps):
-        model = ActiveUNet(apply, branches, inputs, guide)
-        if isinstance(cache, DeepCache):
-            functions, enter = deep_cache(model)
-        elif isinstance(cache, FirstBlockCache):
-            functions, enter = first_block_cache(model, cache.threshold)
-        elif isinstance(cache, TGate):
-            functions, enter = t_gate(model)
-        elif isinstance(cache, Spectrum):
-            table = cache.coefficients(all_kinds)
-            functions, enter = spectrum(model, table, prediction_type, scales)
-        else:
-            functions, enter = plain(model)
-        used = sorted(set(kinds))
-        segments.append(
-            Segment(
-                len(kinds),
-                tuple(functions[kind] for kind in used),
-                np.array([used.index(kind) for kind in kinds]),
-                enter,
-            )
-        )
-    return segments
+    if isinstance(cache, DeepCache):
+        functions, enter = deep_cache(model)
+    elif isinstance(cache, FirstBlockCache):
+        functions, enter = first_block_cache(model, cache.threshold)
+    elif isinstance(cache, TGate):
+        functions, enter = t_gate(model)
+    elif isinstance(cache, Spectrum):
+        table = cache.coefficients([step.kind for step in steps])
+        functions, enter = spectrum(model, table, prediction_type, scales)
+    else:
+        functions, enter = plain(model)
+    used = sorted(set(kinds))
+    table = np.array([used.index(kind) for kind in kinds])
+    return Segment(tuple(functions[kind] for kind in used), table, enter)
 
 
 def empty_cache(function):
@@ -150,22 +198,40 @@ def plain(model):
     """Without a cache."""
 
     def full(x, t, i, cache):
-        features, _ = model.apply(*model.embed(x, t), method="blocks")
+        features = model.run("blocks", *model.embed(x, t))
         return model.finish(features), ()
 
     return {"full": full}, lambda cache, x: ()
 
 
+def is_layer(context, block, i, args):
+    """Whether an intercepted call is of layer i of a block such as "up_blocks_3"."""
+    is_block = context.module.name == block and context.method_name == "layer"
+    return is_block and args[0] == i
+
+
 def deep_cache(model):
     """The cache: the input of the UNet's last layer. Source: DeepCache (arXiv 2312.00858)."""
+    last_block = f"up_blocks_{len(model.unet.block_out_channels) - 1}"
+    layers = model.unet.layers_per_block
+    last = layers if isinstance(layers, int) else layers[0]  # an up block has one layer more
 
     def full(x, t, i, cache):
-        features, last_input = model.apply(*model.embed(x, t), method="blocks")
-        return model.finish(features), last_input
+        kept = []
+
+        def keep(call, args, kwargs, context):
+            if is_layer(context, last_block, last, args):
+                kept.append(args[1])
+            return call(*args, **kwargs)
+
+        features = model.run("blocks", *model.embed(x, t), hook=keep)
+        return model.finish(features), kept[0]
 
     def shallow(x, t, i, cache):
-        features = model.apply(cache, *model.embed(x, t), method="last_layer")
-        return model.finish(features), cache
+        def last_layer(unet, skip, time_emb, context):
+            return unet.up_blocks[-1].layer(last, cache, skip, time_emb, context)
+
+        return model.finish(model.run(last_layer, *model.embed(x, t))), cache
 
     return {"full": full, "shallow": shallow}, empty_cache(full)
 
@@ -179,11 +245,14 @@ def first_block_cache(model, threshold):
 
     def start(x, t):
         embedded = model.embed(x, t)
-        first = model.apply(*embedded, method="first_layer")
+        first = model.run(lambda unet, *args: unet.down_blocks[0].layer(0, *args), *embedded)
         return embedded, first, (first - embedded[0]).astype(jnp.float32)
 
     def whole(embedded, first, added):
-        features, _ = model.apply(*embedded, first_output=first, method="blocks")
+        def is_known(call, args, kwargs, context):
+            return first if is_layer(context, "down_blocks_0", 0, args) else call(*args, **kwargs)
+
+        features = model.run("blocks", *embedded, hook=is_known)
         rest = features.astype(jnp.float32) - first.astype(jnp.float32)
         return features, {"added": added, "rest": rest}
 
@@ -234,9 +303,7 @@ def t_gate(model):
                 stored[kind][layer] = out
             return out
 
-        embedded = model.embed(x, t)
-        with nn.intercept_methods(intercept):
-            features, _ = model.apply(*embedded, method="blocks")
+        features = model.run("blocks", *model.embed(x, t), hook=intercept)
         return model.finish(features), stored
 
     def mean_over_branches(out):
@@ -272,14 +339,14 @@ def spectrum(model, table, prediction_type, scales):
     Args:
         model: ActiveUNet.
         table: Spectrum.coefficients.
-        prediction_type, scales: as for make_segments.
+        prediction_type, scales: as for make_segment.
 
     Source: Spectrum (arXiv 2603.01623).
     """
     weights, alphas, sigmas = map(jnp.asarray, (table, *scales))
 
     def full(x, t, i, cache):
-        features, _ = model.apply(*model.embed(x, t), method="blocks")
+        features = model.run("blocks", *model.embed(x, t))
         guided = model.finish(features)
         x_0, _ = predict_x0_and_eps(prediction_type, alphas[i], sigmas[i], x, guided)
         return guided, jnp.concatenate([cache[1:], x_0[None]])

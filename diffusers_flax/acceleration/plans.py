@@ -355,13 +355,29 @@ class Acceleration:
                         f"--accelerate tgate {other.name} do not go together: {reason}"
                     )
 
+    def __bool__(self):
+        return any(getattr(self, field.name) is not None for field in fields(self))
+
+    def check_unet(self, unet):
+        """Raise a ValueError if an acceleration has no effect on a UNet."""
+        from diffusers_flax.acceleration.token_merging import check_levels  # needs the models
+
+        if self.tome:
+            check_levels(self.tome, unet)
+
+    def denoise(self, *args):
+        """The denoising loop; see caches.denoise."""
+        from diffusers_flax.acceleration.caches import denoise  # needs this module
+
+        return denoise(self, *args)
+
     def __str__(self):
         parts = (getattr(self, field.name) for field in fields(self))
         return " ".join(describe(part) for part in parts if part is not None)
 
 
 class Step(NamedTuple):
-    """What a step computes: the branches of guidance, and which function of caching_flax."""
+    """What a step computes: the branches of guidance, and which function of caches.py."""
 
     branches: tuple
     kind: str
@@ -467,8 +483,8 @@ def plan_steps(acceleration, branches, scales):
     Args:
         acceleration: Acceleration.
         branches: of guidance in a plain run, "text" the one that remains without guidance.
-        scales: alpha and sigma of each step, as from caches.noise_scales. A timestep that
-            PNDM repeats is a step.
+        scales: alpha and sigma of each step, as from noise_scales. A timestep that PNDM repeats is
+            a step.
 
     Returns:
         List of Step.

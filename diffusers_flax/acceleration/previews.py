@@ -40,30 +40,28 @@ class Preview:
         if not callable(self.show):
             raise ValueError(f"Preview: show={self.show!r} must be a function")
 
+    def watch(self, decode, prediction_type, scales, keys):
+        """The function that sampling.denoise calls in each step.
 
-def make_watch(preview, decode, prediction_type, scales, keys):
-    """The function that `denoise` calls in each step.
+        Args:
+            decode: scaled latents (B, C, h, w) -> images (B, H, W, 3).
+            prediction_type: of the scheduler's config.
+            scales: of noise_scales.
+            keys: one per image.
+        """
+        alphas, sigmas = map(jnp.asarray, scales)
 
-    Args:
-        preview: Preview.
-        decode: scaled latents (B, C, h, w) -> images (B, H, W, 3).
-        prediction_type: of the scheduler's config.
-        scales: of acceleration.caches.noise_scales.
-        keys: one per image.
-    """
-    alphas, sigmas = map(jnp.asarray, scales)
+        def show(step, key_data, images):
+            self.show(int(step), np.asarray(key_data), np.asarray(images))
 
-    def show(step, key_data, images):
-        preview.show(int(step), np.asarray(key_data), np.asarray(images))
+        def watch(i, x, guided):
+            step = i + 1
 
-    def watch(i, x, guided):
-        step = i + 1
+            def send():
+                x_0, _ = predict_x0_and_eps(prediction_type, alphas[i], sigmas[i], x, guided)
+                jax.debug.callback(show, step, jax.random.key_data(keys), decode(x_0))
 
-        def send():
-            x_0, _ = predict_x0_and_eps(prediction_type, alphas[i], sigmas[i], x, guided)
-            jax.debug.callback(show, step, jax.random.key_data(keys), decode(x_0))
+            is_due = (step % self.every == 0) & (step < len(alphas))
+            jax.lax.cond(is_due, send, lambda: None)
 
-        is_due = (step % preview.every == 0) & (step < len(alphas))
-        jax.lax.cond(is_due, send, lambda: None)
-
-    return watch
+        return watch

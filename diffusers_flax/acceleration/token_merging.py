@@ -2,8 +2,8 @@
 
 Similar positions are averaged before an attention layer and its result is copied to all of them.
 
-    apply = merge_positions(TokenMerging(ratio=0.5), partial(unet.apply, {"params": params}))
-    features, _ = apply(x, time_emb, context, method="blocks")
+    with nn.intercept_methods(merging_hook(TokenMerging(ratio=0.5), x.shape[2])):
+        sample = unet.apply({"params": params}, x, t, text).sample
 
 Source: ToMe for Stable Diffusion (arXiv 2303.17604), section 4; ToMe (arXiv 2210.09461).
 """
@@ -11,7 +11,6 @@ Source: ToMe for Stable Diffusion (arXiv 2303.17604), section 4; ToMe (arXiv 221
 import math
 import zlib
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,43 +31,31 @@ def check_levels(technique, unet):
         )
 
 
-def merge_positions(technique, apply):
-    """`apply` of a UNet with token merging in its self-attention.
+def merging_hook(technique, full_height):
+    """A function for flax.linen.intercept_methods that merges tokens in a UNet's self-attention.
 
     Args:
         technique: TokenMerging.
-        apply: unet.apply with parameters; its methods `blocks`, `first_layer` and `last_layer` end
-            with the arguments x, (B, H, W, C), time_emb and context.
-
-    Returns:
-        A function like apply.
+        full_height: of the UNet's input, in latents.
     """
+    size, block_input = None, None  # of the transformer and the block that run now
 
-    def merged(*args, method, **options):
-        if method not in ("blocks", "first_layer", "last_layer"):
-            return apply(*args, method=method)
-        full_height = args[-3].shape[1]
-        size, block_input = None, None  # of the transformer and the block that run now
+    def hook(call, args, kwargs, context):
+        nonlocal size, block_input
+        module = context.module
+        if isinstance(module, Transformer2D):
+            size = args[0].shape[1:3]
+        elif isinstance(module, BasicTransformerBlock):
+            block_input = args[0]
+        elif isinstance(module, Attention) and module.name == "attn1":
+            is_self_attention = len(args) < 2 or args[1] is None
+            if is_self_attention and full_height <= technique.max_downsample * size[0]:
+                offsets = window_offsets(size, "/".join(module.path), technique.random)
+                merge, unmerge = match(block_input, size, technique.ratio, offsets)
+                return unmerge(call(merge(args[0]), *args[1:], **kwargs))
+        return call(*args, **kwargs)
 
-        def intercept(call, args, kwargs, context):
-            nonlocal size, block_input
-            module = context.module
-            if isinstance(module, Transformer2D):
-                size = args[0].shape[1:3]
-            elif isinstance(module, BasicTransformerBlock):
-                block_input = args[0]
-            elif isinstance(module, Attention) and module.name == "attn1":
-                is_self_attention = len(args) < 2 or args[1] is None
-                if is_self_attention and full_height <= technique.max_downsample * size[0]:
-                    offsets = window_offsets(size, "/".join(module.path), technique.random)
-                    merge, unmerge = match(block_input, size, technique.ratio, offsets)
-                    return unmerge(call(merge(args[0]), *args[1:], **kwargs))
-            return call(*args, **kwargs)
-
-        with nn.intercept_methods(intercept):
-            return apply(*args, method=method, **options)
-
-    return merged
+    return hook
 
 
 def window_offsets(size, layer, random):

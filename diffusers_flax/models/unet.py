@@ -56,28 +56,28 @@ class DownBlock(nn.Module):
     downsample: bool
     dtype: DTypeLike
 
-    @nn.compact
-    def __call__(self, x, time_emb, context, only_first_layer=False, first_output=None):
-        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections.
-
-        only_first_layer: True ends after the first layer, (B, H, W, out_channels).
-        first_output: of the first layer; None computes it.
-        """
-        skips = []
-        for i in range(1 if only_first_layer else self.num_layers):
-            if i == 0 and first_output is not None:
-                x = first_output
-            else:
-                x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
-                if self.transformer is not None:
-                    x = self.transformer(name=f"attentions_{i}")(x, context)
-            skips.append(x)
-        if only_first_layer:
-            return x, skips
+    def setup(self):
+        self.resnets = [self.resnet(self.out_channels) for _ in range(self.num_layers)]
+        if self.transformer is not None:
+            self.attentions = [self.transformer() for _ in range(self.num_layers)]
         if self.downsample:
-            x = Downsample2D(self.out_channels, dtype=self.dtype, name="downsamplers_0")(x)
+            self.downsamplers = [Downsample2D(self.out_channels, dtype=self.dtype)]
+
+    def __call__(self, x, time_emb, context):
+        """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections."""
+        skips = []
+        for i in range(self.num_layers):
+            x = self.layer(i, x, time_emb, context)
+            skips.append(x)
+        if self.downsample:
+            x = self.downsamplers[0](x)
             skips.append(x)
         return x, skips
+
+    def layer(self, i, x, time_emb, context):
+        """Layer i: a residual block and its transformer."""
+        x = self.resnets[i](x, time_emb)
+        return x if self.transformer is None else self.attentions[i](x, context)
 
 
 class UpBlock(nn.Module):
@@ -90,22 +90,23 @@ class UpBlock(nn.Module):
     upsample: bool
     dtype: DTypeLike
 
-    @nn.compact
-    def __call__(self, x, skips, time_emb, context, size, first_layer=0):
-        """(the result, the input of the last layer without its skip connection).
-
-        x (B, H, W, C), skips taken from the end; size: height and width to upsample to;
-        first_layer: to begin with, x is its input.
-        """
-        for i in range(first_layer, self.num_layers):
-            last_input = x
-            x = jnp.concatenate((x, skips[first_layer - 1 - i]), axis=-1)
-            x = self.resnet(self.out_channels, name=f"resnets_{i}")(x, time_emb)
-            if self.transformer is not None:
-                x = self.transformer(name=f"attentions_{i}")(x, context)
+    def setup(self):
+        self.resnets = [self.resnet(self.out_channels) for _ in range(self.num_layers)]
+        if self.transformer is not None:
+            self.attentions = [self.transformer() for _ in range(self.num_layers)]
         if self.upsample:
-            x = Upsample2D(self.out_channels, dtype=self.dtype, name="upsamplers_0")(x, size)
-        return x, last_input
+            self.upsamplers = [Upsample2D(self.out_channels, dtype=self.dtype)]
+
+    def __call__(self, x, skips, time_emb, context, size):
+        """x (B, H, W, C) -> (B, *size, out_channels); skips are taken from the end."""
+        for i in range(self.num_layers):
+            x = self.layer(i, x, skips[-1 - i], time_emb, context)
+        return self.upsamplers[0](x, size) if self.upsample else x
+
+    def layer(self, i, x, skip, time_emb, context):
+        """Layer i: a residual block over the features and the skip, and its transformer."""
+        x = self.resnets[i](jnp.concatenate((x, skip), axis=-1), time_emb)
+        return x if self.transformer is None else self.attentions[i](x, context)
 
 
 class MidBlock(nn.Module):
@@ -407,7 +408,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             sample, timesteps, encoder_hidden_states, added_cond_kwargs, timestep_cond
         )
         residuals = down_block_additional_residuals, mid_block_additional_residual
-        x, _ = self.blocks(x, time_emb, context, *residuals)
+        x = self.blocks(x, time_emb, context, *residuals)
         x = self.predict(x)
         return FlaxUNet2DConditionOutput(x) if return_dict else (x,)
 
@@ -476,23 +477,16 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             )
         return self.add_embedding(added)
 
-    def blocks(
-        self, x, time_emb, context, down_residuals=None, mid_residual=None, first_output=None
-    ):
-        """All blocks.
+    def blocks(self, x, time_emb, context, down_residuals=None, mid_residual=None):
+        """All blocks: features for `predict`.
 
         Args:
             x, time_emb, context: as from embed.
             down_residuals, mid_residual: __call__'s additional residuals.
-            first_output: what first_layer returned; None computes it.
-
-        Returns:
-            (features for `predict`; the input of the last layer, for `last_layer`).
         """
         skips = [x]
         for block in self.down_blocks:
-            x, passed = block(x, time_emb, context, first_output=first_output)
-            first_output = None
+            x, passed = block(x, time_emb, context)
             skips += passed
         if down_residuals is not None:
             skips = [
@@ -506,23 +500,8 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         for block in self.up_blocks:
             taken, skips = skips[-block.num_layers :], skips[: -block.num_layers]
             size = skips[-1].shape[1:3] if skips else None
-            x, last_input = block(x, taken, time_emb, context, size)
-        return x, last_input
-
-    def first_layer(self, x, time_emb, context):
-        """The first layer of the first block alone; arguments as in blocks."""
-        return self.down_blocks[0](x, time_emb, context, only_first_layer=True)[0]
-
-    def last_layer(self, last_input, x, time_emb, context):
-        """The last layer of the last block alone: features for `predict`.
-
-        Args:
-            last_input: its input, as from `blocks`, also of another timestep.
-            x, time_emb, context: as in blocks.
-        """
-        block = self.up_blocks[-1]
-        first = block.num_layers - 1
-        return block(last_input, [x], time_emb, context, None, first_layer=first)[0]
+            x = block(x, taken, time_emb, context, size)
+        return x
 
     def predict(self, x):
         """Features (B, H, W, C) -> prediction (B, out_channels, H, W)."""

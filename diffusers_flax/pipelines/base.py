@@ -19,10 +19,8 @@ from jax.typing import DTypeLike
 from tqdm import tqdm
 
 import diffusers_flax
-from diffusers_flax.acceleration.caches import make_segments, noise_scales
-from diffusers_flax.acceleration.plans import Acceleration, parse, plan_steps
-from diffusers_flax.acceleration.previews import Preview, make_watch
-from diffusers_flax.acceleration.token_merging import check_levels
+from diffusers_flax.acceleration.plans import Acceleration, parse
+from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FrozenConfig
 from diffusers_flax.loading.directories import (
@@ -53,6 +51,7 @@ from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import decode, denoise
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 from diffusers_flax.schedulers.factory import scheduler_from_config
+from diffusers_flax.schedulers.noise_schedule import noise_scales
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +100,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
     def __post_init__(self):
         object.__setattr__(self, "accelerate", parse(self.accelerate))
         self.check_acceleration(self.accelerate)
-        if self.accelerate.tome:
-            check_levels(self.accelerate.tome, self.unet)
+        self.accelerate.check_unet(self.unet)
         wanted = choose_tiny_vae(self.accelerate.tiny_decoder, self.preview, self.tiny_vae_name)
         if wanted and (self.tiny_vae is None or self.tiny_vae_source not in (None, wanted)):
             raise ValueError(
@@ -498,29 +496,37 @@ class FlaxDiffusionPipeline(ConfigMixin):
             constants = jax.tree.map(np.asarray, state)
         return jax.tree.map(jnp.asarray, constants), noise_scales(constants)
 
-    def _denoise_steps(self, params, schedule, x_t, keys, branches, inputs, guide, eta):
+    def _denoise(self, params, schedule, x_t, keys, branches, inputs, combine, eta):
         """x_0 of x_t.
 
-        schedule: of _schedule; branches: of guidance; inputs, guide: as for make_segments; keys and
-        eta: as for denoise.
+        Args:
+            params: the pipeline's.
+            schedule: of _schedule.
+            x_t, keys, eta: as for sampling.denoise.
+            branches: of guidance.
+            inputs: (branches, x_t, t) -> the UNet's arguments, a tuple; the rows of one branch
+                after those of the other.
+            combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
+                (B, C, h, w).
         """
         state, scales = schedule
-        prediction_type = self.scheduler.config.prediction_type
-        segments = make_segments(
-            self.accelerate,
-            plan_steps(self.accelerate, branches, scales),
-            self.unet,
-            params["unet"],
-            inputs,
-            guide,
-            prediction_type,
-            scales,
-        )
         watch = None
         if self.preview:
             tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
-            watch = make_watch(self.preview, tiny_decode, prediction_type, scales, keys)
-        return denoise(self.scheduler, state, x_t, keys, segments, eta, watch)
+            prediction_type = self.scheduler.config.prediction_type
+            watch = self.preview.watch(tiny_decode, prediction_type, scales, keys)
+        if self.accelerate:
+            schedule, arguments = (self.scheduler, state, scales), (branches, inputs, combine)
+            return self.accelerate.denoise(
+                self.unet, params["unet"], schedule, x_t, keys, *arguments, eta, watch
+            )
+
+        def predict(x_t, t):
+            arguments = inputs(branches, x_t, t)
+            predictions = self.unet.apply({"params": params["unet"]}, *arguments).sample
+            return combine(predictions.astype(jnp.float32), branches)
+
+        return denoise(self.scheduler, state, x_t, keys, predict, eta, watch)
 
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts, for negative prompts and the like.

@@ -139,7 +139,7 @@ def pixels_per_latent(configs, resolution):
 class InstructPix2Pix:
     """The editing pipelines of Stable Diffusion and SDXL have these methods in common.
 
-    A subclass has `_conditions`: texts of each branch -> the UNet's arguments after the timestep.
+    A subclass has `_encode_text`, as TextToImage.
     """
 
     check_channels = staticmethod(check_channels)
@@ -301,9 +301,7 @@ class InstructPix2Pix:
         image_latents_in = jnp.concatenate(
             [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
         )
-        conditions = self._conditions(
-            params, prompt_ids, neg_prompt_ids, branches, image_latents.shape
-        )
+        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, image_latents.shape)
 
         # Noise, one key per image
         keys = keys_per_image(prng_seed, B)
@@ -311,12 +309,12 @@ class InstructPix2Pix:
         x_T = starting_noise(latents, keys, image_latents.shape) * schedule[0].init_noise_sigma
 
         # Denoise
-        def inputs(active, x_t_scaled, t):
-            fixed = rows_of([image_latents_in, *conditions], branches, active)
-            model_input = jnp.concatenate([x_t_scaled] * len(active))
-            return jnp.concatenate([model_input, fixed[0]], axis=1), t, *fixed[1:]
+        def inputs(active, x_t, t):
+            image_rows, *text_rows = rows_of([image_latents_in, *text], branches, active)
+            model_input = jnp.concatenate([x_t] * len(active))
+            return jnp.concatenate([model_input, image_rows], axis=1), t, *text_rows
 
-        def guide(active, eps_pred):
+        def combine(eps_pred, active):
             weights = (guidance_scale, image_guidance_scale)
             if active != branches:  # guidance by the image has ended, or all guidance
                 weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
@@ -328,7 +326,7 @@ class InstructPix2Pix:
                 return guided
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        x_0 = self._denoise_steps(params, schedule, x_T, keys, branches, inputs, guide, eta)
+        x_0 = self._denoise(params, schedule, x_T, keys, branches, inputs, combine, eta)
         return x_0 if return_latents else self._decode(params, x_0)
 
 
@@ -360,7 +358,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusio
         check_channels(source_of(path, "unet", given), configs)
         return index, configs
 
-    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+    def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         B = len(prompt_ids)
         if neg_prompt_ids is None:
             null_ids = self.prepare_text_inputs("")
@@ -370,4 +368,4 @@ class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusio
         states = self.text_encoder(text_ids, params=params["text_encoder"], return_dict=True)
         text, null_text = states.last_hidden_state[:B], states.last_hidden_state[B:]
         states = {"text": text, "null": jnp.broadcast_to(null_text, text.shape)}  # (B, 77, D)
-        return [jnp.concatenate([states[TEXT_OF_BRANCH[branch]] for branch in branches])]
+        return jnp.concatenate([states[TEXT_OF_BRANCH[branch]] for branch in branches]), None

@@ -35,9 +35,9 @@ class FlaxStableDiffusionXLInstructPix2PixPipeline(InstructPix2Pix, XLParts):
         refuse_cosxl(path, index, "use an InstructPix2Pix model of SDXL")
         return index, configs
 
-    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+    def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         texts = [TEXT_OF_BRANCH[branch] for branch in branches]
-        return super()._conditions(params, prompt_ids, neg_prompt_ids, texts, latent_shape)
+        return super()._encode_text(params, prompt_ids, neg_prompt_ids, texts, latent_shape)
 
 
 def refuse_cosxl(path, index, remedy):

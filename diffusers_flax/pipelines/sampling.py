@@ -16,9 +16,7 @@ The noise of an image depends only on its key, not on the batch or the devices.
 
 import inspect
 import math
-from collections.abc import Callable
 from numbers import Real
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -192,24 +190,6 @@ def check_eta(scheduler, eta):
         raise ValueError(f"eta={eta} must be from 0 to 1")
 
 
-class Segment(NamedTuple):
-    """Consecutive steps of the denoising loop, compiled as one loop.
-
-    Fields:
-        num_steps: how many.
-        predict: functions (model_input, t, i, cache) -> (guided prediction, float32, cache); i is
-            the number of the step in the run.
-        kinds: the index in `predict` of each step's function, (num_steps,) NumPy integers.
-        enter: (the cache of the segment before, None at first; x_t) -> the cache to start with, a
-            tree of arrays.
-    """
-
-    num_steps: int
-    predict: tuple
-    kinds: np.ndarray
-    enter: Callable
-
-
 def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
     """The denoising loop.
 
@@ -218,7 +198,7 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
         state: its state, of set_timesteps.
         x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.
-        predict: (model_input, t) -> guided prediction, float32; or a list of Segment.
+        predict: (model_input, t) -> guided prediction, float32.
         eta: share of noise in a step of DDIM (0 to 1; default 0) and TCD (0 to 1; default 0.3).
         watch: (i, model_input, guided) -> None, called in each step, for previews.
 
@@ -229,42 +209,25 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
         ValueError: the scheduler has no eta, or it is out of range.
     """
     check_eta(scheduler, eta)
+
+    def body(i, carry):
+        x_t, state = carry
+        t = state.timesteps[i]
+        model_input = scheduler.scale_model_input(state, x_t, t)
+        guided = predict(model_input, t)
+        if watch is not None:
+            watch(i, model_input, guided)
+        return take_step(scheduler, state, i, t, x_t, keys, guided, eta)
+
+    x_0, _ = jax.lax.fori_loop(0, len(state.timesteps), body, (x_t, state))
+    return x_0
+
+
+def take_step(scheduler, state, i, t, x_t, keys, guided, eta):
+    """Step i of a run, at timestep t: (the next x_t, the next state); arguments as in denoise."""
+    noise = normal(keys, i + 1, x_t.shape[1:])
     options = {} if eta is None else {"eta": eta}
-    segments = predict
-    if callable(predict):
-        num_steps = len(state.timesteps)
-
-        def same_in_each_step(model_input, t, i, cache):
-            return predict(model_input, t), cache
-
-        kinds = np.zeros(num_steps, int)
-        segments = [Segment(num_steps, (same_in_each_step,), kinds, lambda cache, x_t: ())]
-
-    first, cache = 0, None
-    for segment in segments:
-        kinds = jnp.asarray(segment.kinds, jnp.int32)
-
-        def body(i, carry, segment=segment, kinds=kinds, first=first):
-            x_t, state, cache = carry
-            t = state.timesteps[i]
-            arguments = scheduler.scale_model_input(state, x_t, t), t, i, cache
-            if len(segment.predict) == 1:
-                guided, cache = segment.predict[0](*arguments)
-            else:
-                guided, cache = jax.lax.switch(kinds[i - first], segment.predict, *arguments)
-            if watch is not None:
-                watch(i, arguments[0], guided)
-            noise = normal(keys, i + 1, x_t.shape[1:])
-            x_t, state = scheduler.step(
-                state, guided, t, x_t, noise=noise, return_dict=False, **options
-            )
-            return x_t, state, cache
-
-        last = first + segment.num_steps
-        carry = x_t, state, segment.enter(cache, x_t)
-        x_t, state, cache = jax.lax.fori_loop(first, last, body, carry)
-        first = last
-    return x_t
+    return scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False, **options)
 
 
 def encode(vae, params, image, keys):

@@ -28,6 +28,7 @@ from diffusers_flax.pipelines.base import (
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     encode,
+    guide,
     keys_of_sequel,
     keys_per_image,
     resize,
@@ -184,16 +185,8 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
 
         schedule = self._schedule(num_inference_steps, masked_latents.shape, timesteps=timesteps)
         x_t = starting_noise(latents, keys, masked_latents.shape) * schedule[0].init_noise_sigma
-        conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, x_t.shape)
-        x_0 = self._denoise(
-            params,
-            schedule,
-            x_t,
-            keys,
-            conditions,
-            branches,
-            (guidance_scale, guidance_rescale),
-            eta,
-            extra_channels=[mask, masked_latents],
-        )
+        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, x_t.shape)
+        inputs = self._unet_inputs(text, branches, guidance_scale, B, [mask, masked_latents])
+        combine = partial(guide, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, eta)
         return x_0 if return_latents else self._decode(params, x_0)

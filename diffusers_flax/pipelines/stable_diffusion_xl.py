@@ -172,7 +172,7 @@ class XLParts(FlaxDiffusionPipeline):
         states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
         return states, outputs[-1].text_embeds
 
-    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+    def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         texts = {"text": prompt_ids}
         if neg_prompt_ids is not None:
             texts["null"] = neg_prompt_ids.astype(prompt_ids.dtype)
@@ -198,7 +198,7 @@ class XLParts(FlaxDiffusionPipeline):
             "text_embeds": jnp.concatenate([pooled[branch] for branch in branches]),
             "time_ids": jnp.concatenate(time_ids),
         }
-        return [jnp.concatenate([states[branch] for branch in branches]), added]
+        return jnp.concatenate([states[branch] for branch in branches]), added
 
     def _time_ids(self, branch, latent_shape):
         """Micro-conditioning: original size, crop corner, target size (6,); a refiner's (5,).

@@ -5,6 +5,8 @@
 Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXiv 2108.01073).
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -198,9 +200,10 @@ class TextToImage(FlaxDiffusionPipeline):
         keys = keys_per_image(prng_seed, len(prompt_ids))
         schedule = self._schedule(num_inference_steps, shape, timesteps=timesteps)
         x_t = starting_noise(latents, keys, shape) * schedule[0].init_noise_sigma
-        conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, shape)
-        guidance = guidance_scale, guidance_rescale
-        x_0 = self._denoise(params, schedule, x_t, keys, conditions, branches, guidance, eta)
+        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, shape)
+        inputs = self._unet_inputs(text, branches, guidance_scale, len(x_t))
+        combine = partial(guide, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, eta)
         return x_0 if return_latents else self._decode(params, x_0)
 
     def guidance_branches(self, guidance_scale):
@@ -208,49 +211,37 @@ class TextToImage(FlaxDiffusionPipeline):
         branches = guidance_branches(guidance_scale)
         return ("text",) if self.unet.config.time_cond_proj_dim is not None else branches
 
-    def _conditions(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
-        """The UNet's arguments after the timestep, for all branches: a list."""
+    def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
+        """The text of all branches for the UNet: (states (branches * B, 77, D), SDXL's further)."""
         if neg_prompt_ids is None:
             neg_prompt_ids = self.prepare_text_inputs("")
         neg_prompt_ids = rows_per_image(neg_prompt_ids, len(prompt_ids))
         texts = {"text": prompt_ids, "null": neg_prompt_ids.astype(prompt_ids.dtype)}
         ids = jnp.concatenate([texts[branch] for branch in branches])
         states = self.text_encoder(ids, params=params["text_encoder"], return_dict=True)
-        return [states.last_hidden_state]  # (branches * B, 77, D)
+        return states.last_hidden_state, None
 
-    def _denoise(
-        self,
-        params,
-        schedule,
-        x_t,
-        keys,
-        conditions,
-        branches,
-        guidance,
-        eta,
-        extra_channels=(),
-    ):
-        """x_0 of x_t, guided.
+    def _unet_inputs(self, text, branches, guidance_scale, num_images, extra_channels=()):
+        """The function that makes the UNet's arguments in each step, `inputs` of _denoise.
 
-        schedule: of _schedule; conditions: of _conditions; guidance: scale and rescale;
-        extra_channels, each (B, C, h, w), join the UNet's input.
+        Args:
+            text: of _encode_text.
+            branches: of guidance.
+            guidance_scale: a UNet that is distilled with guidance embeds it.
+            num_images: B.
+            extra_channels: arrays (B, C, h, w) that join the UNet's input.
         """
         timestep_cond = None
         if (dim := self.unet.config.time_cond_proj_dim) is not None:
-            scale = jnp.asarray(guidance[0], jnp.float32).reshape(-1)
-            timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (len(x_t),)), dim)
-        states, added = (*conditions, None)[:2]
+            scale = jnp.asarray(guidance_scale, jnp.float32).reshape(-1)
+            timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (num_images,)), dim)
 
-        def inputs(active, x_t_scaled, t):
-            model_input = jnp.concatenate([x_t_scaled, *extra_channels], axis=1)
+        def inputs(active, x_t, t):
+            model_input = jnp.concatenate([x_t, *extra_channels], axis=1)
             model_input = jnp.concatenate([model_input] * len(active))
-            text = rows_of((states, added), branches, active)
-            return model_input, t, *text, timestep_cond
+            return model_input, t, *rows_of(text, branches, active), timestep_cond
 
-        def guide_active(active, eps_pred):
-            return guide(eps_pred, active, *guidance)
-
-        return self._denoise_steps(params, schedule, x_t, keys, branches, inputs, guide_active, eta)
+        return inputs
 
 
 class ImageToImage(TextToImage):
@@ -400,7 +391,8 @@ class ImageToImage(TextToImage):
         elif noise.shape != latents.shape:
             raise ValueError(f"noise has shape {noise.shape}, need {latents.shape}")
         x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
-        conditions = self._conditions(params, prompt_ids, neg_prompt_ids, branches, latents.shape)
-        guidance = guidance_scale, guidance_rescale
-        x_0 = self._denoise(params, schedule, x_t, keys, conditions, branches, guidance, eta)
+        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, latents.shape)
+        inputs = self._unet_inputs(text, branches, guidance_scale, len(x_t))
+        combine = partial(guide, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, eta)
         return x_0 if return_latents else self._decode(params, x_0)

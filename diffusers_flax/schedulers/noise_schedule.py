@@ -161,3 +161,21 @@ def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
     if prediction_type == "v_prediction":
         return alpha_t * x_t - sigma_t * model_output, alpha_t * model_output + sigma_t * x_t
     return model_output, (x_t - alpha_t * model_output) / sigma_t
+
+
+def noise_scales(state):
+    """The steps' alpha and sigma in x_t = alpha x_0 + sigma eps, alpha^2 + sigma^2 = 1.
+
+    Args:
+        state: of a scheduler's set_timesteps, concrete arrays.
+
+    Returns:
+        (alpha, sigma), NumPy float32 (steps,).
+    """
+    timesteps = np.asarray(state.timesteps)
+    if hasattr(state, "sigmas"):  # sigma / alpha
+        ratio = np.asarray(state.sigmas, np.float64)[: len(timesteps)]
+        alpha = 1 / np.sqrt(1 + ratio**2)
+    else:
+        alpha = np.sqrt(np.asarray(state.common.alphas_cumprod, np.float64)[timesteps])
+    return alpha.astype(np.float32), np.sqrt(1 - alpha**2).astype(np.float32)

@@ -31,7 +31,7 @@ from diffusers_flax.acceleration.plans import (
 )
 from diffusers_flax.acceleration.token_merging import match, window_offsets
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel, FlaxUNet2DConditionOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
@@ -209,17 +209,18 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     class Constant:
         """A UNet whose prediction is that of the clean latents."""
 
-        def apply(self, variables, *args, method):
+        def apply(self, variables, *args, method=None):
             if method == "embed":
                 return args
-            if method == "blocks":
-                x, t = args
-                i = jnp.argmin(jnp.abs(state.timesteps - t))
-                alpha, sigma = (jnp.asarray(s)[i] for s in scales)
-                eps = (x - alpha * clean) / sigma
-                v = alpha * eps - sigma * clean
-                return (v if prediction_type == "v_prediction" else eps), None
-            return args[0]
+            if method == "predict":
+                return args[0]
+            x, t = args
+            i = jnp.argmin(jnp.abs(state.timesteps - t))
+            alpha, sigma = (jnp.asarray(s)[i] for s in scales)
+            eps = (x - alpha * clean) / sigma
+            v = alpha * eps - sigma * clean
+            prediction = v if prediction_type == "v_prediction" else eps
+            return prediction if method == "blocks" else FlaxUNet2DConditionOutput(prediction)
 
     results = []
     for acceleration in (pipeline.accelerate, Acceleration()):
@@ -227,14 +228,14 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
         keys = keys_per_image(jax.random.key(0), 1)
         x_t = normal(keys, 0, SHAPE) * state.init_noise_sigma
         results.append(
-            fake._denoise_steps(
+            fake._denoise(
                 {"unet": {}},
                 (state, scales),
                 x_t,
                 keys,
                 ("text",),
                 lambda active, x, t: (x, t),
-                lambda active, eps: eps,
+                lambda eps, active: eps,
                 eta=None,
             )
         )
