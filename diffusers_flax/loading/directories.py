@@ -23,7 +23,7 @@ PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
 
 
 def read_index(path, revision=None, **hub_options):
-    """The content of model_index.json; arguments and errors as of read_parts."""
+    """The content of model_index.json of a directory or hub id; hub_options: see fetch_file."""
     index = fetch_file(path, INDEX_NAME, None, revision, **hub_options)
     if index is None:
         if os.path.exists(os.path.join(path, LORA_FILE)):
@@ -54,19 +54,18 @@ def read_parts(path, parts, revision=None, given=None, **hub_options):
 
     Args:
         path: directory or hub id.
-        parts: names, keys of PART_FILES, or a function that picks them from model_index.json.
+        parts: names, keys of PART_FILES.
         revision: branch, tag or commit on the hub.
         given: {part: its config} of parts that replace the directory's, which are not read.
         hub_options: see fetch_file.
 
     Returns:
-        (model_index.json's content; {part: the content of its PART_FILES, or the given config}).
+        {part: the content of its PART_FILES, or the given config}.
 
     Raises:
-        ValueError: the pipeline or some of its parts are missing.
+        ValueError: some of the parts are missing.
     """
-    index = read_index(path, revision, **hub_options)
-    parts, given = parts(index) if callable(parts) else parts, given or {}
+    given = given or {}
     files = {
         part: fetch_file(path, PART_FILES[part], part, revision, **hub_options)
         for part in parts
@@ -77,7 +76,7 @@ def read_parts(path, parts, revision=None, given=None, **hub_options):
     configs = {part: read_json(file) for part, file in files.items()}
     if "vae" in files and not isinstance(configs["vae"].get("block_out_channels"), list):
         raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
-    return index, configs | given
+    return configs | given
 
 
 @contextmanager

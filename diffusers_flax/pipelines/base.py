@@ -1,7 +1,7 @@
-"""The base class of the pipelines: reads and writes a pipeline directory; tokenizing, image sizes.
+"""The base class of the pipelines: reads and writes a pipeline directory.
 
 A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
-`_generate` of arrays, which programs.run compiles and calls.
+`_generate` of arrays; generation.py has what its calls do.
 """
 
 import importlib.metadata
@@ -12,16 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
 import diffusers_flax
 from diffusers_flax.acceleration.plans import Acceleration, parse
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FrozenConfig
 from diffusers_flax.loading.directories import (
     INDEX_NAME,
@@ -29,6 +26,7 @@ from diffusers_flax.loading.directories import (
     PARTS,
     has,
     read_index,
+    read_parts,
     writing_pipeline,
 )
 from diffusers_flax.loading.files import write_json
@@ -46,12 +44,10 @@ from diffusers_flax.models.tiny_vae import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
-from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
-from diffusers_flax.pipelines.sampling import decode, denoise
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 from diffusers_flax.schedulers.factory import scheduler_from_config
-from diffusers_flax.schedulers.noise_schedule import noise_scales
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +72,11 @@ PIPELINE_CLASSES = (
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
-class FlaxDiffusionPipeline(ConfigMixin):
+class FlaxDiffusionPipeline(Generation, ConfigMixin):
     """A pipeline. Subclasses have its parts as fields; absent parts are None.
 
-    They define `torch_class_name`, the PyTorch class that opens the same directory, and `check`.
+    They define `torch_class_name`, the PyTorch class that opens the same directory, `parts_of` and
+    `check_channels`, which refuse other models.
     """
 
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
@@ -113,12 +110,15 @@ class FlaxDiffusionPipeline(ConfigMixin):
         """Raise a ValueError for an Acceleration that is not for this kind of pipeline."""
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
+    def check(
+        cls, pretrained_model_name_or_path, revision=None, given=None, index=None, **hub_options
+    ):
         """Read a directory's configs without weights; raise an error if it is of another class.
 
         Args:
             pretrained_model_name_or_path, revision: as for from_pretrained.
             given: {part: object} that replace the directory's; "unet" as in from_pretrained.
+            index: the content of model_index.json; None reads it.
 
         Returns:
             (model_index.json's content; {part: the content of its JSON file}); unet and vae have
@@ -127,7 +127,30 @@ class FlaxDiffusionPipeline(ConfigMixin):
         Raises:
             ValueError: the directory or parts are missing, or it is another kind of pipeline.
         """
+        path = pretrained_model_name_or_path
+        index = read_index(path, revision, **hub_options) if index is None else index
+        parts = cls.parts_of(path, index)
+        configs = given_configs(given, **hub_options)
+        configs = read_parts(path, parts, revision, configs, **hub_options)
+        sources = {part: source_of(path, part, given) for part in ("unet", "vae")}
+        cls.check_configs(sources, configs)
+        return index, configs
+
+    @classmethod
+    def parts_of(cls, path, index):
+        """The parts of a pipeline directory; a ValueError if it is not for this class.
+
+        path: of the directory, for errors; index: the content of its model_index.json.
+        """
         raise NotImplementedError
+
+    @classmethod
+    def check_configs(cls, sources, configs):
+        """Raise a ValueError for a UNet or VAE that is not for this class.
+
+        sources: {"unet", "vae": a name for errors}; configs: {part: its config}.
+        """
+        cls.check_channels(sources["unet"], configs)
 
     @classmethod
     def from_pretrained(
@@ -176,18 +199,17 @@ class FlaxDiffusionPipeline(ConfigMixin):
                 read.
         """
         path, hub_options = pretrained_model_name_or_path, take_hub_options(parts)
+        index = read_index(path, revision, **hub_options)
         if cls is FlaxDiffusionPipeline:
-            cls = pipeline_class(path, revision, **hub_options)
-        if "safety_checker" not in parts and has(
-            read_index(path, revision, **hub_options), "safety_checker"
-        ):
+            cls = class_of(index, path)
+        if "safety_checker" not in parts and has(index, "safety_checker"):
             warn_once(
                 f"the safety checker of {path} is not read: images are not checked; give "
                 "safety_checker= and feature_extractor=, or safety_checker=None"
             )
         dtype = jnp.float32 if dtype is None else dtype
         pipeline = cls.open(
-            path, revision, dtype, scheduler, parts, accelerate, preview, **hub_options
+            path, revision, dtype, scheduler, parts, accelerate, preview, index, **hub_options
         )
         given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
         params = pipeline.load_params(path, revision, variant, from_pt, given, lora, **hub_options)
@@ -204,6 +226,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         given=None,
         accelerate=(),
         preview=None,
+        index=None,
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
@@ -211,7 +234,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview: as for
                 from_pretrained.
-            given: {part: object} that replace the directory's; "unet" as in from_pretrained.
+            given, index: as for check.
 
         Raises:
             ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
@@ -225,7 +248,7 @@ class FlaxDiffusionPipeline(ConfigMixin):
         parts, unet_source = dict(given or {}), None
         if scheduler is not None:
             parts["scheduler"] = scheduler
-        index, configs = cls.check(path, revision, parts, **hub_options)
+        index, configs = cls.check(path, revision, parts, index, **hub_options)
         if isinstance(parts.get("unet"), str | Path):
             unet_source = str(parts.pop("unet"))
         if scheduler is None:
@@ -415,155 +438,6 @@ class FlaxDiffusionPipeline(ConfigMixin):
                 lines.append(f"{name} {part}")
         return "\n".join(lines)
 
-    # ----------------------------------------------------------------- sizes
-
-    @property
-    def vae_scale_factor(self):
-        """Pixels per latent, along a side: 8."""
-        return 2 ** (len(self.vae.config.block_out_channels) - 1)
-
-    def image_size(self, height=None, width=None, image_shape=None):
-        """Height and width of the result, in pixels.
-
-        Args:
-            height, width: None: those of the input image, or, without one, the size that the model
-                was trained at.
-            image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
-
-        Raises:
-            ValueError: height or width is not a positive multiple of the VAE's factor, or differs
-                from the latents'.
-        """
-        factor = self.vae_scale_factor
-        if image_shape is None:
-            side = self.unet.config.sample_size
-            height_0, width_0 = (
-                x * factor for x in (side if isinstance(side, tuple) else (side, side))
-            )
-        else:
-            height_0, width_0 = image_shape[-2:]
-            if self._is_latents(image_shape):
-                height_0, width_0 = height_0 * factor, width_0 * factor
-                if height not in (None, height_0) or width not in (None, width_0):
-                    raise ValueError(
-                        f"size {height}x{width} (height x width) is not the size of these latents, "
-                        f"{height_0}x{width_0}; leave height and width out"
-                    )
-        sides = [
-            default if side is None else side
-            for side, default in ((height, height_0), (width, width_0))
-        ]
-        size = f"size {sides[0]}x{sides[1]} (height x width)"
-        if not all(isinstance(side, int | np.integer) for side in sides):
-            raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
-        if any(side < 1 or side % factor for side in sides):
-            near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
-            reason = "must be positive" if min(sides) < 1 else f"is not divisible by {factor}"
-            raise ValueError(f"{size} {reason}; try {near}")
-        return tuple(map(int, sides))
-
-    def _is_latents(self, image_shape):
-        return image_shape[-3] == self.vae.config.latent_channels
-
-    def latent_shape(self, batch_size, height=None, width=None):
-        """(B, 4, height / 8, width / 8), see image_size."""
-        height, width = self.image_size(height, width)
-        factor = self.vae_scale_factor
-        return batch_size, self.vae.config.latent_channels, height // factor, width // factor
-
-    @property
-    def _vae(self):
-        """The VAE in the dtype that it computes in."""
-        return self.vae
-
-    def _decode(self, params, latents):
-        """Images of scaled latents, by the tiny VAE if the acceleration says so; see decode."""
-        if self.accelerate.tiny_decoder:
-            return decode(self.tiny_vae, params["tiny_vae"], latents)
-        return decode(self._vae, params["vae"], latents)
-
-    # ----------------------------------------------------------------- inputs
-
-    def _schedule(self, num_inference_steps, shape, first_step=0, timesteps=None):
-        """The scheduler's state for the steps, float32, and the steps' noise_scales.
-
-        Arguments as in set_timesteps.
-        """
-        with jax.ensure_compile_time_eval():
-            state = self.scheduler.set_timesteps(
-                self.scheduler.create_state(), num_inference_steps, shape, first_step, timesteps
-            )
-            constants = jax.tree.map(np.asarray, state)
-        return jax.tree.map(jnp.asarray, constants), noise_scales(constants)
-
-    def _denoise(self, params, schedule, x_t, keys, branches, inputs, combine, eta):
-        """x_0 of x_t.
-
-        Args:
-            params: the pipeline's.
-            schedule: of _schedule.
-            x_t, keys, eta: as for sampling.denoise.
-            branches: of guidance.
-            inputs: (branches, x_t, t) -> the UNet's arguments, a tuple; the rows of one branch
-                after those of the other.
-            combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
-                (B, C, h, w).
-        """
-        state, scales = schedule
-        watch = None
-        if self.preview:
-            tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
-            prediction_type = self.scheduler.config.prediction_type
-            watch = self.preview.watch(tiny_decode, prediction_type, scales, keys)
-        if self.accelerate:
-            schedule, arguments = (self.scheduler, state, scales), (branches, inputs, combine)
-            return self.accelerate.denoise(
-                self.unet, params["unet"], schedule, x_t, keys, *arguments, eta, watch
-            )
-
-        def predict(x_t, t):
-            arguments = inputs(branches, x_t, t)
-            predictions = self.unet.apply({"params": params["unet"]}, *arguments).sample
-            return combine(predictions.astype(jnp.float32), branches)
-
-        return denoise(self.scheduler, state, x_t, keys, predict, eta, watch)
-
-    def prepare_text_inputs(self, prompt):
-        """Tokenize prompts, for negative prompts and the like.
-
-        Args:
-            prompt: str or list of str; tokens past the text encoder's 77 are cut, with a warning.
-
-        Returns:
-            prompt_ids, int32 (B, 77).
-        """
-        return tokenize(self.tokenizer, prompt, self.text_encoder.module.max_position_embeddings)
-
-    numpy_to_pil = staticmethod(to_pil)
-
-    def _output(self, result, params, jit, output_type, return_dict):
-        """The result of a call, after the safety checker, if there is one."""
-        flags = False
-        if self.safety_checker is not None and output_type != "latent":
-            result, flags = self._check_images(result, params, jit)
-        if output_type == "pil":
-            result = self.numpy_to_pil(result)
-        output = FlaxStableDiffusionPipelineOutput(result, flags)
-        return output if return_dict else output.to_tuple()
-
-    def _check_images(self, images, params, jit):
-        """Make images black that the safety checker flags: (images, flat list of bool)."""
-        if "safety_checker" not in params:
-            raise ValueError("params has no safety_checker; add safety_checker.params under it")
-        params = params["safety_checker"]
-        if jit:
-            params = jax.tree.map(lambda x: x[0], params)
-        images = np.asarray(images)
-        checked, flags = self.safety_checker.filter_images(
-            images.reshape(-1, *images.shape[-3:]), self.feature_extractor, params
-        )
-        return checked.reshape(images.shape), flags
-
 
 def given_configs(given, **hub_options):
     """{part: its config} of parts that replace a directory's; of unet and vae, others are {}.
@@ -591,7 +465,12 @@ def source_of(path, part, given):
 
 def pipeline_class(path, revision=None, **hub_options):
     """The pipeline class that a directory's model_index.json names."""
-    name = str(read_index(path, revision, **hub_options).get("_class_name")).removeprefix("Flax")
+    return class_of(read_index(path, revision, **hub_options), path)
+
+
+def class_of(index, path):
+    """The pipeline class that a model_index.json's content names; path: of it, for errors."""
+    name = str(index.get("_class_name")).removeprefix("Flax")
     if name not in PIPELINE_CLASSES:
         raise ValueError(
             f"{path} is a {name}, which is not supported; supported are "
@@ -625,3 +504,11 @@ class StableDiffusionParts(FlaxDiffusionPipeline):
                 "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "
                 "input; give both or neither"
             )
+
+    @classmethod
+    def parts_of(cls, path, index):
+        """See FlaxDiffusionPipeline.parts_of; refuses SDXL."""
+        class_name = str(index.get("_class_name"))
+        if "XL" in class_name:
+            raise ValueError(f"{path} is a {class_name}; {cls.remedy_for_xl}")
+        return ("unet", "vae", "text_encoder", "tokenizer", "scheduler")

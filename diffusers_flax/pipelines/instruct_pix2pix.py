@@ -22,8 +22,7 @@ import numpy as np
 
 from diffusers_flax.acceleration.plans import TGate
 from diffusers_flax.images import pair_up, prepare_images
-from diffusers_flax.loading.directories import read_parts
-from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts, given_configs, source_of
+from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     keys_per_image,
@@ -342,21 +341,10 @@ class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusio
     torch_class_name = "StableDiffusionInstructPix2PixPipeline"
     text_axes = 1  # of one image's prompt_ids
 
-    @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models other than SDXL."""
-        path = pretrained_model_name_or_path
-        parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        configs = given_configs(given, **hub_options)
-        index, configs = read_parts(path, parts, revision, configs, **hub_options)
-        class_name = str(index.get("_class_name"))
-        if "XL" in class_name:
-            raise ValueError(
-                f"{path} is a {class_name}; open it with FlaxStableDiffusionXLInstructPix2Pix"
-                "Pipeline (diffusers_flax/pipelines/instruct_pix2pix_xl.py)"
-            )
-        check_channels(source_of(path, "unet", given), configs)
-        return index, configs
+    remedy_for_xl = (
+        "open it with FlaxStableDiffusionXLInstructPix2PixPipeline "
+        "(diffusers_flax/pipelines/instruct_pix2pix_xl.py)"
+    )
 
     def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         B = len(prompt_ids)

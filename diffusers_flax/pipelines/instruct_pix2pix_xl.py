@@ -28,12 +28,10 @@ class FlaxStableDiffusionXLInstructPix2PixPipeline(InstructPix2Pix, XLParts):
     torch_class_name = "StableDiffusionXLInstructPix2PixPipeline"
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; accepts InstructPix2Pix models of SDXL."""
-        path = pretrained_model_name_or_path
-        index, configs = super().check(path, revision, given, **hub_options)
+    def parts_of(cls, path, index):
+        """See FlaxDiffusionPipeline.parts_of; refuses CosXL."""
         refuse_cosxl(path, index, "use an InstructPix2Pix model of SDXL")
-        return index, configs
+        return super().parts_of(path, index)
 
     def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         texts = [TEXT_OF_BRANCH[branch] for branch in branches]

@@ -22,9 +22,7 @@ from functools import partial
 import jax
 
 from diffusers_flax.images import pair_up, prepare_images, prepare_masks
-from diffusers_flax.pipelines.base import (
-    StableDiffusionParts,
-)
+from diffusers_flax.pipelines.base import StableDiffusionParts
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     encode,

@@ -25,18 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.directories import has, read_parts
+from diffusers_flax.loading.directories import has
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.base import (
-    TEXT_ENCODERS,
-    FlaxDiffusionPipeline,
-    given_configs,
-    source_of,
-)
+from diffusers_flax.pipelines.base import TEXT_ENCODERS, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.sampling import rows_per_image
 from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage
@@ -69,41 +64,38 @@ class XLParts(FlaxDiffusionPipeline):
     tiny_vae_name = TINY_VAES[1]
 
     @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; accepts SDXL, and its refiner for image to image."""
-        path = pretrained_model_name_or_path
+    def parts_of(cls, path, index):
+        """See FlaxDiffusionPipeline.parts_of; accepts SDXL, and its refiner for image to image."""
+        class_name = str(index.get("_class_name"))
+        if "XL" not in class_name:
+            raise ValueError(
+                f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
+                f"Flax{class_name}"
+            )
+        absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
+        if absent and not issubclass(cls, ImageToImage):
+            raise ValueError(
+                f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs an "
+                "image; make one with the base model and refine it with "
+                "FlaxStableDiffusionXLImg2ImgPipeline"
+            )
+        names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
+        return [name for name in names if name not in absent]
 
-        def parts(index):
-            class_name = str(index.get("_class_name"))
-            if "XL" not in class_name:
-                raise ValueError(
-                    f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
-                    f"Flax{class_name}"
-                )
-            absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
-            if absent and not issubclass(cls, ImageToImage):
-                raise ValueError(
-                    f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs an "
-                    "image; make one with the base model and refine it with "
-                    "FlaxStableDiffusionXLImg2ImgPipeline"
-                )
-            names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
-            return [name for name in names if name not in absent]
-
-        configs = given_configs(given, **hub_options)
-        index, configs = read_parts(path, parts, revision, configs, **hub_options)
-        unet_source, vae_source = (source_of(path, name, given) for name in ("unet", "vae"))
+    @classmethod
+    def check_configs(cls, sources, configs):
+        """See FlaxDiffusionPipeline.check_configs."""
         if configs["unet"].get("addition_embed_type") != "text_time":
             raise ValueError(
-                f"the UNet of {unet_source} has no addition_embed_type='text_time': it is not SDXL"
+                f"the UNet of {sources['unet']} has no addition_embed_type='text_time': it is not "
+                "SDXL"
             )
         if configs["vae"].get("scaling_factor", SD_SCALING_FACTOR) == SD_SCALING_FACTOR:
             raise ValueError(
-                f"the VAE of {vae_source} has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
+                f"the VAE of {sources['vae']} has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
                 "Diffusion's VAE; take SDXL's"
             )
-        cls.check_channels(unet_source, configs)
-        return index, configs
+        super().check_configs(sources, configs)
 
     @classmethod
     def _settings(cls, index):

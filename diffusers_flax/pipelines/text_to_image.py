@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.images import pair_up, prepare_images
-from diffusers_flax.loading.directories import read_parts
 from diffusers_flax.models.unet import guidance_embedding
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, given_configs, source_of
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import (
     encode,
     guidance_branches,
@@ -58,21 +57,10 @@ class TextToImage(FlaxDiffusionPipeline):
     text_axes = 1  # of one image's prompt_ids
     check_channels = staticmethod(check_channels)
 
-    @classmethod
-    def check(cls, pretrained_model_name_or_path, revision=None, given=None, **hub_options):
-        """See FlaxDiffusionPipeline.check; accepts Stable Diffusion 1.x and 2.x."""
-        path = pretrained_model_name_or_path
-        parts = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-        configs = given_configs(given, **hub_options)
-        index, configs = read_parts(path, parts, revision, configs, **hub_options)
-        class_name = str(index.get("_class_name"))
-        if "XL" in class_name:
-            raise ValueError(
-                f"{path} is a {class_name}; this pipeline is for Stable Diffusion 1.x and 2.x; for "
-                "XL use FlaxStableDiffusionXLPipeline (sdxl_single.py)"
-            )
-        cls.check_channels(source_of(path, "unet", given), configs)
-        return index, configs
+    remedy_for_xl = (
+        "this pipeline is for Stable Diffusion 1.x and 2.x; for XL use "
+        "FlaxStableDiffusionXLPipeline (sdxl_single.py)"
+    )
 
     def prepare_inputs(self, prompt):
         """Tokenize prompts; see prepare_text_inputs.

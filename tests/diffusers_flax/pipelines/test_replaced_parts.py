@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -14,6 +15,7 @@ import tpu_compile
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
@@ -119,3 +121,17 @@ def test_a_given_vae_and_text_encoder_replace_the_models(tmp_path):
     given["vae"] = vae.clone(scaling_factor=0.18215)
     with pytest.raises(ValueError, match=r"with the given vae has scaling_factor 0\.18215"):
         FlaxStableDiffusionXLPipeline.open(folder, given=given)
+
+
+@pytest.mark.parametrize("cls", [FlaxDiffusionPipeline, FlaxStableDiffusionXLPipeline])
+def test_each_json_file_is_read_once(tmp_path, monkeypatch, cls):
+    folder = make_tiny_xl(tmp_path / "model")
+    opened, read_text = [], Path.read_text
+
+    def count(self, *args, **kwargs):
+        opened.append(self.name)
+        return read_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", count)
+    cls.from_pretrained(folder)
+    assert opened.count("model_index.json") == opened.count("scheduler_config.json") == 1
