@@ -16,6 +16,7 @@ from PIL import Image
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_safety_checker, make_tiny_xl
 from transformers import CLIPImageProcessor
 
+import diffusers_flax
 from diffusers_flax.images import prepare_masks
 from diffusers_flax.loading import hub
 from diffusers_flax.messages import warn_once
@@ -305,8 +306,8 @@ def test_base_class_refuses_other_pipelines(tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ValueError, match="is a FluxPipeline, which is not supported; supported"):
         FlaxDiffusionPipeline.from_pretrained(tmp_path)
-    for name, file in base.PIPELINE_FILES.items():
-        assert hasattr(diffusers, name) and hasattr(__import__(file), f"Flax{name}")
+    for name in base.PIPELINE_CLASSES:
+        assert hasattr(diffusers, name) and hasattr(diffusers_flax, f"Flax{name}")
 
 
 def test_hub_options_reach_every_part(folders, monkeypatch):
