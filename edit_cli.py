@@ -225,16 +225,12 @@ def run_edits(pipeline, params, edits, sizes, config):
                 save_image(edited, edit.output)
 
 
-def run(config):
-    """Check the flags and images, load the model, edit and write."""
+def check_flags(config):
+    """Raise a ValueError for invalid flags."""
     if config.edits_jsonl and (config.input or config.edit or config.output):
         raise ValueError(
             "--edits_jsonl excludes --input, --edit and --output; give one or the other"
         )
-    if config.edits_jsonl:
-        edits = edits_of_jsonl(config.edits_jsonl)
-    else:
-        edits = edits_of_flags(config.input, config.edit, config.output)
     for name in ("num_inference_steps", "batch_size"):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
@@ -242,6 +238,15 @@ def run(config):
         check_scale(name, getattr(config, name))
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
+
+
+def run(config):
+    """Check the flags and images, load the model, edit and write."""
+    check_flags(config)
+    if config.edits_jsonl:
+        edits = edits_of_jsonl(config.edits_jsonl)
+    else:
+        edits = edits_of_flags(config.input, config.edit, config.output)
     check_outputs(edits, config.grid)
     use_compilation_cache(config.compilation_cache_dir)
     image_sizes = [

@@ -78,7 +78,7 @@ class Config:
     resolution: int = 256  # side of the preview's images, pixels
 
 
-def describe(groups: list[RowGroup]) -> str:
+def describe_shards(groups: list[RowGroup]) -> str:
     """Summarise shards, rows, columns and row groups of a directory in a few lines."""
     shards = {group.path: group.metadata for group in groups}
     schema = next(iter(shards.values())).schema.to_arrow_schema()
@@ -172,7 +172,7 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     return tile_grid(tiles, num_columns, margin=max(4, resolution // 32))
 
 
-def check(config: Config) -> None:
+def check_flags(config: Config) -> None:
     """Raise a ValueError for flags that are out of range or contradict each other."""
     if bool(config.train_data_dir) == bool(config.pairs):
         raise ValueError(
@@ -234,13 +234,14 @@ def describe_and_preview(config: Config) -> None:
             f"--train_data_dir {config.train_data_dir} contains latents; name the directory of the "
             "images"
         )
-    print(describe(groups), flush=True)
+    print(describe_shards(groups), flush=True)
 
-    num_rows, kinds, unreadable, preview_pairs = 0, (Counter(), Counter()), [], []
+    kinds, unreadable, num_rows = (Counter(), Counter()), [], 0
+    preview_pairs = []
     num_expected = min(config.num_checked or math.inf, sum(group.num_rows for group in groups))
-    for name, check in check_rows(groups, config.num_checked):
+    for name, checked in check_rows(groups, config.num_checked):
         try:
-            pair, pair_kinds = check.result()
+            pair, pair_kinds = checked.result()
             for counter, kind in zip(kinds, pair_kinds):
                 counter[kind] += 1
             if len(preview_pairs) < config.num_preview * (num_rows + 1) / num_expected:
@@ -248,22 +249,7 @@ def describe_and_preview(config: Config) -> None:
         except ValueError as error:
             unreadable.append(f"{name}: {error}")
         num_rows += 1
-
-    checked_all = num_rows == sum(group.num_rows for group in groups)
-    print(
-        "checked     " + (f"all {num_rows} rows" if checked_all else f"{num_rows} rows (a sample)")
-    )
-    for column, counter in zip(groups[0].columns, kinds):
-        common = ", ".join(f"{count} x {kind}" for kind, count in counter.most_common(5))
-        more = f" and {len(counter) - 5} other kinds" if len(counter) > 5 else ""
-        print(f"{column}: {common}{more}")
-    print(f"unreadable  {len(unreadable)} of {num_rows} rows")
-    for line in unreadable[: config.num_listed]:
-        print(f"            {line}")
-    if len(unreadable) > config.num_listed:
-        print(f"            and {len(unreadable) - config.num_listed} more")
-    if len(unreadable) > 0.1 * num_rows:
-        print("            training stops above --max_bad_fraction, by default 0.1 of the rows")
+    print(describe_images(groups, kinds, unreadable, num_rows, config.num_listed))
     if not preview_pairs:
         raise ValueError(
             f"none of the {num_rows} checked rows in {config.train_data_dir} can be decoded; the "
@@ -271,15 +257,48 @@ def describe_and_preview(config: Config) -> None:
         )
     preview_pairs = preview_pairs[: config.num_preview]
     print("prompts     " + "\n            ".join(repr(pair.prompt) for pair in preview_pairs))
-
     if config.preview:
         save_image(draw_preview(preview_pairs, config.resolution), Path(config.preview))
         print(f"preview     {config.preview}")
 
 
+def describe_images(
+    groups: list[RowGroup],
+    kinds: tuple[Counter, Counter],
+    unreadable: list[str],
+    num_rows: int,
+    num_listed: int,
+) -> str:
+    """Say which formats the checked images have, and which rows cannot be decoded.
+
+    Args:
+        groups: row groups of one directory.
+        kinds: format, size and mode of the original and of the edited images, with their numbers.
+        unreadable: rows that cannot be decoded, with the reason.
+        num_rows: rows that were checked.
+        num_listed: unreadable rows to list, at most.
+    """
+    checked_all = num_rows == sum(group.num_rows for group in groups)
+    checked = f"all {num_rows} rows" if checked_all else f"{num_rows} rows (a sample)"
+    lines = [f"checked     {checked}"]
+    for column, counter in zip(groups[0].columns, kinds):
+        common = ", ".join(f"{count} x {kind}" for kind, count in counter.most_common(5))
+        more = f" and {len(counter) - 5} other kinds" if len(counter) > 5 else ""
+        lines.append(f"{column}: {common}{more}")
+    lines.append(f"unreadable  {len(unreadable)} of {num_rows} rows")
+    lines += [f"            {line}" for line in unreadable[:num_listed]]
+    if len(unreadable) > num_listed:
+        lines.append(f"            and {len(unreadable) - num_listed} more")
+    if len(unreadable) > 0.1 * num_rows:
+        lines.append(
+            "            training stops above --max_bad_fraction, by default 0.1 of the rows"
+        )
+    return "\n".join(lines)
+
+
 def run(config: Config) -> None:
     """Write shards from --pairs, if given, and describe the directory."""
-    check(config)
+    check_flags(config)
     if config.pairs:
         report = write_pairs(
             Path(config.pairs),

@@ -1,6 +1,8 @@
 """Held-out pairs: images to edit with their instructions, and the results that are wanted.
 
-pairs = pairs_of_jsonl(Path("pairs.jsonl"))
+    pairs = pairs_of_jsonl(Path("pairs.jsonl"))
+
+They are in memory as encoded images, from a list or from parquet shards.
 """
 
 import hashlib

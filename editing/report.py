@@ -8,14 +8,13 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dataloading.images import load_image
-from diffusers_flax.captions import captioned, tile_grid
+from diffusers_flax.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import save_whole, write_text
 from editing.metrics import CLIP_METRICS, PIXEL_METRICS
 
 CELL_SIZE = 192  # of the longer side of an image in grid.png, pixels
 GRID_PAIRS = 8  # rows of grid.png, at most
-GRID_MARGIN = 8  # pixels
 LABEL_SIZE = 8  # of the font in the curve, points
 # Where a label may stand beside its point, points; a negative x: to the left of it
 LABEL_PLACES = [(x, y) for y in (4, -11, 14, -21, 24, -31) for x in (4, -4)]
