@@ -166,6 +166,7 @@ def torch_loss(model, lora, x_0, condition, text, null_text, noise, timesteps):
     return trained, loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["epsilon", *slow("v", "xl")])
 def test_loss_and_gradients_are_pytorchs(models, family):
     """For a first, a last and a middle timestep of the grid; the first one's target is at 0."""

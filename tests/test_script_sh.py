@@ -199,6 +199,7 @@ def test_everything_goes_wrong_and_all_is_complete_in_the_end(tmp_path, dest):
     assert {403, 429, 500, 503} <= statuses, "the server did not misbehave as told"
 
 
+@pytest.mark.slow
 def test_wrong_short_and_absent_files_are_named_and_the_others_complete(tmp_path, dest):
     files = make_files(5, 900_000)
     right, wrong, short, once, absent = files
@@ -591,6 +592,7 @@ def test_resolving_the_links(tmp_path, dest):
         assert sorted(heads) == sorted([first] * 3 + others * 2)
 
 
+@pytest.mark.slow
 def test_default_plan(tmp_path):
     files = make_files(8, 1000)
     nobody = {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_ID": "0"}

@@ -144,6 +144,7 @@ def test_topologies_have_as_many_devices(name, libtpu_environment):
 # Shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd", *slow("xl")])
 @pytest.mark.parametrize("lora_rank", [None, *slow(4)])
 def test_arguments_are_those_of_a_real_run(model, tmp_path, lora_rank, family):

@@ -306,5 +306,6 @@ def test_sdxl_guide(tmp_path):
     assert list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.slow
 def test_the_classes_have_their_names(tmp_path):
     assert run_snippet(CLASSES, tmp_path) == []

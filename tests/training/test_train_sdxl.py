@@ -18,6 +18,7 @@ from helpers import (
     random_normal,
     read_metrics,
     run_main,
+    slow,
 )
 from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -50,8 +51,7 @@ def model(tmp_path_factory):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("prediction_type", ["epsilon", *slow("v_prediction")])
 def test_loss_and_gradients_are_pytorchs(model, prediction_type):
     """With time ids, and with dropout of text, image and both: zeros for states and pooled."""
     B = 6
@@ -73,6 +73,7 @@ def test_loss_and_gradients_are_pytorchs(model, prediction_type):
     compare_losses(model, prediction_type, ours, theirs)
 
 
+@pytest.mark.slow
 def test_four_devices_are_pytorch_on_one(model):
     """From pixels to weights, v prediction: text of both encoders, time ids, dropout, AdamW.
 

@@ -243,6 +243,7 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     assert jnp.abs(results[0] - clean).mean() < 0.05
 
 
+@pytest.mark.slow
 def test_first_block_cache_is_written_anew(models):
     """The decision and the residuals around PyTorch's UNet by hooks."""
     pipeline, params = open_ours(models["sd"], "fbcache:threshold=0.3", "ddim")

@@ -51,6 +51,7 @@ def open_ours(model, scheduler, tiny, every=2):
     return dataclasses.replace(pipeline, scheduler=scheduler), params, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["ddim", *slow("euler")])
 def test_previews_are_pytorchs(model, tiny, scheduler):
     pipeline, params, seen = open_ours(model, scheduler, tiny)

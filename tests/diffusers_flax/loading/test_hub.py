@@ -151,6 +151,7 @@ def test_what_a_model_needs_is_downloaded(use_hub, tmp_path):
         assert len(server.requests) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [503, 404])
 def test_a_hub_that_fails_and_a_file_that_is_missing(use_hub, tmp_path, caplog, status):
     """Errors of the server leave the cache; a missing file is an answer."""
@@ -168,6 +169,7 @@ def test_a_hub_that_fails_and_a_file_that_is_missing(use_hub, tmp_path, caplog, 
             assert "does not answer" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_hub_that_fails_once_is_asked_again_at_once(use_hub, tmp_path, monkeypatch):
     """Nothing is cached: the model is downloaded all the same."""
     make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")

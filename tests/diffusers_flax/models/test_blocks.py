@@ -255,6 +255,7 @@ def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
             assert_close(*gradients, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [nn.remat, *slow(lambda module: module)], ids=["remat", "plain"])
 def test_winograd_under_pmap(wrap, monkeypatch):
     """In a module, on several devices, with and without rematerialisation, against XLA's."""
@@ -278,6 +279,7 @@ def test_winograd_under_pmap(wrap, monkeypatch):
     assert_close(found, plain, 1e-5)
 
 
+@pytest.mark.slow
 def test_convolution_of_each_platform():
     """CPU: matmuls for 1x1 kernels and few positions, Winograd for many channels; else XLA.
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -136,7 +135,7 @@ def error(ours, expected):
 
 
 @pytest.mark.parametrize(
-    "name", [*(x for x in MODELS if x != "UNet of SDXL"), *slow("UNet of SDXL")]
+    "name", [pytest.param(x, marks=pytest.mark.slow if "UNet" in x else ()) for x in MODELS]
 )
 def test_models(name):
     """Compute dtypes; the parameters are float32."""

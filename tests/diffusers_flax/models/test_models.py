@@ -143,7 +143,7 @@ def unet_inputs(module, batch, height, width):
     return inputs, {"added_cond_kwargs": {"text_embeds": torch.randn(batch, 20), "time_ids": sizes}}
 
 
-FAST_UNETS = ("instruct-pix2pix", "sdxl base")
+FAST_UNETS = ("instruct-pix2pix",)
 BF16_UNETS = ("sd2",)
 
 
@@ -151,10 +151,8 @@ BF16_UNETS = ("sd2",)
     "name", [x if x in FAST_UNETS else pytest.param(x, marks=pytest.mark.slow) for x in UNETS]
 )
 @torch.no_grad()
-def test_unet_equals_pytorch(name, request):
+def test_unet_equals_pytorch(name):
     config, batch, height, width = UNETS[name]
-    if name == "instruct-pix2pix":
-        request.getfixturevalue("optimized")
     theirs, ours, params = unet_pair(config)
     inputs, added = unet_inputs(ours, batch, height, width)
     expected = theirs(*inputs, **added).sample
@@ -485,7 +483,7 @@ def test_clip_refuses_what_it_cannot_do():
     ("name", "module"),
     [
         ("sd15_unet", FlaxUNet2DConditionModel(cross_attention_dim=768)),
-        (
+        pytest.param(
             "sdxl_unet",
             FlaxUNet2DConditionModel(
                 down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -499,6 +497,7 @@ def test_clip_refuses_what_it_cannot_do():
                 addition_time_embed_dim=256,
                 projection_class_embeddings_input_dim=2816,
             ),
+            marks=pytest.mark.slow,
         ),
         (
             "vae",

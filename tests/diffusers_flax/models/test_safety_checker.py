@@ -146,6 +146,7 @@ def test_images_equal_those_of_pytorchs_pipeline(theirs, ours, images, caplog):
     assert flags == [False] * len(harmless) and not caplog.text
 
 
+@pytest.mark.slow
 def test_the_pure_checker_in_jit_and_pmap(ours, features):
     expected = ours(features)
     compiled = jax.jit(ours)(features, params=ours.params)

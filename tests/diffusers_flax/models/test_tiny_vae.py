@@ -75,6 +75,7 @@ def to_jax(x):
     return jnp.asarray(x.numpy())
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_equals_pytorch(name):

@@ -43,6 +43,7 @@ def models(tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 def test_distilled_unet_is_pytorchs(models):
     theirs = diffusers.UNet2DConditionModel.from_pretrained(models["distilled"] / "unet")
     ours, params = FlaxUNet2DConditionModel.from_pretrained(models["distilled"] / "unet")

@@ -58,10 +58,8 @@ def loaded(folder):
     ],
 )
 def test_images_are_those_of_pytorch(
-    tmp_path, request, scheduler, options, batch, height, width, negative_prompt
+    tmp_path, scheduler, options, batch, height, width, negative_prompt
 ):
-    if scheduler == "ddim":
-        request.getfixturevalue("optimized")
     folder = make_tiny_pipeline(tmp_path / "model", scheduler=scheduler, **options)
     factor = 8 if "vae_channels" in options else 4
     input_images, latents = random_inputs(batch, height, width, factor)
@@ -261,6 +259,7 @@ def test_what_is_in_the_way_of_a_save_keeps_both_models(folder, loaded, tmp_path
     jax.tree.map(np.testing.assert_array_equal, saved, params)
 
 
+@pytest.mark.slow
 def test_devices_and_batches_share_out_the_same_images(folder):
     """With a scheduler that draws noise, the noise of every step also depends on the image only."""
     config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}

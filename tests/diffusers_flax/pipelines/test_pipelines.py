@@ -77,7 +77,6 @@ def psnr(ours, theirs):
 
 FAST_CASES = (
     ("sd", "pndm", "plain"),
-    ("sd", "euler", "negative"),
     ("sd image", "ddim", "plain"),
     ("xl", "dpmsolver++", "negative"),
     ("xl image", "euler", "rescaled"),
