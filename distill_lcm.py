@@ -46,7 +46,6 @@ from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.lora import save_lora
-from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
@@ -55,32 +54,33 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     guidance_branches,
     guidance_weights,
 )
-from diffusers_flax.programs import use_compilation_cache
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
 from editing.edits import check_scale
+from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig
 from training.flags import check_config, may_change, per_process
 from training.latents import check_vae
 from training.models import (
-    cast_frozen,
-    compute_dtype,
     encode_batch,
     is_sdxl,
     load_models,
     lora_options,
+    mixed_precision_dtype,
+    move_to_devices,
 )
 from training.optimizer import make_optimizer
 from training.output import check_run_dir, lock_output_dir, remove_replaced_model
 from training.report import this_command, write_readme
-from training.run import TrainRun
+from training.run import TrainRun, cache_programs
 from training.sharding import (
+    Batches,
     combine,
     gather,
-    global_norm,
     replicate,
-    update_shards,
+    shard_axes,
+    update_state,
 )
 
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
@@ -147,7 +147,7 @@ def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, 
     """The guided prediction, from up to three branches in one batch; arguments as for predict.
 
     Args:
-        null_text: of the empty prompt, (1, ...) each; entries missing here are those of text.
+        null_text: of the empty prompt, (1, ...) each; missing entries are taken from text.
         scales: (guidance_scale, image_guidance_scale), numbers >= 0.
 
     Source: InstructPix2Pix (arXiv 2211.09800), equation 3.
@@ -199,7 +199,7 @@ def consistency_loss(lora, frozen, models, x_0, condition, text, noise, timestep
 
     Args:
         lora: trained parameters of add_lora; without them the UNet is the teacher.
-        frozen, models: as for train_step.
+        frozen, models: as for distill_step.
         x_0: scaled latents of the edited image, (B, C, h, w) float32.
         condition: unscaled latents of the image to edit, (B, C, h, w) float32.
         text: as from encode_text.
@@ -230,7 +230,7 @@ def consistency_loss(lora, frozen, models, x_0, condition, text, noise, timestep
     return (jnp.sqrt(jnp.square(error) + HUBER_C**2) - HUBER_C).mean()
 
 
-def train_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, max_grad_norm=1.0):
+def distill_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, max_grad_norm=1.0):
     """One optimizer step on one device's rows of the batch; call it under pmap(axis_name="batch").
 
     A sample's random numbers depend only on base_rng, state.step and its row of the global batch.
@@ -274,11 +274,7 @@ def train_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, max_
         return consistency_loss(lora, frozen, models, *inputs, scales)
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    grad_norm = global_norm(grads, axes)
-    grads = jax.tree.map(lambda g: g * jnp.minimum(1, max_grad_norm / grad_norm), grads)
-    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
-    state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-    return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
+    return update_state(tx, state, loss, grads, axes, max_grad_norm)
 
 
 def training_config(config: Config):
@@ -314,9 +310,9 @@ def load_teacher(shared: TrainingConfig):
 
     Returns:
         (models, pipeline, frozen, lora): Models with FlaxLCMScheduler; the pipeline, for its
-        tokenizers; train_step's frozen parameters; the LoRA's initial parameters.
+        tokenizers; distill_step's frozen parameters; the LoRA's initial parameters.
     """
-    models, pipeline, frozen, lora = load_models(shared, compute_dtype(shared))
+    models, pipeline, frozen, lora = load_models(shared, mixed_precision_dtype(shared))
     frozen["unet"]["conv_in"] = lora.pop("conv_in")  # which the trainer trains as a whole
     scheduler = FlaxLCMScheduler.from_config(pipeline.scheduler.config)
     num_teacher_steps = scheduler.config.original_inference_steps
@@ -336,14 +332,27 @@ def open_dataset(shared: TrainingConfig):
     )
 
 
-class DistillationRun(TrainRun):
-    """A run whose result is a LoRA file with its model card; flags is a Config of this program."""
+class FinalLora:
+    """The LoRA file that a run writes at its end, with its model card.
 
-    def save_model(self, weights):
-        """Write the card and the LoRA; the LoRA last, as it marks a finished run."""
-        config, output_dir = self.flags, self.output_dir
+    Args:
+        config: Config.
+        shared: training_config(config).
+        pipeline: of load_teacher.
+    """
+
+    def __init__(self, config, shared, pipeline):
+        self.config, self.shared, self.pipeline = config, shared, pipeline
+
+    def save(self, weights, metrics):
+        """Write the card and the LoRA; the LoRA last, as it marks a finished run.
+
+        Args:
+            weights: {"unet"}, the LoRA's parameters.
+            metrics: last row of metrics.jsonl, or None.
+        """
+        config, output_dir = self.config, Path(self.config.output_dir)
         introduction = introduce(config, self.pipeline.torch_class_name)
-        metrics = self.metrics_log.last_row
         write_readme(
             output_dir,
             config.output_dir,
@@ -353,9 +362,12 @@ class DistillationRun(TrainRun):
             asdict(config),
             metrics,
         )
-        remove_replaced_model(self.config, self.pipeline)
-        options = lora_options(self.config)
+        remove_replaced_model(self.shared, self.pipeline)
+        options = lora_options(self.shared)
         save_lora(output_dir / LORA_FILE, weights["unet"], **options, run=asdict(config))
+
+    def upload(self):
+        """LoRAs of this program are not uploaded."""
 
 
 def introduce(config: Config, pipeline_class):
@@ -412,60 +424,57 @@ def distill(config: Config):
 
 def run_distillation(config: Config, shared: TrainingConfig):
     """Load the model, start or resume, run the loop, and save."""
-    if use_compilation_cache(config.compilation_cache_dir):
-        # Saving runs many small programs; a preemption leaves no time to compile them.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    cache_programs(config.compilation_cache_dir)
 
     # Data and models, on the host
     dataset = open_dataset(shared)  # first, to report errors before gigabytes are loaded
     models, pipeline, frozen, lora = load_teacher(shared)
     check_vae(dataset, frozen["vae"], shared)
 
-    # Optimizer, output directory
+    # Optimizer, the step to start from
     tx, schedule = make_optimizer(shared, config.max_train_steps)
-    run = DistillationRun(
-        shared,
-        max_train_steps=config.max_train_steps,
-        models=models,
-        pipeline=pipeline,
-        frozen=frozen,
-        params=lora,
-        tx=tx,
-        dtype=compute_dtype(shared),
-        dataset=dataset,
-        plan=ema_plan("none", config.max_train_steps),
-        flags=config,
-    )
+    plan = ema_plan("none", config.max_train_steps)
+    axes = shard_axes(lora, jax.device_count())
+    identity = run_identity(config, config.max_train_steps, dataset, models, lora, frozen)
+    start = find_start(shared, dataset, identity, plan, flags=config)
     options = dict(
         scales=(config.guidance_scale, config.image_guidance_scale),
         max_grad_norm=config.max_grad_norm,
     )
     p_train_step = jax.pmap(
-        partial(train_step, models=models, tx=tx, axes=run.axes, **options),
+        partial(distill_step, models=models, tx=tx, axes=axes, **options),
         axis_name="batch",
         donate_argnums=0,
     )
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
-    p_frozen = cast_frozen(frozen, models)
-    if dataset.latents:
-        del p_frozen["vae"]
-    del frozen
-    replace_leaves(replicate, p_frozen)  # one by one, so that the host's copies can be freed
+    p_frozen = move_to_devices(frozen, models, with_vae=not dataset.latents)
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
-    start_step = run.find_start()
-    batches = run.next_batches(pipeline.prepare_text_inputs)
-    state, _ = run.start_or_resume(lora)
+    batches = Batches(dataset, pipeline.prepare_text_inputs, start.step)
+    state, averages = start.load(lora, tx, axes, plan)
+    run = TrainRun(
+        shared,
+        max_train_steps=config.max_train_steps,
+        start=start,
+        batches=batches,
+        unet=models.unet,
+        params=lora,
+        tx=tx,
+        schedule=schedule,
+        plan=plan,
+        final_model=FinalLora(config, shared, pipeline),
+        pipeline=pipeline,
+        flags=config,
+    )
     del lora
 
     # Loop
-    for step in run.steps(start_step):
+    for step in run.steps():
         state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
-        run.log(step + 1, metrics, schedule)
-        if run.save_due(step + 1):
-            run.save(step + 1, state, [])
+        run.log(step + 1, metrics)
+        run.save_if_due(step + 1, state, averages)
 
-    weights = run.final_weights(state, [])
+    weights = run.final_weights(state, averages)
     del state, p_frozen  # free device memory
     run.finish(weights)
     print("sample with --scheduler lcm and both guidance scales 1")

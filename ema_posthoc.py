@@ -109,7 +109,7 @@ def weight_files(folder):
     return [folder / shard for shard in shard_names(index)]
 
 
-def describe(folder):
+def entries_and_shapes(folder):
     """What snapshots must have in common: {config entry: value} and {tensor name: shape}, merged.
 
     Raises:
@@ -135,15 +135,16 @@ def check_alike(folders):
     Raises:
         ValueError: names what differs.
     """
-    first = describe(folders[0])
+    first = entries_and_shapes(folders[0])
     for folder in folders[1:]:
-        other = describe(folder)
+        other = entries_and_shapes(folder)
         if different := sorted(
             key for key in first.keys() | other.keys() if first.get(key) != other.get(key)
         ):
             raise ValueError(
                 f"the snapshots {folders[0]} and {folder} are of different models "
-                f"({len(different)} differences: {', '.join(different[:3])}); keep those of one run"
+                f"({len(different)} differences: {', '.join(different[:3])}); keep the "
+                "snapshots of one run"
             )
 
 
@@ -156,7 +157,7 @@ def read_tensors(folder):
                 yield key, tensors.get_tensor(key)
 
 
-def weighted_sum(folders, weights, description):
+def sum_snapshots(folders, weights, description):
     """The sum of UNets, tensor by tensor.
 
     Args:
@@ -205,7 +206,7 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
                 shutil.copytree(source / name, new / name)
 
         folders = [snapshot.folder for snapshot in snapshots]
-        tensors = weighted_sum(folders, weights, f"sigma_rel {sigma_rel}")
+        tensors = sum_snapshots(folders, weights, f"sigma_rel {sigma_rel}")
         params = dict(torch_to_flax(key, array) for key, array in tensors.items())
         unet = FlaxUNet2DConditionModel.from_config(read_json(folders[0] / "config.json"))
         unet.save_pretrained(new / "unet", unflatten_dict(params, sep="/"), dtype=config.dtype)

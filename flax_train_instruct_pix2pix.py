@@ -40,36 +40,38 @@ from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
-from diffusers_flax.parameters import replace_leaves
-from diffusers_flax.programs import use_compilation_cache
+from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config, check_config, check_schedules, ema_flags
 from training.latents import check_vae, write_latents
 from training.models import (
-    cast_frozen,
     check_models,
-    compute_dtype,
     encode_batch,
     is_sdxl,
     load_models,
-    load_validation_images,
+    mixed_precision_dtype,
+    move_to_devices,
     open_modules,
 )
 from training.optimizer import make_optimizer
 from training.output import (
+    FinalModel,
     check_run_dir,
     lock_output_dir,
     merge_finished_run,
     merges_finished_run,
 )
 from training.processes import from_process_0, start_distributed, wait_for_all
-from training.run import TrainRun, make_update_average, start_average
+from training.report import load_validation_images
+from training.run import TrainRun, cache_programs
 from training.sharding import (
+    Batches,
     combine,
     gather,
     gather_by_block,
     global_norm,
     replicate,
+    shard_axes,
     state_shapes,
     update_shards,
 )
@@ -260,7 +262,7 @@ def train_step(
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
 
-def step_options(config: Config):
+def train_step_options(config: Config):
     """train_step's keyword arguments that come from flags."""
     return dict(
         dropout_rate=config.conditioning_dropout_prob,
@@ -278,7 +280,7 @@ def open_dataset(config: Config):
     num_processes = jax.process_count()
     if config.cache_latents:
         check_models(
-            config, open_modules(config, compute_dtype(config))
+            config, open_modules(config, mixed_precision_dtype(config))
         )  # before hours of encoding
         write_latents(config, config.cache_latents)
         wait_for_all("latents are cached")
@@ -318,76 +320,64 @@ def train(config: Config):
 
 def run_training(config: Config, validation_images):
     """Load models, start or resume, run the loop, and save."""
-    if use_compilation_cache(config.compilation_cache_dir):
-        # Saving runs many small programs; a preemption leaves no time to compile them.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    cache_programs(config.compilation_cache_dir)
 
     # Data and models, on the host
-    dtype = compute_dtype(config)
     dataset = open_dataset(config)  # first, to report errors before gigabytes are loaded
     max_train_steps = config.max_train_steps
     if config.num_train_epochs is not None:
         max_train_steps = config.num_train_epochs * len(dataset)
         check_schedules(config, max_train_steps)
-    models, pipeline, frozen, params = load_models(config, dtype)
+    models, pipeline, frozen, params = load_models(config, mixed_precision_dtype(config))
     check_vae(dataset, frozen["vae"], config)
 
-    # Optimizer, EMA, output directory
+    # Optimizer, EMA, the step to start from
     tx, schedule = make_optimizer(config, max_train_steps)
     plan = ema_plan(*ema_flags(config, max_train_steps))
-    run = TrainRun(
-        config,
-        max_train_steps=max_train_steps,
-        models=models,
-        pipeline=pipeline,
-        frozen=frozen,
-        params=params,
-        tx=tx,
-        dtype=dtype,
-        dataset=dataset,
-        plan=plan,
-        validation_images=validation_images,
-    )
+    axes = shard_axes(params, jax.device_count())
+    identity = run_identity(config, max_train_steps, dataset, models, params, frozen)
+    start = find_start(config, dataset, identity, plan)
+    final_model = FinalModel(config, models, pipeline, frozen, identity)
     p_train_step = jax.pmap(
-        partial(train_step, models=models, tx=tx, axes=run.axes, **step_options(config)),
+        partial(train_step, models=models, tx=tx, axes=axes, **train_step_options(config)),
         axis_name="batch",
         donate_argnums=0,
     )
-    p_update_average = make_update_average()
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
-    p_frozen = cast_frozen(frozen, models)
-    if dataset.latents and not validation_images:
-        del p_frozen["vae"]
-    del frozen
-    replace_leaves(replicate, p_frozen)  # one by one, so that the host's copies can be freed
+    with_vae = bool(validation_images) or not dataset.latents
+    p_frozen = move_to_devices(frozen, models, with_vae)
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
-    start_step = run.find_start()
-    batches = run.next_batches(pipeline.prepare_text_inputs)
+    batches = Batches(dataset, pipeline.prepare_text_inputs, start.step)
     # One process compiles before the state takes memory.
-    if jax.process_count() == 1 and start_step < max_train_steps:
-        shapes = state_shapes(params, tx, run.axes, jax.device_count())
+    if jax.process_count() == 1 and start.step < max_train_steps:
+        shapes = state_shapes(params, tx, axes, jax.device_count())
         p_train_step = p_train_step.lower(shapes, p_frozen, batches.peek(), p_rng).compile()
-    state, averages = run.start_or_resume(params)
+    state, averages = start.load(params, tx, axes, plan)
+    run = TrainRun(
+        config,
+        max_train_steps=max_train_steps,
+        start=start,
+        batches=batches,
+        unet=models.unet,
+        params=params,
+        tx=tx,
+        schedule=schedule,
+        plan=plan,
+        final_model=final_model,
+        pipeline=pipeline,
+        validation_images=validation_images,
+    )
     del params
 
     # Loop
-    for step in run.steps(start_step):
-        if step == plan.first_step:
-            averages = [start_average(state.params) for _ in plan.decays(1)]
+    for step in run.steps():
+        averages.start(step, state.params)
         state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
-        if num_updates := plan.update_of(step + 1):
-            averages = [
-                p_update_average(average, state.params, replicate(np.float32(decay)))
-                for average, decay in zip(averages, plan.decays(num_updates))
-            ]
-        run.log(step + 1, metrics, schedule)
-        if run.snapshot_due(step + 1):
-            run.save_snapshots(step + 1, averages)
-        if run.save_due(step + 1):
-            run.save(step + 1, state, averages)
-        if run.validation_due(step + 1):
-            run.validate(step + 1, state, averages, p_frozen)
+        averages.update(step + 1, state.params)
+        run.log(step + 1, metrics)
+        run.save_if_due(step + 1, state, averages)
+        run.validate_if_due(step + 1, state, averages, p_frozen)
 
     weights = run.final_weights(state, averages)
     del state, averages, p_frozen  # free device memory: writing the model needs as much

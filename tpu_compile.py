@@ -82,11 +82,10 @@ from tpu.programs import (
     slice_devices,
     verdict,
 )
-from training.ema import ema_plan
+from training.ema import ema_plan, make_update_average
 from training.flags import check_batch, check_combinations, check_numbers, ema_flags
 from training.models import Models, check_models, encode_text, is_sdxl, lora_options
-from training.run import MAX_STEPS_IN_FLIGHT, make_update_average
-from training.sharding import cast_kernels, shard_axes, state_shapes
+from training.sharding import MAX_STEPS_IN_FLIGHT, cast_kernels, shard_axes, state_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +177,7 @@ def train_job(config, devices):
     plan = ema_plan(*ema_flags(config, config.max_train_steps))
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
     axes = shard_axes(params, n)
-    options = trainer.step_options(config)
+    options = trainer.train_step_options(config)
     train_step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
 
     B, R = config.train_batch_size // n, config.resolution
@@ -198,7 +197,7 @@ def train_job(config, devices):
     frozen = replicated(frozen, n)
     state = state_shapes(params, tx, axes, n)
     average = state.params  # an average is sharded like the parameters
-    num_averages = 0 if plan.first_step is None else len(plan.decays(1))
+    num_averages = plan.num_averages
     return Job(
         step=jax.pmap(train_step, axis_name="batch", donate_argnums=0, devices=devices),
         args=(state, frozen, batch, replicated(jax.random.PRNGKey(0), n)),

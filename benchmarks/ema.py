@@ -68,10 +68,16 @@ from benchmarks.rows import (
 )
 from demo.evaluate import load_edits, measure, read_edits, read_image
 from parquet_processing import ParquetImagePairs
-from training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
+from training.ema import (
+    SIGMA_RELS,
+    ema_plan,
+    make_update_average,
+    posthoc_weights,
+    sigma_rel_to_gamma,
+    start_average,
+)
 from training.models import encode_batch, load_models
-from training.run import Batches, make_update_average, start_average
-from training.sharding import replicate, shard_axes, start_state, to_host
+from training.sharding import Batches, replicate, shard_axes, start_state, to_host
 
 RESOLUTION = 64  # of the demo
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
@@ -122,7 +128,7 @@ def make_programs(config, models, params):
     """Programs with these flags of the trainer."""
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
     axes = shard_axes(params, jax.device_count())
-    options = trainer.step_options(config)
+    options = trainer.train_step_options(config)
     step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
     p_train_step = jax.pmap(step, axis_name="batch", donate_argnums=0)
     return Programs(p_train_step, make_update_average(), tx, axes)
@@ -148,7 +154,7 @@ class Run:
         for name, plan in self.plans.items():
             if self.num_steps == plan.first_step:
                 params = self.state.params
-                self.averages[name] = [start_average(params) for _ in plan.decays(1)]
+                self.averages[name] = [start_average(params) for _ in range(plan.num_averages)]
         self.state, _ = self.programs.train_step(self.state, frozen, batch, base_rng)
         self.num_steps += 1
         for name, plan in self.plans.items():

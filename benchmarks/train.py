@@ -70,8 +70,8 @@ from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inpu
 from tpu.programs import find_slice, slice_devices
 from tpu.programs import measure as measure_program
 from training.checkpoints import release_memory
+from training.ema import make_update_average, start_average
 from training.models import load_models
-from training.run import make_update_average, start_average
 from training.sharding import replicate, shard_axes, start_state
 
 EMA_DECAY = 0.9999
@@ -121,7 +121,7 @@ def our_step(folder, config, device, latents=False):
     tx, _ = trainer.make_optimizer(flags, flags.max_train_steps)
     axes = shard_axes(params, 1)
     step = partial(
-        trainer.train_step, models=models, tx=tx, axes=axes, **trainer.step_options(flags)
+        trainer.train_step, models=models, tx=tx, axes=axes, **trainer.train_step_options(flags)
     )
     p_train_step = jax.pmap(step, axis_name="batch", donate_argnums=0)
     p_update_average = make_update_average()

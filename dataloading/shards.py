@@ -5,16 +5,10 @@ for group in list_row_groups("data"):
     pair = pair_at(cells, 0)  # encoded bytes; dataloading/decoding.py decodes them
 """
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
-import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from command_line import differences
-from diffusers_flax.loading.files import UNFINISHED_PREFIX
 from diffusers_flax.messages import one_line
 
 # Column names of public datasets, by the flag that selects another column.
@@ -37,9 +29,7 @@ TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictiona
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
-FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
-STALE_SECONDS = 24 * 3600  # age at which an unfinished directory is removed
 READ_ROWS = 32  # rows of a column that are read at a time
 READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chunks
 
@@ -374,52 +364,3 @@ def gather_directories(
                 )
             owners[shard] = process
     return directories
-
-
-# Writing shards of latents
-
-
-def check_existing_shard(path: Path, metadata: dict) -> None:
-    """Raise a ValueError unless a shard of latents has this metadata."""
-    try:
-        existing = latents_metadata(pq.read_metadata(path))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); remove it, and it is written again"
-        ) from error
-    if existing is None:
-        raise ValueError(
-            f"{path} contains no latents; name a directory for latents only, not that of the images"
-        )
-    if different := differences(existing, metadata):
-        raise ValueError(
-            f"{path} was made with other settings ({'; '.join(different)}); name another "
-            "directory, or replace it: cache_latents.py --overwrite_output_dir"
-        )
-
-
-def describe_source(path: Path, groups: list[RowGroup]) -> dict:
-    """Identify a shard of images by its size, end, rows and columns."""
-    with path.open("rb") as file:
-        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
-        end = zlib.crc32(file.read())
-    return {
-        "source_bytes": path.stat().st_size,
-        "source_end": f"{end:08x}",
-        "rows": groups[0].metadata.num_rows,
-        "columns": list(groups[0].columns),
-    }
-
-
-def group_by_shard(groups: list[RowGroup]) -> Iterator[tuple[Path, list[RowGroup]]]:
-    """Yield each shard with its row groups, which must be in the order of the shards."""
-    for path, shard_groups in groupby(groups, key=lambda group: group.path):
-        yield path, list(shard_groups)
-
-
-def remove_leftovers(output_dir: Path) -> None:
-    """Remove temporary directories of killed processes: those not touched for a day."""
-    for folder in output_dir.glob(f"{UNFINISHED_PREFIX}*"):
-        with contextlib.suppress(OSError):  # already removed, or no permission
-            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(folder)

@@ -245,7 +245,7 @@ def run_on(num_devices, model, batch, num_steps=3):
     batch = {"input_ids": pipeline.prepare_text_inputs(["make it red"] * 8), **batch}
     devices, axes = jax.devices()[:num_devices], shard_axes(lora, num_devices)
     tx = optax.sgd(3.0)  # Adam would enlarge rounding errors of small gradients
-    step = partial(distill_lcm.train_step, models=modules, tx=tx, axes=axes, scales=SCALES)
+    step = partial(distill_lcm.distill_step, models=modules, tx=tx, axes=axes, scales=SCALES)
     p_step = jax.pmap(step, axis_name="batch", donate_argnums=0, devices=devices)
     state, rng = start_state(lora, tx, axes, devices), np.asarray(jax.random.PRNGKey(3))
     frozen, rng = replicate((frozen, rng), devices)
@@ -344,7 +344,7 @@ def test_a_stopped_or_crashed_run_resumes_and_may_be_longer(
     options = ("--checkpointing_steps", 2, "--checkpoints_total_limit", 5)
     distill_lcm.main(flags(models["epsilon"], data, whole, *options, "--max_train_steps", 5))
     command = flags(models["epsilon"], data, out, *options)
-    log = distill_lcm.DistillationRun.log
+    log = distill_lcm.TrainRun.log
 
     def log_and_end(run, step, *args):
         log(run, step, *args)
@@ -360,7 +360,7 @@ def test_a_stopped_or_crashed_run_resumes_and_may_be_longer(
         return stop.value.code, "".join(capsys.readouterr())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill_lcm.DistillationRun, "log", log_and_end)
+        patch.setattr(distill_lcm.TrainRun, "log", log_and_end)
         code, text = error_of(command)
         assert code == 130 and "stopped by SIGINT after step 1 of 4, which is saved" in text
         code, text = error_of(command)

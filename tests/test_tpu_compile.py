@@ -48,8 +48,8 @@ from tpu.programs import (
     slice_devices,
 )
 from tpu_compile import Edit, Sdxl, Train, Unet
+from training.ema import start_average
 from training.models import cast_frozen, load_models
-from training.run import start_average
 from training.sharding import (
     gather,
     global_norm,

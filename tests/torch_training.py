@@ -19,7 +19,7 @@ import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from training.models import cast_frozen, compute_dtype, load_models
+from training.models import cast_frozen, load_models, mixed_precision_dtype
 from training.sharding import replicate, shard_axes, start_state, to_host
 
 
@@ -95,7 +95,7 @@ class Parallel:
 
     def __init__(self, config, num_devices=NUM_DEVICES, **options):
         self.config = config
-        self.models, _, frozen, self.params = load_models(config, compute_dtype(config))
+        self.models, _, frozen, self.params = load_models(config, mixed_precision_dtype(config))
         self.frozen = cast_frozen(frozen, self.models)
         self.tx, _ = trainer.make_optimizer(config, config.max_train_steps)
         self.axes = shard_axes(self.params, num_devices)
@@ -105,7 +105,7 @@ class Parallel:
             models=self.models,
             tx=self.tx,
             axes=self.axes,
-            **trainer.step_options(config) | options,
+            **trainer.train_step_options(config) | options,
         )
         self.step = jax.pmap(step, axis_name="batch", donate_argnums=0, devices=self.devices)
 

@@ -17,6 +17,8 @@ import ctypes
 import json
 import shutil
 import zlib
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,11 +27,13 @@ import numpy as np
 from command_line import differences
 from diffusers_flax.loading.directories import INDEX_NAME
 from diffusers_flax.messages import one_line
+from training.ema import Averages, start_average
 from training.flags import final_file, fixed_flags, flag
 from training.models import checksums
-from training.processes import from_process_0, wait_for_all
-from training.sharding import TrainState, replicate, shard, shard_axes
+from training.processes import check_agreement, from_process_0, on_process_0, wait_for_all
+from training.sharding import TrainState, replicate, shard, shard_axes, start_state
 
+CHECKPOINTS_DIR = "checkpoints"  # a checkpoint is the directory OUTPUT_DIR/checkpoints/STEP
 ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
 
 
@@ -199,7 +203,7 @@ def newest_run(config):
 
     None: output_dir has no checkpoint, or the flag is not latest.
     """
-    folder = Path(config.output_dir, "checkpoints")
+    folder = Path(config.output_dir, CHECKPOINTS_DIR)
     if config.resume_from_checkpoint != "latest" or not folder.is_dir():
         return None
     checkpoints = Checkpoints(folder)
@@ -352,6 +356,91 @@ def flatten_by_name(tree):
     """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: from a checkpoint, or at step 0.
+
+    Attributes:
+        step: number of completed steps.
+        identity: run_identity of the run that starts.
+        num_averages: that the checkpoint has.
+        checkpoints: Checkpoints that have the step, on process 0; None at step 0.
+        saved: what the checkpoint says about its run, on process 0; {} at step 0.
+    """
+
+    step: int
+    identity: dict
+    num_averages: int = 0
+    checkpoints: Checkpoints | None = None
+    saved: dict = field(default_factory=dict)
+
+    def load(self, params, tx, axes, plan):
+        """Create the training state on the devices.
+
+        Args:
+            params: the UNet's parameters at step 0, or their shapes if step is later.
+            tx: element-wise optax optimizer, such as Adam.
+            axes: of shard_axes(params).
+            plan: EmaPlan.
+
+        Returns:
+            (TrainState, Averages).
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        if not self.step:
+            state, averages = start_state(params, tx, axes), []
+        else:
+            num_averages = plan.averages_after(self.step)
+            num_to_read = min(num_averages, self.num_averages)
+            params_shapes = jax.eval_shape(lambda: params)
+            shapes = checkpoint_shapes(params_shapes, tx, num_to_read)
+            state, averages = read_state(self.checkpoints, self.step, shapes)
+            if num_to_read < num_averages:  # the run was longer before, and its average later
+                averages = [start_average(state.params) for _ in range(num_averages)]
+            if self.checkpoints:
+                self.checkpoints.close()
+        release_memory()
+        return state, Averages(plan, averages)
+
+    def describe_resume(self, max_train_steps):
+        """Say which step a run of this length resumes after, and what has changed."""
+        num_devices, num_steps = jax.device_count(), self.saved["identity"]["max_train_steps"]
+        saved_on = self.saved.get("num_devices", num_devices)
+        change = "" if saved_on == num_devices else f", which ran on {saved_on} device(s)"
+        if num_steps != max_train_steps:
+            change += f"; the run had {num_steps} steps and has {max_train_steps}"
+        return f"resuming after step {self.step}{change}"
+
+
+def find_start(config, dataset, identity, plan, flags=None):
+    """Find the newest checkpoint, or step 0; all processes call it together.
+
+    Args:
+        config: Config that check_config has accepted.
+        dataset: ParquetImagePairs.
+        identity: the run's run_identity.
+        plan: EmaPlan.
+        flags: as for TrainRun.
+
+    Returns:
+        Start.
+
+    Raises:
+        ValueError: processes have different flags or data, or the checkpoint is damaged or belongs
+            to another run.
+    """
+    shared = fixed_flags(flags or config, "per_process")
+    check_agreement(json.dumps([identity, shared, bool(dataset.latents)]))
+    find = partial(find_checkpoint, config, identity)
+    checkpoints, step, saved = on_process_0(find) or (None, 0, {})
+    step = int(from_process_0(np.int32(step)))
+    due = plan.averages_after(step)  # a checkpoint that does not say it has as many
+    num_averages = int(from_process_0(np.int32(saved.get("num_averages", due))))
+    return Start(step, identity, num_averages, checkpoints, saved)
 
 
 def checkpoint_shapes(params, tx, num_averages):

@@ -1,4 +1,4 @@
-"""Averages of the weights over training (EMA): pure functions without dependencies.
+"""Averages of the weights over training (EMA): their plan, their decays, their updates.
 
     ema = ema_start(params)
     for n in range(1, num_steps + 1):
@@ -17,6 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from training.flags import ema_flags, explain_no_average
+from training.sharding import in_place, replicate
 
 SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
 HORIZONS = 5  # window times (1 - decay): the initial weights have e^-5 = 0.7% of the average
@@ -86,7 +89,13 @@ class EmaPlan(NamedTuple):
 
     first_step: int | None  # the first averaged step; None: no average
     every: int  # steps between updates
+    num_averages: int
     decays: Callable[[int], list[float]]  # of each average at an update, counted from 1
+
+    def averages_after(self, num_steps):
+        """The number of averages that a run has after num_steps steps: 0, then num_averages."""
+        has_begun = self.first_step is not None and num_steps > self.first_step
+        return self.num_averages if has_begun else 0
 
     def update_of(self, num_steps):
         """The number of the update that is due after num_steps steps, from 1; 0: none."""
@@ -96,6 +105,9 @@ class EmaPlan(NamedTuple):
     def last_update_step(self, num_steps):
         """The step of the last update by step num_steps, at least first_step, which must be set."""
         return num_steps - (num_steps - self.first_step) % self.every
+
+
+NO_AVERAGE = EmaPlan(None, 1, 0, lambda num_updates: [])
 
 
 def ema_plan(
@@ -132,7 +144,7 @@ def ema_plan(
             if value is not None:
                 raise ValueError(f"--{name} {value} goes with --ema late or full, not {ema}")
     if ema == "none":
-        return EmaPlan(None, 1, lambda n: [])
+        return NO_AVERAGE
     if not 0 < fraction <= 1:
         raise ValueError(
             f"--ema_fraction {fraction} must be above 0 and at most 1, a window as long as the run"
@@ -153,13 +165,91 @@ def ema_plan(
         raise ValueError(f"--ema_every {every} must be from 1 to the averaged steps, {window}")
     if ema == "power":
         gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
-        return EmaPlan(start, every, lambda n: [power_decay(n, gamma) for gamma in gammas])
+        return EmaPlan(
+            start, every, len(gammas), lambda n: [power_decay(n, gamma) for gamma in gammas]
+        )
     if decay is None and (decay := window_decay(window)) == 0:
-        return EmaPlan(None, 1, lambda n: [])
+        return NO_AVERAGE
     if not 0 <= decay < 1:
         raise ValueError(f"--ema_decay {decay} must be at least 0 and below 1")
     decay **= every
-    return EmaPlan(start, every, lambda n: [warmup_decay(n, decay) if warmup else decay])
+    return EmaPlan(start, every, 1, lambda n: [warmup_decay(n, decay) if warmup else decay])
+
+
+def explain_average(config, plan, num_steps, start):
+    """Say when the average of a run starts, and what happens to the checkpoint's average.
+
+    Args:
+        config: Config.
+        plan: EmaPlan of the run.
+        num_steps: length of the run.
+        start: training.checkpoints.Start.
+
+    Yields:
+        Lines to print.
+    """
+    num_averages, num_saved = plan.averages_after(start.step), start.num_averages
+    if num_saved > num_averages:
+        yield "the checkpoint's average is dropped; its last weights are trained further"
+    if plan.first_step is None:
+        if config.ema != "none":
+            yield explain_no_average(config, num_steps)
+        return
+
+    def decays(plan):
+        return ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
+
+    first_step, change = plan.first_step, ""
+    if num_averages > num_saved:
+        first_step = start.step
+    elif num_averages:
+        before = ema_plan(*ema_flags(config, start.saved["identity"]["max_train_steps"]))
+        if decays(before) != decays(plan):
+            change = f", until step {start.step} with decay {decays(before)}"
+    yield f"averaging the weights from step {first_step} with decay {decays(plan)}{change}"
+
+
+class Averages:
+    """The sharded averages of a run on the devices.
+
+    Args:
+        plan: EmaPlan.
+        trees: the averages of a run that resumes, like its parameters.
+
+    Attributes:
+        trees: list of averages; empty before the plan's first step.
+    """
+
+    def __init__(self, plan, trees=()):
+        self.plan, self.trees = plan, list(trees)
+        self.p_update = make_update_average()
+
+    def start(self, step, params):
+        """Copy the parameters before the plan's first step; at other steps do nothing."""
+        if step == self.plan.first_step:
+            self.trees = [start_average(params) for _ in range(self.plan.num_averages)]
+
+    def update(self, num_steps, params):
+        """Move the averages towards the parameters, if an update is due after num_steps steps."""
+        if num_updates := self.plan.update_of(num_steps):
+            self.trees = [
+                self.p_update(tree, params, replicate(np.float32(decay)))
+                for tree, decay in zip(self.trees, self.plan.decays(num_updates))
+            ]
+
+    def best(self, params):
+        """The weights to use: the first average, or the parameters before there is one."""
+        return self.trees[0] if self.trees else params
+
+
+def start_average(params):
+    """Start an average as a copy of the sharded parameters."""
+    return jax.pmap(ema_start, axis_name="batch")(params)
+
+
+def make_update_average(devices=None):
+    """Make the pmapped update of a sharded average: (average, params, decay) -> average."""
+    return jax.pmap(in_place(ema_update), axis_name="batch", donate_argnums=0, devices=devices)
 
 
 def profile_products(t_a, gamma_a, t_b, gamma_b):

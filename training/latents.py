@@ -5,9 +5,11 @@ import json
 import logging
 import math
 import os
-import tempfile
+import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import jax
@@ -24,25 +26,23 @@ from dataloading.images import num_usable_cores
 from dataloading.shards import (
     LATENTS,
     TIME_IDS,
-    check_existing_shard,
-    describe_source,
-    group_by_shard,
     latents_metadata,
     list_row_groups,
     pair_at,
     read_row_group,
-    remove_leftovers,
     shard_files,
     take_first_rows,
 )
-from diffusers_flax.loading.files import UNFINISHED_PREFIX
+from diffusers_flax.loading.files import UNFINISHED_PREFIX, remove, save_whole
 from training.flags import nearest_multiples
-from training.models import compute_dtype, encode_images, is_sdxl, load_vae, tree_checksum
+from training.models import encode_images, is_sdxl, load_vae, mixed_precision_dtype, tree_checksum
 
 logger = logging.getLogger(__name__)
 
 LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
+FOOTER_BYTES = 1 << 16  # at the end of a shard of images, for its checksum
+STALE_SECONDS = 24 * 3600  # age at which an unfinished file is removed
 
 
 def encode_pairs(vae, params, originals, edits):
@@ -71,8 +71,90 @@ def vae_checksum(params):
     return f"{tree_checksum(params):08x}"
 
 
+def decode_into(out, group, cells, position, resample):
+    """Decode a pair; an undecodable one is no error, as its row is stored without latents.
+
+    Args:
+        out: the two images to write, uint8 (R, R, 3) each.
+        group: row group.
+        cells: its cells, of read_row_group.
+        position: row of the group.
+        resample: --image_interpolation_mode.
+
+    Returns:
+        (instruction or None, time ids as bytes or None, error message or None).
+    """
+    prompt = None
+    try:
+        pair = pair_at(cells, position)
+        prompt = pair.prompt
+        time_ids = decode_pair(pair, out, group.columns, resample, 0.5, False)
+    except ValueError as error:
+        return prompt, None, f"{group.path.name} row {group.first_row + position}: {error}"
+    return prompt, time_ids.tobytes(), None
+
+
+def encode_group(group, encode, batch_size, config, threads):
+    """Encode a row group; each batch is decoded while the devices encode the batch before it.
+
+    Args:
+        group: row group of images.
+        encode, batch_size, config: as for write_latent_shard.
+        threads: executor that decodes.
+
+    Yields:
+        (encode's result, [decode_into's result for every pair]) of a batch.
+    """
+    cells, in_flight, R = read_row_group(group), None, config.resolution
+    for start in range(0, group.num_rows, batch_size):
+        positions = range(start, min(start + batch_size, group.num_rows))
+        pixels = np.zeros((2, batch_size, R, R, 3), np.uint8)
+        decode = partial(
+            decode_into, group=group, cells=cells, resample=config.image_interpolation_mode
+        )
+        decoded = [
+            threads.submit(decode, tuple(pixels[:, i]), position=position)
+            for i, position in enumerate(positions)
+        ]
+        decoded = [future.result() for future in decoded]
+        if in_flight:
+            yield in_flight
+        in_flight = encode(*pixels), decoded
+    yield in_flight
+
+
+def latent_rows(encoded, decoded, config, bar, bad):
+    """Wait for a batch of encode_group; return its rows, tuples of LATENT_COLUMNS.
+
+    Args:
+        encoded, decoded: of encode_group.
+        config, bar, bad: as for write_latent_shard.
+
+    Raises:
+        ValueError: more pairs are undecodable than config.max_bad_fraction allows.
+    """
+    originals, edits = (np.asarray(x) for x in encoded)
+    bar.update(len(decoded))
+    for *_, reason in decoded:
+        if reason:
+            logger.warning("%s; stored without latents", reason)
+            bad.append(reason)
+    if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
+        raise ValueError(
+            f"{len(bad)} of the first {bar.n} pairs of {config.train_data_dir} cannot be "
+            f"decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; for "
+            f"example {bad[-1]}"
+        )
+    return [
+        (None, None, prompt, None)
+        if reason
+        else (original.tobytes(), edited.tobytes(), prompt, time_ids)
+        for original, edited, (prompt, time_ids, reason) in zip(originals, edits, decoded)
+    ]
+
+
 def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, bad):
-    """Encode a shard into a temporary file, one row group at a time, and rename it to path.
+    """Encode a shard, one row group at a time.
 
     Args:
         path: file to write.
@@ -82,70 +164,65 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
         batch_size: pairs per call of encode.
         config: Config.
         bar: tqdm bar that counts pairs.
-        bad: list of error messages; those of undecodable pairs are appended.
+        bad: list of the undecodable pairs' error messages, which grows.
 
     Raises:
         ValueError: more pairs are undecodable than config.max_bad_fraction allows.
     """
     types = pa.binary(), pa.binary(), pa.string(), pa.binary()
     schema = pa.schema(zip(LATENT_COLUMNS, types), {LATENTS: json.dumps(metadata)})
-    R = config.resolution
-
-    def decode(group, cells, position, out):
-        """Decode a pair into out; return (instruction, time ids, error message or None)."""
-        prompt, mode = None, config.image_interpolation_mode
-        try:
-            pair = pair_at(cells, position)
-            prompt = pair.prompt
-            time_ids = decode_pair(pair, out, group.columns, mode, 0.5, False)
-        except ValueError as error:
-            return prompt, None, f"{path.name} row {group.first_row + position}: {error}"
-        return prompt, time_ids.tobytes(), None
-
-    def collect(encoded, decoded):
-        """Wait for a batch; return its rows."""
-        originals, edits = (np.asarray(x) for x in encoded)
-        bar.update(len(decoded))
-        for *_, reason in decoded:
-            if reason:
-                logger.warning("%s; stored without latents", reason)
-                bad.append(reason)
-        if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
-            raise ValueError(
-                f"{len(bad)} of the first {bar.n} pairs of {config.train_data_dir} cannot be "
-                f"decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; for "
-                f"example {bad[-1]}"
-            )
-        return [
-            (None, None, prompt, None)
-            if reason
-            else (original.tobytes(), edited.tobytes(), prompt, time_ids)
-            for original, edited, (prompt, time_ids, reason) in zip(originals, edits, decoded)
-        ]
-
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED_PREFIX) as folder:
-        unfinished = Path(folder, path.name)
+
+    def save(unfinished):
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
             for group in groups:
-                cells, rows, in_flight = read_row_group(group), [], None
-                for start in range(0, group.num_rows, batch_size):
-                    positions = range(start, min(start + batch_size, group.num_rows))
-                    pixels = np.zeros((2, batch_size, R, R, 3), np.uint8)
-                    decoded = [
-                        threads.submit(decode, group, cells, position, tuple(pixels[:, i]))
-                        for i, position in enumerate(positions)
-                    ]
-                    decoded = [future.result() for future in decoded]
-                    if in_flight:  # encoded while this batch was decoded
-                        rows += collect(*in_flight)
-                    in_flight = encode(*pixels), decoded
+                rows = []
+                for encoded, decoded in encode_group(group, encode, batch_size, config, threads):
+                    rows += latent_rows(encoded, decoded, config, bar, bad)
                     with contextlib.suppress(OSError):  # unsupported by some file systems
-                        os.utime(folder)  # for remove_leftovers
-                rows += collect(*in_flight)
+                        os.utime(unfinished)  # for remove_leftovers
                 columns = [pa.array(column, type_) for column, type_ in zip(zip(*rows), types)]
                 writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
-        unfinished.replace(path)
+
+    save_whole(path, save, shared=True)
+
+
+def check_existing_shard(path, metadata):
+    """Raise a ValueError unless a shard of latents has this metadata."""
+    try:
+        existing = latents_metadata(pq.read_metadata(path))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); remove it, and it is written again"
+        ) from error
+    if existing is None:
+        raise ValueError(
+            f"{path} contains no latents; name a directory for latents only, not that of the images"
+        )
+    if different := differences(existing, metadata):
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(different)}); name another "
+            "directory, or replace it: cache_latents.py --overwrite_output_dir"
+        )
+
+
+def describe_source(path, groups):
+    """Identify a shard of images by its size, end, rows and columns."""
+    with path.open("rb") as file:
+        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
+        end = zlib.crc32(file.read())
+    return {
+        "source_bytes": path.stat().st_size,
+        "source_end": f"{end:08x}",
+        "rows": groups[0].metadata.num_rows,
+        "columns": list(groups[0].columns),
+    }
+
+
+def group_by_shard(groups):
+    """Yield each shard with its row groups, which must be in the order of the shards."""
+    for path, shard_groups in groupby(groups, key=lambda group: group.path):
+        yield path, list(shard_groups)
 
 
 def is_outdated(path, metadata):
@@ -155,6 +232,145 @@ def is_outdated(path, metadata):
     except (pa.ArrowException, OSError):  # missing, or unreadable, see check_existing_shard
         return False
     return existing is not None and bool(differences(existing, metadata))
+
+
+def remove_leftovers(output_dir):
+    """Remove what killed processes left: unfinished files not touched for a day."""
+    for path in output_dir.glob(f"{UNFINISHED_PREFIX}*"):
+        with contextlib.suppress(OSError):  # already removed, or no permission
+            if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                remove(path)
+
+
+def check_latent_flags(config, output_dir, batch_size):
+    """Raise a ValueError for a number out of range, or a directory that cannot be written.
+
+    Args:
+        config, output_dir, batch_size: as for write_latents.
+    """
+    positive = {name: getattr(config, name) for name in ("resolution", "max_train_samples")}
+    for name, value in (positive | {"batch_size": batch_size}).items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if config.dataloader_num_workers < 0:
+        raise ValueError(
+            f"--dataloader_num_workers {config.dataloader_num_workers} must be at least 0"
+        )
+    if not 0 <= config.max_bad_fraction <= 1:
+        raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
+    if output_dir.resolve() == Path(config.train_data_dir).resolve():
+        raise ValueError(
+            f"{output_dir} is --train_data_dir; name another directory for the latents"
+        )
+    flag = "cache_latents" if hasattr(config, "cache_latents") else "output_dir"
+    check_writable(f"--{flag} {output_dir}", output_dir)
+
+
+def list_images(config, output_dir):
+    """The row groups of --train_data_dir; output_dir may contain their shards of latents only.
+
+    Args:
+        config, output_dir: as for write_latents.
+
+    Raises:
+        ValueError: train_data_dir has latents, or output_dir shards of other names.
+    """
+    groups = list_row_groups(
+        config.train_data_dir,
+        config.original_image_column,
+        config.edited_image_column,
+        config.edit_prompt_column,
+    )
+    if latents_metadata(groups[0].metadata) is not None:
+        raise ValueError(
+            f"--train_data_dir {config.train_data_dir} already has latents; train on it directly"
+        )
+    names = {group.path.name for group in groups}
+    for path in shard_files(output_dir):
+        if path.name not in names:
+            raise ValueError(
+                f"{path} matches no shard in {config.train_data_dir}; name another directory, or "
+                "remove it"
+            )
+    return groups
+
+
+def latent_settings(config, vae, params):
+    """The settings that latents are made with, for the metadata of every shard.
+
+    Args:
+        config: as for write_latents.
+        vae, params: FlaxAutoencoderKL and its float32 parameters.
+
+    Raises:
+        ValueError: the VAE does not divide the resolution.
+    """
+    factor = 2 ** (len(vae.block_out_channels) - 1)
+    if config.resolution % factor:
+        raise ValueError(
+            f"--resolution {config.resolution} is not a multiple of {factor}; try "
+            f"{nearest_multiples(config.resolution, factor)}"
+        )
+    side = config.resolution // factor
+    return {
+        "vae": vae_checksum(params),
+        "mixed_precision": "bf16" if vae.dtype == jnp.bfloat16 else "no",  # of the VAE
+        "resolution": config.resolution,
+        "image_interpolation_mode": config.image_interpolation_mode,
+        "shape": [side, side, vae.latent_channels],
+    }
+
+
+def missing_shards(output_dir, groups, settings, overwrite):
+    """Prepare output_dir; return the shards to write, [(path, its row groups, its metadata)].
+
+    Args:
+        output_dir, overwrite: as for write_latents.
+        groups: row groups of images.
+        settings: of latent_settings.
+
+    Raises:
+        ValueError: a shard was made with other settings, and overwrite is False.
+    """
+    missing, outdated = [], []
+    for path, shard_groups in group_by_shard(groups):
+        latent_path = output_dir / path.name
+        metadata = settings | describe_source(path, shard_groups)
+        if overwrite and is_outdated(latent_path, metadata):
+            outdated.append(latent_path)
+        elif latent_path.exists():
+            check_existing_shard(latent_path, metadata)
+            continue
+        missing.append((latent_path, shard_groups, metadata))
+    output_dir.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(output_dir)
+    for path in outdated:
+        path.unlink(missing_ok=True)
+    return missing
+
+
+def encoder_on(devices, vae, params):
+    """Compile encode_pairs for devices: (originals, edits) -> latents on the devices.
+
+    Args:
+        devices: their number divides the number of pairs.
+        vae, params: FlaxAutoencoderKL and its float32 parameters.
+    """
+    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+    replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
+    params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
+    params = jax.device_put(params, replicated)
+    # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
+    program = jax.jit(
+        jax.shard_map(
+            partial(encode_pairs, vae),
+            mesh=mesh,
+            in_specs=(replicated.spec, sharded.spec, sharded.spec),
+            out_specs=sharded.spec,
+            check_vma=False,
+        )
+    )
+    return lambda *images: program(params, *jax.device_put(images, sharded))
 
 
 def write_latents(config, output_dir, batch_size=None, overwrite=False):
@@ -169,96 +385,22 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False):
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
     """
-    positive = {name: getattr(config, name) for name in ("resolution", "max_train_samples")}
-    for name, value in (positive | {"batch_size": batch_size}).items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if config.dataloader_num_workers < 0:
-        raise ValueError(
-            f"--dataloader_num_workers {config.dataloader_num_workers} must be at least 0"
-        )
-    if not 0 <= config.max_bad_fraction <= 1:
-        raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
     output_dir = Path(output_dir)
-    if output_dir.resolve() == Path(config.train_data_dir).resolve():
-        raise ValueError(
-            f"{output_dir} is --train_data_dir; name another directory for the latents"
-        )
-    flag = "cache_latents" if hasattr(config, "cache_latents") else "output_dir"
-    check_writable(f"--{flag} {output_dir}", output_dir)
-    groups = list_row_groups(
-        config.train_data_dir,
-        config.original_image_column,
-        config.edited_image_column,
-        config.edit_prompt_column,
-    )
-    if latents_metadata(groups[0].metadata) is not None:
-        raise ValueError(
-            f"--train_data_dir {config.train_data_dir} already has latents; train on it directly"
-        )
-    vae, params = load_vae(config, compute_dtype(config), is_sdxl(config))
-    factor = 2 ** (len(vae.block_out_channels) - 1)
-    if config.resolution % factor:
-        raise ValueError(
-            f"--resolution {config.resolution} is not a multiple of {factor}; try "
-            f"{nearest_multiples(config.resolution, factor)}"
-        )
-    side = config.resolution // factor
-    made_with = {
-        "vae": vae_checksum(params),
-        "mixed_precision": "bf16" if vae.dtype == jnp.bfloat16 else "no",  # of the VAE
-        "resolution": config.resolution,
-        "image_interpolation_mode": config.image_interpolation_mode,
-        "shape": [side, side, vae.latent_channels],
-    }
-    names = {group.path.name for group in groups}
-    for path in shard_files(output_dir):
-        if path.name not in names:
-            raise ValueError(
-                f"{path} matches no shard in {config.train_data_dir}; name another directory, or "
-                "remove it"
-            )
+    check_latent_flags(config, output_dir, batch_size)
+    groups = list_images(config, output_dir)
+    vae, params = load_vae(config, mixed_precision_dtype(config), is_sdxl(config))
+    settings = latent_settings(config, vae, params)
     if config.max_train_samples is not None:
         selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}
         groups = [group for group in groups if group.path in selected]
-    missing, outdated = [], []
-    for path, shard_groups in group_by_shard(groups):
-        latent_path = output_dir / path.name
-        metadata = made_with | describe_source(path, shard_groups)
-        if overwrite and is_outdated(latent_path, metadata):
-            outdated.append(latent_path)
-            missing.append((latent_path, shard_groups, metadata))
-        elif latent_path.exists():
-            check_existing_shard(latent_path, metadata)
-        else:
-            missing.append((latent_path, shard_groups, metadata))
-    output_dir.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(output_dir)
-    for path in outdated:
-        path.unlink(missing_ok=True)
+    missing = missing_shards(output_dir, groups, settings, overwrite)
     if not missing:
         return
-    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("batch",))
-    replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
-    params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
-    params = jax.device_put(params, replicated)
-    # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
-    program = jax.jit(
-        jax.shard_map(
-            partial(encode_pairs, vae),
-            mesh=mesh,
-            in_specs=(replicated.spec, sharded.spec, sharded.spec),
-            out_specs=sharded.spec,
-            check_vma=False,
-        )
-    )
-
-    def encode(originals, edits):
-        return program(params, *jax.device_put((originals, edits), sharded))
-
+    devices = jax.local_devices()
+    encode = encoder_on(devices, vae, params)
     per_device = batch_size or max(1, PIXELS_PER_BATCH // config.resolution**2)
     largest_group = max(group.num_rows for _, shard_groups, _ in missing for group in shard_groups)
-    batch_size = min(per_device, math.ceil(largest_group / mesh.size)) * mesh.size
+    batch_size = min(per_device, math.ceil(largest_group / len(devices))) * len(devices)
     # Processes that share output_dir start at different shards and skip existing ones.
     first = jax.process_index() * len(missing) // jax.process_count()
     missing, bad = missing[first:] + missing[:first], []
@@ -284,6 +426,6 @@ def check_vae(dataset, vae_params, config):
     if dataset.latents and dataset.latents["vae"] != vae_checksum(vae_params):
         source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
         raise ValueError(
-            f"{dataset.train_data_dir} has latents of another VAE than that of {source}; name "
+            f"{dataset.train_data_dir} has latents of another VAE than {source} has; name "
             "another --cache_latents directory to make new ones"
         )

@@ -1,6 +1,5 @@
 """Models of a training run: load, check, encode text and images."""
 
-import json
 import zlib
 from functools import partial
 from pathlib import Path
@@ -9,20 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
-from PIL import Image, ImageOps
 
-from command_line import differences
-from dataloading.images import load_image
 from diffusers_flax.loading.configs import ConfigMixin
-from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE, has, read_index
-from diffusers_flax.loading.lora import add_lora, fold_lora, read_lora
+from diffusers_flax.loading.directories import has, read_index
+from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.attention import by_platform
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     pixels_per_latent,
@@ -39,15 +35,9 @@ from diffusers_flax.schedulers.factory import (
     scheduler_from_config,
     training_scheduler,
 )
-from training.flags import (
-    Config,
-    fixed_flags,
-    flag,
-    nearest_multiples,
-)
-from training.sharding import cast_kernels, combine, local_rows, replicate
+from training.flags import Config, flag, nearest_multiples
+from training.sharding import cast_kernels, combine, replicate
 
-VALIDATION_INFERENCE_STEPS = 20
 WEIGHTS = ("weights of unet_model_name_or_path", "weights of pretrained_model_name_or_path")
 TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
 
@@ -280,79 +270,6 @@ def load_text_encoder(config, dtype, is_xl, convert):
     return tuple(zip(*encoders)) if is_xl else encoders[0]
 
 
-def merge_lora(config: Config, dtype):
-    """Write the pipeline of a finished run with LoRA, read from its files, to output_dir.
-
-    Args:
-        config: as for load_models, with the output_dir of the run.
-        dtype: compute dtype of the run.
-
-    Returns:
-        The pipeline, without its parameters.
-
-    Raises:
-        ValueError: the flags or the models are not those of the run.
-    """
-    file, is_xl = Path(config.output_dir, LORA_FILE), is_sdxl(config)
-    trained, saved = read_lora(file, file.with_name(CONV_IN_FILE))
-    flags = lora_identity(config, {})
-    if different := differences(saved, flags):
-        raise ValueError(
-            f"{file} belongs to another run: {'; '.join(different)}. Change that back, or start "
-            "again with --overwrite_output_dir"
-        )
-    _, pipeline, frozen, params = load_models(config, dtype)
-    for name, checksum in checksums(frozen, params).items():
-        if saved.get(name) != checksum:
-            raise ValueError(
-                f"{file} belongs to another run: the {name} are not those it was trained from; "
-                "give the models named in its config.json"
-            )
-    shapes, expected = (
-        {name: x.shape for name, x in flatten_dict(tree, sep="/").items()}
-        for tree in (trained, params)
-    )
-    if different := sorted(dict(shapes.items() ^ expected.items())):
-        raise ValueError(
-            f"{file} or {CONV_IN_FILE} next to it is damaged: missing, unexpected or of the wrong "
-            f"shape: {', '.join(different)}; copy both files again"
-        )
-    others = {"vae": frozen["vae"]}  # in float32 already
-    del frozen, params  # free memory
-    _, others["text_encoder"] = load_text_encoder(config, np.float32, is_xl, to_float32)
-    others = pipeline_params(others)
-    pipeline.save_pretrained(config.output_dir, {"unet": merged_unet(config, trained), **others})
-    return pipeline
-
-
-def lora_identity(config: Config, checksums):
-    """The flags and checksums of a run that --merge_lora must find again, as JSON returns them.
-
-    The length of the run is not among them, see merges_finished_run.
-    """
-    flags = fixed_flags(config, "may_change")
-    del flags["max_train_steps"]
-    flags["lora_alpha"] = config.lora_alpha or config.lora_rank
-    return json.loads(json.dumps(flags | checksums))
-
-
-def lora_record(config: Config, max_train_steps, checksums):
-    """What a LoRA file says about its run: lora_identity and the length, steps and epochs."""
-    length = {"max_train_steps": max_train_steps, "num_train_epochs": config.num_train_epochs}
-    return lora_identity(config, checksums) | length
-
-
-def merged_unet(config: Config, trained):
-    """The UNet's float32 parameters after training with LoRA, read from its files again.
-
-    Args:
-        config: as for load_models.
-        trained: the UNet's trained parameters.
-    """
-    fold = partial(fold_lora, trained=trained, rank=config.lora_rank, alpha=config.lora_alpha)
-    return FlaxUNet2DConditionModel.from_pretrained(config.unet_model_name_or_path, convert=fold)[1]
-
-
 def to_float32(name, x):
     """A parameter in float32; a convert of from_pretrained."""
     return x.astype(np.float32, copy=False)
@@ -380,7 +297,7 @@ def cast_frozen(frozen, models):
     return frozen | cast
 
 
-def compute_dtype(config: Config):
+def mixed_precision_dtype(config: Config):
     """The dtype of --mixed_precision."""
     return jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
 
@@ -455,7 +372,23 @@ def checksums(frozen, params):
     return dict(zip(WEIGHTS, map(tree_checksum, trees)))
 
 
-def pipeline_params(frozen):
+def move_to_devices(frozen, models, with_vae):
+    """Put train_step's frozen parameters on every device, in the compute dtypes.
+
+    Args:
+        frozen: of load_models; emptied, so that the host's copies can be freed one by one.
+        models: Models.
+        with_vae: whether a program encodes or decodes images; cached latents need no VAE.
+    """
+    p_frozen = cast_frozen(frozen, models)
+    frozen.clear()
+    if not with_vae:
+        del p_frozen["vae"]
+    replace_leaves(replicate, p_frozen)
+    return p_frozen
+
+
+def params_beside_unet(frozen):
     """The pipeline's parameters other than the UNet's, of train_step's frozen ones."""
     encoders = frozen["text_encoder"]
     if not isinstance(encoders, tuple):
@@ -520,49 +453,3 @@ def check_resolution(config, unet, vae):
             f"{flag(config, 'resolution')} is not a multiple of {factor}; "
             f"try {nearest_multiples(config.resolution, factor)}"
         )
-
-
-# Validation
-
-
-def load_validation_images(config: Config):
-    """Load the images to edit during training: PIL, RGB, cropped squares of --resolution."""
-    side = (config.resolution, config.resolution)
-    try:
-        return [
-            ImageOps.fit(load_image(path), side, Image.Resampling.LANCZOS)
-            for path in config.validation_image
-        ]
-    except ValueError as error:
-        raise ValueError(f"--validation_image {error}") from error
-
-
-def edit_images(pipeline, p_params, images, prompts, seed):
-    """Edit images on this process's devices; all processes must call this together.
-
-    Args:
-        pipeline: InstructPix2Pix.
-        p_params: its replicated parameters without the scheduler's.
-        images: N PIL images of equal size.
-        prompts: N instructions.
-        seed: seed of the noise.
-
-    Returns:
-        N PIL images.
-    """
-    n = jax.local_device_count()
-    B = -(-len(images) // n)  # per device
-    padding = n * B - len(images)
-    prompt_ids, image = pipeline.prepare_inputs(
-        prompts + prompts[-1:] * padding, images + images[-1:] * padding
-    )
-    p_params = p_params | {"scheduler": replicate(pipeline.scheduler.create_state())}
-    images = pipeline(
-        prompt_ids.reshape(n, B, *prompt_ids.shape[1:]),
-        image.reshape(n, B, *image.shape[1:]),
-        p_params,
-        jax.random.key(seed),
-        num_inference_steps=VALIDATION_INFERENCE_STEPS,
-        jit=True,
-    ).images
-    return pipeline.numpy_to_pil(local_rows(images))[: len(prompts)]

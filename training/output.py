@@ -1,21 +1,56 @@
-"""The output directory of a training run: check and lock it, write its flags, merge its model."""
+"""The output directory of a training run: check it, lock it, write the final model, publish it.
+
+huggingface_hub handles its own token.
+"""
 
 import contextlib
 import json
 import math
+import shlex
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from command_line import check_writable
+import httpx2
+import numpy as np
+from flax.traverse_util import flatten_dict
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from command_line import check_writable, differences
 from diffusers_flax.loading.directories import CONV_IN_FILE, INDEX_NAME, LORA_FILE, PARTS
 from diffusers_flax.loading.files import write_text
-from diffusers_flax.loading.lora import read_record
-from training.checkpoints import check_goes_on
-from training.flags import FINAL_FILES, Config, final_file, flag
-from training.models import compute_dtype, merge_lora
+from diffusers_flax.loading.lora import fold_lora, read_lora, read_record, save_conv_in, save_lora
+from diffusers_flax.messages import one_line
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from training.checkpoints import CHECKPOINTS_DIR, check_goes_on
+from training.flags import FINAL_FILES, Config, final_file, fixed_flags, flag
+from training.models import (
+    WEIGHTS,
+    checksums,
+    is_sdxl,
+    load_models,
+    load_text_encoder,
+    lora_options,
+    mixed_precision_dtype,
+    params_beside_unet,
+    to_float32,
+)
 from training.processes import lock_folder, on_process_0
-from training.report import check_hub, lines_until_step, push_to_hub, write_card
+from training.report import lines_until_step, write_card
+
+# Files of a run that are not part of the model: checkpoints, other weights, logs, hidden files.
+UNPUBLISHED_PATTERNS = (
+    f"{CHECKPOINTS_DIR}/*",
+    "ema_snapshots/*",
+    "unet_raw/*",
+    "profile/*",
+    "wandb/*",
+    "wandb_run_id",
+    ".*",
+    "*/.*",
+)
 
 
 def check_run_dir(config: Config) -> None:
@@ -33,7 +68,8 @@ def check_run_dir(config: Config) -> None:
     if Path(config.train_data_dir).resolve() == output_dir.resolve():
         raise ValueError(f"{given} is --train_data_dir too; name another directory")
     has_model = any((output_dir / name).exists() for name in FINAL_FILES)
-    if not any(output_dir.glob("checkpoints/*")):  # otherwise a crash while the files were written
+    # A run with checkpoints that crashed while it wrote its final files leaves this one, too.
+    if not any(output_dir.glob(f"{CHECKPOINTS_DIR}/*")):
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()
     if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
         check_goes_on(config, None if config.num_train_epochs else config.max_train_steps)
@@ -99,6 +135,58 @@ def write_flags(folder, flags):
     write_text(Path(folder, "config.json"), json.dumps(asdict(flags), indent=2) + "\n")
 
 
+class FinalModel:
+    """The model that a run writes at its end, with its card, and uploads.
+
+    Args:
+        config: Config of the run.
+        models, pipeline, frozen: of load_models.
+        identity: run_identity of the run.
+
+    Raises:
+        ValueError: the model cannot be uploaded.
+    """
+
+    def __init__(self, config, models, pipeline, frozen, identity):
+        self.config, self.unet, self.pipeline = config, models.unet, pipeline
+        self.identity, self.output_dir = identity, Path(config.output_dir)
+        # --merge_lora reads the files again.
+        self.frozen_params = {} if config.lora_rank is not None else params_beside_unet(frozen)
+        check = partial(check_hub, config.hub_model_id, self.output_dir)
+        self.repo_id = on_process_0(check) if config.push_to_hub else None
+
+    def save(self, weights, metrics):
+        """Write the model and its card; final_file(config) last, as it marks a finished run.
+
+        Args:
+            weights: of TrainRun.final_weights.
+            metrics: last row of metrics.jsonl, or None.
+        """
+        config, output_dir = self.config, self.output_dir
+        if "unet_raw" in weights:
+            params = weights["unet_raw"]
+            if config.lora_rank is not None:
+                params = merged_unet(config, params)
+            self.unet.save_pretrained(output_dir / "unet_raw", params=params)
+        write_card(config, self.pipeline, metrics, self.repo_id)
+        remove_replaced_model(config, self.pipeline)
+        if config.lora_rank is not None:
+            save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
+            sums = {name: self.identity[name] for name in WEIGHTS}
+            run = lora_record(config, self.identity["max_train_steps"], sums)
+            save_lora(output_dir / LORA_FILE, weights["unet"], **lora_options(config), run=run)
+            if config.merge_lora:
+                merge_lora(config, self.unet.dtype)
+        else:
+            params = {"unet": weights["unet"], **self.frozen_params}
+            self.pipeline.save_pretrained(output_dir, params)
+
+    def upload(self):
+        """Upload output_dir to the hub, with --push_to_hub."""
+        if self.repo_id:
+            print(f"uploaded {push_to_hub(self.output_dir, self.repo_id)}")
+
+
 def remove_replaced_model(config, pipeline):
     """Remove the files of a replaced model that the new model lacks.
 
@@ -121,13 +209,86 @@ def remove_replaced_model(config, pipeline):
         file.unlink(missing_ok=True)
 
 
+def merge_lora(config: Config, dtype):
+    """Write the pipeline of a finished run with LoRA, read from its files, to output_dir.
+
+    Args:
+        config: as for load_models, with the output_dir of the run.
+        dtype: compute dtype of the run.
+
+    Returns:
+        The pipeline, without its parameters.
+
+    Raises:
+        ValueError: the run had other flags or models.
+    """
+    file, is_xl = Path(config.output_dir, LORA_FILE), is_sdxl(config)
+    trained, saved = read_lora(file, file.with_name(CONV_IN_FILE))
+    flags = lora_identity(config, {})
+    if different := differences(saved, flags):
+        raise ValueError(
+            f"{file} belongs to another run: {'; '.join(different)}. Change that back, or start "
+            "again with --overwrite_output_dir"
+        )
+    _, pipeline, frozen, params = load_models(config, dtype)
+    for name, checksum in checksums(frozen, params).items():
+        if saved.get(name) != checksum:
+            raise ValueError(
+                f"{file} belongs to another run: the {name} are not those it was trained from; "
+                "give the models named in its config.json"
+            )
+    shapes, expected = (
+        {name: x.shape for name, x in flatten_dict(tree, sep="/").items()}
+        for tree in (trained, params)
+    )
+    if different := sorted(dict(shapes.items() ^ expected.items())):
+        raise ValueError(
+            f"{file} or {CONV_IN_FILE} next to it is damaged: missing, unexpected or of the wrong "
+            f"shape: {', '.join(different)}; copy both files again"
+        )
+    others = {"vae": frozen["vae"]}  # in float32 already
+    del frozen, params  # free memory
+    _, others["text_encoder"] = load_text_encoder(config, np.float32, is_xl, to_float32)
+    others = params_beside_unet(others)
+    pipeline.save_pretrained(config.output_dir, {"unet": merged_unet(config, trained), **others})
+    return pipeline
+
+
+def lora_identity(config: Config, checksums):
+    """The flags and checksums of a run that --merge_lora must find again, as JSON returns them.
+
+    The length of the run is not among them, see merges_finished_run.
+    """
+    flags = fixed_flags(config, "may_change")
+    del flags["max_train_steps"]
+    flags["lora_alpha"] = config.lora_alpha or config.lora_rank
+    return json.loads(json.dumps(flags | checksums))
+
+
+def lora_record(config: Config, max_train_steps, checksums):
+    """What a LoRA file says about its run: lora_identity and the length, steps and epochs."""
+    length = {"max_train_steps": max_train_steps, "num_train_epochs": config.num_train_epochs}
+    return lora_identity(config, checksums) | length
+
+
+def merged_unet(config: Config, trained):
+    """The UNet's float32 parameters after training with LoRA, read from its files again.
+
+    Args:
+        config: as for load_models.
+        trained: the UNet's trained parameters.
+    """
+    fold = partial(fold_lora, trained=trained, rank=config.lora_rank, alpha=config.lora_alpha)
+    return FlaxUNet2DConditionModel.from_pretrained(config.unet_model_name_or_path, convert=fold)[1]
+
+
 def merge_finished_run(config: Config):
     """Write the merged pipeline of a finished run with LoRA; all processes call it together."""
     output_dir = Path(config.output_dir)
 
     def merge():
         repo_id = check_hub(config.hub_model_id, output_dir) if config.push_to_hub else None
-        pipeline = merge_lora(config, compute_dtype(config))
+        pipeline = merge_lora(config, mixed_precision_dtype(config))
         rows = lines_until_step(output_dir / "metrics.jsonl", math.inf)
         write_card(config, pipeline, json.loads(rows[-1]) if rows else None, repo_id)
         write_flags(output_dir, config)
@@ -136,3 +297,84 @@ def merge_finished_run(config: Config):
             print(f"uploaded {push_to_hub(output_dir, repo_id)}")
 
     on_process_0(merge)
+
+
+# The hub
+
+
+def check_hub(repo_id, folder):
+    """Create the hub repository before training, to check that the upload will be possible.
+
+    Args:
+        repo_id: NAME or OWNER/NAME; None: the name of folder.
+        folder: directory of the model.
+
+    Returns:
+        OWNER/NAME.
+
+    Raises:
+        ValueError: no or insufficient token, or no answer from the hub.
+    """
+    log_in = (
+        "run `hf auth login` or set HF_TOKEN, with a token with write access, or leave "
+        "out --push_to_hub"
+    )
+    token = get_token()
+    if token is None:
+        raise ValueError(f"--push_to_hub: nobody is logged in to the hub; {log_in}")
+    # The HTTP library's error would quote the token.
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"--push_to_hub: the token contains an invalid character; {log_in}")
+    repo_id = repo_id or Path(folder).resolve().name
+    hub = HfApi()
+    try:
+        user = hub.whoami()
+        if "/" not in repo_id:
+            repo_id = f"{user['name']}/{repo_id}"
+        hub.create_repo(repo_id, exist_ok=True)
+    except HFValidationError as error:
+        raise ValueError(f"--hub_model_id {repo_id}: {one_line(error)}") from error
+    # httpx2's errors are not OSErrors; a ValueError means that the response is not from the hub.
+    except (httpx2.HTTPError, OSError, ValueError) as error:
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+        remedy = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
+        raise ValueError(
+            f"--push_to_hub: the hub at {hub.endpoint}: {one_line(error)}; {remedy}"
+        ) from error
+    # A read-only token passes the calls above if the repository exists, but the upload would fail.
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ValueError(f"--push_to_hub: the token of {user['name']} is read-only; {log_in}")
+    return repo_id
+
+
+def push_to_hub(folder, repo_id):
+    """Upload a trained model, without the files of UNPUBLISHED_PATTERNS.
+
+    Args:
+        folder: pipeline directory with its README.md.
+        repo_id: OWNER/NAME, from check_hub.
+
+    Returns:
+        URL of the model.
+
+    Raises:
+        ValueError: the upload failed; the message gives the command to upload the model by hand.
+    """
+    try:
+        commit = HfApi().upload_folder(
+            folder_path=folder,
+            repo_id=repo_id,
+            commit_message="Model trained with flax_train_instruct_pix2pix.py",
+            ignore_patterns=list(UNPUBLISHED_PATTERNS),
+        )
+    # Any error: the user must learn that training succeeded and where the model is.
+    except Exception as error:
+        # huggingface_hub wraps the error of one file in a RuntimeError without its text.
+        reason = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        by_hand = ["hf", "upload", repo_id, str(folder), "."]
+        by_hand += [word for pattern in UNPUBLISHED_PATTERNS for word in ("--exclude", pattern)]
+        raise ValueError(
+            f"the model is in {folder} but was not uploaded: {one_line(reason)}; to upload it "
+            f"later: {shlex.join(by_hand)}"
+        ) from error
+    return str(commit.repo_url)

@@ -4,19 +4,18 @@ At SIGTERM all processes stop after the same step. Every function also works for
 """
 
 import contextlib
-import fcntl
 import importlib.util
 import itertools
 import logging
 import os
 import platform
 import signal
-import time
 import zlib
 from pathlib import Path
 
 import jax
 import numpy as np
+from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ WAIT_SECONDS = 3600  # timeout of wait_for_all; meanwhile others compile, or pro
 GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
 COLLECTIVE_SECONDS = 90  # timeout of a collective operation on CPUs; below HEARTBEAT_SECONDS
 HEARTBEAT_SECONDS = 100  # a process that is silent for this long counts as dead and ends the run
-LOCK_SECONDS = 120  # timeout for the lock; NFS releases that of a crashed host late
+LOCK_SECONDS = 120  # timeout for the lock; NFS releases a crashed host's lock late
 MESSAGE_BYTES = 4096  # of an error message that process 0 sends to all processes
 _numbers = itertools.count()
 
@@ -164,53 +163,47 @@ def lock_folder(folder):
         ValueError: another process holds the lock for LOCK_SECONDS.
     """
     is_new, path = not folder.exists(), folder / ".lock"
-    deadline = None
-    while (file := _lock_file(path)) is None:
-        with contextlib.suppress(FileNotFoundError):  # released just now
-            holder = path.read_text() or "another process"
-            if deadline is None:
-                deadline = time.monotonic() + LOCK_SECONDS
-                print(f"waiting for {holder}, which uses {folder}", flush=True)
-            if time.monotonic() >= deadline:
-                raise ValueError(
-                    f"--output_dir {folder} is in use by {holder}; wait until it ends, stop it, or "
-                    "name another directory"
-                )
-        time.sleep(0.5)
+    # Without flock, filelock's soft lock would outlive a killed process.
+    lock = FileLock(path, poll_interval=0.5, fallback_to_soft=False)
+    try:
+        acquire(lock, folder)
+    except OSError as error:
+        if error.filename is not None:  # the file cannot be opened
+            raise
+        logger.warning(
+            "%s cannot be locked (%s); make sure that no other run uses the directory", path, error
+        )
+    path.write_text(f"process {os.getpid()} on {platform.node()}")
     try:
         yield
     finally:
         with contextlib.suppress(OSError):  # the directory may have been removed
             path.unlink()
-        file.close()
+        lock.release()
         if is_new:
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
 
 
-def _lock_file(path):
-    """The file at path, open, locked and naming this process; None if another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def acquire(lock, folder):
+    """Acquire the FileLock of a folder; see lock_folder."""
+
+    def holder():
+        with contextlib.suppress(FileNotFoundError):  # released just now
+            return Path(lock.lock_file).read_text() or "another process"
+        return "another process"
+
     try:
-        file = path.open("a")
-    except FileNotFoundError:  # another process released the lock and removed the directory
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    except OSError as error:
-        logger.warning(
-            "%s cannot be locked (%s); make sure that no other run uses the directory", path, error
-        )
-    if os.fstat(file.fileno()).st_nlink == 0:  # another process released the lock, file removed
-        file.close()
-        return None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
-    return file
+        lock.acquire(blocking=False)
+    except (Timeout, FileNotFoundError):  # held, or its last holder has just removed the folder
+        print(f"waiting for {holder()}, which uses {folder}", flush=True)
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout as error:
+            raise ValueError(
+                f"--output_dir {folder} is in use by {holder()}; wait until it ends, stop it, or "
+                "name another directory"
+            ) from error
 
 
 class StopSignal:
@@ -220,9 +213,11 @@ class StopSignal:
     step. A second signal ends the process at once.
     """
 
+    def __init__(self):
+        self.number = None  # of the signal
+        self.handlers = {}  # {number: handler before the context}
+
     def __enter__(self):
-        self.number = None
-        self.handlers = {}
         # jax's handler of SIGTERM informs the other processes.
         numbers = (
             [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGTERM, signal.SIGINT]

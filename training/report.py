@@ -1,6 +1,6 @@
-"""Reports of a training run: metrics and their plot, validation images, the model card, the hub.
+"""Reports of a training run: metrics and their plot, validation images, the model card.
 
-huggingface_hub and wandb handle their own tokens.
+wandb handles its own token.
 """
 
 import json
@@ -14,10 +14,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import httpx2
+import jax
 import numpy as np
-from huggingface_hub import HfApi, ModelCardData, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import ModelCardData
 from PIL import Image, ImageOps
 
 from dataloading.images import load_image
@@ -25,27 +24,19 @@ from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, til
 from diffusers_flax.loading.directories import CONV_IN_FILE
 from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.messages import one_line
+from training.flags import Config
+from training.models import params_beside_unet
+from training.sharding import combine, local_rows, replicate
 
 logger = logging.getLogger(__name__)
 
 LOSS_PLOT = "loss.png"
 LOSS_SPAN = 20  # the smoothed loss averages over about this fraction, 1 / 20, of the rows
 LOSS_ROWS = 5  # but over this number of rows at least
+VALIDATION_INFERENCE_STEPS = 20
 GIF_SIDE = 1024  # pixels of a frame's longer side, at most
 GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
-
-# Files of a run that are not part of the model: checkpoints, other weights, logs, hidden files.
-UNPUBLISHED_PATTERNS = (
-    "checkpoints/*",
-    "ema_snapshots/*",
-    "unet_raw/*",
-    "profile/*",
-    "wandb/*",
-    "wandb_run_id",
-    ".*",
-    "*/.*",
-)
 
 
 class MetricsLog:
@@ -162,17 +153,6 @@ def smoothed(values):
     return averages
 
 
-def check_finite(numbers, first_step):
-    """Raise a FloatingPointError that names the first step with a non-finite number."""
-    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
-    if bad:
-        raise FloatingPointError(
-            f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
-            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start again with "
-            "a lower --learning_rate, or without --mixed_precision bf16"
-        )
-
-
 def start_wandb(folder, config, project, resume):
     """Start a wandb run, or resume the one whose id is in folder/wandb_run_id."""
     import wandb
@@ -190,6 +170,71 @@ def start_wandb(folder, config, project, resume):
     run.define_metric("*", step_metric="step")
     write_text(id_file, run.id)
     return run
+
+
+class Validation:
+    """The images that a run edits while it trains, to OUTPUT_DIR/validation/step-N.png.
+
+    Args:
+        config: Config.
+        pipeline: InstructPix2Pix.
+        images: of load_validation_images.
+    """
+
+    def __init__(self, config, pipeline, images):
+        self.pipeline, self.images, self.seed = pipeline, images, config.seed
+        prompts = list(config.validation_prompt)  # one for each image, or one for all
+        self.prompts = prompts * (len(images) if len(prompts) == 1 else 1)
+        self.folder = Path(config.output_dir, "validation")
+
+    def edit(self, p_unet, p_frozen):
+        """Edit the images on this process's devices; all processes call this together.
+
+        Args:
+            p_unet: the UNet's trained parameters, replicated.
+            p_frozen: train_step's frozen parameters, replicated.
+
+        Returns:
+            List of PIL images.
+        """
+        pipeline, num_devices = self.pipeline, jax.local_device_count()
+        padding = -len(self.images) % num_devices
+        prompt_ids, image = pipeline.prepare_inputs(
+            self.prompts + self.prompts[-1:] * padding, self.images + self.images[-1:] * padding
+        )
+        p_params = {
+            "unet": combine(p_frozen.get("unet", {}), p_unet),
+            **params_beside_unet(p_frozen),
+            "scheduler": replicate(pipeline.scheduler.create_state()),
+        }
+        images = pipeline(
+            prompt_ids.reshape(num_devices, -1, *prompt_ids.shape[1:]),
+            image.reshape(num_devices, -1, *image.shape[1:]),
+            p_params,
+            jax.random.key(self.seed),
+            num_inference_steps=VALIDATION_INFERENCE_STEPS,
+            jit=True,
+        ).images
+        return pipeline.numpy_to_pil(local_rows(images))[: len(self.prompts)]
+
+    def write(self, step, edits):
+        """Write the grid of images before and after, and the animation; return the grid's path."""
+        path = self.folder / f"step-{step:06d}.png"
+        save_whole(path, validation_grid(list(zip(self.images, edits)), self.prompts).save)
+        write_progress(self.folder)
+        return path
+
+
+def load_validation_images(config: Config):
+    """Load the images to edit during training: PIL, RGB, cropped squares of --resolution."""
+    side = (config.resolution, config.resolution)
+    try:
+        return [
+            ImageOps.fit(load_image(path), side, Image.Resampling.LANCZOS)
+            for path in config.validation_image
+        ]
+    except ValueError as error:
+        raise ValueError(f"--validation_image {error}") from error
 
 
 def validation_grid(pairs, prompts):
@@ -358,7 +403,7 @@ def write_readme(folder, name, tags, introduction, command, config, metrics):
     Args:
         folder: directory of the model.
         name: title.
-        tags: for the hub, besides those of every edit model.
+        tags: for the hub, besides the tags of every edit model.
         introduction: Markdown: what the model does and how to use it.
         command, config, metrics: as for write_model_card.
 
@@ -453,81 +498,3 @@ def markdown_table(values):
     """Format a dict as a Markdown table with two columns."""
     cells = {name: repr(value).replace("|", r"\|") for name, value in values.items()}
     return "\n".join(["| | |", "|-|-|", *(f"| {name} | `{cells[name]}` |" for name in cells)])
-
-
-def check_hub(repo_id, folder):
-    """Create the hub repository before training, to check that the upload will be possible.
-
-    Args:
-        repo_id: NAME or OWNER/NAME; None: the name of folder.
-        folder: directory of the model.
-
-    Returns:
-        OWNER/NAME.
-
-    Raises:
-        ValueError: no or insufficient token, or no answer from the hub.
-    """
-    log_in = (
-        "run `hf auth login` or set HF_TOKEN, with a token with write access, or leave "
-        "out --push_to_hub"
-    )
-    token = get_token()
-    if token is None:
-        raise ValueError(f"--push_to_hub: nobody is logged in to the hub; {log_in}")
-    # The HTTP library's error would quote the token.
-    if not (token.isascii() and token.isprintable()):
-        raise ValueError(f"--push_to_hub: the token contains an invalid character; {log_in}")
-    repo_id = repo_id or Path(folder).resolve().name
-    hub = HfApi()
-    try:
-        user = hub.whoami()
-        if "/" not in repo_id:
-            repo_id = f"{user['name']}/{repo_id}"
-        hub.create_repo(repo_id, exist_ok=True)
-    except HFValidationError as error:
-        raise ValueError(f"--hub_model_id {repo_id}: {one_line(error)}") from error
-    # httpx2's errors are not OSErrors; a ValueError means that the response is not from the hub.
-    except (httpx2.HTTPError, OSError, ValueError) as error:
-        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
-        remedy = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
-        raise ValueError(
-            f"--push_to_hub: the hub at {hub.endpoint}: {one_line(error)}; {remedy}"
-        ) from error
-    # A read-only token passes the calls above if the repository exists, but the upload would fail.
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError(f"--push_to_hub: the token of {user['name']} is read-only; {log_in}")
-    return repo_id
-
-
-def push_to_hub(folder, repo_id):
-    """Upload a trained model, without the files of UNPUBLISHED_PATTERNS.
-
-    Args:
-        folder: pipeline directory with its README.md.
-        repo_id: OWNER/NAME, from check_hub.
-
-    Returns:
-        URL of the model.
-
-    Raises:
-        ValueError: the upload failed; the message gives the command to upload the model by hand.
-    """
-    try:
-        commit = HfApi().upload_folder(
-            folder_path=folder,
-            repo_id=repo_id,
-            commit_message="Model trained with flax_train_instruct_pix2pix.py",
-            ignore_patterns=list(UNPUBLISHED_PATTERNS),
-        )
-    # Any error: the user must learn that training succeeded and where the model is.
-    except Exception as error:
-        # huggingface_hub wraps the error of one file in a RuntimeError without its text.
-        reason = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-        by_hand = ["hf", "upload", repo_id, str(folder), "."]
-        by_hand += [word for pattern in UNPUBLISHED_PATTERNS for word in ("--exclude", pattern)]
-        raise ValueError(
-            f"the model is in {folder} but was not uploaded: {one_line(reason)}; to upload it "
-            f"later: {shlex.join(by_hand)}"
-        ) from error
-    return str(commit.repo_url)

@@ -17,6 +17,9 @@ On one device each of these operations returns its argument. gather_by_block rep
 models that do not fit into a device's memory as a whole.
 """
 
+import itertools
+import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -29,6 +32,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.tree_util import Partial
 
+MAX_STEPS_IN_FLIGHT = 2  # steps that the host may run ahead of the devices; batches to prefetch
 REPLICATED = -1  # in a tree of axes: every device has the whole array
 
 
@@ -104,7 +108,7 @@ def gather_by_block(shards, axes, dtype, blocks):
         blocks: beginnings of the blocks' names, such as "resnets_".
 
     Returns:
-        The parameters; those of blocks are functions without arguments that gather an array.
+        The parameters; in blocks, functions without arguments that gather an array.
     """
     flat, flat_axes = flatten_dict(shards), flatten_dict(axes)
     later = {
@@ -223,6 +227,28 @@ def update_shards(tx, grads, opt_state, params):
     return in_place(update)(params, opt_state, grads)
 
 
+def update_state(tx, state, loss, grads, axes, max_grad_norm):
+    """The end of a training step: clip the gradient, apply the optimizer, average the loss.
+
+    Args:
+        tx: element-wise optax optimizer, such as Adam.
+        state: TrainState.
+        loss: of this device's rows.
+        grads: this device's shards of the mean gradient.
+        axes: of shard_axes.
+        max_grad_norm: gradients with a larger global norm are scaled down to it.
+
+    Returns:
+        (state, {"loss", "grad_norm"}): mean loss and gradient norm over the global batch.
+    """
+    grad_norm = global_norm(grads, axes)
+    scale = jnp.minimum(1, max_grad_norm / grad_norm)
+    grads = jax.tree.map(lambda g: g * scale, grads)
+    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
+    state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
+
+
 def in_place(update):
     """Make XLA update donated arrays in place.
 
@@ -267,7 +293,7 @@ def shard(tree, axes, devices=None):
     Args:
         tree: whole arrays, the same on all processes.
         axes: of shard_axes.
-        devices: one per shard; None: those of all processes.
+        devices: one per shard; None: the devices of all processes.
 
     Returns:
         The tree with arrays (local devices, ...), which a program may overwrite (donate).
@@ -311,6 +337,55 @@ def shard_batch(batch):
         name: _place(list(x.reshape(n, 1, B // n, *x.shape[1:])), devices)
         for name, x in batch.items()
     }
+
+
+class Batches:
+    """An endless iterator of batches on the devices, with prefetching.
+
+    Args:
+        dataset: ParquetImagePairs.
+        tokenize: list of prompts -> ids (B, T).
+        start_step: number of steps whose batches were consumed before.
+
+    Attributes:
+        num_bad: undecodable pairs in this process's batches so far.
+        seconds_waited: time spent waiting for batches; readers may reset it.
+    """
+
+    def __init__(self, dataset, tokenize, start_step=0):
+        epoch, batch = divmod(start_step, len(dataset))
+        position = {"epoch": epoch, "batch": batch}
+        dataset.load_state_dict(dataset.state_dict() | position)
+        self.num_bad, self.seconds_waited = 0, 0.0
+        self.dataset = dataset
+        self.stream = self._endless_batches(dataset, tokenize)
+        self.queue = deque(itertools.islice(self.stream, MAX_STEPS_IN_FLIGHT))
+
+    @staticmethod
+    def _endless_batches(dataset, tokenize):
+        while True:
+            for batch in dataset:
+                batch = {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
+                yield shard_batch(batch), dataset.num_bad
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        wait_start = time.perf_counter()
+        batch, self.num_bad = self.queue.popleft()
+        self.queue.append(next(self.stream))
+        self.seconds_waited += time.perf_counter() - wait_start
+        return batch
+
+    def peek(self):
+        """Return the next batch without consuming it."""
+        return self.queue[0][0]
+
+    def close(self):
+        """Stop the dataset's threads and free the batches."""
+        self.stream.close()
+        self.queue.clear()
 
 
 def to_host(tree, axes):

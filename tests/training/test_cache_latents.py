@@ -23,7 +23,6 @@ import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from cache_latents import Config
 from dataloading import decoding
-from dataloading import shards as dataloading_shards
 from dataloading.shards import (
     list_row_groups,
     pair_at,
@@ -194,23 +193,23 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path, monkeypatch):
-    """A working process touches its directory with every batch, as a row group may take long."""
-    old, new = (tmp_path / "latents" / f".unfinished-{name}" for name in ("old", "new"))
-    for folder in (old, new):
-        folder.mkdir(parents=True)
-        (folder / "a.parquet").write_bytes(b"a half")
-    long_ago = time.time() - 2 * dataloading_shards.STALE_SECONDS
+    """A working process touches its file with every batch, as a row group may take long."""
+    old, new = (tmp_path / "latents" / f".unfinished-{name}-a.parquet" for name in ("old", "new"))
+    old.parent.mkdir()
+    for file in (old, new):
+        file.write_bytes(b"a half")
+    long_ago = time.time() - 2 * training_latents.STALE_SECONDS
     os.utime(old, (long_ago, long_ago))
     touch, touched = os.utime, []
-    monkeypatch.setattr(os, "utime", lambda folder: touched.append(folder) or touch(folder))
+    monkeypatch.setattr(os, "utime", lambda file: touched.append(file) or touch(file))
     fill(config_for(model, data, tmp_path / "latents"))
     n = jax.local_device_count()
     assert len(touched) == -(-9 // n) + -(-7 // n)  # once a batch
-    assert all(Path(folder).name.startswith(".unfinished-") for folder in touched)
+    assert all(Path(file).name.startswith(".unfinished-") for file in touched)
     assert {file.name for file in (tmp_path / "latents").iterdir()} == {
         "a.parquet",
         "b.parquet",
-        ".unfinished-new",
+        ".unfinished-new-a.parquet",
     }
 
 
@@ -246,7 +245,7 @@ def test_a_full_disk_leaves_nothing(model, data, tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="the disk is full"):
         fill(config_for(model, data, tmp_path / "latents"))
     assert not any((tmp_path / "latents").iterdir())
 

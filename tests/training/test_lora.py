@@ -47,8 +47,8 @@ from diffusers_flax.loading.lora import add_lora, fold_lora, save_conv_in, save_
 from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from training.models import checksums, load_models, lora_options, lora_record
-from training.output import remove_replaced_model
+from training.models import checksums, load_models, lora_options
+from training.output import lora_record, remove_replaced_model
 from training.sharding import combine
 
 # of torch.Tensor.__array__, called by diffusers' schedulers

@@ -1,4 +1,4 @@
-"""training_report: metrics, resuming them, wandb offline, the model card, uploading to the hub."""
+"""Reports and uploads: metrics, resuming them, wandb offline, the model card, the hub."""
 
 import json
 import os
@@ -457,7 +457,7 @@ def test_model_card_of_a_local_base_model(tmp_path):
 
 PUBLISH = """
 import sys
-from training.report import check_hub, push_to_hub
+from training.output import check_hub, push_to_hub
 try:
     print(push_to_hub(sys.argv[1], check_hub(sys.argv[2] or None, sys.argv[1])))
 except ValueError as error:
@@ -466,7 +466,7 @@ except ValueError as error:
 
 CHECKS = """
 import json, os, sys
-from training.report import check_hub
+from training.output import check_hub
 for repo_id, os.environ["HF_TOKEN"] in json.loads(sys.argv[2]):
     try:
         print(check_hub(repo_id, sys.argv[1]))

@@ -42,8 +42,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
 )
 from training import processes
 from training.checkpoints import Checkpoints, check_goes_on, find_checkpoint
-from training.models import lora_record
-from training.output import merges_finished_run
+from training.output import lora_record, merges_finished_run
 from training.processes import lock_folder
 from training.sharding import replicate
 
@@ -495,7 +494,7 @@ def test_a_model_that_another_run_finishes_is_not_replaced(
         file.write_text("{}")
         other.__exit__(None, None, None)
 
-    monkeypatch.setattr(processes.time, "sleep", finish)
+    monkeypatch.setattr(time, "sleep", finish)
     config = config_of(model, data, tmp_path, **RUN, overwrite_output_dir=overwrite)
     with pytest.raises(ValueError, match="a run that has just ended has written a model to"):
         run_here(config)
@@ -646,7 +645,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(model, data, finished, 
     epochs = {"max_train_steps": trainer.Config.max_train_steps, "num_train_epochs": 2}
     config = config_of(model, data, out, **options | epochs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.TrainRun, "save_due", lambda run, step: 1 / 0)
+        patch.setattr(trainer.TrainRun, "save_if_due", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_here(config)
     assert (out / "model_index.json").exists()  # of the shorter run, until the longer one has ended
@@ -819,12 +818,16 @@ def test_a_failed_last_checkpoint_does_not_cost_the_model(tmp_path, where, num_d
         max_train_steps=30,
         output_dir=tmp_path,
         config=trainer.Config("", ""),
-        progress=SimpleNamespace(n=num_done),
+        bar=SimpleNamespace(n=num_done),
         checkpoints=SimpleNamespace(close=lambda: done.append("closed")),
         metrics_log=SimpleNamespace(
-            finish_plot=lambda: done.append("plot"), close=lambda: done.append("log")
+            finish_plot=lambda: done.append("plot"),
+            close=lambda: done.append("log"),
+            last_row=None,
         ),
-        save_model=lambda weights: done.append("model"),
+        final_model=SimpleNamespace(
+            save=lambda *args: done.append("model"), upload=lambda: done.append("upload")
+        ),
     )
     setattr(run.checkpoints, where, disk_full)
     weights = {"unet": {}} if num_done == 30 else {}
@@ -834,7 +837,7 @@ def test_a_failed_last_checkpoint_does_not_cost_the_model(tmp_path, where, num_d
         run.finish(weights)
     if num_done == 30:
         assert str(error.value).endswith(f"; the model is saved in {tmp_path}")
-        assert done == ["plot", "model", "log"]
+        assert done == ["plot", "model", "log", "upload"]
     else:
         assert done == []
 
