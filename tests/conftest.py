@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def optimized():
     """Compile with XLA's default optimizations, as users do."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
