@@ -51,7 +51,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
     TEXT_OF_BRANCH,
     InstructPix2Pix,
-    guidance_branches,
+    edit_branches,
     guidance_weights,
 )
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
@@ -152,7 +152,7 @@ def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, 
 
     Source: InstructPix2Pix (arXiv 2211.09800), equation 3.
     """
-    branches, weights = guidance_branches(*scales), dict(zip(BRANCHES, guidance_weights(*scales)))
+    branches, weights = edit_branches(*scales), dict(zip(BRANCHES, guidance_weights(*scales)))
     null = {name: jnp.broadcast_to(null_text.get(name, x), x.shape) for name, x in text.items()}
     texts = [{"text": text, "null": null}[TEXT_OF_BRANCH[branch]] for branch in branches]
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *texts)

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from command_line import check_image_file, run_main
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import IMAGE_FORMATS, save_image
-from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.programs import use_compilation_cache
 from editing.edits import (
     check_model,
@@ -269,7 +269,7 @@ def run(config):
     preview = preview_files(config, checked.scheduler, outputs, inputs)
     sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
     dtype = compute_dtype(config.dtype)
-    branches = guidance_branches(config.guidance_scale, config.image_guidance_scale)
+    branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
     pipeline, params = load_model(
         config.model,
         checked.pipeline_type,

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing, run_main
 from diffusers_flax.acceleration.plans import parse
-from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.programs import use_compilation_cache
 from editing.edits import check_model, check_scale, check_scheduler, check_seed, compute_dtype
 from editing.held_out import checksum_of_pairs, left_out, pairs_of_jsonl, pairs_of_shards
@@ -139,7 +139,7 @@ def check_models(config, all_scales):
         ({model: what check_model returns}, resolution, what all sides are multiples of).
     """
     # An acceleration may fit the branches of some scales only.
-    scales_of_branches = {guidance_branches(*scales): scales for scales in all_scales}
+    scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
     checked = {}
     for model, scales in itertools.product(config.model, scales_of_branches.values()):
         checked[model] = check_model(

@@ -36,7 +36,7 @@ from diffusers_flax.images import read_latents, read_prompts, save_image, to_bat
 from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.programs import step_options, use_compilation_cache
+from diffusers_flax.programs import timestep_options, use_compilation_cache
 from editing.edits import (
     cast_params,
     check_finite,
@@ -102,7 +102,7 @@ class Config:
 
 def steps_of(config):
     """The arguments of the pipeline that choose the steps."""
-    return step_options(config.num_inference_steps, config.timesteps, config.eta)
+    return timestep_options(config.num_inference_steps, config.timesteps, config.eta)
 
 
 def open_pipeline(config, dtype, outputs):

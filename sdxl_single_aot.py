@@ -41,7 +41,7 @@ from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.programs import no_compilation_cache, step_options
+from diffusers_flax.programs import no_compilation_cache, timestep_options
 from editing.edits import (
     cast_params,
     check_finite,
@@ -102,7 +102,7 @@ class Config:
 
 def steps_of(config):
     """The arguments of the pipeline that choose the steps."""
-    return step_options(config.num_inference_steps, config.timesteps, config.eta)
+    return timestep_options(config.num_inference_steps, config.timesteps, config.eta)
 
 
 def open_pipeline(config, dtype):

@@ -17,7 +17,7 @@ from diffusers_flax.pipelines.sampling import as_keys, keys_per_image
 logger = logging.getLogger(__name__)
 
 
-def step_options(num_inference_steps, timesteps, eta):
+def timestep_options(num_inference_steps, timesteps, eta):
     """The options of _generate that choose the steps; timesteps win over num_inference_steps."""
     timesteps = None if timesteps is None else tuple(np.asarray(timesteps).tolist()) or None
     num_inference_steps = len(timesteps) if timesteps else num_inference_steps

@@ -37,11 +37,11 @@ from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
-    guidance_branches,
+    edit_branches,
     pixels_per_latent,
 )
 from diffusers_flax.pipelines.sampling import check_eta, keys_per_image
-from diffusers_flax.programs import step_options
+from diffusers_flax.programs import timestep_options
 from diffusers_flax.schedulers.factory import SCHEDULERS, scheduler_from_config
 from diffusers_flax.schedulers.noise_schedule import noise_scales
 
@@ -182,8 +182,8 @@ def check_model(
         side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
         resolution = factor * (max(side) if isinstance(side, list) else side)
     found, state = choose_scheduler(configs["scheduler"], model, scheduler, timestep_spacing)
-    steps = step_options(num_inference_steps, timesteps, eta)
-    check_steps(found, state, steps, accelerate, guidance_branches(*guidance_scales))
+    steps = timestep_options(num_inference_steps, timesteps, eta)
+    check_steps(found, state, steps, accelerate, edit_branches(*guidance_scales))
     return CheckedModel(pipeline_type, factor, resolution, found)
 
 
@@ -237,7 +237,7 @@ def check_steps(scheduler, state, steps, accelerate, branches):
 
     Args:
         scheduler, state: of choose_scheduler.
-        steps: of programs.step_options.
+        steps: of programs.timestep_options.
         accelerate: Acceleration.
         branches: of guidance.
     """
@@ -283,7 +283,7 @@ def preview_files(config, scheduler, outputs, inputs=()):
         if decoder:
             raise ValueError(f"--preview_decoder {decoder} is for --preview; give both or neither")
         return None
-    steps = step_options(config.num_inference_steps, config.timesteps, None)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, None)
     num_steps = len(timesteps_of(scheduler, scheduler.create_state(), steps).timesteps)
     if every >= num_steps:
         raise ValueError(

@@ -16,9 +16,9 @@ from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.memory import peak_memory
 from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.pipelines.base import MODULES
-from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import decode
-from diffusers_flax.programs import step_options
+from diffusers_flax.programs import timestep_options
 from editing.edits import (
     compute_dtype,
     edit_batches,
@@ -187,7 +187,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
     replicate_params(params, devices)
 
     number = list(results["models"]).index(model)
-    steps = step_options(config.num_inference_steps, config.timesteps, config.eta)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
     flops = {}  # of an edit, by the branches of guidance for which the program is compiled
     for guidance_scale, image_guidance_scale, seed in todo:
         scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
@@ -205,7 +205,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
             lora=config.lora,
             **scales,
         )
-        branches = guidance_branches(**scales)
+        branches = edit_branches(**scales)
         compile_seconds = 0.0
         if branches not in flops:
             bar.set_description(f"compiling {model}")
@@ -239,7 +239,7 @@ def load_largest(model, checked, todo, sizes, config):
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    branches = max((guidance_branches(*scales) for *scales, _ in todo), key=len)
+    branches = max((edit_branches(*scales) for *scales, _ in todo), key=len)
     return load_model(
         model,
         checked.pipeline_type,
@@ -334,7 +334,7 @@ def count_flops(pipeline, params, size, branches, steps):
         params: shapes of its parameters, jax.ShapeDtypeStruct.
         size: (width, height).
         branches: of guidance.
-        steps: of programs.step_options.
+        steps: of programs.timestep_options.
 
     Returns:
         float.

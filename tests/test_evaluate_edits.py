@@ -34,7 +34,7 @@ from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from diffusers_flax.programs import step_options
+from diffusers_flax.programs import timestep_options
 from editing import measuring
 from editing.measuring import count_flops
 from editing.metrics import Clip
@@ -163,11 +163,11 @@ def test_flops_count_every_branch_and_step(folder):
     every = ("text", "image", "null")
     for branches in (every, ("text",)):
         step = unet(len(branches))
-        found = count_flops(pipeline, shapes, (64, 64), branches, step_options(9, None, None))
+        found = count_flops(pipeline, shapes, (64, 64), branches, timestep_options(9, None, None))
         assert found == pytest.approx(rest + 9 * step)
 
     # 4 of 12 steps of Spectrum are forecasts; guidance in a third and two thirds of the steps
-    steps = step_options(12, None, None)
+    steps = timestep_options(12, None, None)
     for names, expected in {
         ("spectrum",): 8 * unet(3),
         ("guidance:image_stop=0.34,stop=0.67",): 5 * unet(3) + 4 * unet(2) + 3 * unet(1),

@@ -27,7 +27,7 @@ from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     InstructPix2Pix,
-    guidance_branches,
+    edit_branches,
     pixels_per_latent,
 )
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
@@ -266,7 +266,7 @@ def image_job(config, devices):
     inputs = {"prompt_ids": ids, "neg_prompt_ids": ids, "guidance_scale": scale}
     if isinstance(config, Edit):
         side = config.resolution
-        branches = guidance_branches(config.guidance_scale, config.image_guidance_scale)
+        branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
         inputs["image"] = jax.ShapeDtypeStruct((n, B, 3, side, side), jnp.float32)
         inputs["image_guidance_scale"] = scale
     else:

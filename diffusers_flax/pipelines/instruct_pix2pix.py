@@ -23,6 +23,7 @@ import numpy as np
 from diffusers_flax.acceleration.plans import TGate
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts
+from diffusers_flax.pipelines.generation import published_call, with_options
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     keys_per_image,
@@ -32,7 +33,6 @@ from diffusers_flax.pipelines.sampling import (
     rows_per_image,
     starting_noise,
 )
-from diffusers_flax.programs import output_options, run, step_options
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
@@ -53,7 +53,7 @@ def guidance_weights(guidance_scale, image_guidance_scale):
     )
 
 
-def guidance_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
+def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
     """Choose the branches that are needed; all three for JAX arrays.
 
     A branch is needed if its weight is not zero, and the text's for guidance_rescale.
@@ -167,109 +167,27 @@ class InstructPix2Pix:
         """
         return pair_up(self.prepare_text_inputs(prompt), prepare_images(image))
 
-    def __call__(
-        self,
-        prompt_ids,
-        image,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        guidance_scale=7.5,
-        image_guidance_scale=1.5,
-        height=None,
-        width=None,
-        latents=None,
-        neg_prompt_ids=None,
-        return_dict=True,
-        jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-    ):
-        """Edit a batch of images; compiles at the first call of each size, see the class.
+    __call__ = published_call(
+        *("prompt_ids", "image", "params", "prng_seed", "num_inference_steps", "guidance_scale"),
+        *("image_guidance_scale", "height", "width", "latents", "neg_prompt_ids", "return_dict"),
+        *("jit", "output_type", "guidance_rescale", "timesteps", "eta"),
+    )
 
-        Args:
-            prompt_ids: instructions, int32 (B, 77), SDXL (B, 2, 77); with jit all arrays are
-                (devices, B, ...).
-            image: images, float32 (B, 3, H, W) in [-1, 1].
-            params: from from_pretrained; with jit replicated. Without jit the first call copies
-                NumPy arrays to the device for all calls and makes them read-only. To alternate
-                between models, use jax.device_put(params) for each.
-            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
-                per device. With one key, image i gets the noise of fold_in(key, i), so it does
-                not depend on how many images or devices there are.
-            num_inference_steps: of the scheduler, at least 1.
-            guidance_scale: weight of the instruction, >= 0.
-            image_guidance_scale: similarity to the image, >= 0. Both 1: no guidance, a third of the
-                work; image_guidance_scale 1, or both equal: two thirds.
-            height, width: of the result, multiples of the VAE's factor (8); the images are
-                resized to it. None: the size of the images.
-            latents: initial noise, standard normal, (B, 4, H / 8, W / 8); None: random.
-            neg_prompt_ids: what to avoid, int32 (B, 77) or one row for all; None: the empty text,
-                for SDXL zeros.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected).
-            jit: True runs on several devices, False on one; compiled either way.
-            output_type: "np", "pil" or "latent".
-            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
-
-        Returns:
-            FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
-            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the result's
-            scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
-
-        Raises:
-            ValueError: invalid shapes, sizes, scales or steps, or an unknown output_type.
-        """
-        if image.dtype == np.uint8:
+    def _check_inputs(self, given):
+        if given["image"].dtype == np.uint8:
             raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")
-        scales = dict(
-            guidance_scale=float(guidance_scale), image_guidance_scale=float(image_guidance_scale)
-        )
-        images = run(
-            self,
-            jit,
-            arrays=dict(
-                prompt_ids=prompt_ids,
-                image=image,
-                params=params,
-                prng_seed=prng_seed,
-                latents=latents,
-                neg_prompt_ids=neg_prompt_ids,
-            ),
-            shared=scales | {"guidance_rescale": float(guidance_rescale)},
-            options=step_options(num_inference_steps, timesteps, eta)
-            | output_options(output_type)
-            | dict(
-                height=height,
-                width=width,
-                branches=guidance_branches(**scales, guidance_rescale=guidance_rescale),
-            ),
-        )
-        return self._output(images, params, jit, output_type, return_dict)
 
-    def _generate(
-        self,
-        prompt_ids,
-        image,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        image_guidance_scale=1.5,
-        latents=None,
-        neg_prompt_ids=None,
-        branches=None,
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-        return_latents=False,
-    ):
+    def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
+        """The branches of guidance to compute; see edit_branches."""
+        scales = map(float, (guidance_scale, image_guidance_scale, guidance_rescale))
+        return edit_branches(*scales)
+
+    @with_options(
+        *("num_inference_steps", "height", "width", "guidance_scale", "image_guidance_scale"),
+        *("latents", "neg_prompt_ids", "branches", "guidance_rescale", "timesteps", "eta"),
+        "return_latents",
+    )
+    def _generate(self, prompt_ids, image, params, prng_seed, given):
         """The edit as one pure function of arrays, for one device; jit or pmap it.
 
         Args:
@@ -280,8 +198,10 @@ class InstructPix2Pix:
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
             float32 (B, 4, H / 8, W / 8).
         """
+        guidance_scale, image_guidance_scale = given.guidance_scale, given.image_guidance_scale
+        guidance_rescale, branches = given.guidance_rescale, given.branches
         if branches is None:
-            branches = guidance_branches(guidance_scale, image_guidance_scale, guidance_rescale)
+            branches = edit_branches(guidance_scale, image_guidance_scale, guidance_rescale)
         B = prompt_ids.shape[0]
         if image.ndim != 4 or image.shape[0] != B:
             raise ValueError(
@@ -293,19 +213,25 @@ class InstructPix2Pix:
         vae = self._vae
         posterior = vae.apply(
             {"params": params["vae"]},
-            resize(image, self.image_size(height, width, image.shape)),
+            resize(image, self.image_size(given.height, given.width, image.shape)),
             method=vae.encode,
         ).latent_dist
         image_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
         image_latents_in = jnp.concatenate(
             [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
         )
-        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, image_latents.shape)
+        text = self._encode_text(
+            params, prompt_ids, given.neg_prompt_ids, branches, image_latents.shape
+        )
 
         # Noise, one key per image
         keys = keys_per_image(prng_seed, B)
-        schedule = self._schedule(num_inference_steps, image_latents.shape, timesteps=timesteps)
-        x_T = starting_noise(latents, keys, image_latents.shape) * schedule[0].init_noise_sigma
+        schedule = self._schedule(
+            given.num_inference_steps, image_latents.shape, timesteps=given.timesteps
+        )
+        x_T = (
+            starting_noise(given.latents, keys, image_latents.shape) * schedule[0].init_noise_sigma
+        )
 
         # Denoise
         def inputs(active, x_t, t):
@@ -325,8 +251,8 @@ class InstructPix2Pix:
                 return guided
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        x_0 = self._denoise(params, schedule, x_T, keys, branches, inputs, combine, eta)
-        return x_0 if return_latents else self._decode(params, x_0)
+        x_0 = self._denoise(params, schedule, x_T, keys, branches, inputs, combine, given.eta)
+        return x_0 if given.return_latents else self._decode(params, x_0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ DECODED_PIXELS = 1024 * 1024
 BRANCHES = ("text", "null")
 
 
-def guidance_branches(guidance_scale):
+def text_branches(guidance_scale):
     """The branches of guidance to compute: as in PyTorch, both if the scale is above 1.
 
     Args:

@@ -23,6 +23,7 @@ import jax
 
 from diffusers_flax.images import pair_up, prepare_images, prepare_masks
 from diffusers_flax.pipelines.base import StableDiffusionParts
+from diffusers_flax.pipelines.generation import CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     encode,
@@ -33,7 +34,6 @@ from diffusers_flax.pipelines.sampling import (
     starting_noise,
 )
 from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage, check_channels
-from diffusers_flax.programs import step_options
 
 __all__ = [
     "FlaxStableDiffusionImg2ImgPipeline",
@@ -92,71 +92,10 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         prompt_ids, masked_image = pair_up(super().prepare_inputs(prompt), image * (mask < 0.5))
         return prompt_ids, masked_image, pair_up(prompt_ids, mask)[1]
 
-    def __call__(
-        self,
-        prompt_ids,
-        mask,
-        masked_image,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        return_dict=True,
-        jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-    ):
-        """Repaint a batch of images; arguments as in TextToImage, and:
+    __call__ = published_call("prompt_ids", "mask", "masked_image", "params", "prng_seed", *CALL)
 
-        Args:
-            mask: float32 (B, 1, H, W), 1 where the image is repainted.
-            masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted.
-            height, width: of the result, to which both are resized; None takes their own.
-        """
-        return self._run(
-            jit,
-            output_type,
-            return_dict,
-            guidance_scale,
-            guidance_rescale,
-            arrays=dict(
-                prompt_ids=prompt_ids,
-                mask=mask,
-                masked_image=masked_image,
-                params=params,
-                prng_seed=prng_seed,
-                latents=latents,
-                neg_prompt_ids=neg_prompt_ids,
-            ),
-            options=step_options(num_inference_steps, timesteps, eta)
-            | dict(height=height, width=width),
-        )
-
-    def _generate(
-        self,
-        prompt_ids,
-        mask,
-        masked_image,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        return_latents=False,
-        guidance_rescale=0.0,
-        branches=None,
-        timesteps=None,
-        eta=None,
-    ):
+    @with_options(*GENERATE)
+    def _generate(self, prompt_ids, mask, masked_image, params, prng_seed, given):
         """Inpainting as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__.
@@ -164,7 +103,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         Returns:
             As TextToImage._generate.
         """
-        branches = self.guidance_branches(guidance_scale) if branches is None else branches
+        branches = given.branches or self.guidance_branches(given.guidance_scale)
         B = len(prompt_ids)
         shape = masked_image.shape
         if len(shape) != 4 or shape[0] != B or mask.shape != (B, 1, *shape[2:]):
@@ -172,7 +111,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
                 f"prompt_ids has shape {prompt_ids.shape}, mask {mask.shape}, masked_image "
                 f"{shape}; they need one batch and one size; prepare_inputs makes them"
             )
-        size = self.image_size(height, width, shape)
+        size = self.image_size(given.height, given.width, shape)
         keys = keys_per_image(prng_seed, B)
         masked_latents = encode(
             self._vae, params["vae"], resize(masked_image, size), keys_of_sequel(keys)
@@ -181,10 +120,15 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         mask = jax.image.resize(mask, (B, 1, *size), "nearest")
         mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
 
-        schedule = self._schedule(num_inference_steps, masked_latents.shape, timesteps=timesteps)
-        x_t = starting_noise(latents, keys, masked_latents.shape) * schedule[0].init_noise_sigma
-        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, x_t.shape)
-        inputs = self._unet_inputs(text, branches, guidance_scale, B, [mask, masked_latents])
-        combine = partial(guide, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, eta)
-        return x_0 if return_latents else self._decode(params, x_0)
+        schedule = self._schedule(
+            given.num_inference_steps, masked_latents.shape, timesteps=given.timesteps
+        )
+        x_t = (
+            starting_noise(given.latents, keys, masked_latents.shape) * schedule[0].init_noise_sigma
+        )
+        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, x_t.shape)
+        inputs = self._unet_inputs(text, branches, given.guidance_scale, B, [mask, masked_latents])
+        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
+        combine = partial(guide, **scales)
+        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
+        return x_0 if given.return_latents else self._decode(params, x_0)

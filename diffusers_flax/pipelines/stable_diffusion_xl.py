@@ -32,6 +32,7 @@ from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import TEXT_ENCODERS, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.generation import published_call
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.sampling import rows_per_image
 from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage
@@ -219,46 +220,11 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
 
     torch_class_name = "StableDiffusionXLPipeline"
 
-    def __call__(
-        self,
-        prompt_ids,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        guidance_scale=7.5,
-        height=None,
-        width=None,
-        latents=None,
-        neg_prompt_ids=None,
-        return_dict=True,
-        output_type="np",
-        jit=False,
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-    ):
-        """Make a batch of images; arguments as in FlaxStableDiffusionPipeline, but:
-
-        Args:
-            prompt_ids, neg_prompt_ids: int32 (B, 2, 77); neg_prompt_ids=None: zeros, not a text.
-        """
-        return super().__call__(
-            prompt_ids,
-            params,
-            prng_seed,
-            num_inference_steps,
-            height,
-            width,
-            guidance_scale,
-            latents,
-            neg_prompt_ids,
-            return_dict,
-            jit,
-            output_type,
-            guidance_rescale,
-            timesteps,
-            eta,
-        )
+    __call__ = published_call(
+        *("prompt_ids", "params", "prng_seed", "num_inference_steps", "guidance_scale", "height"),
+        *("width", "latents", "neg_prompt_ids", "return_dict", "output_type", "jit"),
+        *("guidance_rescale", "timesteps", "eta"),
+    )
 
 
 @dataclass(frozen=True, eq=False)

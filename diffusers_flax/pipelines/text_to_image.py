@@ -8,14 +8,13 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.models.unet import guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.generation import CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.sampling import (
     encode,
-    guidance_branches,
     guide,
     keys_of_sequel,
     keys_per_image,
@@ -24,8 +23,8 @@ from diffusers_flax.pipelines.sampling import (
     rows_of,
     rows_per_image,
     starting_noise,
+    text_branches,
 )
-from diffusers_flax.programs import output_options, run, step_options
 
 
 def check_channels(path, configs, for_inpainting=False):
@@ -73,107 +72,10 @@ class TextToImage(FlaxDiffusionPipeline):
         """
         return self.prepare_text_inputs(prompt)
 
-    def __call__(
-        self,
-        prompt_ids,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        return_dict=True,
-        jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-    ):
-        """Make a batch of images; compiles at the first call of each size, see the class.
+    __call__ = published_call("prompt_ids", "params", "prng_seed", *CALL)
 
-        Args:
-            prompt_ids: int32 (B, 77), as from prepare_inputs; with jit all arrays are
-                (devices, B, ...).
-            params: from from_pretrained; with jit replicated. Without jit the first call copies
-                NumPy arrays to the device for all calls and makes them read-only. To alternate
-                between models, use jax.device_put(params) for each.
-            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
-                per device. With one key, image i gets the noise of fold_in(key, i), so it does
-                not depend on how many images or devices there are.
-            num_inference_steps: of the scheduler, at least 1.
-            height, width: of the images, multiples of 8; None takes the size that the model was
-                trained at.
-            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image;
-                a number up to 1: no guidance, half of the work.
-            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
-                it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
-                text.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected).
-            jit: True runs on several devices, False on one; compiled either way.
-            output_type: "np", "pil" or "latent".
-            guidance_rescale: in [0, 1]; reduces the contrast that guidance adds; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249).
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
-
-        Returns:
-            FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
-            (devices, B, H, W, 3), float32 in [0, 1].
-
-        Raises:
-            ValueError: shapes, sizes, scales or steps that do not fit.
-        """
-        return self._run(
-            jit,
-            output_type,
-            return_dict,
-            guidance_scale,
-            guidance_rescale,
-            arrays=dict(
-                prompt_ids=prompt_ids,
-                params=params,
-                prng_seed=prng_seed,
-                latents=latents,
-                neg_prompt_ids=neg_prompt_ids,
-            ),
-            options=step_options(num_inference_steps, timesteps, eta)
-            | dict(height=height, width=width),
-        )
-
-    def _run(
-        self, jit, output_type, return_dict, guidance_scale, guidance_rescale, arrays, options
-    ):
-        """Common to all calls: choose the branches, run, make the output."""
-        options = options | output_options(output_type)
-        options |= {"branches": self.guidance_branches(guidance_scale)}
-        shared = {"guidance_rescale": guidance_rescale}
-        if np.ndim(guidance_scale):
-            arrays = arrays | {"guidance_scale": guidance_scale}
-        else:
-            shared["guidance_scale"] = guidance_scale
-        result = run(self, jit, arrays, shared, options)
-        return self._output(result, arrays["params"], jit, output_type, return_dict)
-
-    def _generate(
-        self,
-        prompt_ids,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        return_latents=False,
-        guidance_rescale=0.0,
-        branches=None,
-        timesteps=None,
-        eta=None,
-    ):
+    @with_options(*GENERATE)
+    def _generate(self, prompt_ids, params, prng_seed, given):
         """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__. guidance_scale may be traced, then both branches run, unless
@@ -183,20 +85,21 @@ class TextToImage(FlaxDiffusionPipeline):
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
             float32 (B, 4, H / 8, W / 8).
         """
-        branches = self.guidance_branches(guidance_scale) if branches is None else branches
-        shape = self.latent_shape(len(prompt_ids), height, width)
+        branches = given.branches or self.guidance_branches(given.guidance_scale)
+        shape = self.latent_shape(len(prompt_ids), given.height, given.width)
         keys = keys_per_image(prng_seed, len(prompt_ids))
-        schedule = self._schedule(num_inference_steps, shape, timesteps=timesteps)
-        x_t = starting_noise(latents, keys, shape) * schedule[0].init_noise_sigma
-        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, shape)
-        inputs = self._unet_inputs(text, branches, guidance_scale, len(x_t))
-        combine = partial(guide, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, eta)
-        return x_0 if return_latents else self._decode(params, x_0)
+        schedule = self._schedule(given.num_inference_steps, shape, timesteps=given.timesteps)
+        x_t = starting_noise(given.latents, keys, shape) * schedule[0].init_noise_sigma
+        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, shape)
+        inputs = self._unet_inputs(text, branches, given.guidance_scale, len(x_t))
+        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
+        combine = partial(guide, **scales)
+        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
+        return x_0 if given.return_latents else self._decode(params, x_0)
 
-    def guidance_branches(self, guidance_scale):
+    def guidance_branches(self, guidance_scale, guidance_rescale=0.0):
         """The branches to compute; a UNet that is distilled with guidance needs only one."""
-        branches = guidance_branches(guidance_scale)
+        branches = text_branches(guidance_scale)
         return ("text",) if self.unet.config.time_cond_proj_dim is not None else branches
 
     def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
@@ -289,74 +192,17 @@ class ImageToImage(TextToImage):
             return image.astype(jnp.float32)
         return encode(self._vae, params["vae"], resize(image, size), keys)
 
-    def __call__(
-        self,
-        prompt_ids,
-        image,
-        params,
-        prng_seed,
-        strength=0.8,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        noise=None,
-        neg_prompt_ids=None,
-        return_dict=True,
-        jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-    ):
-        """Make a batch of images from others; arguments as in FlaxStableDiffusionPipeline, and:
+    __call__ = published_call(
+        "prompt_ids",
+        "image",
+        "params",
+        "prng_seed",
+        "strength",
+        *("noise" if name == "latents" else name for name in CALL),
+    )
 
-        Args:
-            image: images, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled
-                latents (B, 4, h, w), as from output_type="latent".
-            strength: fraction of the steps to run, in (0, 1]; 1 almost ignores the image.
-            height, width: of the result; the images are resized to it. None takes their own; the
-                size of latents stays.
-            noise: standard normal noise that is added at first, like latents.
-        """
-        steps = step_options(num_inference_steps, timesteps, eta)
-        start = self.get_timestep_start(steps["num_inference_steps"], strength)
-        return self._run(
-            jit,
-            output_type,
-            return_dict,
-            guidance_scale,
-            guidance_rescale,
-            arrays=dict(
-                prompt_ids=prompt_ids,
-                image=image,
-                params=params,
-                prng_seed=prng_seed,
-                noise=noise,
-                neg_prompt_ids=neg_prompt_ids,
-            ),
-            options=steps | dict(start_timestep=start, height=height, width=width),
-        )
-
-    def _generate(
-        self,
-        prompt_ids,
-        image,
-        params,
-        prng_seed,
-        start_timestep=10,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        noise=None,
-        neg_prompt_ids=None,
-        return_latents=False,
-        guidance_rescale=0.0,
-        branches=None,
-        timesteps=None,
-        eta=None,
-    ):
+    @with_options("start_timestep", *("noise" if name == "latents" else name for name in GENERATE))
+    def _generate(self, prompt_ids, image, params, prng_seed, given):
         """Image to image as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__; start_timestep, a Python int, is get_timestep_start's.
@@ -364,23 +210,27 @@ class ImageToImage(TextToImage):
         Returns:
             As FlaxStableDiffusionPipeline._generate.
         """
-        branches = self.guidance_branches(guidance_scale) if branches is None else branches
+        branches = given.branches or self.guidance_branches(given.guidance_scale)
         if image.ndim != 4 or len(image) != len(prompt_ids):
             raise ValueError(
                 f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
                 "batch; prepare_inputs makes both"
             )
         keys = keys_of_sequel(keys_per_image(prng_seed, len(prompt_ids)))
-        latents = self._encode(params, image, keys, height, width)
-        schedule = self._schedule(num_inference_steps, latents.shape, start_timestep, timesteps)
+        latents = self._encode(params, image, keys, given.height, given.width)
+        schedule = self._schedule(
+            given.num_inference_steps, latents.shape, given.start_timestep, given.timesteps
+        )
         state, _ = schedule
+        noise = given.noise
         if noise is None:
             noise = normal(keys, 0, latents.shape[1:])
         elif noise.shape != latents.shape:
             raise ValueError(f"noise has shape {noise.shape}, need {latents.shape}")
         x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
-        text = self._encode_text(params, prompt_ids, neg_prompt_ids, branches, latents.shape)
-        inputs = self._unet_inputs(text, branches, guidance_scale, len(x_t))
-        combine = partial(guide, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, eta)
-        return x_0 if return_latents else self._decode(params, x_0)
+        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, x_t.shape)
+        inputs = self._unet_inputs(text, branches, given.guidance_scale, len(x_t))
+        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
+        combine = partial(guide, **scales)
+        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
+        return x_0 if given.return_latents else self._decode(params, x_0)

@@ -33,7 +33,7 @@ from diffusers_flax.acceleration.token_merging import match, window_offsets
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, FlaxUNet2DConditionOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.instruct_pix2pix import guidance_branches
+from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -348,7 +348,7 @@ def test_edits_go_from_three_branches_to_two_to_one(models, model, scales, numbe
     """The guidance of the image ends at step 4, that of the text at step 8."""
     spec = "guidance:image_stop=0.3,stop=0.6" if numbers[0] == 3 else "guidance:stop=0.6"
     pipeline, params = open_ours(models[model], spec, "euler")
-    plan = plan_steps(pipeline.accelerate, guidance_branches(*scales), np.ones((2, STEPS)))
+    plan = plan_steps(pipeline.accelerate, edit_branches(*scales), np.ones((2, STEPS)))
     assert [len(step.branches) for step in plan] == numbers
     image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
     key, options = jax.random.key(3), dict(num_inference_steps=STEPS)

@@ -19,7 +19,7 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedd
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
-from diffusers_flax.programs import step_options
+from diffusers_flax.programs import timestep_options
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -137,9 +137,13 @@ def test_bad_steps(models, scheduler, steps, message):
 
 
 def test_timesteps_may_be_an_array():
-    assert step_options(5, np.array([999, 499]), None)["timesteps"] == (999, 499)
-    assert step_options(5, (), None) == {"num_inference_steps": 5, "timesteps": None, "eta": None}
-    assert step_options(5, (999.5,), None)["timesteps"] == (999.5,)  # the scheduler refuses it
+    assert timestep_options(5, np.array([999, 499]), None)["timesteps"] == (999, 499)
+    assert timestep_options(5, (), None) == {
+        "num_inference_steps": 5,
+        "timesteps": None,
+        "eta": None,
+    }
+    assert timestep_options(5, (999.5,), None)["timesteps"] == (999.5,)  # the scheduler refuses it
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from diffusers_flax.images import to_rgb
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
-    guidance_branches,
+    edit_branches,
     pixels_per_latent,
 )
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -332,7 +332,7 @@ def test_branches_left_out_do_not_change_the_image(loaded):
     ],
 )
 def test_branches_needed(s_T, s_I, branches):
-    assert guidance_branches(s_T, s_I) == branches
+    assert edit_branches(s_T, s_I) == branches
 
 
 class CountingPipeline(FlaxStableDiffusionInstructPix2PixPipeline):

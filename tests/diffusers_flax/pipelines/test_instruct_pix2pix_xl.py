@@ -20,7 +20,7 @@ from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
-    guidance_branches,
+    edit_branches,
 )
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
@@ -186,9 +186,9 @@ def test_branches_without_weight_change_nothing(loaded, scales, negative_prompt)
     arguments = dict(latents=latents, neg_prompt_ids=neg_prompt_ids)
     found, expected = (
         generate(prompt_ids, image, params, jax.random.key(0), branches=branches, **arguments)
-        for branches in (guidance_branches(*scales), BRANCHES)
+        for branches in (edit_branches(*scales), BRANCHES)
     )
-    assert len(guidance_branches(*scales)) < 3
+    assert len(edit_branches(*scales)) < 3
     assert psnr(found, expected) > 80
 
 
