@@ -364,7 +364,7 @@ def study_quality(config, folder):
             ends |= {f"post-hoc {s}": rebuild(snapshots, s) for s in config.sigma_rels}
             variants = {}
             for name, unet in tqdm(ends.items(), desc="measure", unit="variant"):
-                unet = jax.device_put(unet)
+                unet = jax.device_put(unet, jax.devices()[0])
                 edits = edit(pipeline, {"unet": unet, **others}, held_out, folder)
                 variants[name] = {"loss": float(loss(unet))} | {m: edits[m] for m in MEASURES[1:]}
             best = min(config.sigma_rels, key=lambda s: variants[f"post-hoc {s}"]["loss"])

@@ -298,6 +298,7 @@ def tiny_edit(folder, dtype, platform=None):
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, dtype=jnp.dtype(dtype), scheduler=make_scheduler("ddim", {})[0]
     )
+    params = jax.device_put(params, jax.devices()[0])
     image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     ids, pixels = pipeline.prepare_inputs(PROMPT, image)
     with jax.default_matmul_precision("highest"):

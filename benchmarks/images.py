@@ -404,6 +404,7 @@ def text_to_images(model, captions, specs):
     """Images of captions by a text-to-image pipeline, 20 steps: float32 (n, 64, 64, 3)."""
     size = {"height": 64, "width": 64}  # of the demo's images
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, accelerate=specs)
+    params = jax.device_put(params, jax.devices()[0])
     inputs = pipeline.prepare_inputs(captions), params, jax.random.key(0)
     return np.asarray(pipeline(*inputs, 20, guidance_scale=2.0, **size).images)
 

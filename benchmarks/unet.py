@@ -176,7 +176,7 @@ def our_program(folder, inputs, with_gradient, half):
     unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, dtype=dtype)
     if half and not with_gradient:
         params = jax.tree.map(lambda x: x.astype(dtype), params)
-    params, inputs = jax.device_put((params, inputs))
+    params, inputs = jax.device_put((params, inputs), jax.devices()[0])
 
     def predict(params, sample, timesteps, text, added):
         return unet.apply({"params": params}, sample, timesteps, text, added).sample

@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,8 +35,8 @@ def run(pipeline, jit, arrays, shared, options):
 
     Args:
         pipeline: FlaxDiffusionPipeline.
-        jit: True: `arrays` have a leading axis of devices and run under pmap. False: NumPy arrays
-            of params stay on the device, see on_device.
+        jit: True: `arrays` have a leading axis of devices and run under pmap. False: the program
+            runs where params are.
         arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
         shared: {argument: number}, the same on all devices, not compiled in.
         options: {argument: hashable}, compiled in.
@@ -90,8 +89,11 @@ def run(pipeline, jit, arrays, shared, options):
         before = dict(nearest)
         changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
         logger.warning("compiling again, for %s", ", ".join(changes))
-    if not jit:
-        arrays["params"] = on_device(params)
+    if not jit and jax.default_backend() != "cpu" and is_on_cpu(kernel):
+        warn_once(
+            "params are on the CPU, where images take minutes; put them on the device once: "
+            "params = jax.device_put(params, jax.devices()[0])"
+        )
     generate = _on_devices if jit else _on_one
     compiled_in = tuple(options.items()), text_modules
     result = generate(pipeline, compiled_in, arrays, shared)
@@ -99,52 +101,9 @@ def run(pipeline, jit, arrays, shared, options):
     return result
 
 
-# {id of a NumPy array: (weak reference that removes the entry, the array's copy on the device)}
-_latest_copies = {}
-
-
-def is_writeable_through_base(array):
-    """Whether a NumPy array is a view of a writeable one."""
-    base = array.base
-    while isinstance(base, np.ndarray) and not base.flags.writeable:
-        base = base.base
-    return isinstance(base, np.ndarray)
-
-
-def on_device(params):
-    """Put NumPy arrays of parameters on the device; consecutive calls share the copies.
-
-    The copies of the latest call are cached per array, so only arrays that are new in params are
-    copied. A copy is deleted when a call has other arrays, or when the NumPy array is deleted (on a
-    CPU, where both may share memory, at the next call). NumPy arrays become read-only, because a
-    change in place would not reach the copy; an array that is writeable at the next call is copied
-    again. Views of writeable arrays are copied in every call, with a warning.
-
-    Args:
-        params: tree of NumPy and JAX arrays.
-
-    Returns:
-        The same tree of JAX arrays and such views.
-    """
-    leaves, tree = jax.tree.flatten(params)
-    arrays = {id(x): x for x in leaves if isinstance(x, np.ndarray)}
-    owned = {key: x for key, x in arrays.items() if not is_writeable_through_base(x)}
-    if len(owned) < len(arrays):
-        warn_once(
-            "params has views of writeable NumPy arrays, which are copied to the device in every "
-            "call; jax.device_put(params) copies them once"
-        )
-    unchanged = {key for key, array in owned.items() if not array.flags.writeable}
-    # A local dict, as another thread may change the shared one.
-    copies = {key: copy for key, copy in list(_latest_copies.items()) if key in unchanged}
-    _latest_copies.clear()  # frees the memory of other parameters first
-    for key, array in owned.items():
-        if key not in copies:
-            array.flags.writeable = False
-            forget = weakref.ref(array, lambda _, key=key: _latest_copies.pop(key, None))
-            copies[key] = forget, jax.device_put(array)
-    _latest_copies.update(copies)
-    return jax.tree.unflatten(tree, [copies[id(x)][1] if id(x) in copies else x for x in leaves])
+def is_on_cpu(array):
+    """Whether an array is a JAX array on the host's CPU."""
+    return isinstance(array, jax.Array) and {x.platform for x in array.devices()} == {"cpu"}
 
 
 def _program_of(pipeline, jit, arrays, options, text_modules):

@@ -141,7 +141,7 @@ def measure_vae(references, results, save, model, pipeline, params):
         truth = pair.fitted_truth(size)
         return None if truth is None else through_vae(truth)
 
-    params = jax.device_put(params)
+    params = jax.device_put(params, jax.local_devices()[0])
     makes = (lambda pair, size: through_vae(pair.fitted_original(size)), of_truth)
     for name, make in zip(VAE_BASELINES, makes):
         if find_row(results["baselines"], baseline=name, model=model) is None:

@@ -180,7 +180,7 @@ def load_models(config: Config, dtype: Any):
         shapes = jax.eval_shape(encode, text_params, null_ids)
         null_text = {name: jnp.zeros_like(shapes[name]) for name in ("states", "pooled")}
     else:
-        null_text = encode(text_params, null_ids)
+        null_text = encode(jax.device_put(text_params, jax.local_devices()[0]), null_ids)
     frozen = {
         "vae": vae_params,
         "text_encoder": text_params,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import FrozenDict, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -247,8 +248,8 @@ class FlaxPreTrainedModel(FloatingCasts):
                 and config entries that override config.json, e.g. output_hidden_states=True.
 
         Returns:
-            The model; its `params` are JAX arrays. With _do_init=False (model, params), params a
-            nested dict of NumPy arrays.
+            The model; its `params` are on the default device. With _do_init=False (model, params),
+            params a nested dict of JAX arrays on the host's CPU device.
 
         Raises:
             ValueError: as FlaxModelMixin.from_pretrained.
@@ -281,7 +282,8 @@ class FlaxPreTrainedModel(FloatingCasts):
         model = cls(config, dtype=dtype, _do_init=False)
         if not _do_init:
             return model, params
-        model._do_init, model._params = True, jax.tree.map(jnp.asarray, params)
+        model._do_init = True
+        model._params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
         return model
 
     def save_pretrained(

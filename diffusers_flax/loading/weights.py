@@ -9,6 +9,7 @@ import mmap
 import re
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import msgpack
@@ -211,7 +212,7 @@ def weights_pattern(stem, dot_variant=""):
 
 
 def read_weights(file):
-    """Yield (Flax path, array) of one file; the arrays do not refer to the file."""
+    """Yield (Flax path, NumPy array) of one file; arrays of .bin are in the file's memory map."""
     read = {".msgpack": _read_msgpack, ".bin": _read_bin}.get(file.suffix, _read_safetensors)
     try:
         for key, array in read(file):
@@ -222,7 +223,6 @@ def read_weights(file):
                 raise ValueError(f"its entry {key!r} is {kind}, no array of floats")
             if read is not _read_msgpack:
                 key, array = torch_to_flax(key, array)
-                array = np.array(array, order="C")
             yield key, array
     except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
         raise
@@ -266,9 +266,10 @@ def _read_bin(file):
         name = str(tensor.dtype).removeprefix("torch.")
         if name in TORCH_BITS:
             bits = tensor.detach().view(getattr(torch, TORCH_BITS[name]))
-            yield key, bits.numpy().view(getattr(ml_dtypes, name))
+            array = bits.numpy().view(getattr(ml_dtypes, name))
         else:
-            yield key, tensor.detach().numpy()
+            array = tensor.detach().numpy()
+        yield key, array
 
 
 def _read_msgpack(file):
@@ -276,7 +277,10 @@ def _read_msgpack(file):
         tree = msgpack_restore(data)
     if not isinstance(tree, dict):
         raise ValueError("it holds no tree of parameters")
-    yield from flatten_dict(tree, sep="/").items()
+    flat = flatten_dict(tree, sep="/")
+    del tree
+    while flat:  # each array can be freed before the next is read
+        yield flat.popitem()
 
 
 def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_size):
@@ -321,6 +325,21 @@ def write_msgpack(file, params, dtype):
     with open(file, "wb") as f:
         for part in _msgpack_parts(params, dtype):
             f.write(part)
+
+
+def host_device():
+    """The host's CPU as a jax device.
+
+    Raises:
+        ValueError: jax does not use it.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            f"JAX_PLATFORMS={jax.config.jax_platforms} leaves out the CPU, where weights are read; "
+            f"set JAX_PLATFORMS={jax.config.jax_platforms},cpu"
+        ) from error
 
 
 def as_stored(array, dtype):

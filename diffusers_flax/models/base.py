@@ -34,6 +34,7 @@ from diffusers_flax.loading.hub import (
 from diffusers_flax.loading.weights import (
     WEIGHT_FILES,
     find_weights,
+    host_device,
     read_weights,
     weights_pattern,
     write_msgpack,
@@ -154,7 +155,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 force_download, local_files_only, token of huggingface_hub.hf_hub_download.
 
         Returns:
-            (module, params): params a nested dict of NumPy arrays.
+            (module, params): params a nested dict of JAX arrays on the host's CPU device, where
+            programs with them run; jax.device_put(params, jax.devices()[0]), or replicate, moves
+            them to an accelerator.
 
         Raises:
             ValueError: files are missing, damaged, outside the directory or of another class, or
@@ -192,11 +195,13 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         files = [Path(pretrained_model_name_or_path)]
         if not files[0].is_file():
             files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
-        flat = {
-            key: array if convert is None else convert(key, array)
-            for file in files
-            for key, array in read_weights(file)
-        }
+        cpu = host_device()
+        flat = {}
+        for file in files:
+            for key, array in read_weights(file):
+                array = array if convert is None else convert(key, array)
+                # A copy, so that a program may overwrite (donate) it.
+                flat[key] = jax.device_put(array, cpu, may_alias=False)
         source = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
         module._check_params(flat, expected, source)
         return module, unflatten_dict(flat, sep="/")

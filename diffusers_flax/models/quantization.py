@@ -53,8 +53,8 @@ def quantize(params, mode="dynamic"):
     convolutions of residual blocks.
 
     Args:
-        params: the UNet's parameters, nested dict of NumPy arrays (quantized on the host) or jax
-            arrays (also inside jit), one array at a time.
+        params: the UNet's parameters, nested dict of NumPy or JAX arrays (also inside jit), one
+            array at a time.
         mode: "dynamic", int8 activations and kernels; "fast", these only in convolutions and wide
             feed-forwards, the other layers are unchanged; or "weight", int8 kernels only.
 
@@ -81,8 +81,7 @@ def quantize(params, mode="dynamic"):
             raise ValueError(f"{name} is already int8; quantize the parameters that were loaded")
         kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
         quantized[name] = kernel
-        scale = scale.reshape(-1).copy()  # no view: programs.on_device copies views again
-        quantized[f"{name.removesuffix('kernel')}{SCALE_NAMES[mode]}"] = scale
+        quantized[f"{name.removesuffix('kernel')}{SCALE_NAMES[mode]}"] = scale.reshape(-1)
         num_kernels += 1
     if not num_kernels:
         raise ValueError("there is no kernel to quantize; params must be a UNet's, params['unet']")

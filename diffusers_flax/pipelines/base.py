@@ -190,9 +190,9 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
                 huggingface_hub.hf_hub_download.
 
         Returns:
-            (pipeline, params); params {"unet", "vae", "text_encoder", ...} of NumPy arrays and
-            {"scheduler"}, the scheduler's state, float32 for any dtype; {"safety_checker"} if it
-            has parameters.
+            (pipeline, params); params {"unet", "vae", "text_encoder", ...} of JAX arrays on the
+            host's CPU device, see FlaxModelMixin.from_pretrained; {"scheduler"}, the scheduler's
+            state, float32 for any dtype; and {"safety_checker"} if it has parameters.
 
         Raises:
             ValueError: the directory is missing, another kind of pipeline, or a part cannot be

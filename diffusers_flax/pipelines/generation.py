@@ -112,9 +112,8 @@ class Generation:
                 output_type="latent".
             mask: for inpainting, float32 (B, 1, H, W), 1 where the image is repainted.
             masked_image: for inpainting, float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted.
-            params: from from_pretrained; with jit replicated. Without jit the first call copies
-                NumPy arrays to the device for all calls and makes them read-only. To alternate
-                between models, use jax.device_put(params) for each.
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device.
             prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
                 per device. With one key, image i gets the noise of fold_in(key, i), so it does
                 not depend on how many images or devices there are.
