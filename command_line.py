@@ -385,3 +385,41 @@ def image_files(output, num_images, grid=None):
     for file in files if is_one_file else files[:1]:  # the others are new in the same directory
         check_image_file(file)
     return files
+
+
+def print_files(paths):
+    """Print the first ten of the files that a program has written, and how many there are."""
+    for path in paths[:10]:
+        print(path)
+    if len(paths) > 10:
+        print(f"... {len(paths)} images")
+
+
+def list_prompts(config, per_batch):
+    """Each image's prompt.
+
+    Args:
+        config: with the flags prompt, prompts_file and num_images.
+        per_batch: images of one prompt without num_images.
+    """
+    if config.prompts_file and config.prompt != type(config).prompt:
+        raise ValueError("--prompt and --prompts_file are both given; give one of them")
+    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
+    if not prompts:
+        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
+    num_images = config.num_images or (per_batch if len(prompts) == 1 else 1)
+    return [prompt for prompt in prompts for _ in range(num_images)]
+
+
+def read_prompts(file):
+    """The lines of a text file that are not empty; raise a ValueError if there are none."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts_file {file} is not UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"--prompts_file {file} cannot be read: {error}") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts_file {file} has no prompt; write one per line")
+    return prompts

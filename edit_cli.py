@@ -36,26 +36,25 @@ import jax
 from PIL import ImageOps
 from tqdm import tqdm
 
-from command_line import check_image_file, run_main
+from command_line import check_image_file, print_files, run_main
+from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import IMAGE_FORMATS, save_image
+from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.programs import use_compilation_cache
+from diffusers_flax.pipelines.sampling import check_seed
+from diffusers_flax.programs import count_steps, timestep_options, use_compilation_cache
+from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
     check_model,
     check_scale,
-    check_scheduler,
-    check_seed,
-    compute_dtype,
     edit_batches,
     edit_size,
     image_size,
     load_fitted,
     load_model,
     plan_edits,
-    preview_files,
     read_edits,
-    replicate_params,
 )
 
 
@@ -266,9 +265,17 @@ def run(config):
         (config.guidance_scale, config.image_guidance_scale),
     )
     outputs, inputs = zip(*((edit.output, edit.input) for edit in edits))
-    preview = preview_files(config, checked.scheduler, outputs, inputs)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
+    preview = preview_files(
+        config.preview,
+        config.preview_decoder,
+        outputs,
+        count_steps(checked.scheduler, steps),
+        config.seed,
+        [*inputs, config.grid],
+    )
     sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
-    dtype = compute_dtype(config.dtype)
+    dtype = choose_dtype(config.dtype)
     branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
     pipeline, params = load_model(
         config.model,
@@ -284,10 +291,7 @@ def run(config):
     jax.effects_barrier()  # waits for the previews
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)
-    for path in outputs[:10]:
-        print(path)
-    if len(edits) > 10:
-        print(f"... {len(edits)} images")
+    print_files(outputs)
 
 
 def main(args=None):

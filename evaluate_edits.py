@@ -35,9 +35,12 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing, run_main
 from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.parameters import choose_dtype
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
+from diffusers_flax.pipelines.sampling import check_seed
 from diffusers_flax.programs import use_compilation_cache
-from editing.edits import check_model, check_scale, check_scheduler, check_seed, compute_dtype
+from diffusers_flax.schedulers.factory import check_scheduler
+from editing.edits import check_model, check_scale
 from editing.held_out import checksum_of_pairs, left_out, pairs_of_jsonl, pairs_of_shards
 from editing.measuring import load_references, measure_baselines, measure_model
 from editing.metrics import Clip
@@ -180,7 +183,7 @@ def settings_of_results(config, pairs, resolution, factor):
         "checksum of the LoRAs": lora_checksum(config.lora),
         "accelerate": str(accelerate) or None,
         "checksum of the TAESD": tiny_vae_checksum(accelerate),
-        "dtype": str(compute_dtype(config.dtype)),
+        "dtype": str(choose_dtype(config.dtype)),
         "batch_size": config.batch_size,
         "clip_model": config.clip_model or "none",
         "devices": f"{len(devices)} x {devices[0].device_kind}",

@@ -27,28 +27,24 @@ from typing import Literal
 
 import jax
 import numpy as np
-from flax import jax_utils
 from tqdm import tqdm
 
-from command_line import check_image_file, image_files, run_main
+from command_line import check_image_file, image_files, list_prompts, print_files, run_main
+from diffusers_flax import FlaxStableDiffusionXLPipeline
+from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGES, image_grid
-from diffusers_flax.images import read_latents, read_prompts, save_image, to_batches
-from diffusers_flax.parameters import replace_leaves
-from diffusers_flax.pipelines.sampling import keys_per_image
-from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.programs import timestep_options, use_compilation_cache
-from editing.edits import (
-    cast_params,
-    check_finite,
-    check_scheduler,
-    check_seed,
+from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
+from diffusers_flax.memory import plan_images
+from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
+from diffusers_flax.pipelines.sampling import check_seed, keys_per_image
+from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
+from diffusers_flax.programs import (
     check_steps,
-    check_xl,
-    choose_scheduler,
-    compute_dtype,
-    plan_images,
-    preview_files,
+    count_steps,
+    timestep_options,
+    use_compilation_cache,
 )
+from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -97,108 +93,25 @@ class Config:
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
-# 1. Load
-
-
-def steps_of(config):
-    """The arguments of the pipeline that choose the steps."""
-    return timestep_options(config.num_inference_steps, config.timesteps, config.eta)
-
-
-def open_pipeline(config, dtype, outputs):
-    """The pipeline with the chosen scheduler, without weights; outputs: the images' files."""
-    source = {
-        "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
-        "revision": config.revision,
-    }
-    check_xl(config.pretrained_model_name_or_path, config.revision, config.unet)
+def open_pipeline(config, steps, outputs):
+    """(the pipeline with the chosen scheduler, without weights; its branches of guidance)."""
+    model, revision = config.pretrained_model_name_or_path, config.revision
+    check_xl(model, revision, config.unet)
+    dtype = choose_dtype(config.dtype)
     given = {"unet": config.unet} if config.unet else None
-    _, configs = FlaxStableDiffusionXLPipeline.check(**source, given=given)
-    scheduler, state = choose_scheduler(
-        configs["scheduler"],
-        config.pretrained_model_name_or_path,
-        config.scheduler,
-        config.timestep_spacing,
-        config.prediction_type,
+    _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, given)
+    options = config.scheduler, config.timestep_spacing, config.prediction_type
+    scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
+    num_steps, kept = count_steps(scheduler, steps), [config.grid]
+    preview = preview_files(
+        config.preview, config.preview_decoder, outputs, num_steps, config.seed, kept
     )
     pipeline = FlaxStableDiffusionXLPipeline.open(
-        **source,
-        dtype=dtype,
-        scheduler=scheduler,
-        given=given,
-        accelerate=config.accelerate,
-        preview=preview_files(config, scheduler, outputs),
+        model, revision, dtype, scheduler, given, config.accelerate, preview
     )
     branches = pipeline.guidance_branches(config.guidance_scale)
-    check_steps(scheduler, state, steps_of(config), pipeline.accelerate, branches)
-    return pipeline
-
-
-def load(pipeline, config):
-    """The parameters, as they are stored."""
-    return pipeline.load_params(
-        config.pretrained_model_name_or_path,
-        revision=config.revision,
-        variant=config.variant,
-        lora=config.lora,
-    )
-
-
-# 3. Defaults
-
-
-def list_prompts(config, num_devices):
-    """Each image's prompt."""
-    if config.prompts_file and config.prompt != Config.prompt:
-        raise ValueError("--prompt and --prompts_file are both given; give one of them")
-    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
-    if not prompts:
-        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
-    all_devices = num_devices * config.batch_size
-    num_images = config.num_images or (all_devices if len(prompts) == 1 else 1)
-    return [prompt for prompt in prompts for _ in range(num_images)]
-
-
-# 4. Tokenize
-
-
-def tokenize_prompts(pipeline, prompts, negative_prompt):
-    """(prompt_ids, neg_prompt_ids or None), int32 (images, 2, 77)."""
-    prompt_ids = pipeline.prepare_inputs(prompts)
-    if not negative_prompt:  # SDXL was trained with zeros, not with the empty text
-        return prompt_ids, None
-    return prompt_ids, pipeline.prepare_inputs([negative_prompt] * len(prompts))
-
-
-# 5. Replicate
-
-
-def replicate_all(params, devices, seed, num_images):
-    """(parameters on every device; a key for each image, which depends only on its index)."""
-    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    return params, keys_per_image(jax.random.key(seed), num_images)
-
-
-# 6. Generate
-
-
-def generate(pipeline, p_params, batch, config):
-    """Images of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
-    images = pipeline(
-        batch["prompt_ids"],
-        p_params,
-        batch["prng_seed"],
-        **steps_of(config),
-        guidance_scale=config.guidance_scale,
-        guidance_rescale=config.guidance_rescale,
-        height=config.height,
-        width=config.width,
-        latents=batch["latents"],
-        neg_prompt_ids=batch["neg_prompt_ids"],
-        jit=True,
-    ).images  # (devices, batch_size, H, W, 3)
-    images = np.asarray(images)
-    return images.reshape(-1, *images.shape[2:])
+    check_steps(scheduler, state, steps, pipeline.accelerate, branches)
+    return pipeline, branches
 
 
 def check_config(config):
@@ -221,63 +134,64 @@ def run(config):
     check_config(config)
     use_compilation_cache(config.compilation_cache_dir)
     devices = jax.local_devices()
-    prompts = list_prompts(config, len(devices))
+    prompts = list_prompts(config, len(devices) * config.batch_size)
     outputs = image_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
-    dtype = compute_dtype(config.dtype)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
 
-    pipeline = open_pipeline(config, dtype, outputs)
+    # 1. Load
+    pipeline, branches = open_pipeline(config, steps, outputs)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
-    branches = pipeline.guidance_branches(config.guidance_scale)
     height, width = pipeline.image_size(config.height, config.width)
     planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
-    params = load(pipeline, config)
-    cast_params(pipeline, params)  # 2. Cast
-    prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
-    p_params, keys = replicate_all(params, devices, config.seed, len(prompts))
-    arrays = {
-        "prompt_ids": prompt_ids,
-        "neg_prompt_ids": neg_prompt_ids,
-        "prng_seed": keys,
-        "latents": latents,
-    }
+    params = pipeline.load_params(
+        config.pretrained_model_name_or_path, config.revision, config.variant, lora=config.lora
+    )
 
+    # 2. Cast
+    cast_params(pipeline, params)
+
+    # 3. Tokenize; SDXL was trained with zeros for no text, not with the empty text
+    ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
+    negative = [config.negative_prompt] * len(prompts)
+    neg_ids = pipeline.prepare_inputs(negative) if config.negative_prompt else None
+
+    # 4. Replicate the parameters, split the rest
+    replicate_params(params, devices)
+    keys = keys_per_image(jax.random.key(config.seed), len(prompts))
+    arrays = dict(prompt_ids=ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
     print(planned, file=sys.stderr)
-    # 7. The first batch compiles. 8. The following ones are fast.
-    batch_images = []
+
+    # 5. Generate: the first batch compiles, the following ones are fast
+    options = dict(height=config.height, width=config.width, **steps)
+    scales = dict(guidance_scale=config.guidance_scale, guidance_rescale=config.guidance_rescale)
+    kept = []
     with tqdm(total=len(prompts), desc="compiling", unit="image") as bar:
         for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
-            images = generate(pipeline, p_params, batch, config)[: len(indices)]
+            images = pipeline(**batch, params=params, **scales, **options, jit=True).images
+            images = np.concatenate(np.asarray(images))[: len(indices)]  # (images, H, W, 3)
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
-            check_finite(images, f"images from {indices[0]} on", config.lora)
+            check_finite_images(images, f"images from {indices[0]} on", config.lora)
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
                 if config.grid and i < GRID_IMAGES:
-                    batch_images.append(image)
+                    kept.append(image)
             bar.set_description("generating")
             bar.update(len(indices))
     jax.effects_barrier()  # waits for the previews
     if config.grid:
-        save_image(image_grid(batch_images, prompts), config.grid)
-    for path in outputs[:10]:
-        print(path)
-    if len(outputs) > 10:
-        print(f"... {len(outputs)} images")
+        save_image(image_grid(kept, prompts), config.grid)
+    print_files(outputs)
 
 
 def main(args=None):
     """Command line."""
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="the images finished so far are in place",
-        out_of_memory="lower --batch_size or the size, or use --dtype bfloat16",
-    )
+    kept = "the images finished so far are in place"
+    remedy = "lower --batch_size or the size, or use --dtype bfloat16"
+    run_main(Config, __doc__, run, args, interrupted=kept, out_of_memory=remedy)
 
 
 if __name__ == "__main__":

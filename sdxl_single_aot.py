@@ -30,29 +30,20 @@ from typing import Literal
 
 import jax
 import numpy as np
-from flax import jax_utils
 from tqdm import tqdm
 
-from command_line import check_image_file, image_files, run_main
+from command_line import check_image_file, image_files, list_prompts, print_files, run_main
+from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.executables import ExecutableStore, surroundings
-from diffusers_flax.images import read_latents, read_prompts, save_image, to_batches
+from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
+from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import one_line
-from diffusers_flax.parameters import replace_leaves
-from diffusers_flax.pipelines.sampling import keys_per_image
-from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.programs import no_compilation_cache, timestep_options
-from editing.edits import (
-    cast_params,
-    check_finite,
-    check_scheduler,
-    check_seed,
-    check_steps,
-    check_xl,
-    choose_scheduler,
-    compute_dtype,
-    plan_images,
-)
+from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
+from diffusers_flax.pipelines.sampling import check_seed, keys_per_image
+from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
+from diffusers_flax.programs import check_steps, no_compilation_cache, timestep_options
+from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -97,163 +88,59 @@ class Config:
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
-# 1. Load
-
-
-def steps_of(config):
-    """The arguments of the pipeline that choose the steps."""
-    return timestep_options(config.num_inference_steps, config.timesteps, config.eta)
-
-
-def open_pipeline(config, dtype):
-    """The pipeline with the chosen scheduler, without weights."""
-    source = {
-        "pretrained_model_name_or_path": config.pretrained_model_name_or_path,
-        "revision": config.revision,
-    }
-    check_xl(config.pretrained_model_name_or_path, config.revision, config.unet)
+def open_pipeline(config, steps):
+    """(the pipeline with the chosen scheduler, without weights; its branches of guidance)."""
+    model, revision = config.pretrained_model_name_or_path, config.revision
+    check_xl(model, revision, config.unet)
+    dtype = choose_dtype(config.dtype)
     given = {"unet": config.unet} if config.unet else None
-    _, configs = FlaxStableDiffusionXLPipeline.check(**source, given=given)
-    scheduler, state = choose_scheduler(
-        configs["scheduler"],
-        config.pretrained_model_name_or_path,
-        config.scheduler,
-        config.timestep_spacing,
-        config.prediction_type,
-    )
+    _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, given)
+    options = config.scheduler, config.timestep_spacing, config.prediction_type
+    scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
     pipeline = FlaxStableDiffusionXLPipeline.open(
-        **source,
-        dtype=dtype,
-        scheduler=scheduler,
-        given=given,
-        accelerate=config.accelerate,
+        model, revision, dtype, scheduler, given, config.accelerate
     )
     branches = pipeline.guidance_branches(config.guidance_scale)
-    check_steps(scheduler, state, steps_of(config), pipeline.accelerate, branches)
-    return pipeline
+    check_steps(scheduler, state, steps, pipeline.accelerate, branches)
+    return pipeline, branches
 
 
-def load(pipeline, config):
-    """The parameters, as they are stored."""
-    return pipeline.load_params(
-        config.pretrained_model_name_or_path,
-        revision=config.revision,
-        variant=config.variant,
-        lora=config.lora,
-    )
-
-
-# 3. Defaults
-
-
-def list_prompts(config, num_devices):
-    """Each image's prompt."""
-    if config.prompts_file and config.prompt != Config.prompt:
-        raise ValueError("--prompt and --prompts_file are both given; give one of them")
-    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
-    if not prompts:
-        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
-    all_devices = num_devices * config.batch_size
-    num_images = config.num_images or (all_devices if len(prompts) == 1 else 1)
-    return [prompt for prompt in prompts for _ in range(num_images)]
-
-
-# 4. Tokenize
-
-
-def tokenize_prompts(pipeline, prompts, negative_prompt):
-    """(prompt_ids, neg_prompt_ids or None), int32 (images, 2, 77)."""
-    prompt_ids = pipeline.prepare_inputs(prompts)
-    if not negative_prompt:  # SDXL was trained with zeros, not with the empty text
-        return prompt_ids, None
-    return prompt_ids, pipeline.prepare_inputs([negative_prompt] * len(prompts))
-
-
-# 5. Replicate
-
-
-def replicate_all(params, devices, seed, num_images):
-    """(parameters on every device; a key for each image, which depends only on its index)."""
-    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
-    return params, keys_per_image(jax.random.key(seed), num_images)
-
-
-# 6. Generate
-
-
-def generate(p_generate, p_params, batch, config):
-    """Images of a batch, float32 (devices * batch_size, H, W, 3) in [0, 1]."""
-    images = p_generate(*arguments(p_params, batch, config))  # (devices, batch_size, H, W, 3)
-    images = np.asarray(images)
-    return images.reshape(-1, *images.shape[2:])
-
-
-def arguments(p_params, batch, config):
-    """The arguments of the compiled program: those of _generate that are not static."""
-    num_devices = len(batch["prompt_ids"])
-    return (
-        batch["prompt_ids"],
-        p_params,
-        batch["prng_seed"],
-        np.full((num_devices, 1), config.guidance_scale, np.float32),
-        batch["latents"],
-        batch["neg_prompt_ids"],
-        np.full((num_devices, 1), config.guidance_rescale, np.float32),
-    )
-
-
-# 7. Compile
-
-
-def aot_compile(pipeline, store, devices, p_params, batch, config):
+def aot_compile(pipeline, store, devices, arguments, options):
     """The program for batches of this shape, loaded, or compiled and saved.
 
+    Args:
+        pipeline: FlaxStableDiffusionXLPipeline.
+        store: ExecutableStore or None.
+        devices: that the program runs on.
+        arguments: {argument of _generate: tree of arrays (devices, ...)}.
+        options: {argument of _generate: hashable}, compiled in.
+
     Returns:
-        (compiled program, "loaded in N s" or "compiled (REASON) in N s").
+        (compiled program of the arguments, "loaded in N s" or "compiled (REASON) in N s").
     """
     started = time.perf_counter()
-    dynamic = arguments(p_params, batch, config)
-    prompt_ids, p_params, keys, scale, latents, neg_prompt_ids, rescale = dynamic
-    steps = steps_of(config)
-    branches = pipeline.guidance_branches(config.guidance_scale)
-    p_generate = jax.pmap(
-        pipeline._generate, static_broadcasted_argnums=(3, 4, 5, 9, 11, 12, 13), devices=devices
-    )
-    args = (
-        prompt_ids,
-        p_params,
-        keys,
-        steps["num_inference_steps"],
-        config.height,
-        config.width,
-        scale,
-        latents,
-        neg_prompt_ids,
-        False,  # return_latents
-        rescale,
-        branches,
-        steps["timesteps"],
-        steps["eta"],
-    )
+
+    def generate(arguments):
+        return pipeline._generate(**arguments, **options)
+
+    p_generate = jax.pmap(generate, devices=devices)
     if store is None:
-        compiled = p_generate.lower(*args).compile()
+        compiled = p_generate.lower(arguments).compile()
         return compiled, f"compiled in {time.perf_counter() - started:.2f} s"
     cache_key = {
         "pipeline": hashlib.sha256(pipeline.description().encode()).hexdigest()[:16],
-        "steps": steps,
-        "size": [config.height, config.width],
-        "branches": branches,
-        "arguments": str(jax.tree.map(jax.typeof, dynamic)),
+        "options": options,
+        "arguments": str(jax.tree.map(jax.typeof, arguments)),
     }
     name = hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:16]
     cache_key |= surroundings(devices, [__file__])
-    in_tree, out_tree = jax.tree.structure((dynamic, {})), jax.tree.structure(0)
+    in_tree, out_tree = jax.tree.structure(((arguments,), {})), jax.tree.structure(0)
     compiled, reason = store.load(name, cache_key, devices, in_tree, out_tree)
     if compiled is not None:
         return compiled, f"loaded in {time.perf_counter() - started:.2f} s"
     print(f"compiling ({reason}), which may take minutes", file=sys.stderr)
     with no_compilation_cache():
-        compiled = p_generate.lower(*args).compile()
+        compiled = p_generate.lower(arguments).compile()
     how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
     try:
         store.save(name, cache_key, compiled)
@@ -282,65 +169,72 @@ def run(config):
     check_config(config)
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
-    prompts = list_prompts(config, len(devices))
+    prompts = list_prompts(config, len(devices) * config.batch_size)
     outputs = image_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
-    dtype = compute_dtype(config.dtype)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
 
-    pipeline = open_pipeline(config, dtype)
+    # 1. Load
+    pipeline, branches = open_pipeline(config, steps)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
-    branches = pipeline.guidance_branches(config.guidance_scale)
     height, width = pipeline.image_size(config.height, config.width)
     planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
-    params = load(pipeline, config)
-    cast_params(pipeline, params)  # 2. Cast
-    prompt_ids, neg_prompt_ids = tokenize_prompts(pipeline, prompts, config.negative_prompt)
-    p_params, keys = replicate_all(params, devices, config.seed, len(prompts))
-    arrays = {
-        "prompt_ids": prompt_ids,
-        "neg_prompt_ids": neg_prompt_ids,
-        "prng_seed": keys,
-        "latents": latents,
-    }
+    params = pipeline.load_params(
+        config.pretrained_model_name_or_path, config.revision, config.variant, lora=config.lora
+    )
 
+    # 2. Cast
+    cast_params(pipeline, params)
+
+    # 3. Tokenize; SDXL was trained with zeros for no text, not with the empty text
+    ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
+    negative = [config.negative_prompt] * len(prompts)
+    neg_ids = pipeline.prepare_inputs(negative) if config.negative_prompt else None
+
+    # 4. Replicate the parameters, split the rest
+    replicate_params(params, devices)
+    keys = keys_per_image(jax.random.key(config.seed), len(prompts))
+    arrays = dict(prompt_ids=ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
     print(planned, file=sys.stderr)
-    # 8. All batches are fast, as the program is compiled.
+
+    # 5. Compile; the scales of guidance are arrays, so that others need no other program
+    ones = np.ones((len(devices), 1), np.float32)
+    same = {
+        "params": params,
+        "guidance_scale": ones * np.float32(config.guidance_scale),
+        "guidance_rescale": ones * np.float32(config.guidance_rescale),
+    }
+    options = {"height": config.height, "width": config.width, "branches": branches, **steps}
     _, batch = next(to_batches(arrays, len(devices), batch_size))
-    p_generate, how = aot_compile(pipeline, store, devices, p_params, batch, config)
+    p_generate, how = aot_compile(pipeline, store, devices, batch | same, options)
     print(how, file=sys.stderr)
 
-    batch_images = []
+    # 6. Generate: all batches are fast, as the program is compiled
+    kept = []
     with tqdm(total=len(prompts), desc="generating", unit="image") as bar:
         for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
-            images = generate(p_generate, p_params, batch, config)[: len(indices)]
+            images = p_generate(batch | same)  # (devices, batch_size, H, W, 3)
+            images = np.concatenate(np.asarray(images))[: len(indices)]
             bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
-            check_finite(images, f"images from {indices[0]} on", config.lora)
+            check_finite_images(images, f"images from {indices[0]} on", config.lora)
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
                 if config.grid and i < GRID_IMAGES:
-                    batch_images.append(image)
+                    kept.append(image)
             bar.update(len(indices))
     if config.grid:
-        save_image(image_grid(batch_images, prompts), config.grid)
-    for path in outputs[:10]:
-        print(path)
-    if len(outputs) > 10:
-        print(f"... {len(outputs)} images")
+        save_image(image_grid(kept, prompts), config.grid)
+    print_files(outputs)
 
 
 def main(args=None):
     """Command line."""
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="the images finished so far are in place",
-        out_of_memory="lower --batch_size or the size, or use --dtype bfloat16",
-    )
+    kept = "the images finished so far are in place"
+    remedy = "lower --batch_size or the size, or use --dtype bfloat16"
+    run_main(Config, __doc__, run, args, interrupted=kept, out_of_memory=remedy)
 
 
 if __name__ == "__main__":

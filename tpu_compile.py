@@ -54,8 +54,8 @@ from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithP
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from diffusers_flax.schedulers.factory import training_scheduler
-from editing.edits import check_scale, check_scheduler
+from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
+from editing.edits import check_scale
 from tpu.jobs import (
     DTYPES,
     FAMILIES,

@@ -140,20 +140,6 @@ def made_by(path, software):
         return False
 
 
-def read_prompts(file):
-    """The lines of a text file that are not empty; raise a ValueError if there are none."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts_file {file} is not UTF-8 text; save it as UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"--prompts_file {file} cannot be read: {error}") from error
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts_file {file} has no prompt; write one per line")
-    return prompts
-
-
 def read_latents(file, shape):
     """Read the initial noise of images from a .npy file.
 
@@ -232,3 +218,19 @@ def pair_up(first, second, first_name="prompts", second_name="images"):
         )
     B = max(sizes)
     return np.repeat(first, B // sizes[0], axis=0), np.repeat(second, B // sizes[1], axis=0)
+
+
+def check_finite_images(images, which, lora=()):
+    """Raise a ValueError, which says what to try, if images are not finite.
+
+    Args:
+        images: array.
+        which: the images, in words.
+        lora: --lora.
+    """
+    if not np.isfinite(images).all():
+        first = f"without --lora {' '.join(lora)}, then " if lora else ""
+        raise ValueError(
+            f"{which} are NaN; try it {first}with --dtype float32, and if that does not help, the "
+            "model is broken"
+        )

@@ -1,7 +1,11 @@
 """Trees of parameters: casting them, and replacing their arrays without holding them twice."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import jax_utils
 
 
 def replace_leaves(function, params):
@@ -58,3 +62,29 @@ class FloatingCasts:
     def to_fp32(self, params, mask=None):
         """Parameters in float32."""
         return cast_floating(params, jnp.float32, mask)
+
+
+def cast_params(pipeline, params):
+    """Cast a pipeline's parameters, in place, to the dtype in which they compute.
+
+    That is pipeline.dtype, but float32 for a VAE with force_upcast, and for the scheduler's state;
+    int8 for the UNet's kernels if the pipeline's acceleration says so.
+
+    Args:
+        pipeline: as from open or from_pretrained.
+        params: its parameters, arrays on the host.
+    """
+    for name in params.keys() - {"scheduler", "safety_checker"}:
+        dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
+        replace_leaves(partial(np.asarray, dtype=dtype), params[name])
+    pipeline.quantize_params(params)
+
+
+def replicate_params(params, devices):
+    """Replace parameters by their copies on every device, one array at a time."""
+    replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
+
+
+def choose_dtype(name):
+    """The dtype of a --dtype flag; None: float32 on a CPU, else bfloat16."""
+    return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

@@ -10,8 +10,10 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.messages import warn_once
-from diffusers_flax.pipelines.sampling import as_keys, keys_per_image
+from diffusers_flax.pipelines.sampling import as_keys, check_eta, keys_per_image
+from diffusers_flax.schedulers.noise_schedule import noise_scales
 
 logger = logging.getLogger(__name__)
 
@@ -191,3 +193,35 @@ def no_compilation_cache():
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
+
+
+def check_steps(scheduler, state, steps, accelerate, branches):
+    """Raise a ValueError for steps that the scheduler or the accelerations do not take.
+
+    Args:
+        scheduler, state: of choose_scheduler.
+        steps: of timestep_options.
+        accelerate: Acceleration.
+        branches: of guidance.
+    """
+    state = timesteps_of(scheduler, state, steps)
+    check_eta(scheduler, steps["eta"])
+    plan_steps(accelerate, branches, noise_scales(state))
+
+
+def count_steps(scheduler, steps):
+    """Number of steps that a scheduler makes, PNDM's repeated ones included.
+
+    Arguments as for check_steps.
+    """
+    return len(timesteps_of(scheduler, scheduler.create_state(), steps).timesteps)
+
+
+def timesteps_of(scheduler, state, steps):
+    """The scheduler's state; its timesteps are all that it visits, PNDM's repeated ones included.
+
+    Arguments as for check_steps.
+    """
+    return scheduler.set_timesteps(
+        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
+    )

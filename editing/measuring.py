@@ -15,18 +15,12 @@ from diffusers_flax.flops import matmul_flops
 from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.memory import peak_memory
 from diffusers_flax.models.attention import plain_operations
+from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.programs import timestep_options
-from editing.edits import (
-    compute_dtype,
-    edit_batches,
-    edit_size,
-    load_model,
-    plan_edits,
-    replicate_params,
-)
+from editing.edits import edit_batches, edit_size, load_model, plan_edits
 from editing.metrics import Clip, clip_metrics, features_or_nan, pixel_metrics
 from editing.report import grid_rows
 from editing.results import find_row
@@ -244,7 +238,7 @@ def load_largest(model, checked, todo, sizes, config):
         model,
         checked.pipeline_type,
         checked.scheduler,
-        compute_dtype(config.dtype),
+        choose_dtype(config.dtype),
         config.lora,
         config.accelerate,
         plan=partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),

@@ -16,13 +16,13 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single
 import sdxl_single_aot
-from diffusers_flax import executables
+from diffusers_flax import executables, memory
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 from diffusers_flax.executables import ExecutableStore, surroundings
+from diffusers_flax.images import check_finite_images
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.programs import initialize_cache, no_compilation_cache, use_compilation_cache
-from editing import edits
 
 PROMPTS = ("make it", "make it red", "it")
 OPTIONS = ["--num_inference_steps", "3", "--num_images", "2", "--prompt", *PROMPTS]
@@ -380,7 +380,7 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
         raise AssertionError("too late: the weights are being read")
 
     monkeypatch.setattr(FlaxModelMixin, "from_pretrained", read_weights)
-    monkeypatch.setattr(edits, "host_memory", lambda: 10**9)
+    monkeypatch.setattr(memory, "host_memory", lambda: 10**9)
     if "EDITS" in flags:
         make_tiny_xl(tmp_path / "EDITS", edits=True)
     if "SD" in flags:
@@ -403,12 +403,12 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
 
 def test_a_result_that_is_not_finite_suspects_the_lora_first():
     images = np.zeros((2, 8, 8, 3))
-    edits.check_finite(images, "images from 0 on", ("a.safetensors",))
+    check_finite_images(images, "images from 0 on", ("a.safetensors",))
     images[1, 2, 3, 0] = np.nan
     with pytest.raises(ValueError, match=r"^images from 0 on are NaN; try it with --dtype float32"):
-        edits.check_finite(images, "images from 0 on")
+        check_finite_images(images, "images from 0 on")
     with pytest.raises(ValueError, match=r"try it without --lora a b:2, then with --dtype float32"):
-        edits.check_finite(images, "images from 0 on", ("a", "b:2"))
+        check_finite_images(images, "images from 0 on", ("a", "b:2"))
 
 
 @pytest.mark.slow
@@ -431,9 +431,9 @@ def test_the_bound_on_memory_is_below_what_xla_allocates():
         .compile()
     )
     pipeline = SimpleNamespace(unet=unet, vae_scale_factor=8, dtype=np.dtype(np.float32))
-    bound = edits.bytes_per_image(pipeline, 2, 128, 128)
+    bound = memory.bytes_per_image(pipeline, 2, 128, 128)
     features = 16 * 16 * 16 * 2 + 8 * 8 * (16 + 32) + 4 * 4 * (32 + 64)
-    assert edits.bytes_per_image(pipeline, 20, 128, 128) == 20 * features * 4
+    assert memory.bytes_per_image(pipeline, 20, 128, 128) == 20 * features * 4
     assert bound == 128 * 128 * 3 * 4
     assert 2 * features * 4 < compiled.memory_analysis().temp_size_in_bytes
 

@@ -34,7 +34,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from editing.edits import choose_scheduler
+from diffusers_flax.schedulers.factory import choose_scheduler
 from tpu.programs import param_shapes, replicated
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -227,7 +227,7 @@ def tiny_vae_module(source, vae, dtype):
 
 
 def pipeline_params(pipeline):
-    """Shapes of a pipeline's parameters, as editing.cast_params leaves them."""
+    """Shapes of a pipeline's parameters, as parameters.cast_params leaves them."""
     params = {
         name: param_shapes(module, pipeline.dtype)
         for name in (*MODULES, "tiny_vae")

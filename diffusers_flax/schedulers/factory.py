@@ -100,3 +100,31 @@ def training_scheduler(config, source):
     noise = {name: value for name, value in config.items() if name in TRAINING_OPTIONS}
     named = {"_class_name": config.get("_class_name")}
     return scheduler_from_config(noise | named, source, "ddpm")
+
+
+def check_scheduler(name):
+    """Raise a ValueError for an unknown --scheduler; None is the model's own."""
+    if name not in (None, *SCHEDULERS):
+        raise ValueError(f"--scheduler {name} is unknown; choose from {', '.join(SCHEDULERS)}")
+
+
+def choose_scheduler(config, source, name=None, timestep_spacing=None, prediction_type=None):
+    """Build (scheduler, state) of --scheduler, --timestep_spacing and --prediction_type.
+
+    Args:
+        config, source: content of the model's scheduler_config.json, and the model.
+        name: of SCHEDULERS; None: the class that the config names.
+        timestep_spacing, prediction_type: None: as in the config.
+
+    Raises:
+        ValueError: the scheduler does not use timestep_spacing, or is not supported.
+    """
+    changes = {"timestep_spacing": timestep_spacing, "prediction_type": prediction_type}
+    changes = {option: value for option, value in changes.items() if value}
+    scheduler, state = scheduler_from_config(config, source, name, **changes)
+    if timestep_spacing and isinstance(scheduler, (SCHEDULERS["lcm"], SCHEDULERS["tcd"])):
+        raise ValueError(
+            f"--timestep_spacing {timestep_spacing} has no effect with "
+            f"{type(scheduler).__name__}, which visits timesteps of the distillation; leave it out"
+        )
+    return scheduler, state

@@ -13,12 +13,12 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
 import sdxl_single
-from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.acceleration.previews import Preview, preview_files
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.programs import count_steps, timestep_options
 from diffusers_flax.schedulers.factory import make_scheduler
-from editing.edits import preview_files
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -103,12 +103,20 @@ def flags_of(**flags):
     return sdxl_single.Config(seed=0, num_inference_steps=6, **flags)
 
 
+def preview_files_of(flags, scheduler, outputs, inputs=()):
+    """preview_files as the programs call it."""
+    steps = timestep_options(flags.num_inference_steps, flags.timesteps, flags.eta)
+    num_steps, kept = count_steps(scheduler, steps), [*inputs, flags.grid]
+    decoder = flags.preview_decoder
+    return preview_files(flags.preview, decoder, outputs, num_steps, flags.seed, kept)
+
+
 DDIM, _ = make_scheduler("ddim", {})
 
 
 def test_a_preview_that_cannot_be_written_does_not_stop_the_image(tmp_path, caplog):
     warn_once.cache_clear()
-    preview = preview_files(flags_of(preview=1), DDIM, [tmp_path / "file" / "out.png"])
+    preview = preview_files_of(flags_of(preview=1), DDIM, [tmp_path / "file" / "out.png"])
     (tmp_path / "file").touch()
     key = np.asarray(jax.random.key_data(keys_per_image(jax.random.key(0), 1)))
     preview.show(1, key, np.zeros((1, 8, 8, 3), np.float32))
@@ -126,22 +134,22 @@ def test_previews_do_not_replace_inputs_or_images(tmp_path):
         (flags_of(preview=4, grid=step_4), [output], []),
     ):
         with pytest.raises(ValueError, match=r"a-step-004\.png would be replaced by a preview"):
-            preview_files(flags, DDIM, outputs, inputs)
-    preview_files(flags_of(preview=3), DDIM, [output, step_4])
+            preview_files_of(flags, DDIM, outputs, inputs)
+    preview_files_of(flags_of(preview=3), DDIM, [output, step_4])
     for suffix in (".png", ".jpg"):
         image = output.with_suffix(suffix)
-        made = preview_files(flags_of(preview=4), DDIM, [image])
+        made = preview_files_of(flags_of(preview=4), DDIM, [image])
         key = keys_per_image(jax.random.key(0), 1)
         made.show(4, jax.random.key_data(key), np.zeros((1, 8, 8, 3), np.float32))
         preview = tmp_path / f"a-step-004{suffix}"
-        preview_files(flags_of(preview=4), DDIM, [image])  # the preview of an earlier run
+        preview_files_of(flags_of(preview=4), DDIM, [image])  # the preview of an earlier run
         Image.new("RGB", (8, 8)).save(preview)  # an image of somebody else
         with pytest.raises(ValueError, match=f"{preview.name} would be replaced by a preview"):
-            preview_files(flags_of(preview=4), DDIM, [image])
+            preview_files_of(flags_of(preview=4), DDIM, [image])
         preview.unlink()
     step_4.mkdir()
-    with pytest.raises(ValueError, match=r"a-step-004\.png is a directory; name a file"):
-        preview_files(flags_of(preview=4), DDIM, [output])
+    with pytest.raises(ValueError, match=r"a-step-004\.png would be replaced by a preview"):
+        preview_files_of(flags_of(preview=4), DDIM, [output])
 
 
 @pytest.mark.parametrize(("skip_prk_steps", "number"), [(True, 6), (False, 12)])
@@ -150,9 +158,9 @@ def test_steps_that_pndm_repeats_count(tmp_path, skip_prk_steps, number):
     pndm, _ = make_scheduler("pndm", {"skip_prk_steps": skip_prk_steps})
     output, last = tmp_path / "a.png", tmp_path / f"a-step-{number:03}.png"
     with pytest.raises(ValueError, match=f"{last.name} would be replaced by a preview"):
-        preview_files(flags_of(preview=3), pndm, [output], [last])
+        preview_files_of(flags_of(preview=3), pndm, [output], [last])
     with pytest.raises(ValueError, match=f"--preview {number + 3} of .* steps makes no preview"):
-        preview_files(flags_of(preview=number + 3), pndm, [output])
+        preview_files_of(flags_of(preview=number + 3), pndm, [output])
 
 
 @pytest.mark.variants

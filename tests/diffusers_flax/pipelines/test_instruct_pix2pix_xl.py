@@ -16,6 +16,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
 from dataloading.images import load_image
+from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
@@ -26,7 +27,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from diffusers_flax.pipelines.sampling import resize
-from editing.edits import cast_params, check_model, load_model
+from editing.edits import check_model, load_model
 from training.sharding import replicate
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
