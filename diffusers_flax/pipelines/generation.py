@@ -256,8 +256,8 @@ class Generation:
             schedule: of _schedule.
             x_t, keys, eta: as for sampling.denoise.
             branches: of guidance.
-            inputs: (branches, x_t, t) -> the UNet's arguments, a tuple; the rows of one branch
-                after those of the other.
+            inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; the rows of one
+                branch after those of the other.
             combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
                 (B, C, h, w).
         """
@@ -274,9 +274,10 @@ class Generation:
             )
 
         def predict(x_t, t):
-            arguments = inputs(branches, x_t, t)
-            predictions = self.unet.apply({"params": params["unet"]}, *arguments).sample
-            return combine(predictions.astype(jnp.float32), branches)
+            *arguments, timestep_cond = inputs(branches, x_t, t)
+            variables = {"params": params["unet"]}
+            output = self.unet.apply(variables, *arguments, timestep_cond=timestep_cond)
+            return combine(output.sample.astype(jnp.float32), branches)
 
         return denoise(self.scheduler, state, x_t, keys, predict, eta, watch)
 

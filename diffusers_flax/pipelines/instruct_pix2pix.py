@@ -237,7 +237,7 @@ class InstructPix2Pix:
         def inputs(active, x_t, t):
             image_rows, *text_rows = rows_of([image_latents_in, *text], branches, active)
             model_input = jnp.concatenate([x_t] * len(active))
-            return jnp.concatenate([model_input, image_rows], axis=1), t, *text_rows
+            return jnp.concatenate([model_input, image_rows], axis=1), t, *text_rows, None
 
         def combine(eps_pred, active):
             weights = (guidance_scale, image_guidance_scale)

@@ -209,12 +209,12 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     class Constant:
         """A UNet whose prediction is that of the clean latents."""
 
-        def apply(self, variables, *args, method=None):
+        def apply(self, variables, *args, method=None, timestep_cond=None):
             if method == "embed":
                 return args
             if method == "predict":
                 return args[0]
-            x, t = args
+            x, t, *_ = args
             i = jnp.argmin(jnp.abs(state.timesteps - t))
             alpha, sigma = (jnp.asarray(s)[i] for s in scales)
             eps = (x - alpha * clean) / sigma
@@ -234,7 +234,7 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
                 x_t,
                 keys,
                 ("text",),
-                lambda active, x, t: (x, t),
+                lambda active, x, t: (x, t, None),
                 lambda eps, active: eps,
                 eta=None,
             )
