@@ -7,6 +7,7 @@ from benchmarks.rows import GIB, ROOT, read_rows
 
 # Of a v5e chip's peak in bfloat16: SDXL, 20 steps, by the classes that diffusers 0.40 removed.
 MEASURED_SHARE = 0.61
+AT_SHARE = f"at {MEASURED_SHARE:.0%} of the peak"  # title of the column beside a bound
 
 
 @cache
@@ -18,6 +19,11 @@ def results(name: str) -> dict:
 def seconds(value: float) -> str:
     """A time with three digits."""
     return f"{value:.3g} s"
+
+
+def estimate(bound: float) -> float:
+    """The time of a program whose lower bound, at the chip's peak, is given."""
+    return bound / MEASURED_SHARE
 
 
 def spread(low: float, middle: float, high: float, digits: int = 2) -> str:

@@ -1,7 +1,14 @@
 """Tables of programs that are compiled for TPUs and not run."""
 
 from benchmarks.rows import GIB, markdown_table, rows_of
-from benchmarks.tables.cells import memory_cell, results, seconds
+from benchmarks.tables.cells import (
+    AT_SHARE,
+    MEASURED_SHARE,
+    estimate,
+    memory_cell,
+    results,
+    seconds,
+)
 from benchmarks.tpu import OPTIONS
 from benchmarks.tpu_kernels import CASES
 from tpu.programs import find_slice, roofline_seconds
@@ -16,6 +23,7 @@ def recipes_table() -> str:
     for title, pairs, num_steps in (("toy run", " 4 pairs", 1000), ("full dataset", "", 15000)):
         for slice_name in ("v4-32", "v5e-16"):
             row = results("tpu")[f"program {slice_name} train{pairs}"]
+            step = row["step_seconds"]
             lines.append(
                 [
                     title,
@@ -23,14 +31,16 @@ def recipes_table() -> str:
                     f"{row['batch_per_chip'] * row['chips']}",
                     str(row["batch_per_chip"]),
                     memory_cell(row),
-                    f"{row['step_seconds'] * 1e3:.0f} ms",
+                    f"{step * 1e3:.0f} ms",
+                    f"{estimate(step) * 1e3:.0f} ms",
                     f"{num_steps}",
-                    f"{num_steps * row['step_seconds'] / 60:.1f} min",
+                    f"{num_steps * step / 60:.1f} min",
+                    f"{num_steps * estimate(step) / 60:.1f} min",
                 ]
             )
     return markdown_table(
         "recipe | slice | batch size | pairs per chip | memory per chip, GiB | a step, at least "
-        "| steps | all steps, at least",
+        f"| {AT_SHARE} | steps | all steps, at least | {AT_SHARE}",
         lines,
     )
 
@@ -63,7 +73,7 @@ def least_times(row: dict) -> dict[str, float]:
 
 
 def traffic_cells(row: dict) -> list[str]:
-    """Of a training step: GB to and from HBM, GB to other chips, least ms, and the limit."""
+    """Of a training step: GB to and from HBM, GB to other chips, ms (least, estimate), limit."""
     limits, hbm_bytes = least_times(row), row["hbm_bytes"] + row["ema_hbm_bytes"]
     moved, least, note = f"{hbm_bytes / 1e9:.1f}", row["step_seconds"], ""
     if "optimization_level" in row["flags"]:  # the default level moves less
@@ -73,7 +83,8 @@ def traffic_cells(row: dict) -> list[str]:
         del limits["HBM"]
         least = max(limits.values())
     sent = f"{row['interconnect_bytes'] / 1e9:.2f}" if "interconnect_bytes" in row else ""
-    return [moved, sent, f"{least * 1e3:.0f}", max(limits, key=limits.get) + note]
+    times = [f"{x * 1e3:.0f}" for x in (least, estimate(least))]
+    return [moved, sent, *times, max(limits, key=limits.get) + note]
 
 
 def train_table() -> str:
@@ -97,7 +108,7 @@ def train_table() -> str:
         )
     return markdown_table(
         "slice | model | chips | pairs per chip | memory, GiB | of which state | temporaries "
-        "| TFLOP | to and from HBM, GB | to other chips, GB | at least, ms | limit",
+        f"| TFLOP | to and from HBM, GB | to other chips, GB | at least, ms | {AT_SHARE}, ms | limit",
         lines,
     )
 
@@ -115,12 +126,15 @@ def sdxl_table() -> str:
                     memory_cell(row),
                     f"{row['hbm_bytes'] / num_images / 1e9:.0f}",
                     f"{row['step_seconds'] / num_images:.2f}",
+                    f"{estimate(row['step_seconds']) / num_images:.2f}",
                     f"{row['images_per_second_per_chip']:.2f}",
+                    f"{row['images_per_second_per_chip'] * MEASURED_SHARE:.2f}",
                 ]
             )
     return markdown_table(
         "chip | images at once | holds, GiB | to and from HBM, GB per image "
-        "| at least, s per image | at most, images/s per chip",
+        f"| at least, s per image | {AT_SHARE}, s | at most, images/s per chip "
+        f"| {AT_SHARE}, images/s",
         lines,
     )
 
@@ -210,20 +224,22 @@ def options_table() -> str:
 
 
 def flops_cells(row: dict | None) -> list[str]:
-    """Evaluations of the UNet, TFLOP and their least time on both chips; empty without a row."""
+    """Evaluations of the UNet, TFLOP, and per chip their least time and the estimate; empty without a row."""
     if row is None:
-        return [""] * 4
-    times = [seconds(row["seconds"][chip]) for chip in CHIPS]
+        return [""] * 6
+    bounds = [row["seconds"][chip] for chip in CHIPS]
+    times = [seconds(x) for bound in bounds for x in (bound, estimate(bound))]
     return [str(row["unet_evaluations"]), f"{row['flops'] / 1e12:.3g}", *times]
 
 
 def acceleration_flops_table() -> str:
-    """UNet evaluations, FLOPs and their least time with each acceleration."""
+    """UNet evaluations, FLOPs and their time with each acceleration."""
     counts, lines = rows_of(results("tpu"), "acceleration"), []
     for name in dict.fromkeys(case.partition(", ")[2] for case in counts):
         found = [counts.get(f"{program}, {name}") for program in ("sdxl", "edit")]
         lines.append([name, *(cell for row in found for cell in flops_cells(row))])
-    columns = f"evaluations | TFLOP | {' | '.join(CHIPS)}"
+    times = " | ".join(f"{chip}, at least | {chip}, {AT_SHARE}" for chip in CHIPS)
+    columns = f"evaluations | TFLOP | {times}"
     return markdown_table(f"| SDXL: {columns} | edit: {columns}", lines)
 
 
@@ -235,19 +251,25 @@ def compiled_row(tpu: str, job: str) -> dict | None:
 
 
 def compiled_cells(row: dict | None) -> list[str]:
-    """Memory, traffic and least time of a compiled program; empty if it was not compiled."""
+    """Memory, traffic, least time and estimate of a compiled program; empty without a row."""
     if row is None:
-        return [""] * 3
+        return [""] * 4
     if "flops" not in row:
-        return ["does not fit", "", ""]
+        return ["does not fit", "", "", ""]
     chip = find_slice(row["tpu"]).chip
     compute = roofline_seconds(chip, row["flops"], 0, int8_flops=row["int8_flops"])
     times = [compute, max(compute, roofline_seconds(chip, 0, row["hbm_bytes"]))]
     memory, moved = f"{row['memory_total'] / GIB:.1f}", f"{row['hbm_bytes'] / 1e9:.0f} GB"
-    if "optimization_level" not in row["flags"]:
-        return [memory, moved, seconds(times[1])]
-    low_high = dict.fromkeys(f"{time:.3g}" for time in times)
-    return [memory, f"< {moved}", f"{' to '.join(low_high)} s"]
+    if "optimization_level" in row["flags"]:  # the default level moves less
+        moved = f"< {moved}"
+    else:
+        times = times[1:]
+    return [memory, moved, time_range(times), time_range([estimate(x) for x in times])]
+
+
+def time_range(times: list[float]) -> str:
+    """Times from the least to the largest, with three digits."""
+    return f"{' to '.join(dict.fromkeys(f'{time:.3g}' for time in times))} s"
 
 
 def acceleration_table(program: str) -> str:
@@ -258,5 +280,6 @@ def acceleration_table(program: str) -> str:
         if job == program:
             found = [compiled_row(f"{chip}-1", case) for chip in CHIPS]
             lines.append([name, *(cell for row in found for cell in compiled_cells(row))])
-    header = [f"{chip}: {title}" for chip in CHIPS for title in ("GiB", "HBM", "time")]
+    titles = ("GiB", "HBM", "at least", AT_SHARE)
+    header = [f"{chip}: {title}" for chip in CHIPS for title in titles]
     return markdown_table(f"| {' | '.join(header)}", lines)
