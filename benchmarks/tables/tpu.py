@@ -108,7 +108,8 @@ def train_table() -> str:
         )
     return markdown_table(
         "slice | model | chips | pairs per chip | memory, GiB | of which state | temporaries "
-        f"| TFLOP | to and from HBM, GB | to other chips, GB | at least, ms | {AT_SHARE}, ms | limit",
+        "| TFLOP | to and from HBM, GB | to other chips, GB | at least, ms "
+        f"| {AT_SHARE}, ms | limit",
         lines,
     )
 
@@ -224,7 +225,7 @@ def options_table() -> str:
 
 
 def flops_cells(row: dict | None) -> list[str]:
-    """Evaluations of the UNet, TFLOP, and per chip their least time and the estimate; empty without a row."""
+    """Evaluations, TFLOP, and per chip least time and estimate; empty without a row."""
     if row is None:
         return [""] * 6
     bounds = [row["seconds"][chip] for chip in CHIPS]
