@@ -73,11 +73,11 @@ from tpu.programs import (
     GIB,
     find_slice,
     largest_fitting,
-    measure,
     num_bytes,
     param_shapes,
     print_report,
-    replicated,
+    program_costs,
+    replicated_shapes,
     roofline_seconds,
     slice_devices,
     verdict,
@@ -99,7 +99,7 @@ class Train(trainer.Config, Target):
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
 
 
-def training_models(config):
+def training_model_shapes(config):
     """The modules of a training step and the shapes of their parameters, as train() has them.
 
     Args:
@@ -173,7 +173,7 @@ def train_job(config, devices):
         Job.
     """
     n = len(devices)
-    models, frozen, params = training_models(config)
+    models, frozen, params = training_model_shapes(config)
     plan = ema_plan(*ema_flags(config, config.max_train_steps))
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
     axes = shard_axes(params, n)
@@ -194,13 +194,13 @@ def train_job(config, devices):
     else:
         images = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
         batch |= {"original_pixel_values": images, "edited_pixel_values": images}
-    frozen = replicated(frozen, n)
+    frozen = replicated_shapes(frozen, n)
     state = state_shapes(params, tx, axes, n)
     average = state.params  # an average is sharded like the parameters
     num_averages = plan.num_averages
     return Job(
         step=jax.pmap(train_step, axis_name="batch", donate_argnums=0, devices=devices),
-        args=(state, frozen, batch, replicated(jax.random.PRNGKey(0), n)),
+        args=(state, frozen, batch, replicated_shapes(jax.random.PRNGKey(0), n)),
         held={
             "parameters": state.params,
             "optimizer": state.opt_state,
@@ -236,7 +236,7 @@ def count_flops(config, batch_per_chip):
         batch_per_chip: pairs, samples or images of a chip.
     """
     config = replace(config, **{BATCH_FLAGS[type(config)]: batch_per_chip})
-    job = SUBCOMMANDS[type(config)](config, jax.devices("cpu")[:1])
+    job = make_job(config, jax.devices("cpu")[:1])
     with plain_operations():
         program = jax.make_jaxpr(job.step)(*job.args)
     return matmul_flops(program.jaxpr, job.switches)
@@ -247,7 +247,7 @@ def memory_parts(job, step, update):
 
     Args:
         job: Job.
-        step, update: what measure returned for its programs; update None: no average.
+        step, update: what program_costs returned for its programs; update None: no average.
     """
     parts = {name: num_bytes(tree) for name, tree in job.held.items()}
     temporaries, padding, code = step["temporaries"], step["padding"], step["code"]
@@ -263,14 +263,14 @@ def memory_parts(job, step, update):
     }
 
 
-def describe(config, tpu, job, step, update, flops):
+def make_report(config, tpu, job, step, update, flops):
     """The report on one compilation.
 
     Args:
         config: Train, Unet, Sdxl or Edit.
         tpu: Slice.
         job: Job.
-        step, update: what measure returned for its programs; update None: no average.
+        step, update: what program_costs returned for its programs; update None: no average.
         flops: of a chip's step, and those of them in int8.
 
     Returns:
@@ -336,33 +336,35 @@ def check_flags(config, num_devices):
         check_scheduler(config.scheduler)
 
 
-def compile_for(config, tpu, devices):
-    """Compile the program of the flags.
+def make_job(config, devices):
+    """The Job of the flags; a ValueError for flags or models that do not go together."""
+    return SUBCOMMANDS[type(config)](config, devices)
+
+
+def compile_job(config, job, tpu):
+    """Compile the programs of a Job.
 
     Args:
         config: Train, Unet, Sdxl or Edit.
+        job: what make_job returned.
         tpu: Slice.
-        devices: its devices.
 
     Returns:
-        The report, see describe.
-
-    Raises:
-        ValueError: flags or models that do not go together.
+        The report, see make_report.
     """
-    job = SUBCOMMANDS[type(config)](config, devices)
     options = dict(option.split("=", 1) for option in config.compiler_options)
-    step = measure(job.step, job.args, job.switches, options)
+    step = program_costs(job.step, job.args, job.switches, options)
     if "needs" in step:
-        return describe(config, tpu, job, step, None, None)
+        return make_report(config, tpu, job, step, None, None)
     update = None
     if job.update:
-        update = measure(job.update, job.update_args, compiler_options=options)
-    return describe(config, tpu, job, step, update, count_flops(config, job.batch_per_chip))
+        update = program_costs(job.update, job.update_args, compiler_options=options)
+    flops = count_flops(config, job.batch_per_chip)
+    return make_report(config, tpu, job, step, update, flops)
 
 
 def find_batch(config, tpu, devices):
-    """compile_for with the largest batch that fits, or the smallest if none does."""
+    """The report of the largest batch that fits, or of the smallest if none does."""
     flag = BATCH_FLAGS[type(config)]
     unit = 1  # batches are multiples of it
     if isinstance(config, Train):
@@ -370,7 +372,8 @@ def find_batch(config, tpu, devices):
     reports = {}
 
     def fits(number):
-        report = compile_for(replace(config, **{flag: number * unit}), tpu, devices)
+        at_number = replace(config, **{flag: number * unit})
+        report = compile_job(at_number, make_job(at_number, devices), tpu)
         reports[number] = report
         print(f"{verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True)
         return report["fits"]
@@ -420,9 +423,13 @@ def run(config):
     devices = slice_devices(tpu)
     check_flags(config, len(devices))
     output = report_file(config)
+    job = make_job(config, devices)
     place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
     print(f"compiling {program_name(config)} for {place}; at full size 5 to 75 minutes", flush=True)
-    report = (find_batch if config.find_batch else compile_for)(config, tpu, devices)
+    if config.find_batch:
+        report = find_batch(config, tpu, devices)
+    else:
+        report = compile_job(config, job, tpu)
     print_report(report)
     save_whole(output, partial(write_json, content=report))
     print(f"wrote {output}")

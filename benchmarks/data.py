@@ -327,7 +327,7 @@ def cpu_seconds() -> float:
     return time.process_time() + running + ended.ru_utime + ended.ru_stime
 
 
-def measure(
+def measure_stream(
     stream: Iterator[dict], rows_at_once: int, seconds: float, warm_up_pairs: int = 0
 ) -> dict:
     """Pairs per second and per CPU second of a stream, in its steady state.
@@ -395,7 +395,7 @@ def summarize(rounds: list[dict]) -> tuple[dict, dict]:
     """Medians and spreads over the rounds of each method's figures, and of ratios of methods.
 
     Args:
-        rounds: of each, {method: {threads: what `measure` returned, or None}}.
+        rounds: of each, {method: {threads: what `measure_stream` returned, or None}}.
 
     Returns:
         methods: {method: {threads: {figure: spread}}}, None for a method that was left out.
@@ -459,7 +459,7 @@ def run_rounds(
     Args:
         streams: method -> (threads -> its stream); None: it is left out.
         rounds: each measures every method once.
-        rows_at_once, seconds, warm_up_pairs: see `measure`; the last is for ours.
+        rows_at_once, seconds, warm_up_pairs: see `measure_stream`; the last is for ours.
 
     Returns:
         Of each round {method: {threads: figures}}, with None for what is left out.
@@ -476,7 +476,7 @@ def run_rounds(
                 for name in names[shift:] + names[:shift]:
                     bar.set_postfix_str(f"{name}, {threads}")
                     with contextlib.closing(streams[name](threads)) as stream:
-                        results[-1][name][str(threads)] = measure(
+                        results[-1][name][str(threads)] = measure_stream(
                             stream,
                             rows_at_once,
                             seconds,

@@ -106,7 +106,7 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def measure(run, seconds):
+def mean_seconds(run, seconds):
     """Seconds of a pass: the mean over as many as fit into `seconds`, at least one."""
     started = time.perf_counter()
     count = 0
@@ -161,7 +161,7 @@ def time_contender(make_run, args, seconds, started):
     run = make_run(*args)
     run()
     first = time.time() - started
-    return first, measure(run, seconds)
+    return first, mean_seconds(run, seconds)
 
 
 def time_in_this_process(contenders, rounds, seconds):
@@ -170,7 +170,7 @@ def time_in_this_process(contenders, rounds, seconds):
     Args:
         contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.
         rounds: how often each is measured, after a first pass.
-        seconds: of a measurement, see measure.
+        seconds: of a measurement, see mean_seconds.
 
     Returns:
         As time_in_turn; "first_seconds" is of a single pass.
@@ -179,13 +179,13 @@ def time_in_this_process(contenders, rounds, seconds):
     with tqdm(total=(rounds + 1) * len(contenders), unit="measurement") as bar:
         for name, (prepare, run) in contenders.items():
             prepare()
-            first[name] = [measure(run, 0)]
+            first[name] = [mean_seconds(run, 0)]
             bar.update()
         for _, name in in_turn(list(contenders), rounds):
             prepare, run = contenders[name]
             prepare()
             run()  # warms the caches; threads of the previous contender go idle
-            passes[name].append(measure(run, seconds))
+            passes[name].append(mean_seconds(run, seconds))
             bar.update()
     return {"first_seconds": first, "seconds": passes}
 
@@ -197,7 +197,7 @@ def time_in_turn(contenders, args, rounds, seconds):
         contenders: {name: make_run}; make_run(*args) -> run, which does a pass to its end.
         args: for all of them.
         rounds: how often each is measured.
-        seconds: of a measurement, see measure.
+        seconds: of a measurement, see mean_seconds.
 
     Returns:
         {"first_seconds": {name: [from the process's start to the first pass's end]},
@@ -228,7 +228,7 @@ def matmul_peak(half, device):
     for run in (lambda: jax.block_until_ready(multiply(ours, ours)), run_theirs):
         run()
         for _ in range(3):
-            best = max(best, 2 * n**3 / measure(run, 0.5))
+            best = max(best, 2 * n**3 / mean_seconds(run, 0.5))
     return best
 
 

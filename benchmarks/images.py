@@ -61,13 +61,7 @@ from benchmarks.harness import (
     torch_pipeline,
     write_contenders,
 )
-from benchmarks.random_models import (
-    END_OF_TEXT,
-    TINY_UNET,
-    VAE,
-    make_pipeline,
-    write_pipeline,
-)
+from benchmarks.random_models import END_OF_TEXT, TINY_UNET, VAE, make_pipeline, write_pipeline
 from benchmarks.rows import (
     PACKAGES,
     ROOT,
@@ -79,7 +73,7 @@ from benchmarks.rows import (
     write_rows,
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
-from demo.evaluate import load_edits, measure, read_edits
+from demo.evaluate import load_edits, measure_edits, read_edits
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
@@ -483,7 +477,7 @@ def run_quality(config):
                 for key in crops
                 for i in crops[key]["results"]
             ]
-            measured = measure(crops)
+            measured = measure_edits(crops)
             row = {
                 "accelerate": " ".join(specs),
                 "flags": " ".join(flags),

@@ -24,7 +24,7 @@ UNet and twenty per training step.
 
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
-(tpu/programs.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
+(tpu/program_text.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
 5 to 75 minutes per program on two cores.
 """
 
@@ -59,8 +59,8 @@ from tpu.jobs import Edit, Sdxl, image_job
 from tpu.programs import (
     CHIPS,
     find_slice,
-    measure,
-    replicated,
+    program_costs,
+    replicated_shapes,
     roofline_seconds,
     slice_devices,
 )
@@ -311,10 +311,10 @@ def format_options(results):
 
 
 def compile_block(tpu, block, options):
-    """A block's costs, of measure."""
+    """A block's costs, of program_costs."""
     function, args = block_program(*BLOCKS[block])
     program = jax.pmap(function, devices=slice_devices(find_slice(tpu))[:1])
-    return measure(program, replicated(args, 1), compiler_options=options)
+    return program_costs(program, replicated_shapes(args, 1), compiler_options=options)
 
 
 def compile_with_options(tpu, job, options):

@@ -32,14 +32,8 @@ from diffusers_flax.models.blocks import Attention as AttentionLayer
 from diffusers_flax.models.convolution import shifted_matmuls, xla_convolve
 from diffusers_flax.models.quantization import int8_layer
 from diffusers_flax.programs import no_compilation_cache
-from tpu.programs import (
-    expected_cycles,
-    find_slice,
-    kernel_bytes,
-    measure,
-    replicated,
-    slice_devices,
-)
+from tpu.program_text import expected_cycles, kernel_bytes
+from tpu.programs import find_slice, program_costs, replicated_shapes, slice_devices
 
 CASES = {
     "Stable Diffusion 1.5, 256 px, forward and backward": ((8, 1024, 320), 8, True),
@@ -114,7 +108,7 @@ def count_cycles(device, case, changes, folder):
     jax.clear_caches()  # of attention that was traced with other blocks
     for file in folder.iterdir():
         file.unlink()
-    args = replicated((params, x), 1)
+    args = replicated_shapes((params, x), 1)
     with mock.patch.object(splash_attention_kernel, "BlockSizes", changed), no_compilation_cache():
         compiled = jax.pmap(program, devices=[device]).lower(*args).compile()
     text = compiled.as_text()
@@ -212,7 +206,7 @@ def convolution_costs(tpu, shape, out_channels, name, gradients=False):
 
     function = jax.grad(loss, (0, 1)) if gradients else block
     devices = slice_devices(find_slice(tpu))[:1]
-    costs = measure(jax.pmap(function, devices=devices), (x, kernel))
+    costs = program_costs(jax.pmap(function, devices=devices), (x, kernel))
     return {key: costs[key] for key in ("cycles", "hbm_bytes", "temporaries")}
 
 

@@ -67,8 +67,7 @@ from benchmarks.rows import (
     write_rows,
 )
 from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inputs
-from tpu.programs import find_slice, slice_devices
-from tpu.programs import measure as measure_program
+from tpu.programs import find_slice, program_costs, slice_devices
 from training.checkpoints import release_memory
 from training.ema import make_update_average, start_average
 from training.models import load_models
@@ -305,8 +304,8 @@ def compile_variants(config, devices):
     figures = {}
     for name, variant in tqdm(variants.items(), unit="step"):
         job = tpu_compile.train_job(variant, devices)
-        step = measure_program(job.step, job.args)
-        update = measure_program(job.update, job.update_args) if job.update else None
+        step = program_costs(job.step, job.args)
+        update = program_costs(job.update, job.update_args) if job.update else None
         if "needs" in step:  # too large for the chip
             figures[name] = step
             continue

@@ -116,7 +116,7 @@ def model_dir(config, family, seed):
     return config.work_dir / f"{family}_{seed}"
 
 
-def train(config, family, seed):
+def train_family(config, family, seed):
     """Train a model unless a run with the same command has finished; returns its seconds."""
     command = training_command(config, family, seed)
     file = model_dir(config, family, seed) / "finished.json"
@@ -352,7 +352,7 @@ def run(config):
         run_script([*command, config.work_dir / f"modified_unet_{family}"])
     # Seed by seed, so that a machine that slows down does so for both families.
     runs = [(family, seed) for seed in config.seeds for family in FAMILIES]
-    seconds = {run: train(config, *run) for run in runs}
+    seconds = {run: train_family(config, *run) for run in runs}
     results = evaluate(config, [model_dir(config, *run) for run in runs])
 
     rows, of_family = {}, defaultdict(list)

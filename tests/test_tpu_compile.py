@@ -30,20 +30,22 @@ from diffusers_flax.pipelines import sampling
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.programs import no_compilation_cache
 from tpu.jobs import image_job
-from tpu.programs import (
-    CHIPS,
-    LIBTPU_ENVIRONMENT,
+from tpu.program_text import (
     expected_cycles,
-    find_slice,
     group_size,
     hbm_bytes,
     interconnect_bytes,
     kernel_bytes,
+    parse_program,
+)
+from tpu.programs import (
+    CHIPS,
+    LIBTPU_ENVIRONMENT,
+    find_slice,
     largest_fitting,
-    measure,
     num_bytes,
-    parse,
-    replicated,
+    program_costs,
+    replicated_shapes,
     roofline_seconds,
     slice_devices,
 )
@@ -67,6 +69,11 @@ needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason='the TPU\'s compiler is not installed: pip install "jax[tpu]"',
 )
+
+
+def compile_for(config, tpu, devices):
+    """The report of a program."""
+    return tpu_compile.compile_job(config, tpu_compile.make_job(config, devices), tpu)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +211,7 @@ def test_bytes_of_what_is_held(model, ema, num_averages):
 
 @pytest.mark.slow
 def test_without_a_path_it_is_stable_diffusion_1_5():
-    _, frozen, params = tpu_compile.training_models(Train(tpu="v5e-16"))
+    _, frozen, params = tpu_compile.training_model_shapes(Train(tpu="v5e-16"))
     published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
     published["sd15_unet"]["conv_in/kernel"] = [3, 3, 8, 320]
     trees = {"sd15_unet": params, "vae": frozen["vae"], "clip_l_text": frozen["text_encoder"]}
@@ -215,7 +222,7 @@ def test_without_a_path_it_is_stable_diffusion_1_5():
 
 def test_a_narrow_unet_is_taken_as_widened(tmp_path):
     model = make_tiny_pipeline(tmp_path / "narrow", in_channels=4)
-    models, _, params = tpu_compile.training_models(flags(model))
+    models, _, params = tpu_compile.training_model_shapes(flags(model))
     assert models.unet.in_channels == 8
     assert params["conv_in"]["kernel"].shape == (3, 3, 8, 16)
 
@@ -226,11 +233,11 @@ def test_models_must_fit_together_and_output_dir_does_not_matter(tmp_path):
     config = flags(narrow, unet_model_name_or_path=str(narrow / "unet"), output_dir=str(narrow))
     tpu_compile.check_flags(config, num_devices=4)
     with pytest.raises(ValueError, match=r"narrow/unet has 4 input channels.*create_modified_unet"):
-        tpu_compile.training_models(config)
+        tpu_compile.training_model_shapes(config)
     xl = make_tiny_xl(tmp_path / "xl")
     config = flags("", unet_model_name_or_path=str(xl / "unet"))
     with pytest.raises(ValueError, match=r"^sd15 is Stable Diffusion 1 or 2, but the UNet in "):
-        tpu_compile.training_models(config)
+        tpu_compile.training_model_shapes(config)
 
 
 # Arithmetic
@@ -261,7 +268,7 @@ def test_report_by_hand(model):
     step["cycles"] = 5
     update = {"padding": 800, "temporaries": 200, "code": 2}
     update |= {"bytes_accessed": 5e12, "hbm_bytes": 1.64e12}
-    report = tpu_compile.describe(config, find_slice("v5e-4"), job, step, update, (394e12, 0.0))
+    report = tpu_compile.make_report(config, find_slice("v5e-4"), job, step, update, (394e12, 0.0))
     assert report["memory"] == {
         "parameters": 4000,
         "ema": 4000,
@@ -311,10 +318,7 @@ def test_sdxl_counts_every_step(tmp_path):
         )
         for steps in (1, 4)
     )
-    reports = [
-        tpu_compile.compile_for(config, find_slice("v5e-4"), jax.devices())
-        for config in (few, more)
-    ]
+    reports = [compile_for(config, find_slice("v5e-4"), jax.devices()) for config in (few, more)]
     assert [report["batch_per_chip"] for report in reports] == [2, 2]
     one_step = Unet(
         tpu="v5e-4",
@@ -323,7 +327,7 @@ def test_sdxl_counts_every_step(tmp_path):
         resolution=64,
         pretrained_model_name_or_path=str(model),
     )
-    unet = tpu_compile.compile_for(one_step, find_slice("v5e-4"), jax.devices())
+    unet = compile_for(one_step, find_slice("v5e-4"), jax.devices())
     extra = reports[1]["flops"] - reports[0]["flops"]
     assert extra == pytest.approx(3 * unet["flops"], rel=0.05)
     extra = reports[1]["hbm_bytes"] - reports[0]["hbm_bytes"]
@@ -348,7 +352,7 @@ def test_sdxl_counts_every_image(tmp_path, monkeypatch):
         num_inference_steps=1,
     )
     one, four = (
-        tpu_compile.compile_for(replace(config, num_images=n), find_slice("v5e-4"), jax.devices())
+        compile_for(replace(config, num_images=n), find_slice("v5e-4"), jax.devices())
         for n in (1, 4)
     )
     assert four["flops"] == pytest.approx(4 * one["flops"])
@@ -424,7 +428,7 @@ def test_measure_counts_what_a_program_does():
 
     square = jax.ShapeDtypeStruct((NUM_DEVICES, 64, 64), jnp.float32)
     unused = jax.ShapeDtypeStruct((NUM_DEVICES, 1000), jnp.float32)
-    result = measure(jax.pmap(multiply, donate_argnums=0), (square, square, unused))
+    result = program_costs(jax.pmap(multiply, donate_argnums=0), (square, square, unused))
     assert result["padding"] == 0  # a CPU has none
     assert result["outputs"] < 64  # the sum takes its argument's place
 
@@ -435,7 +439,7 @@ def test_padding_is_that_of_tiles(libtpu_environment):
     devices = slice_devices(find_slice("v5e-4"))
     narrow = jax.ShapeDtypeStruct((4, 8, 100), jnp.float32)
     unused = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
-    result = measure(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused))
+    result = program_costs(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused))
     assert result["padding"] == 4 * 8 * (128 - 100)
 
 
@@ -445,7 +449,9 @@ def test_nothing_is_kept_in_the_cache(libtpu_environment, programs, tmp_path):
     devices = slice_devices(find_slice("v5e-4"))
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
-        measure(jax.pmap(lambda x: x - 2, devices=devices), (jax.ShapeDtypeStruct((4,), "int32"),))
+        program_costs(
+            jax.pmap(lambda x: x - 2, devices=devices), (jax.ShapeDtypeStruct((4,), "int32"),)
+        )
     finally:
         jax.config.update("jax_compilation_cache_dir", programs)
     assert not list(tmp_path.iterdir())
@@ -672,7 +678,7 @@ def test_a_compiled_cache_has_the_traffic_of_its_steps(model, libtpu_environment
     tpu, reports = find_slice("v5e-1"), []
     for accelerate in ((), specs):
         config = accelerated(model, *accelerate, num_inference_steps=20)
-        reports.append(tpu_compile.compile_for(config, tpu, slice_devices(tpu)))
+        reports.append(compile_for(config, tpu, slice_devices(tpu)))
     plain, fast = reports
     assert (plain["unet_evaluations"], fast["unet_evaluations"]) == (60, 13)
     assert fast["flops"] < 0.5 * plain["flops"]
@@ -688,7 +694,7 @@ def test_text_keys_and_values_are_computed_once_per_image(tmp_path, libtpu_envir
     job = image_job(config, slice_devices(find_slice("v5e-1")))
     with no_compilation_cache():
         text = job.step.lower(*job.args).compile().as_text()
-    computations, entry = parse(text)
+    computations, entry = parse_program(text)
     loops = {"to_q": 0, "to_k": 0, "to_v": 0}
     once = dict(loops)
     for name, instructions in computations.items():
@@ -704,7 +710,7 @@ def test_text_keys_and_values_are_computed_once_per_image(tmp_path, libtpu_envir
 def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
     devices = slice_devices(find_slice("v5e-4"))
     large = jax.ShapeDtypeStruct((4, 16384, 4096), jnp.float32)  # twice the VMEM
-    result = measure(jax.pmap(lambda x: x + 1, devices=devices), (large,))
+    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (large,))
     assert result["hbm_bytes"] == result["bytes_accessed"] == 2 * 16384 * 4096 * 4
     # 16 results of 4 MiB stay on the chip: arguments and the last result travel, one of them twice.
     small = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
@@ -714,7 +720,7 @@ def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
             x = jnp.tanh(x @ w)
         return x
 
-    result = measure(jax.pmap(chain, devices=devices), (small, small))
+    result = program_costs(jax.pmap(chain, devices=devices), (small, small))
     size = 1024 * 1024 * 4
     assert 3 * size <= result["hbm_bytes"] <= 4 * size < result["bytes_accessed"] / 8
 
@@ -730,9 +736,9 @@ def test_what_kernels_access_is_added(libtpu_environment):
     kernel = pl.pallas_call(add, matrix)
     devices = slice_devices(find_slice("v5e-4"))
     program = jax.pmap(lambda x, y: 2 * kernel(x, y), devices=devices)
-    args = replicated((matrix, matrix), 4)
+    args = replicated_shapes((matrix, matrix), 4)
     by_compiler = program.lower(*args).compile().cost_analysis()["bytes accessed"]
-    added = measure(program, args)["bytes_accessed"] - by_compiler
+    added = program_costs(program, args)["bytes_accessed"] - by_compiler
     assert added == 3 * 1024 * 1024 * 4 > by_compiler, by_compiler  # which has the multiplication
 
 
@@ -763,7 +769,7 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
     step = jax.pmap(step, axis_name="batch", devices=devices, donate_argnums=0)
     size = 4 * 20 * 2560**2  # of the whole parameters in float32
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        result = measure(step, (state, x))
+        result = program_costs(step, (state, x))
     print({name: figure / size for name, figure in result.items()})
     assert result["hbm_bytes"] < 9 * size
 
@@ -795,11 +801,11 @@ def test_a_report_of_other_flags_is_not_replaced(tmp_path, monkeypatch):
 def test_too_large_for_the_chip(libtpu_environment):
     devices = slice_devices(find_slice("v5e-4"))
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
-    result = measure(jax.pmap(lambda x: x + 1, devices=devices), (square,))
+    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (square,))
     assert 18.6 < result["needs"] / 2**30 < 19
     job = tpu_compile.Job(step=None, args=(), held={}, batch_per_chip=1)
     config = Train(tpu="v5e-4")
-    report = tpu_compile.describe(config, find_slice("v5e-4"), job, result, None, None)
+    report = tpu_compile.make_report(config, find_slice("v5e-4"), job, result, None, None)
     assert tpu_compile.verdict(report) == (
         f"does not fit: 1 per chip need {result['needs'] / 2**30:.2f} of 15.75 GiB"
     )

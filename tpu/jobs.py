@@ -35,7 +35,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.schedulers.factory import choose_scheduler
-from tpu.programs import param_shapes, replicated
+from tpu.programs import param_shapes, replicated_shapes
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
 DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
@@ -159,7 +159,7 @@ def unet_job(config, devices):
     def loss(params, *inputs):
         return jnp.square(predict(params, *inputs).astype(jnp.float32)).mean()
 
-    params = replicated(param_shapes(unet, jnp.float32 if config.gradient else dtype), n)
+    params = replicated_shapes(param_shapes(unet, jnp.float32 if config.gradient else dtype), n)
     function = jax.value_and_grad(loss) if config.gradient else predict
     return Job(
         step=jax.pmap(function, axis_name="batch", devices=devices),
@@ -226,7 +226,7 @@ def tiny_vae_module(source, vae, dtype):
     return module
 
 
-def pipeline_params(pipeline):
+def pipeline_shapes(pipeline):
     """Shapes of a pipeline's parameters, as parameters.cast_params leaves them."""
     params = {
         name: param_shapes(module, pipeline.dtype)
@@ -257,7 +257,7 @@ def image_job(config, devices):
     """
     n, B, num_steps = len(devices), config.num_images, config.num_inference_steps
     pipeline = open_pipeline(config)
-    params = replicated(pipeline_params(pipeline), n)
+    params = replicated_shapes(pipeline_shapes(pipeline), n)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
     length = pipeline.text_encoder.module.max_position_embeddings
     encoders = (2,) * (pipeline.text_axes - 1)

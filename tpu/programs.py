@@ -1,13 +1,7 @@
 """Types of TPU; memory, traffic and least time of programs that are compiled for them.
 
-    tpu = find_slice("v5e-16")
-    costs = measure(jax.pmap(f, devices=slice_devices(tpu)), args)
-
-The compiler's own "bytes accessed" counts every operand and result, also values in the chip's
-VMEM; a prefetched value counts three times (read, written to VMEM, read there). hbm_bytes counts
-only traffic of the chip's memory (HBM), from the program's text: a layout with S(1) is in VMEM, one
-without S in HBM. kernel_bytes adds what Pallas kernels access,
-which the compiler does not count. interconnect_bytes counts what the chips send to each other.
+tpu = find_slice("v5e-16")
+costs = program_costs(jax.pmap(f, devices=slice_devices(tpu)), args)
 """
 
 import importlib.util
@@ -15,7 +9,6 @@ import math
 import os
 import re
 import time
-from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -23,6 +16,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from diffusers_flax.messages import one_line
 from diffusers_flax.programs import no_compilation_cache
+from tpu.program_text import expected_cycles, hbm_bytes, interconnect_bytes, kernel_bytes
 
 GIB = 2**30
 
@@ -128,7 +122,7 @@ def param_shapes(module, dtype):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
 
 
-def replicated(tree, num_devices):
+def replicated_shapes(tree, num_devices):
     """Shapes of arrays that pmap takes: (num_devices, ...)."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), tree)
 
@@ -138,7 +132,7 @@ def num_bytes(tree):
     return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def measure(program, args, switches=(), compiler_options=None):
+def program_costs(program, args, switches=(), compiler_options=None):
     """Compile a program and measure its memory and traffic on each chip.
 
     Args:
@@ -257,289 +251,3 @@ def print_report(report):
             f"{report['images_per_second_per_chip']:.1f} {unit}/s per chip, "
             f"{report['images_per_second']:.0f} on the slice"
         )
-
-
-# The text of a compiled program
-
-# bf16[8,1024]{1,0:T(8,128)S(1)}; the name has the number of bits, except pred, which is a byte.
-SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
-INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
-NAME = re.compile(r"%([\w.\-]+)")
-COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-# Computations that an instruction calls; those of fusions are not listed.
-CALLED = re.compile(r"(?:body|true_computation|false_computation)=%([\w.\-]+)")
-TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-CONDITION = re.compile(r"condition=%([\w.\-]+)")
-BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# Operations without traffic of their own.
-NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
-NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
-SLICES = {"slice", "dynamic-slice"}
-FUSED = re.compile(r"calls=%([\w.\-]+)")
-CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-
-
-def array_bytes(dtype, shape):
-    """Size of an array: "bf16", "8,1024" -> 16384; s4 takes half a byte."""
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-    return -(-bits * math.prod(int(size) for size in shape.split(",") if size) // 8)
-
-
-def in_hbm(kind):
-    """[bytes] of the arrays in a type's text; 0 for arrays in another memory."""
-    return [
-        0 if "S(" in layout else array_bytes(dtype, shape)
-        for dtype, shape, layout in SHAPE.findall(kind)
-    ]
-
-
-def all_bytes(kind):
-    """Bytes of all arrays in a type's text, in HBM and VMEM."""
-    return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind))
-
-
-def operands_of(rest):
-    """The names of an instruction's operands, from the text after its opening parenthesis."""
-    return NAME.findall(rest.split(")")[0])
-
-
-def parse(text):
-    """({computation: [(name, type, operation, rest of the line)]}, name of the entry)."""
-    computations, current, entry = {}, None, None
-    for line in text.splitlines():
-        if found := COMPUTATION.match(line):
-            current = computations.setdefault(found[2], [])
-            entry = found[2] if found[1] else entry
-        elif current is not None and (found := INSTRUCTION.match(line)):
-            current.append(found.groups())
-    return computations, entry
-
-
-def num_trips(loop, condition):
-    """Number of iterations of a loop: the compiler's, or from a condition "counter < constant".
-
-    Args:
-        loop: the rest of its line.
-        condition: the instructions of its condition.
-
-    Returns:
-        int; 1 if unknown.
-    """
-    if noted := TRIP_COUNT.search(loop):
-        return int(noted[1])
-    constants = {
-        name: int(rest.split(")")[0])
-        for name, kind, operation, rest in condition
-        if operation == "constant" and kind.startswith(("s32[]", "u32[]"))
-    }
-    _, _, operation, rest = condition[-1]
-    limit = operands_of(rest)[-1:]
-    if operation == "compare" and "direction=LT" in rest and limit and limit[0] in constants:
-        return constants[limit[0]]
-    return 1
-
-
-def slices_of(computation):
-    """Bytes that a fusion reads of parameters that it only slices.
-
-    Args:
-        computation: its instructions.
-
-    Returns:
-        {index of the parameter: bytes}; without parameters that are passed to another fusion.
-    """
-    indices, read = {}, {}  # of each name of a parameter; of each index
-    for name, kind, operation, rest in computation:
-        operands = operands_of(rest)
-        if operation == "parameter":
-            indices[name] = index = int(rest.split(")")[0])
-            read[index] = 0
-        elif operation == "bitcast" and operands[0] in indices:
-            indices[name] = indices[operands[0]]
-        else:
-            size = all_bytes(kind) if operation in SLICES else math.inf
-            for index in {indices[operand] for operand in operands if operand in indices}:
-                read[index] += size
-    return {index: size for index, size in read.items() if size < math.inf}
-
-
-def sum_over_run(text, cost, switches=()):
-    """Sum a cost over the computations of a program, each as often as one run executes it.
-
-    All branches of a condition count, except for those of `switches`.
-
-    Args:
-        text: compiled.as_text() of a program compiled for a TPU.
-        cost: (instructions of a computation, all computations as of parse) -> number.
-        switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
-            branch runs in.
-
-    Returns:
-        int.
-
-    Raises:
-        ValueError: the program has another number of switches.
-    """
-    computations, entry = parse(text)
-    shares = list(switches)
-
-    @cache
-    def cost_of(computation, in_switch=False):
-        total = cost(computations[computation], computations)
-        for _, _, operation, rest in computations[computation]:
-            trips = 1
-            if operation == "while":
-                trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
-            called = CALLED.findall(rest)
-            for branches in BRANCHES.findall(rest):
-                called += NAME.findall(branches)
-            if operation == "call":
-                called += re.findall(r"to_apply=%([\w.\-]+)", rest)
-            is_switch = operation == "conditional" and not in_switch
-            weights = shares.pop(0) if is_switch and shares else [trips] * len(called)
-            for branch, weight in zip(called, weights, strict=True):
-                total += weight * cost_of(branch, in_switch or is_switch)
-        return total
-
-    total = round(cost_of(entry))
-    if shares:
-        raise ValueError(f"{len(shares)} of {len(switches)} switches are not in the program")
-    return total
-
-
-def hbm_bytes(text, switches=()):
-    """Bytes read from and written to the chip's memory, by one run of a program.
-
-    Each operand and result counts once, a sliced operand by its slices. This is too little if a
-    kernel reads an operand several times, and too much if a part of an array is replaced in place,
-    as the whole array counts as read and written.
-
-    Args and errors: those of sum_over_run.
-
-    Returns:
-        int.
-    """
-    return sum_over_run(text, moved_by, switches)
-
-
-def moved_by(instructions, computations):
-    """Bytes that the instructions of a computation move to and from HBM."""
-    total, sizes = 0, {}  # bytes in HBM of each value
-    for name, kind, operation, rest in instructions:
-        written = sizes[name] = sum(in_hbm(kind))
-        if operation in NO_TRAFFIC or operation.endswith("-done"):
-            continue
-        reads = [sizes.get(operand, 0) for operand in operands_of(rest)]
-        if operation in SLICES:
-            reads = [min(size, all_bytes(kind)) for size in reads]
-        elif fused := FUSED.search(rest):
-            for index, size in slices_of(computations[fused[1]]).items():
-                reads[index] = min(reads[index], size)
-        read = sum(reads)
-        if operation in ("copy-start", "slice-start"):
-            # Its type is (target, source, flag), or ((source), target, flag).
-            dtype, shape, layout = SHAPE.findall(kind)[operation == "slice-start"]
-            size = array_bytes(dtype, shape)
-            written = 0 if "S(" in layout else size
-            read = size if read else 0
-        elif operation.endswith("-start"):
-            written = max(0, written - read)  # its type includes the operands
-        total += read + written
-    return total
-
-
-def expected_cycles(text, switches=()):
-    """Cycles that the compiler expects of a program's operations, without kernels (Pallas).
-
-    Args and errors: those of sum_over_run.
-
-    Returns:
-        int.
-    """
-
-    def cost(instructions, computations):
-        return sum(int(x) for *_, rest in instructions for x in CYCLES.findall(rest))
-
-    return sum_over_run(text, cost, switches)
-
-
-COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce)(-start)?")
-# replica_groups={{0,1,2,3}}, =[1,4]<=[4] or =mesh['batch'=4] {'batch'}
-LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-TILED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
-
-
-def group_size(rest):
-    """Number of chips in a group of a collective, from the rest of its line."""
-    if listed := LISTED_GROUP.search(rest):
-        return len(listed[1].split(","))
-    if tiled := TILED_GROUPS.search(rest):
-        return int(tiled[1])
-    axes, used = MESH_GROUPS.search(rest).groups()
-    sizes = dict(re.findall(r"'([^']*)'=(\d+)", axes))
-    return math.prod(int(sizes[name]) for name in re.findall(r"'([^']*)'", used))
-
-
-def interconnect_bytes(text):
-    """Bytes that a chip sends to other chips in one run of a program.
-
-    A ring of n chips sends (n - 1) / n of the gathered array per chip for an all-gather or a
-    reduce-scatter, and twice as much for an all-reduce. A fusion of an all-reduce and a slice is a
-    reduce-scatter (its emitter is called AllReduceScatterFusion).
-
-    Args:
-        text: compiled.as_text() of a program compiled for a TPU.
-
-    Returns:
-        int.
-    """
-    computations, entry = parse(text)
-
-    @cache
-    def sent_by(computation, sum_factor=2):
-        total = 0
-        for name, kind, operation, rest in computations[computation]:
-            if found := COLLECTIVE.fullmatch(operation):
-                sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind)]
-                if found[2] and len(sizes) > 1:
-                    sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
-                n = group_size(rest)
-                factors = {"all-gather": 1 / n, "reduce-scatter": 1.0, "all-reduce": sum_factor / n}
-                total += sum(sizes) * (n - 1) * factors[found[1]]
-            if "AllReduceScatterFusion" in rest and operation == "fusion":
-                total += sum(sent_by(called, sum_factor=1) for called in FUSED.findall(rest))
-            trips = 1
-            if operation == "while":
-                trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
-            called = CALLED.findall(rest)
-            # The text repeats a collective in its end and in the fusions that overlap with it.
-            if name.startswith("async-collective-start"):
-                called += FUSED.findall(rest)
-            if operation == "call":
-                called += re.findall(r"to_apply=%([\w.\-]+)", rest)
-            for branches in BRANCHES.findall(rest):
-                called += NAME.findall(branches)
-            total += trips * sum(map(sent_by, called))
-        return total
-
-    return round(sent_by(entry))
-
-
-def kernel_bytes(text):
-    """Bytes that a program's kernels (Pallas) access; the compiler does not count them.
-
-    Args:
-        text: compiled.as_text() of a program compiled for a TPU.
-
-    Returns:
-        int; operands and results count once each, in HBM or VMEM, and a loop's body once, as in the
-        compiler's count.
-    """
-    total = 0
-    for computation in parse(text)[0].values():
-        sizes = {name: all_bytes(kind) for name, kind, _, _ in computation}
-        for name, _, operation, rest in computation:
-            if operation == "custom-call" and 'custom_call_target="tpu_custom_call"' in rest:
-                total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands_of(rest))
-    return total

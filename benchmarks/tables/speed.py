@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.gpu import PLANS
+from benchmarks.gpu.plan import PLANS
 from benchmarks.rows import markdown_table, psnr_cell
 from benchmarks.tables.cells import (
     median_ratio,
@@ -105,7 +105,7 @@ def profile_table() -> str:
 
 
 def gpu_plan_table() -> str:
-    """The plan of benchmarks/gpu.py."""
+    """The plan of benchmarks.gpu."""
     lines = [
         [f"`{name}`", *(f"{x:.0f} s" if x else "" for x in plan)] for name, plan in PLANS.items()
     ]
@@ -113,7 +113,7 @@ def gpu_plan_table() -> str:
 
 
 def gpu_lines(case: str, row: dict) -> list[list[str]]:
-    """The lines of a row of benchmarks/gpu.py: ours, and the accelerated image."""
+    """The lines of a row of benchmarks.gpu: ours, and the accelerated image."""
     lines = []
     for name in [x for x in row["seconds"] if x.startswith("ours")]:
         middle = statistics.median(row["seconds"][name])
@@ -136,7 +136,7 @@ def agreement_line(case: str, psnr: dict) -> str:
 
 
 def gpu_table() -> str:
-    """benchmarks/gpu.py's rows: ours, PyTorch's and the accelerated image, in turn."""
+    """benchmarks.gpu's rows: ours, PyTorch's and the accelerated image, in turn."""
     lines, agreement = [], []
     for case, row in results("gpu").items():
         if "summary" in row:

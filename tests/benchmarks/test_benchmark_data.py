@@ -22,7 +22,7 @@ from benchmarks.data import (
     hugging_face,
     link_shards,
     make_shards,
-    measure,
+    measure_stream,
     ours,
     read_pairs,
     summarize,
@@ -143,14 +143,14 @@ def test_measure_counts_whole_row_groups(monkeypatch):
 
     monkeypatch.setattr(data_benchmark.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(data_benchmark, "cpu_seconds", lambda: 2 * now[0])
-    figures = measure(batches(), rows_at_once=40, seconds=3)
+    figures = measure_stream(batches(), rows_at_once=40, seconds=3)
     # 3 batches hold 40 pairs and last 3 s.
     assert figures["pairs"] == 48
     assert figures["seconds"] == 3
     assert figures["pairs_per_second"] == 16
     assert figures["pairs_per_cpu_second"] == 8
     # 4 s need a second row group: 5 batches hold 80 pairs.
-    assert measure(batches(), rows_at_once=40, seconds=4)["pairs"] == 80
+    assert measure_stream(batches(), rows_at_once=40, seconds=4)["pairs"] == 80
 
 
 def test_summarize():

@@ -1,4 +1,4 @@
-"""benchmarks/ema.py: the trainer's loop, the demo's measures, summaries."""
+"""benchmarks/ema: the trainer's loop, the demo's measures, summaries."""
 
 import json
 import os
@@ -14,20 +14,18 @@ from helpers import ROOT
 from PIL import Image
 
 import flax_train_instruct_pix2pix as trainer
-from benchmarks import ema
-from benchmarks.ema import (
-    COST_PLANS,
-    make_demo,
+from benchmarks.ema import __main__ as ema
+from benchmarks.ema.cost import COST_PLANS
+from benchmarks.ema.quality import (
+    edit_and_measure,
     make_loss,
-    make_programs,
     read_held_out,
     rebuild,
     study_plans,
-    summarize_cost,
-    summarize_quality,
-    train,
-    trainer_config,
+    train_with_averages,
 )
+from benchmarks.ema.report import draw, summarize_cost, summarize_quality
+from benchmarks.ema.runs import make_demo, make_programs, trainer_config
 from demo.photographs import EDITS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training.ema import SIGMA_RELS, ema_plan, power_decay, sigma_rel_to_gamma
@@ -77,7 +75,7 @@ def studied(config, loaded):
     programs = make_programs(config, models, params)
     plan = ema_plan("late", NUM_STEPS, fraction=0.5, decay=0.5)
     plans = study_plans(NUM_STEPS) | {"late 50%": plan}
-    return train(config, programs, plans, pipeline, frozen, params)
+    return train_with_averages(config, programs, plans, pipeline, frozen, params)
 
 
 def assert_alike(a, b, **tolerances):
@@ -176,7 +174,7 @@ def test_edits_are_measured_as_the_demo_does(demo, loaded):
             ).read_text().replace('"\n    "', "")
             return type("Result", (), {"images": held_out[2] / np.float32(255)})
 
-    summary = ema.edit(Perfect(), {}, held_out, demo)
+    summary = edit_and_measure(Perfect(), {}, held_out, demo)
     assert summary["edit_error_ratio"] == 0
     assert summary["instruction_accuracy"] == 1
     assert summary["num_edits"] == len(held_out[0])
@@ -210,7 +208,7 @@ def test_the_plot_shows_every_ratio():
     numbers = {name: {"edit_error_ratio": x, "loss": x} for name, x in losses.items()}
     runs = [{"variants": {name: x | {"instruction_accuracy": 1.0} for name, x in numbers.items()}}]
     study = {"summary": summarize_quality(runs), "runs": runs}
-    for axes in ema.draw({"constant": study}, [0.05]).axes:
+    for axes in draw({"constant": study}, [0.05]).axes:
         ratios = [y for line in axes.lines for y in line.get_ydata()]
         least, largest = axes.get_ylim()
         assert ratios and least < min(ratios) and max(ratios) < largest

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: the plan and its limit, random arguments, tiny runs."""
+"""benchmarks/gpu: the plan and its limit, random arguments, tiny runs."""
 
 import json
 import os
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu import process_seconds
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import ours, plan
 
 
 @pytest.fixture(autouse=True)
 def as_run(monkeypatch):
     """The limit counts from the start of the test; optax promotes dtypes, in all threads."""
     started = time.monotonic()
-    monkeypatch.setattr(gpu, "process_seconds", lambda: time.monotonic() - started)
+    monkeypatch.setattr(plan, "process_seconds", lambda: time.monotonic() - started)
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     yield
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -27,21 +27,21 @@ def as_run(monkeypatch):
 def test_the_process_has_run_since_its_start():
     """As ps says, whose digits are seconds."""
     age = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True)
-    assert process_seconds() == pytest.approx(int(age.stdout), abs=2)
+    assert plan.process_seconds() == pytest.approx(int(age.stdout), abs=2)
 
 
 def test_the_plan_fits_and_a_row_beyond_the_limit_is_left_out(monkeypatch, capsys):
-    assert gpu.planned_rows(gpu.Config()) == list(gpu.PLANS)
-    monkeypatch.setattr(gpu, "START_SECONDS", 10)
+    assert plan.planned_rows(plan.Config()) == list(plan.PLANS)
+    monkeypatch.setattr(plan, "START_SECONDS", 10)
     monkeypatch.setattr(
-        gpu, "PLANS", {"forward": gpu.Plan(60, 20, 5), "images": gpu.Plan(90, 50, 7)}
+        plan, "PLANS", {"forward": plan.Plan(60, 20, 5), "images": plan.Plan(90, 50, 7)}
     )
     rows = ("forward", "images")
     capsys.readouterr()
     # 10 s, then 20 + 50 s of PyTorch, 90 s of ours beside them, and 5 + 7 s of measurements.
-    assert gpu.planned_rows(gpu.Config(rows=rows, limit=112)) == ["forward", "images"]
+    assert plan.planned_rows(plan.Config(rows=rows, limit=112)) == ["forward", "images"]
     assert "112 s so far" in capsys.readouterr().out
-    assert gpu.planned_rows(gpu.Config(rows=rows, limit=111)) == ["forward"]
+    assert plan.planned_rows(plan.Config(rows=rows, limit=111)) == ["forward"]
     assert "images is left out: the run would take about 112 s" in capsys.readouterr().out
 
 
@@ -60,7 +60,7 @@ def test_random_arguments():
         "pixels": struct((1, 2, 16, 16, 3), jnp.uint8),
         "keys": keys,
     }
-    arrays = gpu.random_arrays(shapes)
+    arrays = ours.random_arrays(shapes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), arrays) == jax.tree.map(
         lambda x: (x.shape, x.dtype), shapes
     )
@@ -92,7 +92,7 @@ def test_all_rows(tmp_path, capsys, pytorch):
         assert row["summary"]["ours"]["first_seconds"] > row["compile_seconds"]["ours"] > 0
         assert ("torch eager" in row["summary"]) == bool(pytorch)
     images = results["cpu tiny_xl_64 images, 10 steps 1"]["summary"]
-    assert images.keys() - {"torch eager"} == {"ours", gpu.ACCELERATED}
+    assert images.keys() - {"torch eager"} == {"ours", ours.ACCELERATED}
     assert "left out" not in capsys.readouterr().out
 
 
@@ -122,7 +122,7 @@ def test_rows_that_would_exceed_the_limit_are_left_out(tmp_path, capsys, monkeyp
         now[0] = 1000.0
         return write_rows(rows, *args)
 
-    monkeypatch.setattr(gpu, "process_seconds", lambda: now[0])
+    monkeypatch.setattr(plan, "process_seconds", lambda: now[0])
     monkeypatch.setattr(gpu, "write_rows", write)
     output = tmp_path / "gpu.json"
     flags = ["--size", "tiny", "--pytorch", "--rounds", "1", "--seconds", "0"]

@@ -9,7 +9,8 @@ import jax
 import pytest
 from helpers import ROOT
 
-from benchmarks import data, ema, full_size, images, train, unet
+from benchmarks import data, full_size, images, train, unet
+from benchmarks.ema import __main__ as ema
 from benchmarks.harness import in_new_process, in_turn, summarize
 from benchmarks.rows import read_rows, rows_of, write_rows
 

@@ -85,7 +85,7 @@ def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
     train = tpu_compile.Train(
         tpu="v5e", **flags, pretrained_vae_model_name_or_path=str(tmp_path / "vae")
     )
-    assert tpu_compile.training_models(train)[0].scheduler == models.scheduler
+    assert tpu_compile.training_model_shapes(train)[0].scheduler == models.scheduler
 
 
 def test_a_given_unet_replaces_the_models(tmp_path):

@@ -1,4 +1,4 @@
-"""PyTorch's contenders of benchmarks/gpu.py, with random weights that are made on the GPU.
+"""PyTorch's contenders of benchmarks.gpu, with random weights that are made on the GPU.
 
 Every function returns {name: (prepare, run)}, see harness.time_in_this_process, for the given names
 of "eager" and "compiled".
@@ -17,12 +17,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from benchmarks.harness import PROMPT, SCALES, synchronize
 from benchmarks.random_models import TOKENIZER
@@ -54,7 +49,7 @@ def torch_unet(names, case, batch_size, with_gradient, device):
 
 
 def torch_train(names, configs, size, device):
-    """An optimizer step; size: see gpu.SIZES."""
+    """An optimizer step; size: see plan.SIZES."""
     unet = torch_module(UNet2DConditionModel, configs["unet"], device, torch.float32)
     vae = torch_module(AutoencoderKL, configs["vae"], device, torch.bfloat16)
     text_encoder = torch_module(CLIPTextModel, configs["text_encoder"], device, torch.bfloat16)

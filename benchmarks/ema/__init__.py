@@ -1,0 +1,1 @@
+"""Cost and benefit of averages of the weights: python -m benchmarks.ema."""

@@ -1,0 +1,1 @@
+"""What matters on one NVIDIA GPU: python -m benchmarks.gpu."""

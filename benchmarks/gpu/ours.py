@@ -1,0 +1,161 @@
+"""Our programs, from config files only, and how far their edits are from a CPU's."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tpu_compile
+from benchmarks.gpu.plan import SIZES
+from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.factory import make_scheduler
+from tpu.jobs import Edit, Sdxl, Unet, open_pipeline
+
+ACCELERATE = ("deepcache:interval=2", "guidance:stop=0.5")
+ACCELERATED = f"ours, {' '.join(ACCELERATE)}"
+AGREEMENT_STEPS = 4
+
+
+def our_flags(config, sources):
+    """{row: {contender: flags}} of our programs.
+
+    Args:
+        config: Config.
+        sources: directories of the pipelines' configs, {"sd15", "sdxl"}; "": the published ones.
+    """
+    size = SIZES[config.size]
+    sd15 = {"tpu": "", "pretrained_model_name_or_path": sources["sd15"]}
+    steps = {"num_inference_steps": size.num_inference_steps}
+    unet = Unet(
+        **sd15,
+        in_channels=8,
+        batch_size=size.batch_size,
+        resolution=size.resolution,
+        gradient=False,
+    )
+    train = tpu_compile.Train(
+        **sd15,
+        train_batch_size=size.pairs,
+        resolution=size.train_resolution,
+        mixed_precision="bf16",
+        train_data_dir="",
+        ema="full",
+    )
+    images = Sdxl(
+        tpu="",
+        pretrained_model_name_or_path=sources["sdxl"],
+        image_size=size.image_size,
+        **steps,
+    )
+    return {
+        "forward": {"ours": unet},
+        "gradient": {"ours": replace(unet, gradient=True)},
+        "train": {"ours": train},
+        "images": {"ours": images, ACCELERATED: replace(images, accelerate=ACCELERATE)},
+        "edit": {"ours": Edit(**sd15, resolution=size.resolution, **steps)},
+    }
+
+
+def compile_ours(flags):
+    """Compile a program for the first device: (Job, program, update of the average or None)."""
+    job = tpu_compile.SUBCOMMANDS[type(flags)](flags, jax.devices()[:1])
+    program = job.step.lower(*job.args).compile()
+    update = job.update.lower(*job.update_args).compile() if job.update else None
+    return job, program, update
+
+
+def scheduler_state(flags, configs):
+    """The state of the scheduler that a program takes."""
+    if isinstance(flags, tpu_compile.Train):
+        return FlaxDDPMScheduler.from_config(configs["sd15"]["scheduler"]).create_state()
+    return open_pipeline(flags).scheduler.create_state()
+
+
+def random_arrays(shapes):
+    """Arrays on the first device: zeros for counters and moments, ones for scales of norms.
+
+    Kernels are 0.02 times normal: parts of one random array, as many arrays of billions take long.
+
+    Args:
+        shapes: ShapeDtypeStructs of (1, ...).
+    """
+    sharding = jax.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("batch",)), jax.P("batch"))
+    rng = np.random.default_rng(0)
+    sizes = [x.size for x in jax.tree.leaves(shapes) if jnp.issubdtype(x.dtype, jnp.floating)]
+    normal = rng.standard_normal(max(sizes), np.float32) * np.float32(0.02)
+    normals = {}
+
+    def make(path, shape):
+        name, dtype = jax.tree_util.keystr(path, simple=True, separator="/"), shape.dtype
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), shape.shape)
+        if "opt_state" in name or name.endswith(("step", "bias")):
+            return np.zeros(shape.shape, dtype)
+        if name.endswith("/scale"):
+            return np.ones(shape.shape, dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return rng.integers(0, 256, shape.shape).astype(dtype)  # pixels, tokens, timesteps
+        if dtype not in normals:
+            normals[dtype] = normal.astype(dtype)
+        return normals[dtype][: shape.size].reshape(shape.shape)
+
+    def place(path, shape):
+        return jax.device_put(make(path, shape), sharding)
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def our_run(flags, compiled, configs):
+    """A function that runs a compiled program on random arrays.
+
+    Args:
+        flags: of the program.
+        compiled: what compile_ours returned.
+        configs: {family: {part: config}}.
+    """
+    job, program, update = compiled
+    args = list(random_arrays(job.args))
+    if not isinstance(flags, Unet):
+        state = scheduler_state(flags, configs)
+        args[1]["scheduler"] = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+    if update is None:
+        return lambda: jax.block_until_ready(program(*args))
+    held = {"state": args[0], "average": random_arrays(job.update_args[0])}
+    decay = jnp.full((1,), flags.ema_decay or 0.9999, jnp.float32)
+
+    def run():
+        held["state"], metrics = program(held["state"], *args[1:])
+        held["average"] = update(held["average"], held["state"].params, decay)
+        jax.block_until_ready((metrics, held))
+
+    return run
+
+
+def tiny_edit(folder, dtype, platform=None):
+    """A tiny pipeline's edit: float32 (1, 64, 64, 3).
+
+    Args:
+        folder: of the pipeline.
+        dtype: "float32", with the highest precision of matmuls, or "bfloat16".
+        platform: "cpu" in a new process; None: the process's default device.
+    """
+    if platform:
+        jax.config.update("jax_platforms", platform)
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folder, dtype=jnp.dtype(dtype), scheduler=make_scheduler("ddim", {})[0]
+    )
+    params = jax.device_put(params, jax.devices()[0])
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    ids, pixels = pipeline.prepare_inputs(PROMPT, image)
+    with jax.default_matmul_precision("highest"):
+        out = pipeline(ids, pixels, params, jax.random.key(0), AGREEMENT_STEPS, **SCALES)
+        return np.asarray(out.images, np.float32)
+
+
+def measure_agreement(folder):
+    """{dtype: PSNR of this device's edit to the CPU's in float32, dB; None: equal}."""
+    expected = in_new_process(tiny_edit, folder, "float32", "cpu")
+    return {x: psnr_db(tiny_edit(folder, x), expected) for x in ("float32", "bfloat16")}
