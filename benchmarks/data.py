@@ -47,6 +47,7 @@ from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_be
 from dataloading.decoding import decode_pair
 from dataloading.pairs import SCHEMA
 from dataloading.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
+from demo.photographs import load_photographs
 from parquet_processing import ParquetImagePairs
 
 try:
@@ -113,19 +114,6 @@ class Config:
 # ---------------------------------------------------------------------------- shards
 
 
-def load_photographs() -> list[Image.Image]:
-    """PHOTOGRAPHS, RGB."""
-    import skimage
-    import sklearn
-
-    folders = {module.__name__: Path(module.__file__).parent for module in (skimage, sklearn)}
-    images = []
-    for file in PHOTOGRAPHS:
-        package, _, rest = file.partition("/")
-        images.append(Image.open(folders[package] / rest).convert("RGB"))
-    return images
-
-
 def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
     """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt."""
     rng = np.random.default_rng([seed, row])
@@ -152,7 +140,7 @@ def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
 
 def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -> None:
     """Write shards of real photographs to a new directory, which appears when it is complete."""
-    photographs = load_photographs()
+    photographs = load_photographs(PHOTOGRAPHS)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     with (

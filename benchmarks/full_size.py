@@ -44,7 +44,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from benchmarks.data import load_photographs, make_shards
+from benchmarks.data import PHOTOGRAPHS, make_shards
 from benchmarks.harness import in_new_process
 from benchmarks.random_models import (
     END_OF_TEXT,
@@ -66,6 +66,7 @@ from benchmarks.rows import (
     run_benchmark,
     write_rows,
 )
+from demo.photographs import load_photographs
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule
 
 POLL_SECONDS = 0.05
@@ -88,7 +89,7 @@ def make_inputs(folder, family, quick):
     else:
         make_pipeline(folder / "base", quick)
     make_shards(folder / "data", num_shards=1, rows_per_shard=8, seed=0)
-    load_photographs()[0].save(folder / "image.png")
+    load_photographs(PHOTOGRAPHS[:1])[0].save(folder / "image.png")
 
 
 def peak_of(pid):

@@ -209,7 +209,7 @@ def image_batches(seed, batch_size, recolour):
     """
     rng = np.random.default_rng(seed)
     time_ids_rng = np.random.default_rng([seed, 1])
-    images, names = load_photographs(TRAINING)
+    images, names = load_photographs(TRAINING), list(TRAINING.values())
     while True:
         batch, captions, time_ids = [], [], []
         for _ in range(batch_size):

@@ -51,7 +51,7 @@ def jpeg(image):
 
 def write_shards(folder, rng, num_pairs, num_shards):
     """num_pairs random crops, each with a random edit, by their weights."""
-    photographs, names = load_photographs(TRAINING)
+    photographs, names = load_photographs(TRAINING), list(TRAINING.values())
     shares = np.array([edit.weight for edit in EDITS]) / sum(edit.weight for edit in EDITS)
     rows = []
     for _ in trange(num_pairs, desc="pairs", mininterval=2):
@@ -77,7 +77,7 @@ def write_held_out(folder, results, rng, crops_per_photograph):
     """Crops of the held-out photographs, every true edit, and the list of edits to be made."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for photograph, (file, subject) in zip(load_photographs(HELD_OUT)[0], HELD_OUT.items()):
+    for photograph, (file, subject) in zip(load_photographs(HELD_OUT), HELD_OUT.items()):
         for crop in range(crops_per_photograph):
             image = random_crop(rng, photograph, SIZE, smallest=0.4)
             name = f"{Path(file).stem}_{crop}"

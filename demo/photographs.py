@@ -83,7 +83,7 @@ EDITS = (
 
 
 def load_photographs(files):
-    """The photographs as RGB images, and their names. files: TRAINING or HELD_OUT."""
+    """RGB images of files such as those of TRAINING, which begin with the name of a package."""
     import matplotlib
     import skimage
     import sklearn
@@ -95,7 +95,7 @@ def load_photographs(files):
     for file in files:
         package, _, rest = file.partition("/")
         images.append(Image.open(packages[package] / rest).convert("RGB"))
-    return images, list(files.values())
+    return images
 
 
 def random_box(rng, image, size, smallest=0.0):

@@ -68,14 +68,14 @@ def output_dir(tmp_path_factory):
 @pytest.mark.slow
 def test_no_held_out_photograph_is_trained_on():
     assert not set(HELD_OUT) & set(TRAINING)
-    held_out, training = (load_photographs(files)[0] for files in (HELD_OUT, TRAINING))
+    held_out, training = (load_photographs(files) for files in (HELD_OUT, TRAINING))
     assert not {image.tobytes() for image in held_out} & {p.tobytes() for p in training}
 
 
 def test_edits_are_images_and_differ():
     rng = np.random.default_rng(0)
     assert len(EDITS) >= 6
-    for photograph in load_photographs(HELD_OUT)[0]:
+    for photograph in load_photographs(HELD_OUT):
         crop = random_crop(rng, photograph, 32, smallest=0.5)
         results = [crop, *(edit.apply(crop) for edit in EDITS)]
         for i, result in enumerate(results):
