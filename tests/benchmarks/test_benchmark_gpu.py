@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import ours, plan
+from benchmarks.gpu.plan import process_seconds
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def as_run(monkeypatch):
 def test_the_process_has_run_since_its_start():
     """As ps says, whose digits are seconds."""
     age = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True)
-    assert plan.process_seconds() == pytest.approx(int(age.stdout), abs=2)
+    assert process_seconds() == pytest.approx(int(age.stdout), abs=2)
 
 
 def test_the_plan_fits_and_a_row_beyond_the_limit_is_left_out(monkeypatch, capsys):
