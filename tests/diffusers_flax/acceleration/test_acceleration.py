@@ -132,6 +132,7 @@ def test_tgate_is_its_pytorch_package(models, model):
     assert_images_agree(found, plain, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_token_merging_is_its_pytorch_package(models, model):
     downsample = 1 if model == "sd" else 2
@@ -146,6 +147,7 @@ def test_token_merging_is_its_pytorch_package(models, model):
     assert_images_agree(found, plain, expected)
 
 
+@pytest.mark.slow
 def test_merging_equal_positions_loses_nothing():
     """Odd sizes and a random choice: copies of a position come back as they were."""
     size, rng = (5, 7), np.random.default_rng(0)

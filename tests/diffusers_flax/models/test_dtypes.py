@@ -135,7 +135,7 @@ def error(ours, expected):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow if "UNet" in x else ()) for x in MODELS]
+    "name", [pytest.param(x, marks=() if x == "CLIP text" else pytest.mark.slow) for x in MODELS]
 )
 def test_models(name):
     """Compute dtypes; the parameters are float32."""

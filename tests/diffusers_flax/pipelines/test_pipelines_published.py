@@ -78,6 +78,7 @@ def psnr(ours, theirs):
 # --- inpainting ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler", ["ddim", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pndm", "euler"))]
 )
