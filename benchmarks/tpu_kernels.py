@@ -8,7 +8,7 @@ waiting for data), and what the compiler expects of all other operations.
 
     python -m benchmarks.tpu_kernels convolution
 
-counts those of 3x3 convolutions: XLA's, models.kernels.shifted_matmuls, and in int8.
+counts those of 3x3 convolutions: XLA's, models.convolution.shifted_matmuls, and in int8.
 --gradients: with the backward pass.
 
 Rows go to benchmarks/results/tpu.json. Needs a CPU and `pip install "jax[tpu]"`; ten minutes each.
@@ -52,7 +52,7 @@ SMALL_BLOCKS = {
     "block_kv_dkv": 512,
     "block_kv_dkv_compute": 512,
 }
-VARIANTS = {  # changes to the BlockSizes of models.kernels.splash
+VARIANTS = {  # changes to the BlockSizes of models.attention.splash
     "ours": {},
     "head dimension last": HEAD_DIM_LAST,
     "blocks of 512": SMALL_BLOCKS,
