@@ -69,11 +69,10 @@ from training.sharding import (
     combine,
     gather,
     gather_by_block,
-    global_norm,
     replicate,
     shard_axes,
     state_shapes,
-    update_shards,
+    update_state,
 )
 
 # Errors of a process whose peer has died.
@@ -254,12 +253,7 @@ def train_step(
         total, _ = jax.lax.scan(add, zeros, parts)
         loss, grads = jax.tree.map(lambda x: x / num_micro_batches, total)
 
-    grad_norm = global_norm(grads, axes)
-    scale = jnp.minimum(1, max_grad_norm / grad_norm)
-    grads = jax.tree.map(lambda g: g * scale, grads)
-    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
-    state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-    return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
+    return update_state(tx, state, loss, grads, axes, max_grad_norm)
 
 
 def train_step_options(config: Config):

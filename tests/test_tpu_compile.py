@@ -54,14 +54,13 @@ from training.ema import start_average
 from training.models import cast_frozen, load_models
 from training.sharding import (
     gather,
-    global_norm,
     reduce_scatter_mean,
     replicate,
     shard_axes,
     shard_batch,
     start_state,
     state_shapes,
-    update_shards,
+    update_state,
 )
 
 NUM_DEVICES = 4  # conftest.py's
@@ -758,11 +757,8 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
                 y = y + jnp.tanh(y @ w)
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
-        grads = jax.grad(loss)(state.params)
-        scale = jnp.minimum(1, 1 / global_norm(grads, axes))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-        params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
-        return state.replace(params=params, opt_state=opt_state)
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return update_state(tx, state, value, grads, axes, max_grad_norm=1)[0]
 
     state = state_shapes(shapes, tx, axes, n)
     x = jax.ShapeDtypeStruct((n, 256, 2560), jnp.bfloat16)

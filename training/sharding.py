@@ -10,8 +10,7 @@ the compute dtype; the gradient of the gather is a reduce-scatter in float32:
     def loss_fn(shards):                                          # inside the pmapped step
         return loss(gather(shards, axes, dtype), batch)
     loss, grads = jax.value_and_grad(loss_fn)(state.params)       # shards of the mean, float32
-    grads = clip(grads, global_norm(grads, axes))
-    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
+    state, metrics = update_state(tx, state, loss, grads, axes, max_grad_norm)
 
 On one device each of these operations returns its argument. gather_by_block replaces gather for
 models that do not fit into a device's memory as a whole.
