@@ -1,4 +1,4 @@
-"""Compiled programs: calling a pipeline on one or all devices, and jax's compilation cache."""
+"""Compiled programs: checks and options of a pipeline's call, and jax's compilation cache."""
 
 import logging
 import math
@@ -32,22 +32,14 @@ def output_options(output_type):
     return {"return_latents": output_type == "latent"}
 
 
-def run(pipeline, jit, arrays, shared, options):
-    """Call pipeline._generate, compiled, on one device or on all devices.
+def check_arrays(pipeline, jit, arrays):
+    """Raise a ValueError unless prompt_ids and params have the axes that a call with `jit` takes.
 
     Args:
         pipeline: FlaxDiffusionPipeline.
-        jit: True: `arrays` have a leading axis of devices and run under pmap. False: the program
-            runs where params are.
-        arrays: {argument: tree of arrays, or None}, among them prompt_ids, params and prng_seed.
-        shared: {argument: number}, the same on all devices, not compiled in.
-        options: {argument: hashable}, compiled in.
-
-    Returns:
-        The result of _generate; with jit it has a leading axis of devices.
-
-    Raises:
-        ValueError: the number of axes of prompt_ids or params does not match jit.
+        jit: True: the arrays have a leading axis of devices. False: the program runs where params
+            are; warns if that is the CPU beside an accelerator.
+        arrays: {argument: tree of arrays, or None}, among them prompt_ids and params.
     """
     prompt_ids = arrays["prompt_ids"]
     for name in ("prompt_ids", "neg_prompt_ids"):
@@ -57,9 +49,6 @@ def run(pipeline, jit, arrays, shared, options):
                 "with prepare_inputs, for negative prompts with prepare_text_inputs"
             )
     pipeline._require_params(arrays["params"])
-    # The safety checker is not part of the program.
-    params = {name: tree for name, tree in arrays["params"].items() if name != "safety_checker"}
-    arrays = arrays | {"params": params}
     text_axes = ", ".join(map(str, prompt_ids.shape[-pipeline.text_axes :]))
     shape = f"(devices, batch, {text_axes})" if jit else f"(batch, {text_axes})"
     if prompt_ids.ndim != shape.count(",") + 1:
@@ -67,45 +56,50 @@ def run(pipeline, jit, arrays, shared, options):
             f"prompt_ids has shape {prompt_ids.shape}, jit={jit} takes {shape}; with jit=True "
             "shard prompt_ids (and the image), and replicate params"
         )
-    kernel = params["unet"]["conv_in"]["kernel"]
+    kernel = arrays["params"]["unet"]["conv_in"]["kernel"]
     if kernel.ndim != (5 if jit else 4):
         raise ValueError(
             f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
             "with jit=True replicate them, with jit=False do not"
         )
-    keys = as_keys(arrays["prng_seed"])
-    if jit and keys.ndim == 0:  # so that images do not depend on the number of devices
-        batch = prompt_ids.shape[:2]
-        keys = keys_per_image(keys, math.prod(batch)).reshape(batch)
-    arrays = arrays | {"prng_seed": keys}
-    image = arrays.get("image", arrays.get("masked_image"))
-    height, width = pipeline.image_size(
-        options["height"], options["width"], None if image is None else image.shape
-    )
-    options = options | {"height": height, "width": width}
-    shared = {name: np.float32(number) for name, number in shared.items()}
-    text_modules = pipeline.text_modules()
-    program = _program_of(pipeline, jit, arrays, options, text_modules)
-    if pipeline.compiled and program not in pipeline.compiled:
-        nearest = min(pipeline.compiled, key=lambda other: len(program - other))
-        before = dict(nearest)
-        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
-        logger.warning("compiling again, for %s", ", ".join(changes))
     if not jit and jax.default_backend() != "cpu" and is_on_cpu(kernel):
         warn_once(
             "params are on the CPU, where images take minutes; put them on the device once: "
             "params = jax.device_put(params, jax.devices()[0])"
         )
-    generate = _on_devices if jit else _on_one
-    compiled_in = tuple(options.items()), text_modules
-    result = generate(pipeline, compiled_in, arrays, shared)
-    pipeline.compiled.add(program)
-    return result
+
+
+def keys_of_call(jit, arrays):
+    """The keys of a call's prng_seed; with jit one per image, if it is one key.
+
+    Images then do not depend on the number of devices.
+    """
+    keys = as_keys(arrays["prng_seed"])
+    if jit and keys.ndim == 0:
+        batch = arrays["prompt_ids"].shape[:2]
+        keys = keys_per_image(keys, math.prod(batch)).reshape(batch)
+    return keys
 
 
 def is_on_cpu(array):
     """Whether an array is a JAX array on the host's CPU."""
     return isinstance(array, jax.Array) and {x.platform for x in array.devices()} == {"cpu"}
+
+
+def log_compilation(pipeline, jit, arrays, compiled_in):
+    """Log what is new if the pipeline has compiled a program, and this call compiles another.
+
+    Args:
+        pipeline, jit, arrays: as for check_arrays.
+        compiled_in: (options, a tuple of (name, value); the text encoders' modules).
+    """
+    program = _program_of(pipeline, jit, arrays, *compiled_in)
+    if pipeline.compiled and program not in pipeline.compiled:
+        nearest = min(pipeline.compiled, key=lambda other: len(program - other))
+        before = dict(nearest)
+        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
+        logger.warning("compiling again, for %s", ", ".join(changes))
+    pipeline.compiled.add(program)
 
 
 def _program_of(pipeline, jit, arrays, options, text_modules):
@@ -125,16 +119,7 @@ def _program_of(pipeline, jit, arrays, options, text_modules):
         "params": "/".join(sorted(dtypes)),
         "text encoders": str([dict(module.config) for module in text_modules]),
     }
-    return frozenset({"jit": jit, **options, **types, **settings}.items())
-
-
-def _call(pipeline, compiled_in, arrays, shared):
-    options, _ = compiled_in
-    return pipeline._generate(**dict(options), **arrays, **shared)
-
-
-_on_one = jax.jit(_call, static_argnums=(0, 1))
-_on_devices = jax.pmap(_call, static_broadcasted_argnums=(0, 1), in_axes=(None, None, 0, None))
+    return frozenset({"jit": jit, **dict(options), **types, **settings}.items())
 
 
 def use_compilation_cache(folder):

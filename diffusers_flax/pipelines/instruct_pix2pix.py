@@ -23,7 +23,7 @@ import numpy as np
 from diffusers_flax.acceleration.plans import TGate
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts
-from diffusers_flax.pipelines.generation import published_call, with_options
+from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     keys_per_image,
@@ -33,6 +33,7 @@ from diffusers_flax.pipelines.sampling import (
     rows_per_image,
     starting_noise,
 )
+from diffusers_flax.pipelines.signatures import published_call, with_options
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
@@ -168,6 +169,7 @@ class InstructPix2Pix:
         return pair_up(self.prepare_text_inputs(prompt), prepare_images(image))
 
     __call__ = published_call(
+        Generation.__call__,
         *("prompt_ids", "image", "params", "prng_seed", "num_inference_steps", "guidance_scale"),
         *("image_guidance_scale", "height", "width", "latents", "neg_prompt_ids", "return_dict"),
         *("jit", "output_type", "guidance_rescale", "timesteps", "eta"),

@@ -23,7 +23,12 @@ import jax
 
 from diffusers_flax.images import pair_up, prepare_images, prepare_masks
 from diffusers_flax.pipelines.base import StableDiffusionParts
-from diffusers_flax.pipelines.generation import CALL, GENERATE, published_call, with_options
+from diffusers_flax.pipelines.generation import (
+    Generation,
+    ImageToImage,
+    TextToImage,
+    check_channels,
+)
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     encode,
@@ -33,7 +38,7 @@ from diffusers_flax.pipelines.sampling import (
     resize,
     starting_noise,
 )
-from diffusers_flax.pipelines.text_to_image import ImageToImage, TextToImage, check_channels
+from diffusers_flax.pipelines.signatures import CALL, GENERATE, published_call, with_options
 
 __all__ = [
     "FlaxStableDiffusionImg2ImgPipeline",
@@ -92,7 +97,9 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         prompt_ids, masked_image = pair_up(super().prepare_inputs(prompt), image * (mask < 0.5))
         return prompt_ids, masked_image, pair_up(prompt_ids, mask)[1]
 
-    __call__ = published_call("prompt_ids", "mask", "masked_image", "params", "prng_seed", *CALL)
+    __call__ = published_call(
+        Generation.__call__, "prompt_ids", "mask", "masked_image", "params", "prng_seed", *CALL
+    )
 
     @with_options(*GENERATE)
     def _generate(self, prompt_ids, mask, masked_image, params, prng_seed, given):

@@ -21,10 +21,9 @@ from flax.jax_utils import replicate
 from helpers import ROOT
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax import programs
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines import sampling
+from diffusers_flax.pipelines import generation, sampling
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.pipelines.stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
@@ -258,7 +257,7 @@ def test_what_compiles_again_is_told(folders, caplog):
 def params_of_program(monkeypatch):
     """Calls return the parameters that reach the compiled program."""
     monkeypatch.setattr(
-        programs, "_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
+        generation, "_generate_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
     )
 
 
