@@ -18,6 +18,7 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.programs import timestep_options
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
@@ -45,13 +46,13 @@ def with_unipc(folder):
 @pytest.mark.parametrize("program", [sdxl_single, sdxl_single_aot])
 def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
     folder = with_unipc(make_tiny_xl(tmp_path / "model"))
-    arguments = [jnp.float32] + [[]] * (program is sdxl_single)
+    outputs = [[]] * (program is sdxl_single)
 
     def open_pipeline(**flags):
         config = program.Config(pretrained_model_name_or_path=str(folder), **flags)
-        return program.open_pipeline(config, *arguments)
+        return program.open_pipeline(config, timestep_options(4, None, None), *outputs)
 
-    assert type(open_pipeline(scheduler="ddim").scheduler) is FlaxDDIMScheduler
+    assert type(open_pipeline(scheduler="ddim")[0].scheduler) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
         open_pipeline()
 
