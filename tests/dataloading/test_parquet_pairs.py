@@ -472,7 +472,7 @@ def test_interrupt_after_the_shards_are_written(tmp_path, monkeypatch, capsys):
     def interrupted(groups):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parquet_processing, "describe", interrupted)
+    monkeypatch.setattr(parquet_processing, "describe_shards", interrupted)
     error = error_of(capsys, "--pairs", file, "--output_dir", data, code=130)
     advice = f"--train_data_dir {data}"
     assert error == f"interrupted; the shards are complete; {advice} describes them\n"

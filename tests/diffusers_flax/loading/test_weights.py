@@ -459,8 +459,7 @@ def test_every_format_gives_the_same_params(folder, form):
     module, params = TinyModel.from_pretrained(folder, variant=variant_of(form))
     assert module == TinyModel(in_channels=4, widths=(6, 5))
     assert_same_tree(params, tiny_params())
-    for leaf in jax.tree.leaves(params):
-        assert leaf.flags.c_contiguous
+    assert {leaf.device for leaf in jax.tree.leaves(params)} == {jax.local_devices()[0]}
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin", "msgpack"])
@@ -928,8 +927,8 @@ def test_memory(tmp_path):
     module.save_pretrained(tmp_path, params)
     reading, (_, loaded) = peak_bytes(lambda: TinyModel.from_pretrained(tmp_path))
     assert_same_tree(loaded, params)
-    # A few tensors at a time, not a second copy of the file.
-    assert size <= reading < size + 2 * one_mb
+    # Beside JAX's arrays, which are not counted: a few tensors, not a second copy of the file.
+    assert reading < 2 * one_mb
     del loaded
     writing, _ = peak_bytes(
         lambda: module.save_pretrained(

@@ -156,7 +156,7 @@ def test_without_parameters(model, tmp_path):
     np.testing.assert_array_equal(bare(IDS, params=model.params)[0], model(IDS)[0])
     model.save_pretrained(tmp_path)
     bare, params = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
-    assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
     np.testing.assert_array_equal(bare(IDS, params=params)[0], model(IDS)[0])
 
 
