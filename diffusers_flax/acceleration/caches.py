@@ -49,8 +49,8 @@ def denoise(acceleration, unet, params, schedule, x_t, keys, branches, inputs, c
         schedule: the scheduler, its state and the steps' noise_scales.
         x_t, keys, eta, watch: as for sampling.denoise.
         branches: of guidance in a plain run.
-        inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; the rows of one branch
-            after those of the other.
+        inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; arrays hold all rows of
+            one branch, then all rows of the next.
         combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided (B, C, h, w).
     """
     scheduler, state, scales = schedule

@@ -230,8 +230,8 @@ class Generation:
             schedule: of _schedule.
             x_t, keys, eta: as for sampling.denoise.
             branches: of guidance.
-            inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; the rows of one
-                branch after those of the other.
+            inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; arrays hold all
+                rows of one branch, then all rows of the next.
             combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
                 (B, C, h, w).
         """

@@ -95,15 +95,17 @@ def rescale_guidance(guided, text, guidance_rescale):
 
 
 def rows_of(tree, branches, active):
-    """The rows of some branches of arrays that have those of all, one branch after the other.
+    """Select the rows of the branches in `active`.
+
+    Arrays hold all rows of one branch, then all rows of the next.
 
     Args:
-        tree: of arrays (branches * B, ...).
-        branches: of the arrays.
-        active: some of them.
+        tree: tree of arrays (len(branches) * B, ...).
+        branches: names of all branches, in the order of the arrays.
+        active: names of the branches to select, in the order of the result.
 
     Returns:
-        The tree of arrays (active * B, ...).
+        Tree of arrays (len(active) * B, ...).
     """
     if active == branches:
         return tree
