@@ -134,7 +134,7 @@ def contenders_on(device, ours, theirs):
     return contenders
 
 
-def on_device(params, dtype):
+def params_on_device(params, dtype):
     """A pipeline's parameters from from_pretrained, in dtype on the first device.
 
     The scheduler's state stays float32, as its steps need the precision.

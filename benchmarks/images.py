@@ -54,7 +54,7 @@ from benchmarks.harness import (
     find_device,
     in_new_process,
     make_row,
-    on_device,
+    params_on_device,
     psnr_db,
     time_in_this_process,
     time_in_turn,
@@ -116,7 +116,7 @@ def our_edit(folder, config, batch_size, device):
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, dtype=dtype
     )
-    params = on_device(params, dtype)
+    params = params_on_device(params, dtype)
     images = make_images(config, batch_size)
 
     def run():
@@ -221,7 +221,7 @@ def our_images(folder, config, batch_size, device):
     """Our pipeline, as a function that makes a batch from prompts."""
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype)
-    params = on_device(params, dtype)
+    params = params_on_device(params, dtype)
 
     def run():
         out = pipeline(
@@ -303,7 +303,7 @@ def accelerated_edits(folder, config):
     first, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(
         folder, scheduler=make_scheduler("ddim", {})[0]
     )
-    params = on_device(params, jnp.float32)
+    params = params_on_device(params, jnp.float32)
     images = make_images(config, 1)
 
     def edit(pipeline, params):

@@ -1,6 +1,6 @@
-"""Image files: decoding, conversion to RGB, cropping, names of output files, saving, grids.
+"""Images between files, PIL and arrays: conversion to RGB, inputs of pipelines, masks, saving.
 
-Also what goes with images on the command line: prompts, latents, batches for several devices.
+Also initial latents from a file, batches for several devices, and the check for NaN.
 """
 
 from functools import partial

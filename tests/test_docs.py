@@ -154,7 +154,7 @@ def test_readme_is_one_page():
 
 
 def test_data_flow_is_drawn():
-    drawn = runpy.run_path(ROOT / "docs" / "draw_data_flow.py")
+    drawn = runpy.run_path(ROOT / "docs" / "images" / "draw_data_flow.py")
     assert drawn["FILE"].read_text() == drawn["draw"]()
 
 

@@ -1,15 +1,15 @@
-"""Draw docs/images/data_flow.svg, README's picture of how data flows through programs and folders.
+"""Draw docs/images/data_flow.svg, README's image of how data flows through programs and folders.
 
-    python docs/draw_data_flow.py
+    python docs/images/draw_data_flow.py
 
-Every letter stands on a box of its own color, so that the picture reads on light and on dark pages.
+Every letter stands on a box of its own color, so that the image reads on light and on dark pages.
 Its letters are 20 and 26 units high in a width of 440, which a phone shows at about four fifths.
 """
 
 from html import escape
 from pathlib import Path
 
-FILE = Path(__file__).parent / "images" / "data_flow.svg"
+FILE = Path(__file__).with_name("data_flow.svg")
 STAGES = (  # name, what it does, what it gives to the next stage
     ("script.py, script.sh", "plan and download a dataset", "data/*.parquet"),
     ("dataloading/", "decode, crop, shuffle, resume", "uint8 images, instructions"),
