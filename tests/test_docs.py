@@ -162,14 +162,14 @@ def test_compiled_cells(monkeypatch):
     """The row of XLA's highest level; the least time of FLOPs, and of O0's traffic if longer."""
     row = {"tpu": "v5e-1", "memory_total": 2**31, "flops": 197e12, "int8_flops": 0, "flags": {}}
     cells = compiled_cells(row | {"hbm_bytes": 1.64e12})
-    assert cells == ["2.0", "1640 GB", "2 s", "3.28 s"]
+    assert cells == ["2.0", "1640 GB", "2 s", "3.3 s"]
     row["flags"] = {"optimization_level": "O0"}
     assert compiled_cells(row | {"hbm_bytes": 1.64e12})[1:] == [
         "< 1640 GB",
         "1 to 2 s",
-        "1.64 to 3.28 s",
+        "1.6 to 3.3 s",
     ]
-    assert compiled_cells(row | {"hbm_bytes": 0.5e12})[1:] == ["< 500 GB", "1 s", "1.64 s"]
+    assert compiled_cells(row | {"hbm_bytes": 0.5e12})[1:] == ["< 500 GB", "1 s", "1.6 s"]
     assert compiled_cells({"tpu": "v5e-1", "memory_total": 2**40})[0] == "does not fit"
     assert compiled_cells(None) == [""] * 4
 

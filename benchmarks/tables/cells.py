@@ -26,6 +26,11 @@ def estimate(bound: float) -> float:
     return bound / MEASURED_SHARE
 
 
+def estimated_seconds(bound: float) -> str:
+    """The estimated time of a bound, with the two digits that the measured share has."""
+    return f"{estimate(bound):#.2g}".rstrip(".") + " s"
+
+
 def spread(low: float, middle: float, high: float, digits: int = 2) -> str:
     """A middle value, such as the median, and the range."""
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

@@ -1,7 +1,7 @@
 """README's tables: what was measured, and what a TPU can do at best."""
 
 from benchmarks.rows import markdown_table
-from benchmarks.tables.cells import AT_SHARE, estimate, middle_start, results, seconds
+from benchmarks.tables.cells import AT_SHARE, estimated_seconds, middle_start, results, seconds
 
 
 def to_pytorch(name: str, case: str) -> str:
@@ -85,5 +85,5 @@ def bounds_table() -> str:
         ("the same with DeepCache and guidance in half of the steps", "deepcache 2, guidance"),
     ):
         bound = results("tpu")[f"acceleration sdxl, {name}"]["seconds"]["v5e"]
-        lines.append([title, seconds(bound), seconds(estimate(bound))])
+        lines.append([title, seconds(bound), estimated_seconds(bound)])
     return markdown_table(f"| at the chip's peak | {AT_SHARE}", lines)

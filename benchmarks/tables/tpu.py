@@ -1,10 +1,13 @@
 """Tables of programs that are compiled for TPUs and not run."""
 
+from collections.abc import Callable
+
 from benchmarks.rows import GIB, markdown_table, rows_of
 from benchmarks.tables.cells import (
     AT_SHARE,
     MEASURED_SHARE,
     estimate,
+    estimated_seconds,
     memory_cell,
     results,
     seconds,
@@ -127,7 +130,7 @@ def sdxl_table() -> str:
                     memory_cell(row),
                     f"{row['hbm_bytes'] / num_images / 1e9:.0f}",
                     f"{row['step_seconds'] / num_images:.2f}",
-                    f"{estimate(row['step_seconds']) / num_images:.2f}",
+                    estimated_seconds(row["step_seconds"] / num_images).removesuffix(" s"),
                     f"{row['images_per_second_per_chip']:.2f}",
                     f"{row['images_per_second_per_chip'] * MEASURED_SHARE:.2f}",
                 ]
@@ -229,7 +232,7 @@ def flops_cells(row: dict | None) -> list[str]:
     if row is None:
         return [""] * 6
     bounds = [row["seconds"][chip] for chip in CHIPS]
-    times = [seconds(x) for bound in bounds for x in (bound, estimate(bound))]
+    times = [cell for bound in bounds for cell in (seconds(bound), estimated_seconds(bound))]
     return [str(row["unet_evaluations"]), f"{row['flops'] / 1e12:.3g}", *times]
 
 
@@ -265,12 +268,13 @@ def compiled_cells(row: dict | None) -> list[str]:
         moved = f"< {moved}"
     else:
         times = times[1:]
-    return [memory, moved, time_range(times), time_range([estimate(x) for x in times])]
+    return [memory, moved, *(time_range(times, write) for write in (seconds, estimated_seconds))]
 
 
-def time_range(times: list[float]) -> str:
-    """Times from the least to the largest, with three digits."""
-    return f"{' to '.join(dict.fromkeys(f'{time:.3g}' for time in times))} s"
+def time_range(times: list[float], write: Callable[[float], str]) -> str:
+    """Times from the least to the largest, each written by `write`, with one unit at the end."""
+    cells = dict.fromkeys(write(time).removesuffix(" s") for time in times)
+    return f"{' to '.join(cells)} s"
 
 
 def acceleration_table(program: str) -> str:
