@@ -41,8 +41,8 @@ from dataloading.shards import KNOWN_COLUMNS
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from training.checkpoints import find_start, run_identity
-from training.ema import ema_plan
-from training.flags import Config, check_config, check_schedules, ema_flags
+from training.ema import ema_flags, ema_plan
+from training.flags import Config, check_config, check_schedules
 from training.latents import check_vae, write_latents
 from training.models import (
     check_models,

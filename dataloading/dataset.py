@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 
-from command_line import differences
 from dataloading.decoding import Decoding
 from dataloading.images import RESAMPLING, num_usable_cores
 from dataloading.order import choose_num_parts, partition_rows
@@ -33,6 +32,7 @@ from dataloading.shards import (
     source_columns,
     take_first_rows,
 )
+from diffusers_flax.messages import differences
 
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
 MIN_LEFT_OUT = 0.01  # share of an epoch's pairs for which a better batch size is looked up

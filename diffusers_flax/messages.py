@@ -23,6 +23,15 @@ def first_names(names):
     return f"{', '.join(names[:10])}{more}"
 
 
+def differences(saved: dict, current: dict) -> list[str]:
+    """List the entries of current that differ from saved, as "NAME was A and is B"."""
+    return [
+        f"{name} was {saved.get(name)} and is {value}"
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+
+
 def reason_of(error):
     """What went wrong, on one line; the type of errors that are not meant for users."""
     is_ours = isinstance(error, ValueError)

@@ -5,12 +5,11 @@ import os
 import zlib
 from pathlib import Path
 
-from command_line import differences
 from diffusers_flax.loading.directories import INDEX_NAME, PARTS
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.loading.lora import find_lora, split_weight
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import differences, one_line
 
 RESULTS = "results.json"
 

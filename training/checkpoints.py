@@ -24,9 +24,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from command_line import differences
 from diffusers_flax.loading.directories import INDEX_NAME
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import differences, one_line
 from training.ema import Averages, start_average
 from training.flags import final_file, fixed_flags, flag
 from training.models import checksums

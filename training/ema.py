@@ -11,6 +11,7 @@ fixed fraction of the run. From snapshots of two of them, averages of other leng
 reconstructed after training (`posthoc_weights`, and ema_posthoc.py).
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from training.flags import ema_flags, explain_no_average
 from training.sharding import in_place, replicate
 
 SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
@@ -174,6 +174,47 @@ def ema_plan(
         raise ValueError(f"--ema_decay {decay} must be at least 0 and below 1")
     decay **= every
     return EmaPlan(start, every, 1, lambda n: [warmup_decay(n, decay) if warmup else decay])
+
+
+def ema_flags(config, max_train_steps):
+    """The arguments of ema_plan that come from flags.
+
+    Args:
+        config: training.flags.Config, or an object with its flags of the average.
+        max_train_steps: length of the run, steps.
+    """
+    return (
+        config.ema,
+        max_train_steps,
+        config.ema_fraction,
+        config.ema_start_step,
+        config.ema_decay,
+        config.ema_every,
+        config.ema_warmup,
+    )
+
+
+def explain_no_average(config, max_train_steps):
+    """Why a run whose EmaPlan has no first step has no average, and which flag gives one.
+
+    Args:
+        config: training.flags.Config with --ema late or full and without --ema_decay.
+        max_train_steps: length of the run, steps.
+    """
+    needed, remedy = HORIZONS + 1, "give more steps, or an --ema_decay"
+    run = f"{max_train_steps} step{'s' * (max_train_steps > 1)}"
+    if config.ema == "full" or max_train_steps < needed:
+        return f"no average of the weights: the run has {run}, an average needs {needed}; {remedy}"
+    if config.ema_start_step is not None:
+        window = max_train_steps - config.ema_start_step
+        place = f"from --ema_start_step {config.ema_start_step} on the run has"
+        remedy = f"give --ema_start_step {max_train_steps - needed} or less"
+    else:
+        window = max(1, round(max_train_steps * config.ema_fraction))
+        place = f"the last {100 * config.ema_fraction:g}% of {run} are"
+        remedy = f"give --ema_fraction {math.ceil(100 * needed / max_train_steps) / 100:g}"
+    steps = f"{window} step{'s' * (window > 1)}"
+    return f"no average of the weights: {place} {steps}, an average needs {needed}; {remedy}"
 
 
 def explain_average(config, plan, num_steps, start):

@@ -1,11 +1,11 @@
-"""The trainer's flags and their validation. Importing this file loads neither jax nor torch."""
+"""The trainer's flags and their validation."""
 
-import math
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
+from training.ema import ema_flags, ema_plan
 
 FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
 POSITIVE = (
@@ -259,8 +259,6 @@ def final_file(config: Config) -> str:
 
 def check_schedules(config: Config, max_train_steps: int) -> None:
     """Raise a ValueError for a warm-up, EMA or profile that does not fit into max_train_steps."""
-    from training.ema import ema_plan  # imports jax
-
     if not 0 <= config.lr_warmup_steps < max_train_steps:
         raise ValueError(
             f"{flag(config, 'lr_warmup_steps')} must be at least 0 and below --max_train_steps "
@@ -276,44 +274,6 @@ def check_schedules(config: Config, max_train_steps: int) -> None:
         raise ValueError(
             f"{flag(config, 'profile_steps')} must be between 0 and {max_train_steps - 1}"
         )
-
-
-def ema_flags(config: Config, max_train_steps: int) -> tuple:
-    """The arguments of training.ema.ema_plan that come from flags."""
-    return (
-        config.ema,
-        max_train_steps,
-        config.ema_fraction,
-        config.ema_start_step,
-        config.ema_decay,
-        config.ema_every,
-        config.ema_warmup,
-    )
-
-
-def explain_no_average(config: Config, max_train_steps: int) -> str:
-    """Why a run whose EmaPlan has no first step has no average, and which flag gives one.
-
-    Args:
-        config: Config with --ema late or full and without --ema_decay.
-        max_train_steps: length of the run.
-    """
-    from training.ema import HORIZONS  # imports jax
-
-    needed, remedy = HORIZONS + 1, "give more steps, or an --ema_decay"
-    run = f"{max_train_steps} step{'s' * (max_train_steps > 1)}"
-    if config.ema == "full" or max_train_steps < needed:
-        return f"no average of the weights: the run has {run}, an average needs {needed}; {remedy}"
-    if config.ema_start_step is not None:
-        window = max_train_steps - config.ema_start_step
-        place = f"from --ema_start_step {config.ema_start_step} on the run has"
-        remedy = f"give --ema_start_step {max_train_steps - needed} or less"
-    else:
-        window = max(1, round(max_train_steps * config.ema_fraction))
-        place = f"the last {100 * config.ema_fraction:g}% of {run} are"
-        remedy = f"give --ema_fraction {math.ceil(100 * needed / max_train_steps) / 100:g}"
-    steps = f"{window} step{'s' * (window > 1)}"
-    return f"no average of the weights: {place} {steps}, an average needs {needed}; {remedy}"
 
 
 def steps_between_rows(config: Config, max_train_steps: int) -> int:

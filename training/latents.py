@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from command_line import check_writable, differences
+from command_line import check_writable
 from dataloading.dataset import MIN_ROWS_FOR_BAD_FRACTION
 from dataloading.decoding import decode_pair
 from dataloading.images import num_usable_cores
@@ -34,6 +34,7 @@ from dataloading.shards import (
     take_first_rows,
 )
 from diffusers_flax.loading.files import UNFINISHED_PREFIX, remove, save_whole
+from diffusers_flax.messages import differences
 from training.flags import nearest_multiples
 from training.models import encode_images, is_sdxl, load_vae, mixed_precision_dtype, tree_checksum
 

@@ -61,8 +61,8 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 )
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from parquet_processing import ParquetImagePairs
-from training.ema import ema_plan, ema_start, ema_update
-from training.flags import LORA_FILE, ema_flags, explain_no_average
+from training.ema import ema_flags, ema_plan, ema_start, ema_update, explain_no_average
+from training.flags import LORA_FILE
 from training.models import Models, encode_text
 from training.optimizer import lr_schedule
 from training.sharding import (
