@@ -1,7 +1,8 @@
-"""What the programs share: flags, how they end, and checks of the files that they write."""
+"""What the programs share: flags and their checks, how programs end, the files that they write."""
 
 import errno
 import io
+import math
 import os
 import re
 import shutil
@@ -220,15 +221,6 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def differences(saved: dict, current: dict) -> list[str]:
-    """List the entries of current that differ from saved, as "NAME was A and is B"."""
-    return [
-        f"{name} was {saved.get(name)} and is {value}"
-        for name, value in current.items()
-        if saved.get(name) != value
-    ]
-
-
 def with_flags(error: Exception, config: Any) -> str:
     """What an exception says, on one line; NAME=VALUE of the library is --NAME VALUE of a flag.
 
@@ -342,6 +334,21 @@ def check_writable(given: str, directory: Path) -> None:
         )
 
 
+def check_scale(name, value):
+    """Raise a ValueError unless a guidance scale is a number >= 0; name: of its flag."""
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"--{name} {value} must be 0 or more; --guidance_scale 1 --image_guidance_scale 1 "
+            "switches guidance off"
+        )
+
+
+def check_seed(name, value):
+    """Raise a ValueError for a seed that is not a uint32; name: of its flag."""
+    if not 0 <= value < 2**32:
+        raise ValueError(f"--{name} {value} must be from 0 to {2**32 - 1}")
+
+
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
     if path.is_dir():
@@ -360,14 +367,17 @@ def image_files(output, num_images, grid=None):
     Args:
         output: directory; for one image also a file name with an extension.
         num_images: number of images.
-        grid: another file that will be written, or None.
+        grid: another image file that will be written, or None.
 
     Returns:
         Paths; in a directory 000.png, 001.png, ..., numbered on from those that exist.
 
     Raises:
-        ValueError: output is one file for several images, cannot be written, or is the grid too.
+        ValueError: output is one file for several images, or is the grid too; output or the grid
+            cannot be written.
     """
+    if grid:
+        check_image_file(grid)
     is_folder = output.is_dir() or not (output.suffix or output.is_file())
     if is_one_file := num_images == 1 and not is_folder:
         files = [output]

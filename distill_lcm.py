@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import run_main
+from command_line import check_scale, run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
 from diffusers_flax.loading.directories import LORA_FILE
@@ -56,7 +56,6 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 )
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
-from editing.edits import check_scale
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig

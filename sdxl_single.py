@@ -29,14 +29,14 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from command_line import check_image_file, image_files, list_prompts, print_files, run_main
+from command_line import check_seed, image_files, list_prompts, print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
-from diffusers_flax.pipelines.sampling import check_seed, keys_per_image
+from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.programs import (
     check_steps,
@@ -102,9 +102,9 @@ def open_pipeline(config, steps, outputs):
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, given)
     options = config.scheduler, config.timestep_spacing, config.prediction_type
     scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
-    num_steps, kept = count_steps(scheduler, steps), [config.grid]
+    num_steps = count_steps(scheduler, steps)
     preview = preview_files(
-        config.preview, config.preview_decoder, outputs, num_steps, config.seed, kept
+        config.preview, config.preview_decoder, outputs, num_steps, config.seed, [config.grid]
     )
     pipeline = FlaxStableDiffusionXLPipeline.open(
         model, revision, dtype, scheduler, given, config.accelerate, preview
@@ -125,8 +125,6 @@ def check_config(config):
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
-    if config.grid:
-        check_image_file(config.grid)
 
 
 def run(config):
@@ -167,7 +165,7 @@ def run(config):
     # 5. Generate: the first batch compiles, the following ones are fast
     options = dict(height=config.height, width=config.width, **steps)
     scales = dict(guidance_scale=config.guidance_scale, guidance_rescale=config.guidance_rescale)
-    kept = []
+    grid_images = []
     with tqdm(total=len(prompts), desc="compiling", unit="image") as bar:
         for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
@@ -178,20 +176,20 @@ def run(config):
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
                 if config.grid and i < GRID_IMAGES:
-                    kept.append(image)
+                    grid_images.append(image)
             bar.set_description("generating")
             bar.update(len(indices))
     jax.effects_barrier()  # waits for the previews
     if config.grid:
-        save_image(image_grid(kept, prompts), config.grid)
+        save_image(image_grid(grid_images, prompts), config.grid)
     print_files(outputs)
 
 
 def main(args=None):
     """Command line."""
-    kept = "the images finished so far are in place"
+    interrupted = "the images finished so far are in place"
     remedy = "lower --batch_size or the size, or use --dtype bfloat16"
-    run_main(Config, __doc__, run, args, interrupted=kept, out_of_memory=remedy)
+    run_main(Config, __doc__, run, args, interrupted=interrupted, out_of_memory=remedy)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from command_line import check_image_file, image_files, list_prompts, print_files, run_main
+from command_line import check_seed, image_files, list_prompts, print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.executables import ExecutableStore, surroundings
@@ -40,7 +40,7 @@ from diffusers_flax.images import check_finite_images, read_latents, save_image,
 from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
-from diffusers_flax.pipelines.sampling import check_seed, keys_per_image
+from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.programs import check_steps, no_compilation_cache, timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
@@ -160,8 +160,6 @@ def check_config(config):
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
-    if config.grid:
-        check_image_file(config.grid)
 
 
 def run(config):
@@ -212,7 +210,7 @@ def run(config):
     print(how, file=sys.stderr)
 
     # 6. Generate: all batches are fast, as the program is compiled
-    kept = []
+    grid_images = []
     with tqdm(total=len(prompts), desc="generating", unit="image") as bar:
         for indices, batch in to_batches(arrays, len(devices), batch_size):
             started = time.perf_counter()
@@ -223,18 +221,18 @@ def run(config):
             for i, image in zip(indices, pipeline.numpy_to_pil(images)):
                 save_image(image, outputs[i])
                 if config.grid and i < GRID_IMAGES:
-                    kept.append(image)
+                    grid_images.append(image)
             bar.update(len(indices))
     if config.grid:
-        save_image(image_grid(kept, prompts), config.grid)
+        save_image(image_grid(grid_images, prompts), config.grid)
     print_files(outputs)
 
 
 def main(args=None):
     """Command line."""
-    kept = "the images finished so far are in place"
+    interrupted = "the images finished so far are in place"
     remedy = "lower --batch_size or the size, or use --dtype bfloat16"
-    run_main(Config, __doc__, run, args, interrupted=kept, out_of_memory=remedy)
+    run_main(Config, __doc__, run, args, interrupted=interrupted, out_of_memory=remedy)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 
 import flax_train_instruct_pix2pix as trainer
-from command_line import check_writable, run_main
+from command_line import check_scale, check_writable, run_main
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.loading.lora import add_lora
@@ -55,7 +55,6 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
-from editing.edits import check_scale
 from tpu.jobs import (
     DTYPES,
     FAMILIES,
@@ -82,8 +81,8 @@ from tpu.programs import (
     slice_devices,
     verdict,
 )
-from training.ema import ema_plan, make_update_average
-from training.flags import check_batch, check_combinations, check_numbers, ema_flags
+from training.ema import ema_flags, ema_plan, make_update_average
+from training.flags import check_batch, check_combinations, check_numbers
 from training.models import Models, check_models, encode_text, is_sdxl, lora_options
 from training.sharding import MAX_STEPS_IN_FLIGHT, cast_kernels, shard_axes, state_shapes
 

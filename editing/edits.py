@@ -71,15 +71,6 @@ def load_fitted(path, size):
     return fit_image(load_image(path), size)
 
 
-def check_scale(name, value):
-    """Raise a ValueError unless a guidance scale is a number >= 0; name: of its flag."""
-    if not 0 <= value < math.inf:
-        raise ValueError(
-            f"--{name} {value} must be 0 or more; --guidance_scale 1 --image_guidance_scale 1 "
-            "switches guidance off"
-        )
-
-
 class CheckedModel(NamedTuple):
     """What check_model finds out."""
 

@@ -273,9 +273,3 @@ def decode(vae, params, latents):
         return decode_some(latents)
     images = jax.lax.map(decode_some, latents.reshape(-1, n, *latents.shape[1:]))
     return images.reshape(B, *images.shape[2:])
-
-
-def check_seed(name, value):
-    """Raise a ValueError for a seed that is not a uint32; name: of its flag."""
-    if not 0 <= value < 2**32:
-        raise ValueError(f"--{name} {value} must be from 0 to {2**32 - 1}")
