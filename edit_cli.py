@@ -39,10 +39,11 @@ from tqdm import tqdm
 from command_line import check_image_file, check_scale, check_seed, print_files, run_main
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
+from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import IMAGE_FORMATS, save_image
 from diffusers_flax.parameters import choose_dtype, replicate_params
+from diffusers_flax.pipelines.calls import count_steps, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.programs import count_steps, timestep_options, use_compilation_cache
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
     check_model,

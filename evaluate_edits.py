@@ -35,9 +35,9 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing, check_scale, check_seed, run_main
 from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.parameters import choose_dtype
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.programs import use_compilation_cache
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import check_model
 from editing.held_out import checksum_of_pairs, left_out, pairs_of_jsonl, pairs_of_shards

@@ -35,14 +35,15 @@ from tqdm import tqdm
 from command_line import check_seed, image_files, list_prompts, print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
+from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
+from diffusers_flax.pipelines.calls import check_steps, timestep_options
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
-from diffusers_flax.programs import check_steps, no_compilation_cache, timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"

@@ -42,7 +42,7 @@ OLD_NAMES = {
         for name in ("map", "leaves", "structure", "flatten", "unflatten", "transpose")
     },
     "jax.experimental.compilation_cache.compilation_cache": {
-        "initialize_cache": "diffusers_flax.programs:initialize_cache"
+        "initialize_cache": "diffusers_flax.compilation_cache:initialize_cache"
     },
 }
 # {module: module that is a new object, without the added names, after the first is imported}

@@ -25,12 +25,12 @@ from diffusers_flax.images import check_finite_images
 from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
+from diffusers_flax.pipelines.calls import check_steps, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
     edit_branches,
     pixels_per_latent,
 )
-from diffusers_flax.programs import check_steps, timestep_options
 from diffusers_flax.schedulers.factory import choose_scheduler
 
 

@@ -17,9 +17,9 @@ from diffusers_flax.memory import peak_memory
 from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.base import MODULES
+from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import decode
-from diffusers_flax.programs import timestep_options
 from editing.edits import edit_batches, edit_size, load_model, plan_edits
 from editing.metrics import Clip, clip_metrics, features_or_nan, pixel_metrics
 from editing.report import grid_rows

@@ -31,10 +31,10 @@ import evaluate_edits
 from dataloading.images import decode_image
 from dataloading.pairs import SCHEMA, image_cell
 from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from diffusers_flax.programs import timestep_options
 from editing import measuring
 from editing.measuring import count_flops
 from editing.metrics import Clip

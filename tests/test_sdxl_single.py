@@ -18,11 +18,15 @@ import sdxl_single
 import sdxl_single_aot
 from diffusers_flax import executables, memory
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
+from diffusers_flax.compilation_cache import (
+    initialize_cache,
+    no_compilation_cache,
+    use_compilation_cache,
+)
 from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import check_finite_images
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.programs import initialize_cache, no_compilation_cache, use_compilation_cache
 
 PROMPTS = ("make it", "make it red", "it")
 OPTIONS = ["--num_inference_steps", "3", "--num_images", "2", "--prompt", *PROMPTS]
@@ -235,7 +239,7 @@ def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
         import jax
         import numpy as np
         from diffusers_flax.executables import ExecutableStore
-        from diffusers_flax.programs import no_compilation_cache
+        from diffusers_flax.compilation_cache import no_compilation_cache
         store, args = ExecutableStore(sys.argv[1]), (np.arange(1000.0, dtype=np.float32),)
         trees = jax.tree.structure((args, {})), jax.tree.structure(0)
         compiled, _ = store.load("sort", {}, jax.devices()[:1], *trees)

@@ -24,11 +24,11 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
 import tpu_compile
+from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines import sampling
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.programs import no_compilation_cache
 from tpu.jobs import image_job
 from tpu.program_text import (
     expected_cycles,

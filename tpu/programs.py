@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental.topologies import get_topology_desc
 
+from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.messages import one_line
-from diffusers_flax.programs import no_compilation_cache
 from tpu.program_text import expected_cycles, hbm_bytes, interconnect_bytes, kernel_bytes
 
 GIB = 2**30

@@ -19,9 +19,9 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
+from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.memory import peak_memory
-from diffusers_flax.programs import use_compilation_cache
 from training.checkpoints import (
     CHECKPOINTS_DIR,
     Checkpoints,

@@ -1,6 +1,6 @@
 """The denoising loop with accelerations: caches, fewer branches of guidance, token merging.
 
-    pipeline.accelerate.denoise(unet, params, ...)  # see denoise below
+    denoise(pipeline.accelerate, unet, params, ...)  # in place of sampling.denoise
 
 Consecutive steps with the same branches of guidance are one segment, a compiled loop. In it, each
 step calls the function of its kind; a static table says which. A cache begins empty in every run

@@ -358,19 +358,6 @@ class Acceleration:
     def __bool__(self):
         return any(getattr(self, field.name) is not None for field in fields(self))
 
-    def check_unet(self, unet):
-        """Raise a ValueError if an acceleration has no effect on a UNet."""
-        from diffusers_flax.acceleration.token_merging import check_levels  # needs the models
-
-        if self.tome:
-            check_levels(self.tome, unet)
-
-    def denoise(self, *args):
-        """The denoising loop; see caches.denoise."""
-        from diffusers_flax.acceleration.caches import denoise  # needs this module
-
-        return denoise(self, *args)
-
     def __str__(self):
         parts = (getattr(self, field.name) for field in fields(self))
         return " ".join(describe(part) for part in parts if part is not None)

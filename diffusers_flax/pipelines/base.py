@@ -4,7 +4,6 @@ A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a p
 `_generate` of arrays; generation.py has what its calls do.
 """
 
-import importlib.metadata
 import inspect
 import logging
 from dataclasses import dataclass, field, fields
@@ -57,6 +56,7 @@ MODULES = {
     "text_encoder": FlaxCLIPTextModel,
     "text_encoder_2": FlaxCLIPTextModelWithProjection,
 }
+DIFFUSERS_VERSION = "0.39.0"  # written to model_index.json: the last with the Flax classes
 TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 
 # The class names that model_index.json may have, without "Flax".
@@ -84,7 +84,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
-    # The programs that `run` has compiled, to log when it compiles again.
+    # The programs of earlier calls, to log when a call compiles another.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
@@ -97,7 +97,10 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
     def __post_init__(self):
         object.__setattr__(self, "accelerate", parse(self.accelerate))
         self.check_acceleration(self.accelerate)
-        self.accelerate.check_unet(self.unet)
+        if self.accelerate.tome:
+            from diffusers_flax.acceleration.token_merging import check_levels
+
+            check_levels(self.accelerate.tome, self.unet)
         wanted = choose_tiny_vae(self.accelerate.tiny_decoder, self.preview, self.tiny_vae_name)
         if wanted and (self.tiny_vae is None or self.tiny_vae_source not in (None, wanted)):
             raise ValueError(
@@ -305,7 +308,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
             if "unet" not in params:
                 raise ValueError(
                     "--accelerate int8 needs the UNet's parameters; with unet= leave it out, put "
-                    "quantize(params) into params['unet'] (models/quantization.py)"
+                    "diffusers_flax.models.quantization.quantize(params) into params['unet']"
                 )
             params["unet"] = quantize(params["unet"], int8.mode)
 
@@ -342,7 +345,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
         """The content of model_index.json, read-only: {part: (library, class)} and settings."""
         index = {
             "_class_name": self.torch_class_name,
-            "_diffusers_version": importlib.metadata.version("diffusers"),
+            "_diffusers_version": DIFFUSERS_VERSION,
             "feature_extractor": [None, None],
             "image_encoder": [None, None],
             "scheduler": ["diffusers", type(self.scheduler).__name__.removeprefix("Flax")],

@@ -14,6 +14,18 @@ import numpy as np
 from diffusers_flax.images import pair_up, prepare_images, to_pil
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.unet import guidance_embedding
+from diffusers_flax.pipelines.calls import (
+    ARRAYS,
+    CALL,
+    GENERATE,
+    check_arrays,
+    keys_of_call,
+    log_compilation,
+    output_options,
+    published_call,
+    timestep_options,
+    with_options,
+)
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     decode,
@@ -28,14 +40,6 @@ from diffusers_flax.pipelines.sampling import (
     rows_per_image,
     starting_noise,
     text_branches,
-)
-from diffusers_flax.pipelines.signatures import ARRAYS, CALL, GENERATE, published_call, with_options
-from diffusers_flax.programs import (
-    check_arrays,
-    keys_of_call,
-    log_compilation,
-    output_options,
-    timestep_options,
 )
 from diffusers_flax.schedulers.noise_schedule import noise_scales
 
@@ -133,9 +137,10 @@ class Generation:
         params = {name: x for name, x in given["params"].items() if name != "safety_checker"}
         arrays |= {"params": params, "prng_seed": keys_of_call(jit, arrays)}
         compiled_in = tuple(options.items()), self.text_modules()
-        log_compilation(self, jit, arrays, compiled_in)
+        program = log_compilation(self, jit, arrays, compiled_in)
         generate = _generate_on_all if jit else _generate_on_one
         result = generate(self, compiled_in, arrays, shared)
+        self.compiled.add(program)
         return self._output(
             result, given["params"], jit, given["output_type"], given["return_dict"]
         )
@@ -242,9 +247,21 @@ class Generation:
             prediction_type = self.scheduler.config.prediction_type
             watch = self.preview.watch(tiny_decode, prediction_type, scales, keys)
         if self.accelerate:
-            schedule, arguments = (self.scheduler, state, scales), (branches, inputs, combine)
-            return self.accelerate.denoise(
-                self.unet, params["unet"], schedule, x_t, keys, *arguments, eta, watch
+            from diffusers_flax.acceleration import caches  # not for a plain image
+
+            steps = self.scheduler, state, scales
+            return caches.denoise(
+                self.accelerate,
+                self.unet,
+                params["unet"],
+                steps,
+                x_t,
+                keys,
+                branches,
+                inputs,
+                combine,
+                eta,
+                watch,
             )
 
         def predict(x_t, t):

@@ -23,6 +23,7 @@ import numpy as np
 from diffusers_flax.acceleration.plans import TGate
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts
+from diffusers_flax.pipelines.calls import published_call, with_options
 from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
@@ -33,7 +34,6 @@ from diffusers_flax.pipelines.sampling import (
     rows_per_image,
     starting_noise,
 )
-from diffusers_flax.pipelines.signatures import published_call, with_options
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 

@@ -23,6 +23,7 @@ import jax
 
 from diffusers_flax.images import pair_up, prepare_images, prepare_masks
 from diffusers_flax.pipelines.base import StableDiffusionParts
+from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.generation import (
     Generation,
     ImageToImage,
@@ -38,7 +39,6 @@ from diffusers_flax.pipelines.sampling import (
     resize,
     starting_noise,
 )
-from diffusers_flax.pipelines.signatures import CALL, GENERATE, published_call, with_options
 
 __all__ = [
     "FlaxStableDiffusionImg2ImgPipeline",

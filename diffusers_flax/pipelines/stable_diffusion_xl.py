@@ -34,10 +34,10 @@ from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import MODULES, TEXT_ENCODERS, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.calls import published_call
 from diffusers_flax.pipelines.generation import Generation, ImageToImage, TextToImage
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.sampling import rows_per_image
-from diffusers_flax.pipelines.signatures import published_call
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner

@@ -20,6 +20,17 @@ from diffusers_flax.loading.weights import read_weights
 LIBRARY = ROOT / "diffusers_flax"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOT_NEEDED = ("tyro", "wandb", "pyarrow", "orbax", "skimage", "matplotlib", "torch", "diffusers")
+# Code that makes these packages absent, for imports and for their metadata.
+WITHOUT = """
+import importlib.metadata, sys
+sys.modules.update(dict.fromkeys({names}))
+from_name = importlib.metadata.Distribution.from_name
+def find(name):
+    if name in {names}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return from_name(name)
+importlib.metadata.Distribution.from_name = find
+"""
 
 
 def pip(*args):
@@ -79,8 +90,9 @@ def test_installed_library_makes_an_image_and_trains(wheel, tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (snippet,) = (snippet for snippet in snippets if "FlaxDDPMScheduler" in snippet)
-    blocked = f"import sys\nsys.modules.update(dict.fromkeys({NOT_NEEDED}))\n"
+    blocked = WITHOUT.format(names=NOT_NEEDED)
     shown = "\nimport diffusers_flax\nprint(diffusers_flax.__file__, loss)\n"
+    shown += 'pipeline.save_pretrained("saved", params)\n'
     (tmp_path / "snippet.py").write_text(blocked + snippet + shown)
     model = re.search(r'^model = "(.*)"$', snippet, re.M)[1]
     make_tiny_pipeline(tmp_path / model, in_channels=4, scheduler="pndm")
@@ -97,6 +109,7 @@ def test_installed_library_makes_an_image_and_trains(wheel, tmp_path):
     where, loss = done.stdout.split()
     assert where == str(target / "diffusers_flax" / "__init__.py") and 0 < float(loss) < 10
     assert len(list(tmp_path.glob("*.png"))) == 1
+    assert (tmp_path / "saved" / "model_index.json").exists()
 
 
 def test_bin_files_name_what_they_need(tmp_path, monkeypatch):

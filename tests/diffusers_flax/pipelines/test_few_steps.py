@@ -17,9 +17,9 @@ import sdxl_single
 import sdxl_single_aot
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
-from diffusers_flax.programs import timestep_options
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers

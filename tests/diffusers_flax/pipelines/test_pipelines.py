@@ -241,7 +241,7 @@ def test_what_compiles_again_is_told(folders, caplog):
         pipeline(*inputs, num_inference_steps=1, **options)
         return " ".join(record.message for record in caplog.records)
 
-    with caplog.at_level(logging.WARNING, "diffusers_flax.programs"):
+    with caplog.at_level(logging.WARNING, "diffusers_flax.pipelines.calls"):
         with pytest.raises(ValueError, match="divisible by 8"):
             told(pipeline, *inputs, height=20)
         assert told(pipeline, *inputs) == ""

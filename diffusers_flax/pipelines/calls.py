@@ -1,14 +1,13 @@
-"""Compiled programs: checks and options of a pipeline's call, and jax's compilation cache."""
+"""The arguments of pipelines' calls: published signatures, checks, and options of _generate."""
 
+import functools
+import inspect
 import logging
 import math
-import os
-from contextlib import contextmanager
-from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.messages import warn_once
@@ -16,6 +15,79 @@ from diffusers_flax.pipelines.sampling import as_keys, check_eta, keys_per_image
 from diffusers_flax.schedulers.noise_schedule import noise_scales
 
 logger = logging.getLogger(__name__)
+
+# The arguments with defaults of the pipelines' calls and of _generate, in the published order.
+CALL = (
+    *("num_inference_steps", "height", "width", "guidance_scale", "latents", "neg_prompt_ids"),
+    *("return_dict", "jit", "output_type", "guidance_rescale", "timesteps", "eta"),
+)
+GENERATE = (
+    *("num_inference_steps", "height", "width", "guidance_scale", "latents", "neg_prompt_ids"),
+    *("return_latents", "guidance_rescale", "branches", "timesteps", "eta"),
+)
+# None unless named here.
+DEFAULTS = {
+    "num_inference_steps": 50,
+    "strength": 0.8,
+    "start_timestep": 10,
+    "guidance_scale": 7.5,
+    "image_guidance_scale": 1.5,
+    "guidance_rescale": 0.0,
+    "return_dict": True,
+    "return_latents": False,
+    "jit": False,
+    "output_type": "np",
+}
+INPUTS = ("prompt_ids", "image", "mask", "masked_image", "params", "prng_seed")
+# The arguments of a call that are arrays, or trees of them.
+ARRAYS = (*INPUTS, "latents", "noise", "neg_prompt_ids")
+
+
+def signature_of(names):
+    """The signature of a method with these arguments; INPUTS have no default."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter("self", kind)]
+    for name in names:
+        default = inspect.Parameter.empty if name in INPUTS else DEFAULTS.get(name)
+        parameters.append(inspect.Parameter(name, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def published_call(method, *names):
+    """`method`, which takes keywords, with these arguments, by position or name."""
+    signature = signature_of(names)
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return method(**bound.arguments)
+
+    call.__signature__ = signature
+    return call
+
+
+def with_options(*names):
+    """Decorator of a method whose last argument, `given`, has these options as attributes.
+
+    The method itself takes each option as an argument, by position or name.
+    """
+
+    def decorate(method):
+        _, *inputs, _ = inspect.signature(method).parameters
+        signature = signature_of((*inputs, *names))
+
+        @functools.wraps(method)
+        def wrapper(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            options = SimpleNamespace(**{name: bound.arguments[name] for name in names})
+            return method(*(bound.arguments[name] for name in ("self", *inputs)), options)
+
+        wrapper.__signature__ = signature
+        return wrapper
+
+    return decorate
 
 
 def timestep_options(num_inference_steps, timesteps, eta):
@@ -62,11 +134,12 @@ def check_arrays(pipeline, jit, arrays):
             f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
             "with jit=True replicate them, with jit=False do not"
         )
-    if not jit and jax.default_backend() != "cpu" and is_on_cpu(kernel):
-        warn_once(
-            "params are on the CPU, where images take minutes; put them on the device once: "
-            "params = jax.device_put(params, jax.devices()[0])"
-        )
+    if not jit and jax.default_backend() != "cpu":
+        remedy = "put them on the device once: params = jax.device_put(params, jax.devices()[0])"
+        if not isinstance(kernel, jax.Array):
+            warn_once(f"params are NumPy arrays, which every call copies; {remedy}")
+        elif {device.platform for device in kernel.devices()} == {"cpu"}:
+            warn_once(f"params are on the CPU, where images take minutes; {remedy}")
 
 
 def keys_of_call(jit, arrays):
@@ -81,17 +154,15 @@ def keys_of_call(jit, arrays):
     return keys
 
 
-def is_on_cpu(array):
-    """Whether an array is a JAX array on the host's CPU."""
-    return isinstance(array, jax.Array) and {x.platform for x in array.devices()} == {"cpu"}
-
-
 def log_compilation(pipeline, jit, arrays, compiled_in):
     """Log what is new if the pipeline has compiled a program, and this call compiles another.
 
     Args:
         pipeline, jit, arrays: as for check_arrays.
         compiled_in: (options, a tuple of (name, value); the text encoders' modules).
+
+    Returns:
+        The program's entry for pipeline.compiled, to be added after the call.
     """
     program = _program_of(pipeline, jit, arrays, *compiled_in)
     if pipeline.compiled and program not in pipeline.compiled:
@@ -99,7 +170,7 @@ def log_compilation(pipeline, jit, arrays, compiled_in):
         before = dict(nearest)
         changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
         logger.warning("compiling again, for %s", ", ".join(changes))
-    pipeline.compiled.add(program)
+    return program
 
 
 def _program_of(pipeline, jit, arrays, options, text_modules):
@@ -122,64 +193,6 @@ def _program_of(pipeline, jit, arrays, options, text_modules):
     return frozenset({"jit": jit, **dict(options), **types, **settings}.items())
 
 
-def use_compilation_cache(folder):
-    """Set the directory of jax's compilation cache, unless one is set already.
-
-    Args:
-        folder: directory, created if missing; "": no cache.
-
-    Returns:
-        True if the cache uses this directory.
-
-    Raises:
-        ValueError: it cannot be created or written to.
-    """
-    if not folder or jax.config.jax_compilation_cache_dir is not None:
-        return False
-    folder = Path(folder).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--compilation_cache_dir {folder} cannot be made: {error}; name another directory"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(
-            f'--compilation_cache_dir {folder} cannot be written to; name another, or "" for none'
-        )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    return True
-
-
-def initialize_cache(path):
-    """Set the directory of jax's compilation cache, replacing one that is set already.
-
-    Scripts that call cc.initialize_cache(path), which jax removed, run with
-    `from diffusers_flax import programs as cc` in place of jax's compilation_cache.
-
-    Args:
-        path: of the directory, which is created when the first program is saved.
-    """
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    compilation_cache.reset_cache()  # jax reads the setting only once
-
-
-@contextmanager
-def no_compilation_cache():
-    """Compile without reading or writing jax's persistent cache.
-
-    An executable that was read from that cache and saved again can be loaded on a CPU, but not run.
-    """
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax reads the setting only once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
-
-
 def check_steps(scheduler, state, steps, accelerate, branches):
     """Raise a ValueError for steps that the scheduler or the accelerations do not take.
 
@@ -191,7 +204,8 @@ def check_steps(scheduler, state, steps, accelerate, branches):
     """
     state = timesteps_of(scheduler, state, steps)
     check_eta(scheduler, steps["eta"])
-    plan_steps(accelerate, branches, noise_scales(state))
+    if accelerate:
+        plan_steps(accelerate, branches, noise_scales(state))
 
 
 def count_steps(scheduler, steps):

@@ -1,0 +1,66 @@
+"""JAX's persistent cache of compiled programs: its directory, or compiling without it."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+
+def use_compilation_cache(folder):
+    """Set the directory of jax's compilation cache, unless one is set already.
+
+    Args:
+        folder: directory, created if missing; "": no cache.
+
+    Returns:
+        True if the cache uses this directory.
+
+    Raises:
+        ValueError: it cannot be created or written to.
+    """
+    if not folder or jax.config.jax_compilation_cache_dir is not None:
+        return False
+    folder = Path(folder).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--compilation_cache_dir {folder} cannot be made: {error}; name another directory"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f'--compilation_cache_dir {folder} cannot be written to; name another, or "" for none'
+        )
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return True
+
+
+def initialize_cache(path):
+    """Set the directory of jax's compilation cache, replacing one that is set already.
+
+    Scripts that call cc.initialize_cache(path), which jax removed, run with
+    `from diffusers_flax import compilation_cache as cc` in place of jax's compilation_cache.
+
+    Args:
+        path: of the directory, which is created when the first program is saved.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    compilation_cache.reset_cache()  # jax reads the setting only once
+
+
+@contextmanager
+def no_compilation_cache():
+    """Compile without reading or writing jax's persistent cache.
+
+    An executable that was read from that cache and saved again can be loaded on a CPU, but not run.
+    """
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax reads the setting only once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
