@@ -54,7 +54,7 @@ def run_main(
         config_class: dataclass of the flags, or a union of dataclasses, one per subcommand.
         description: for --help.
         work: takes the config.
-        args: the flags; None takes those of this process.
+        args: the flags; None: this process's command line.
         interrupted: what Ctrl-C leaves, unless the KeyboardInterrupt says it.
         out_of_memory: what helps against too little device memory; None raises the error.
         explain: the message for an exception, or None.
@@ -370,7 +370,7 @@ def image_files(output, num_images, grid=None):
         grid: another image file that will be written, or None.
 
     Returns:
-        Paths; in a directory 000.png, 001.png, ..., numbered on from those that exist.
+        Paths; in a directory 000.png, 001.png, ..., numbered on from the existing files.
 
     Raises:
         ValueError: output is one file for several images, or is the grid too; output or the grid

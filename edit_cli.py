@@ -186,7 +186,7 @@ def before_after_grid(edits, sizes):
 
 
 def run_edits(pipeline, params, edits, sizes, config):
-    """Edit and write all images, those of one size together, over the local devices.
+    """Edit and write all images over the local devices, images of one size together.
 
     The parameters are moved there: afterwards params has no NumPy arrays.
 

@@ -5,7 +5,7 @@ The training step of flax_train_instruct_pix2pix.py for 16 TPU v5e chips with 16
     python tpu_compile.py train --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16
 
 `train` takes all flags of the trainer, so that a training command can be pasted. Flags that change
-neither the step nor the EMA, such as those of data, logging, validation and upload, have no effect.
+neither the step nor the EMA, such as flags of data, logging, validation and upload, have no effect.
 Only the config.json files of the models are read; without --pretrained_model_name_or_path the model
 is Stable Diffusion 1.5. With the demo's model, in about a minute:
 
@@ -27,10 +27,10 @@ too high. Writes JSON into the current directory.
 The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
 and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over
 the chip's peak, bytes to and from its memory over the memory's bandwidth, and bytes sent to other
-chips over the interconnect's bandwidth. FLOPs are those of matmuls and convolutions. A cache's
-steps count by the functions that they call; fbcache, which decides as it runs, as if it never
-reused anything. --compiler_options sets options of XLA; the cycles that the compiler expects of all
-operations but kernels (Pallas), without waiting for data, show what an option changes.
+chips over the interconnect's bandwidth. FLOPs count matmuls and convolutions only. A step of a
+cache counts the functions that it calls; fbcache decides during the run, so its steps count as if
+nothing were reused. --compiler_options sets options of XLA; the cycles that the compiler expects of
+all operations but kernels (Pallas), without waiting for data, show what an option changes.
 """
 
 import json
@@ -226,7 +226,7 @@ def program_name(config):
 
 
 def count_flops(config, batch_per_chip):
-    """FLOPs of a chip's step, and those of them that are in int8.
+    """(FLOPs of a chip's step, the part of them that is in int8).
 
     They are counted as traced for a CPU, in plain operations: a TPU's attention is a kernel.
 
@@ -270,10 +270,10 @@ def make_report(config, tpu, job, step, update, flops):
         tpu: Slice.
         job: Job.
         step, update: what program_costs returned for its programs; update None: no average.
-        flops: of a chip's step, and those of them in int8.
+        flops: (FLOPs of a chip's step, the part of them that is in int8).
 
     Returns:
-        dict, ready for JSON. Memory, FLOPs and bytes are a chip's, and those of a step.
+        dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step.
     """
     n, usable = tpu.num_chips, round(tpu.chip.memory * GIB)
     report = {

@@ -307,7 +307,7 @@ def load_in_workers(rows: IterableDataset, num_threads: int) -> Iterator[dict]:
 def cpu_seconds() -> float:
     """Processor time so far of all threads of this process and of its child processes."""
     ticks = 0
-    for child in multiprocessing.active_children():  # this also collects those that have ended
+    for child in multiprocessing.active_children():  # this also collects ended children
         fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])  # user and system
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,7 +1,7 @@
 """Results files and command lines of the benchmarks.
 
-`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}; families.json has those
-of demo/compare_families.py. Every row has "command" and "machine".
+`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}; families.json has the
+rows of demo/compare_families.py. Every row has "command" and "machine".
 """
 
 import functools
@@ -30,7 +30,7 @@ def run_benchmark(subcommands, description, args=None):
     Args:
         subcommands: {dataclass of the flags: function of the config}; several are subcommands.
         description: for --help.
-        args: the flags; None takes those of this process.
+        args: the flags; None: this process's command line.
     """
 
     def work(config):

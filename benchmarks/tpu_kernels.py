@@ -8,7 +8,7 @@ waiting for data), and what the compiler expects of all other operations.
 
     python -m benchmarks.tpu_kernels convolution
 
-counts those of 3x3 convolutions: XLA's, models.convolution.shifted_matmuls, and in int8.
+counts the cycles of 3x3 convolutions: XLA's, models.convolution.shifted_matmuls, and in int8.
 --gradients: with the backward pass.
 
 Rows go to benchmarks/results/tpu.json. Needs a CPU and `pip install "jax[tpu]"`; ten minutes each.
@@ -70,7 +70,7 @@ class Attention:
 
 
 def kernel_cycles(file):
-    """Cycles of a kernel from its final bundles: those of its loop times its iterations."""
+    """Cycles of a kernel from its final bundles: bundles of its loop times its iterations."""
     text = file.read_text()
     first, *_ = re.findall(r"^ *(0x[0-9a-f]+) +LB:", text, re.MULTILINE)  # loop body
     *_, last = re.findall(r"^ *(0x[0-9a-f]+) .*:", text, re.MULTILINE)
@@ -171,7 +171,7 @@ CONVOLUTIONS = (  # (B, H, W, C) and output channels: SDXL's images, edits, smal
 
 @dataclass(frozen=True)
 class Convolution:
-    """Cycles of 3x3 convolutions: XLA's, a matmul per kernel position, and that in int8."""
+    """Cycles of 3x3 convolutions: XLA's, and a matmul per kernel position in bfloat16 and int8."""
 
     tpus: tuple[str, ...] = ("v5e-1", "v6e-1")  # slices; their first chips count
     gradients: bool = False  # forward and backward pass, without int8

@@ -232,7 +232,7 @@ def run_time(config):
     write_contenders(rows(), machine, config.output)
 
 
-# The kind of an operation is that of the first key in its path in the model.
+# Patterns of an operation's path in the model; the first that is found gives the operation's kind.
 KINDS = {
     "attention": r"attn\d/(cond|while)|ts,|sh->|st,",
     "convolutions": r"conv|proj_in|proj_out",
@@ -272,7 +272,7 @@ def by_kind(seconds, kinds):
 def own_seconds(profile, names):
     """{name: seconds} of the operations of a jax.profiler.ProfileData.
 
-    Nested operations count once: the time of an operation excludes those inside it.
+    Nested operations count once: the time of an operation excludes the operations inside it.
     """
     seconds = collections.Counter()
     for line in (line for plane in profile.planes for line in plane.lines):

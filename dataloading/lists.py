@@ -84,9 +84,9 @@ def list_rows(
         max_rows: read only the first N rows; None: all.
 
     Returns:
-        (rows, problems). A row is a dict of "line", the line on which it begins, from 1, and of the
-        texts by the keys of NAMES, None if missing; those of PATHS are Paths. A problem is (line,
-        description) of an invalid row or a missing image.
+        (rows, problems). A row is a dict of "line", the line on which it begins, from 1, and of
+        the values by the keys of NAMES: texts, Paths for the keys in PATHS, None if missing. A
+        problem is (line, description) of an invalid row or a missing image.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no rows.

@@ -18,7 +18,7 @@ class Partition:
     num_parts: int  # of the order that this process draws
     total_parts: int  # of the orders of all processes
     batch_size: int  # rows of the order in a batch
-    columns: slice  # of these rows, those of this process
+    columns: slice  # of these rows: the rows of this process
     shard_seed: tuple[int, ...]  # seeds of the order besides seed and epoch
 
     def shuffle(

@@ -324,7 +324,7 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
 def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
     """Raise a ValueError unless the directory that a flag names may be written.
 
-    Hidden files do not count, except those of an unfinished program.
+    Hidden files do not count, except the files of an unfinished program.
 
     Args:
         flag, directory, overwrite: as for ask_before_replacing. Only what write_pairs has written

@@ -80,7 +80,7 @@ def list_row_groups(
     """
     directory = Path(train_data_dir)
     if not directory.is_dir():
-        raise ValueError(f"{flag} {directory} is not a directory; name that of the shards")
+        raise ValueError(f"{flag} {directory} is not a directory; name the directory of the shards")
     if (directory / UNFINISHED_DIR).exists():
         raise ValueError(
             f"{directory} is not complete, as it contains {UNFINISHED_DIR}: run script.sh again, "

@@ -52,7 +52,7 @@ def tpu_worker():
 
 
 def launcher_task():
-    """(index, count, launcher) of this process among those of Slurm or Open MPI, or None."""
+    """(index, count, launcher) of this process in a job of Slurm or Open MPI, or None."""
     env = os.environ
     for launcher, index, count, step in (
         ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),

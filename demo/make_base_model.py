@@ -11,16 +11,16 @@ half precision. Finished stages are kept in --work_dir and not run again with th
 captions. The model in the repository took 17 minutes for the VAE and 20 for the rest.
 
 --family sdxl makes a tiny SDXL: two text encoders, pooled text, micro-conditioning; zeros for
-dropped text. It takes the VAE of demo/base_model; images, captions, noise, steps and batch are
-those of the Stable Diffusion model. Its UNet has 745,036 parameters against 735,824; both text
-encoders together have 123,904 against 145,600. The model in the repository took 74 minutes on two
-cores that were shared with other work. On 3840 new draws of training images the mean loss of both
-models is 0.35 (0.354 and 0.356, standard error 0.004).
+dropped text. It takes the VAE of demo/base_model, and trains with the same images, captions,
+noise, steps and batch as the Stable Diffusion model. Its UNet has 745,036 parameters against
+735,824; both text encoders together have 123,904 against 145,600. The model in the repository took
+74 minutes on two cores that were shared with other work. On 3840 new draws of training images the
+mean loss of both models is 0.35 (0.354 and 0.356, standard error 0.004).
 
 Why this shape: crops of photographs that the VAE has not seen come back with a mean error of 0.02
 (of 1) with 16 latent channels; with 4 it was 0.04, a third of what "black and white" changes. A
 UNet of a single resolution learns the edits in less time than one that halves it: after 300 steps
-from random weights its loss on the demo's pairs was 0.40, that of two resolutions 0.60.
+from random weights its loss on the demo's pairs was 0.40, and 0.60 with two resolutions.
 
 Papers: Latent Diffusion Models (arXiv 2112.10752), CLIP (arXiv 2103.00020), SDXL (arXiv
 2307.01952).
@@ -394,8 +394,8 @@ def latent_batches(vae, tokenizers, config):
         config: Config.
 
     Yields:
-        {"latents": (B, 16, h, w), scaled; "input_ids": (B, N, 77), for N tokenizers, those of "" in
-        10% of the rows; "is_null": (B,), these rows; "time_ids": (B, 6)}.
+        {"latents": (B, 16, h, w), scaled; "input_ids": (B, N, 77), for N tokenizers, 10% of the
+        rows for the text ""; "is_null": (B,), True for these rows; "time_ids": (B, 6)}.
     """
     rng = np.random.default_rng(config.seed + 4)
     images = image_batches(config.seed + 5, 256, recolour=False)

@@ -2,8 +2,8 @@
 
     python demo/make_tiny_vae.py
 
-The published TAESD decodes the latents of Stable Diffusion, taesdxl those of SDXL. The demo's VAE
-has other latents; here a FlaxAutoencoderTiny of half the published width learns the VAE's latents
+The published TAESD decodes Stable Diffusion's latents, taesdxl decodes SDXL's. The demo's VAE has
+other latents; here a FlaxAutoencoderTiny of half the published width learns the VAE's latents
 and images from the photographs of make_base_model.py. Six minutes on two CPU cores.
 """
 

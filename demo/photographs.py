@@ -39,7 +39,7 @@ class Edit(NamedTuple):
     """An instruction, how a caption describes the result, and the edit itself.
 
     apply takes and returns an image, (H, W, 3) float32 in [0, 1]. weight is how often the edit is
-    in the training pairs relative to the others; those that rearrange colours take longer to learn.
+    in the training pairs relative to other edits; edits that rearrange colours learn more slowly.
     """
 
     instruction: str
@@ -83,7 +83,7 @@ EDITS = (
 
 
 def load_photographs(files):
-    """RGB images of files such as those of TRAINING, which begin with the name of a package."""
+    """RGB images of files, each given as PACKAGE/PATH as in TRAINING."""
     import matplotlib
     import skimage
     import sklearn

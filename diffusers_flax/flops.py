@@ -19,7 +19,7 @@ def matmul_flops(jaxpr, switches=()):
             branch runs in. Of other conditions the branch with the most FLOPs counts.
 
     Returns:
-        (all FLOPs, those of them with int8 operands), numbers.
+        (number of all FLOPs, number of FLOPs with int8 operands).
     """
     shares = iter(switches)
 

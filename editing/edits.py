@@ -201,7 +201,7 @@ def edit_batches(
     eta=None,
     lora=(),
 ):
-    """Edit images over several devices, those of one size together.
+    """Edit images over several devices, images of one size together.
 
     The noise of an edit depends on seed and its index only.
 

@@ -102,8 +102,8 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
 
     Args:
         directory: of the shards.
-        columns: names of the columns of original image, edited image and instruction; "": those of
-            public datasets.
+        columns: names of the columns of original image, edited image and instruction; "": the
+            names that public datasets have.
         caption_columns: names of the columns of the captions before and after; "":
             original_prompt and edited_prompt, which may be missing.
         max_pairs: read the first ones only; None: all.

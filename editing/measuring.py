@@ -294,7 +294,7 @@ def measure_edits(edit_all, pipeline, references, folder, bar):
 
 
 def averages(metrics):
-    """Means over pairs and standard deviations, without those for which a metric is undefined.
+    """Means over pairs and standard deviations; NaN, a metric that is undefined, is left out.
 
     Args:
         metrics: {name: one float per pair}.
@@ -320,8 +320,8 @@ def mean_flops(pipeline, shapes, sizes, branches, steps):
 def count_flops(pipeline, params, size, branches, steps):
     """FLOPs of the matmuls and convolutions of one edit.
 
-    The steps of a cache count by what they compute; those of fbcache, which decides as it runs, as
-    if it never reused anything.
+    A step of a cache counts the functions that it calls. fbcache decides during the run, so its
+    steps count as if nothing were reused.
 
     Args:
         pipeline: InstructPix2Pix.

@@ -35,7 +35,7 @@ def pixel_metrics(result, original, truth=None):
 
     Returns:
         {"l1": mean |result - truth|, "mse": mean (result - truth)^2, without a root, "error_ratio":
-        l1 divided by that of the original, so that copying it gives 1, "l1_to_input": mean
+        l1 divided by the l1 of the original, so that copying it gives 1, "l1_to_input": mean
         |result - original|}. NaN where truth is needed and unknown, or where it is the original.
 
     Source: MagicBrush (arXiv 2306.10012), section 4.
@@ -65,8 +65,8 @@ def clip_metrics(result, original, truth, input_text, output_text):
 
     Returns:
         {name: (n,)}, NaN where a feature is unknown: "image_similarity" of result and original,
-        "direction_similarity" of the change of the image and that of the caption: cosine of the
-        differences of features that were normalised before; "text_similarity" of result and the
+        "direction_similarity" of the changes of image and caption: cosine of the differences of
+        normalised features; "text_similarity" of result and the
         caption after the edit; "truth_similarity" of result and truth.
 
     Source: InstructPix2Pix (arXiv 2211.09800), section 4.1; StyleGAN-NADA (arXiv 2108.00946).

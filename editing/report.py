@@ -137,7 +137,7 @@ def short_names(models):
 
 
 def merge_baselines(baselines, metrics, names):
-    """The baselines, those of models with the same VAE once: [(label, row)].
+    """The baselines, one for all models with the same VAE: [(label, row)].
 
     Args:
         baselines: rows of results.json.
@@ -368,7 +368,7 @@ def write_report(output_dir, results, pairs, sentences):
     Args:
         output_dir: directory of results.json.
         results: its content.
-        pairs: those of the grid, list of (row, HeldOutPair, size).
+        pairs: the grid's pairs, list of (row, HeldOutPair, size).
         sentences: what is left out.
     """
     curve = draw_curve(results, output_dir / "curve.png")

@@ -471,7 +471,7 @@ def test_evaluate_edits_ranks_as_the_summary(tmp_path):
 
 @pytest.mark.slow
 def test_make_tiny_vae(tmp_path):
-    """The loss is that of PyTorch's models and falls; a pipeline decodes with the saved TAESD."""
+    """The loss equals PyTorch's and falls; a pipeline decodes with the saved TAESD."""
     command = [sys.executable, "demo/make_tiny_vae.py", "--num_steps", "20"]
     command += ["--output_dir", tmp_path / "taesd"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -113,7 +113,7 @@ def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypat
     expected = np.asarray(pipeline.numpy_to_pil(images)[0], np.int16)
     assert np.abs(np.asarray(found[1], np.int16) - expected).max() <= 1
 
-    # ... and those of one size over four devices.
+    # ... and images of one size over four devices.
     monkeypatch.chdir(input_images)
     Path("edits.jsonl").write_text("\n".join(lines[:4]))
     one_device = [np.asarray(image, np.int16) for image in found]

@@ -116,7 +116,7 @@ def refused(capsys, args):
 
 
 def test_clip_gets_images_from_0_to_1(folder):
-    """Features are those of pixels / 255, shifted and scaled by CLIP's published constants."""
+    """CLIP gets pixels / 255, shifted and scaled by its published constants."""
     clip = Clip(str(folder / "clip"))
     model = CLIPModel.from_pretrained(folder / "clip").eval()
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -1,4 +1,4 @@
-"""tpu_compile.py: shapes against those of a run, figures by hand, the command line."""
+"""tpu_compile.py: shapes against a run's, figures by hand, the command line."""
 
 import importlib.util
 import json
@@ -514,7 +514,7 @@ def test_groups_in_every_notation(groups):
 
 @needs_libtpu
 def test_bytes_to_other_chips_by_hand(libtpu_environment):
-    """A ring of four: 3/4 of a gathered or scattered array, twice that of a sum."""
+    """A ring of four: 3/4 of a gathered or scattered array, 6/4 of an array that is summed."""
     devices = slice_devices(find_slice("v5e-4"))
     x = jax.ShapeDtypeStruct((4, 1024, 128), jnp.float32)
     size = 4 * 1024 * 128

@@ -16,7 +16,7 @@ SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 NAME = re.compile(r"%([\w.\-]+)")
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-# Computations that an instruction calls; those of fusions are not listed.
+# Computations that an instruction calls, except for the computations of fusions.
 CALLED = re.compile(r"(?:body|true_computation|false_computation)=%([\w.\-]+)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 CONDITION = re.compile(r"condition=%([\w.\-]+)")
@@ -116,7 +116,7 @@ def slices_of(computation):
 def sum_over_run(text, cost, switches=()):
     """Sum a cost over the computations of a program, each as often as one run executes it.
 
-    All branches of a condition count, except for those of `switches`.
+    All branches of a condition count, unless `switches` gives their shares.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
@@ -164,7 +164,7 @@ def hbm_bytes(text, switches=()):
     kernel reads an operand several times, and too much if a part of an array is replaced in place,
     as the whole array counts as read and written.
 
-    Args and errors: those of sum_over_run.
+    Args and errors: as for sum_over_run.
 
     Returns:
         int.
@@ -201,7 +201,7 @@ def moved_by(instructions, computations):
 def expected_cycles(text, switches=()):
     """Cycles that the compiler expects of a program's operations, without kernels (Pallas).
 
-    Args and errors: those of sum_over_run.
+    Args and errors: as for sum_over_run.
 
     Returns:
         int.

@@ -142,7 +142,7 @@ def program_costs(program, args, switches=(), compiler_options=None):
         compiler_options: {name: value} of XLA's options.
 
     Returns:
-        dict: "padding" (of the arguments), "temporaries", "outputs" (those that do not replace an
+        dict: "padding" (of the arguments), "temporaries", "outputs" (unless they replace an
         argument) and "code", bytes; "hbm_bytes", to and from the memory;
         "interconnect_bytes", sent to other chips; "cycles", of expected_cycles;
         "bytes_accessed", the compiler's count plus kernel_bytes, a loop's body once;
@@ -194,7 +194,7 @@ def roofline_seconds(chip, flops, moved, sent=0, int8_flops=0):
     Args:
         flops: of the work.
         moved, sent: bytes to and from the memory, and to other chips.
-        int8_flops: those of the FLOPs that are in int8.
+        int8_flops: the part of flops that is in int8.
 
     Source: Roofline (Williams, Waterman, Patterson 2009), section 3.
     """

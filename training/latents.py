@@ -197,9 +197,7 @@ def check_existing_shard(path, metadata):
             f"{path} cannot be read ({error}); remove it, and it is written again"
         ) from error
     if existing is None:
-        raise ValueError(
-            f"{path} contains no latents; name a directory for latents only, not that of the images"
-        )
+        raise ValueError(f"{path} contains no latents; name a directory that holds only latents")
     if different := differences(existing, metadata):
         raise ValueError(
             f"{path} was made with other settings ({'; '.join(different)}); name another "

@@ -36,10 +36,9 @@ def summarize_quality(runs):
 
 
 def summarize_cost(figures):
-    """{"update_share", name: figures of the step's time over that of "none"}.
+    """{"update_share", name: figures of the ratio of step times, name / "none"}.
 
-    The ratios are within a round; update_share is the bytes that the update accesses over those
-    of the step.
+    The ratios are within a round; update_share is the ratio of bytes accessed, update / step.
     """
     update, step = (figures[name]["bytes_accessed"] for name in ("update", "step"))
     none = figures["plans"]["none"]["seconds"]

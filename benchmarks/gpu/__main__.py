@@ -5,8 +5,8 @@
 measures in bfloat16, with random weights: Stable Diffusion 1.5's UNet at 512 pixels (8 samples),
 forward and with the gradient of float32 parameters; optimizer steps at 256 pixels (16 pairs), with
 the average of the weights; an SDXL image at 1024 pixels, 20 steps, plain and with --accelerate
-deepcache:interval=2 guidance:stop=0.5; an edit at 512 pixels, 20 steps; and how far a tiny
-pipeline's edits on the GPU are from those on the CPU. PyTorch runs eager and through torch.compile.
+deepcache:interval=2 guidance:stop=0.5; an edit at 512 pixels, 20 steps; and how far the
+edits of a tiny pipeline differ between GPU and CPU. PyTorch runs eager and through torch.compile.
 
 First everything is compiled: our programs in threads, beside PyTorch's in the main thread. Then the
 rows are measured one after the other, contenders in turn, and each row is written as soon as it is

@@ -63,7 +63,7 @@ def middle_start(kind: str) -> dict:
 
 
 def median_ratio(row: dict, contender: str, ours: str = "ours") -> str:
-    """The median time of a contender over that of ours; empty if it was not measured."""
+    """The ratio of median times, contender / ours; empty if it was not measured."""
     if contender not in row["seconds"]:
         return ""
     theirs, mine = (statistics.median(row["seconds"][name]) for name in (contender, ours))

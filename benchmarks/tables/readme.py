@@ -5,13 +5,13 @@ from benchmarks.tables.cells import AT_SHARE, estimated_seconds, middle_start, r
 
 
 def to_pytorch(name: str, case: str) -> str:
-    """The speed of ours, in eager PyTorch's."""
+    """How many times as fast ours is as eager PyTorch."""
     ratio = results(name)[case]["summary"]["torch eager"]["ours_times_as_fast"]
     return f"{ratio:.2f} times as fast"
 
 
 def to_datasets() -> str:
-    """The speed of the data loader, in that of Hugging Face's."""
+    """How many times as fast the data loader is as Hugging Face's."""
     summary = results("data")["ratio ours/datasets"]["summary"]
     ratios = [figure["median"] for threads in summary.values() for figure in threads.values()]
     return f"{min(ratios):.1f} to {max(ratios):.1f} times as fast"

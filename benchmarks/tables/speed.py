@@ -229,4 +229,4 @@ def ema_cost_table() -> str:
         held = plan["average_bytes"]
         memory = f"{held / 1e6:.1f} MB" if held else "0"
         lines.append([name, median_spread(cost["summary"][name]), memory])
-    return markdown_table("| time of a step to that of none | held by a device", lines)
+    return markdown_table("| time of a step / time without an average | held by a device", lines)

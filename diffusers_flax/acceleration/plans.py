@@ -29,7 +29,7 @@ class Guidance:
         image_stop: for edits, the share after which the guidance of the input image ends, if that
             is before `stop`: two branches instead of three.
         sigma_min, sigma_max: the noise levels with guidance, sigma_min < sigma <= sigma_max, where
-            sigma is the standard deviation of the noise over that of the image's part.
+            sigma is the ratio of standard deviations, noise / scaled image.
 
     Source: arXiv 2404.07724 (interval of sigma; SDXL 0.28 to 5.42), arXiv 2506.08351 (early steps).
     """
@@ -125,7 +125,7 @@ class DeepCache:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Whole steps become rarer; the others forecast the clean latents from those before.
+    """Whole steps become rarer; between them the clean latents are forecast from earlier steps.
 
     Args:
         warmup: whole steps at the beginning.
@@ -197,7 +197,7 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class TGate:
-    """Text to image: after the gate, cross-attention is that of the gate and guidance is off.
+    """Text to image: after the gate, cross-attention is reused and guidance is off.
 
     Before the gate, self-attention is reused between every interval-th step. After it, the text
     has no effect but through the reused attention; SDXL gets the null text's pooled states.
@@ -493,8 +493,9 @@ def plan_steps(acceleration, branches, scales):
         return [Step(active, "full") for active in chosen]
     if num_steps <= FEW_STEPS:
         raise ValueError(
-            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps} (with "
-            "those that PNDM repeats): with few steps neighbours differ too much; leave it out"
+            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps} "
+            "(including the steps that PNDM repeats): with few steps neighbours differ too much; "
+            "leave it out"
         )
     if isinstance(cache, TGate):
         if cache.gate >= num_steps:

@@ -32,7 +32,7 @@ class Preview:
         show: (number of steps done, uint32 (B, 2), the data of the images' PRNG keys, float32
             (B, H, W, 3) in [0, 1]) -> None, for the images of one device. Arrays are NumPy's. An
             error that it raises ends the call of the pipeline.
-        path: directory or hub id of the TAESD; "": that of --accelerate taesd, or
+        path: directory or hub id of the TAESD; "": the path that --accelerate taesd names, or
             madebyollin/taesd, for SDXL madebyollin/taesdxl.
     """
 

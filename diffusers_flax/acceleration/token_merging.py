@@ -85,7 +85,7 @@ def match(x, size, ratio, offsets):
     Args:
         x: features to compare by their cosine, (B, N, C), N = height * width.
         size: (height, width).
-        ratio: share of the N positions to merge away, at most those that are no destinations.
+        ratio: share of the N positions to merge away, limited as destinations of merges stay.
         offsets: of window_offsets.
 
     Returns:

@@ -1,7 +1,7 @@
 """FlaxPreTrainedModel: a Linen module, its config and its parameters in one object.
 
-transformers' Flax classes had this form: called like a function, with their own parameters or
-with those given.
+transformers' Flax classes had this form: called like a function, with their own parameters
+or with the argument `params`.
 
     text_encoder = FlaxCLIPTextModel.from_pretrained("MODEL", subfolder="text_encoder")
     states = text_encoder(input_ids)[0]

@@ -127,8 +127,8 @@ def flax_to_torch(key, array):
 def find_weights(fetch, weights_name, variant, from_pt, where):
     """The files that hold the weights, in the first format that exists.
 
-    If no weights have the variant, those without it: the published classes ignored the argument,
-    and scripts for them name variants that do not exist.
+    If no weights have the variant, weights without a variant are found: the published classes
+    ignored the argument, and scripts for them name variants that do not exist.
     """
     tried = []
     for dot_variant in dict.fromkeys([f".{variant}" if variant else "", ""]):

@@ -128,7 +128,7 @@ def splash(query, key, value, interpret=False):
     def block(length, limit):
         return max(n for n in (128, 256, 512, 1024, 2048) if length % n == 0 and n <= limit)
 
-    # Of the tried blocks that fit a v4's VMEM, those with the fewest cycles:
+    # The blocks with the fewest cycles, of the tried blocks that fit a v4's VMEM:
     # python -m benchmarks.tpu_kernels attention
     small = head_dim <= 128
     sizes = dict(

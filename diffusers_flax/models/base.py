@@ -146,8 +146,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 float8 included, and each is cast where the computation uses it.
             subfolder: the model's directory in a pipeline, e.g. "unet".
             revision: branch, tag or commit on the hub.
-            variant: the part in the middle of the weights' name, e.g. "fp16"; where no weights have
-                it, those without are read, with a warning.
+            variant: the part in the middle of the weights' name, e.g. "fp16"; if no weights have
+                it, weights without a variant are read, with a warning.
             from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
             config: mapping that replaces config.json, or its directory or hub id.
             convert: (name joined by "/", array) -> array, called for each parameter as it is read.

@@ -415,7 +415,7 @@ def checkpointed(module: Callable, enabled: bool) -> Callable:
 
 
 def make_arrays(params):
-    """Call those of a tree of parameters that are functions, jax.tree_util.Partial."""
+    """Replace every jax.tree_util.Partial in a tree of parameters by the array that it returns."""
     return jax.tree.map(
         lambda x: x() if isinstance(x, Partial) else x,
         params,

@@ -9,7 +9,7 @@ safety checker.
     )
     states = text_encoder(input_ids, params=params).last_hidden_state
 
-Source: CLIP (arXiv 2103.00020), section 2.4; the numerics are those of PyTorch transformers.
+Source: CLIP (arXiv 2103.00020), section 2.4; the numerics follow PyTorch transformers.
 """
 
 from functools import partial

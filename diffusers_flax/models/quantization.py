@@ -93,7 +93,7 @@ def to_int8(x, axes):
 
     Args:
         x: NumPy or jax array of any real dtype.
-        axes: those that share a scale.
+        axes: the axes along which all numbers share a scale.
 
     Returns:
         (int8 array of -127 to 127, float32 scale that keeps axes with size 1); their product is x.

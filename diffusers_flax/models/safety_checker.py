@@ -92,7 +92,7 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, FlaxModelMixin):
             clip_input: (B, 3, H, W), from a CLIPImageProcessor.
 
         Returns:
-            float32 (B, 17) to the concepts, (B, 3) to those of special care.
+            float32 similarities, (B, 17) to the concepts and (B, 3) to the special-care concepts.
         """
         channels, side = self.vision_config["num_channels"], self.vision_config["image_size"]
         check_images("clip_input", clip_input, (channels, side, side))

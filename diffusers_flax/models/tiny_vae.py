@@ -1,8 +1,8 @@
 """FlaxAutoencoderTiny: TAESD, a small approximation of the VAE, for fast decoding and previews.
 
 One architecture for Stable Diffusion (madebyollin/taesd) and SDXL (madebyollin/taesdxl); any
-`AutoencoderTiny` config.json. Its latents are those of the UNet: they are already scaled, and its
-own scaling_factor is 1.
+`AutoencoderTiny` config.json. It takes the UNet's latents, which are already scaled: its own
+scaling_factor is 1.
 
     vae, params = FlaxAutoencoderTiny.from_pretrained("madebyollin/taesd")
     images = vae.apply({"params": params}, scaled_latents, method=vae.decode).sample
@@ -164,7 +164,7 @@ def choose_tiny_vae(decoder, preview, published):
     Args:
         decoder: acceleration.plans.TinyDecoder or None.
         preview: acceleration.previews.Preview or None.
-        published: of TINY_VAES, the one of the model's family.
+        published: the hub id in TINY_VAES for the model's family.
 
     Raises:
         ValueError: both name one, it does not exist, or is the published one of the other family.

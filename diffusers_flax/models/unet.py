@@ -1,12 +1,12 @@
 """FlaxUNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x, XL and InstructPix2Pix.
 
-The published class name, call signature and parameter tree; any `config.json` of those families.
+The published class name, call signature and parameter tree; any `config.json` of these families.
 
     unet, params = FlaxUNet2DConditionModel.from_pretrained("MODEL", subfolder="unet")
     noise = unet.apply({"params": params}, sample, timesteps, encoder_hidden_states).sample
 
-Source: Latent Diffusion Models (arXiv 2112.10752) and SDXL (arXiv 2307.01952); the numerics are
-those of PyTorch diffusers.
+Source: Latent Diffusion Models (arXiv 2112.10752) and SDXL (arXiv 2307.01952); the numerics
+follow PyTorch diffusers.
 """
 
 from functools import partial
@@ -332,7 +332,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         def block_transformer(block_type, i):
             if block_type not in CROSS_ATTENTION_BLOCKS:
                 raise ValueError(
-                    f"block type {block_type} is not supported; those that are: "
+                    f"block type {block_type} is not supported; supported types: "
                     f"{', '.join(CROSS_ATTENTION_BLOCKS)}"
                 )
             if CROSS_ATTENTION_BLOCKS[block_type]:

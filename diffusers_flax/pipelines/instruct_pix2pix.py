@@ -193,8 +193,8 @@ class InstructPix2Pix:
         """The edit as one pure function of arrays, for one device; jit or pmap it.
 
         Args:
-            branches: branches of guidance to compute, static; None: those with a weight other than
-                zero, all three if the scales are traced. The other arguments are those of __call__.
+            branches: branches of guidance to compute, static; None: branches with a weight other
+                than zero, all three if the scales are traced. Other arguments: as for __call__.
 
         Returns:
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,

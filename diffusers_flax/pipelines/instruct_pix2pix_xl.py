@@ -7,8 +7,8 @@
 Opens the models that flax_train_instruct_pix2pix.py makes from SDXL and published ones with 8
 input channels, such as diffusers/sdxl-instructpix2pix-768. As in PyTorch's pipeline, the latents of
 the image to edit are unscaled, micro-conditioning says that the image has the result's size and was
-not cropped, and without a negative prompt the null text is zeros. Unlike there, the size is that of
-the image by default, and any guidance scales >= 0 are applied.
+not cropped, and without a negative prompt the null text is zeros. Unlike in PyTorch, the default
+size is the image's own, and any guidance scales >= 0 are applied.
 
 Source: InstructPix2Pix (arXiv 2211.09800), SDXL (arXiv 2307.01952).
 """

@@ -78,7 +78,7 @@ def guide(eps_pred, branches, guidance_scale, guidance_rescale):
 
 
 def rescale_guidance(guided, text, guidance_rescale):
-    """Bring the standard deviation of guided predictions closer to that of the text's branch.
+    """Bring the standard deviation of guided predictions closer to the text prediction's.
 
     Args:
         guided, text: guided prediction and the prediction for the text, (B, C, h, w).
@@ -127,7 +127,7 @@ def as_keys(prng_seed):
 
 
 def keys_per_image(prng_seed, num_images):
-    """Keys (num_images,): those given, or fold_in(key, 0), fold_in(key, 1), ... of a single key."""
+    """Keys (num_images,): the given keys, or fold_in(key, 0), fold_in(key, 1), ... of one key."""
     keys = as_keys(prng_seed)
     if keys.ndim:
         if keys.shape != (num_images,):

@@ -1,8 +1,8 @@
 """The base class of the schedulers: options, files, states, forward noising.
 
 A scheduler object holds options only and hashes, so it may be a static argument of jit; every
-array lives in its state. The names and call signatures are those of the removed Flax schedulers,
-the numbers are PyTorch diffusers':
+array lives in its state. The names and call signatures follow the removed Flax schedulers,
+the numbers follow PyTorch diffusers:
 
     scheduler, state = scheduler_from_pretrained("my_model")  # factory.py
     state = scheduler.set_timesteps(state, 20, latents.shape)
@@ -66,7 +66,7 @@ class SchedulerState:
 
     @classmethod
     def create(cls, *args, **kwargs):
-        """The state with the given fields; the others have their defaults."""
+        """The state with the given fields, and defaults for all other fields."""
         return cls(*args, **kwargs)
 
 
@@ -101,7 +101,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     """Base class of the schedulers: options, files, states, forward noising.
 
     A scheduler holds options only: it equals every scheduler with the same options, hashes, and may
-    be a static argument of jit. A subclass defines `defaults` (its options), `arguments` (those
+    be a static argument of jit. A subclass defines `defaults` (its options), `arguments` (names
     that the constructor takes by position, after FIRST_ARGUMENTS), `choices` (supported values, the
     default first; also of options with a single supported value), `create_state`, `_plan`, `step`.
     """
@@ -173,7 +173,7 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     @property
     def config(self):
-        """The options, read-only, and those carried over from the config of another class."""
+        """The options, read-only, and options carried over from the config of another class."""
         return self._config
 
     @property
@@ -359,7 +359,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     def _plan(self, num_inference_steps, first_step, timesteps):
         """The state's fields that a run sets, NumPy arrays: timesteps, step counter, sigmas, ...
 
-        timesteps: those given, or None.
+        timesteps: the caller's own timesteps, or None.
         """
         raise NotImplementedError
 

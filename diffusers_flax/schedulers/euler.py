@@ -214,7 +214,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         Args:
             state: from create_state, set_timesteps or step.
             sample: x_t / alpha_t, any shape and float dtype.
-            timestep: of the run; None takes that of state.step_index.
+            timestep: a timestep of the run; None: the timestep at state.step_index.
         """
         i = state.step_index if timestep is None else self._position(state, timestep)
         scale = jnp.sqrt(state.sigmas[i] ** 2 + 1)

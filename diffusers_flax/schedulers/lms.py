@@ -100,7 +100,7 @@ def lms_coefficients(sigmas, i, order):
     """Weights of the slopes at sigmas[i], sigmas[i - 1], ... in the step to sigmas[i + 1].
 
     Each is the integral over the step of the Lagrange polynomial that is 1 at its own sigma and 0
-    at the others: float64 (order,).
+    at every other sigma: float64 (order,).
     """
     nodes = sigmas[i - order + 1 : i + 1][::-1] - sigmas[i]
     weights = []

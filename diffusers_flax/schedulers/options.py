@@ -29,7 +29,7 @@ FIRST_ARGUMENTS = (
     "beta_schedule",
     "trained_betas",
 )
-# Options are of their default's type; those without a default are numbers.
+# Options are of their default's type; options without a default are numbers.
 TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 SMALLEST_SIGMA = 1e-6
 RANGES = {

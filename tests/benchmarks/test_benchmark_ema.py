@@ -168,7 +168,7 @@ def test_edits_are_measured_as_the_demo_does(demo, loaded):
         numpy_to_pil = staticmethod(pipeline.numpy_to_pil)
 
         def __call__(self, prompt_ids, image, params, key, *settings):
-            assert settings == (20, 2.0, 1.2)  # those of demo/run_demo.py
+            assert settings == (20, 2.0, 1.2)  # as in demo/run_demo.py
             assert "--num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2" in (
                 ROOT / "demo" / "run_demo.py"
             ).read_text().replace('"\n    "', "")

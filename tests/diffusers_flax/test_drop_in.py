@@ -67,7 +67,7 @@ def check(folder, before, prompt="make it red"):
     """PyTorch and our classes open the saved pipeline, with a safety checker.
 
     Returns:
-        {part: names of its arrays that differ from those in the folder `before`}.
+        {part: names of its arrays that differ from the arrays in the folder `before`}.
     """
     theirs = StableDiffusionPipeline.from_pretrained(folder)
     assert type(theirs.safety_checker).__name__ == "StableDiffusionSafetyChecker"

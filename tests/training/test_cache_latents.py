@@ -259,7 +259,7 @@ def test_a_trial_of_few_pairs_encodes_few(model, data, tmp_path):
 
 
 def test_latents_of_other_settings_are_replaced_on_request(model, data, kept, tmp_path):
-    """The result is that of a new directory; foreign files stay."""
+    """The result is the same as in a new directory; foreign files stay."""
     folder, new = tmp_path / "copy", tmp_path / "new"
     shutil.copytree(kept, folder)
     (folder / "notes.txt").write_text("mine")
@@ -321,7 +321,7 @@ def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys)
             ),
             "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own",
         ),
-        (dict(train_data_dir="NONE"), "is not a directory; name that of the shards"),
+        (dict(train_data_dir="NONE"), "is not a directory; name the directory of the shards"),
         (  # checked before models are read
             dict(output_dir="FILE", pretrained_model_name_or_path="NONE"),
             "--output_dir FILE is a file; name a directory",

@@ -187,7 +187,7 @@ def test_training_is_pefts(models):
 
 @pytest.mark.slow
 def test_a_step_in_bfloat16(models):
-    """Frozen kernels are bfloat16; the loss is that of float32 up to their rounding."""
+    """Frozen kernels are bfloat16; the loss equals float32's up to their rounding."""
     losses = []
     for precision in ("bf16", "no"):
         config = config_of(models["xl"], "unused", "unused", mixed_precision=precision, **LORA)
@@ -233,7 +233,7 @@ def edit_with_lora(out, family, images, latents):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, capsys, family):
-    """Its image is that of the pipeline that the same command writes with --merge_lora."""
+    """Its image equals the image of the pipeline that the same command writes with --merge_lora."""
     out, model = tmp_path / "out", models[family]
     config = config_of(model, data, out, checkpointing_steps=3, ema="full", **LORA)
     out.mkdir()
@@ -286,7 +286,7 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
 
 
 def test_a_replaced_model_leaves_no_files(tmp_path):
-    """Only the parts of a model, and those of a directory with a model_index.json."""
+    """A LoRA's run removes models beside a model_index.json; a full model's removes LoRA files."""
     pipeline = SimpleNamespace(components={"unet": object(), "safety_checker": None})
     lora = trainer.Config("", "", output_dir=str(tmp_path), lora_rank=4)
     full = dataclasses.replace(lora, lora_rank=None)

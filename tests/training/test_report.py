@@ -290,7 +290,7 @@ def test_validation_grid_shows_its_own_instruction():
 
 
 def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
-    """Sorted by number, on frames of one size; those after a step can be dropped."""
+    """Sorted by number, on frames of one size; frames after a step can be dropped."""
     for step, color, size in (
         (5, "red", (80, 80)),
         (1000, "blue", (60, 80)),
@@ -358,7 +358,7 @@ def test_images_are_turned_as_exif_says(tmp_path):
 
 
 def test_files_that_are_no_image_are_named(tmp_path, monkeypatch):
-    """Also those of which Pillow can read the header."""
+    """Also files of which Pillow can read only the header."""
     whole = tmp_path / "a.jpg"
     pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
     Image.fromarray(pixels).save(whole)

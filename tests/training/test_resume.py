@@ -408,8 +408,8 @@ def killed_run(model, data, out):
 def test_sdxl_is_killed_and_moved_to_two_processes(sdxl, data, sdxl_run, tmp_path):
     """After SIGKILL it ends bit-identical on four devices, and with equal losses in two processes.
 
-    The losses are those of one run, so no row is repeated in an epoch: test_parquet_processing.py
-    checks the order of the rows.
+    The losses equal an uninterrupted run's, so no row is repeated in an epoch:
+    test_parquet_processing.py checks the order of the rows.
     """
     out, same_devices = tmp_path / "out", tmp_path / "same_devices"
     killed_run(sdxl, data, out)
@@ -921,7 +921,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path
 
 
 def test_arrays_that_are_put_can_be_given_away():
-    """Also those whose memory a CPU could use in place: a step would hold them twice."""
+    """Also arrays whose memory a CPU could use in place: a step would hold them twice."""
     memory = np.zeros(2**12, np.uint8)
     start = -memory.ctypes.data % 64
     aligned = memory[start : start + 2**10].view(np.float32)

@@ -209,7 +209,7 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     clean = jnp.full((1, *SHAPE), 0.7)
 
     class Constant:
-        """A UNet whose prediction is that of the clean latents."""
+        """A UNet that always predicts the same clean latents."""
 
         def apply(self, variables, *args, method=None, timestep_cond=None):
             if method == "embed":
@@ -347,7 +347,7 @@ def test_guidance_in_an_interval(models, model, scheduler):
     ],
 )
 def test_edits_go_from_three_branches_to_two_to_one(models, model, scales, numbers):
-    """The guidance of the image ends at step 4, that of the text at step 8."""
+    """Image guidance ends at step 4, text guidance at step 8."""
     spec = "guidance:image_stop=0.3,stop=0.6" if numbers[0] == 3 else "guidance:stop=0.6"
     pipeline, params = open_ours(models[model], spec, "euler")
     plan = plan_steps(pipeline.accelerate, edit_branches(*scales), np.ones((2, STEPS)))

@@ -138,7 +138,7 @@ def kohya_file(path, factors, alpha, sgm=False):
 
 
 def assert_params_are(pipeline, params):
-    """Our parameters are those of a PyTorch pipeline, whose LoRA is fused."""
+    """Our parameters equal the parameters of a PyTorch pipeline, whose LoRA is fused."""
     for part in PARTS:
         if (model := getattr(pipeline, part, None)) is None:
             continue

@@ -105,7 +105,7 @@ FLAX_CLASSES = {
 
 # --- names, shapes, values ---
 
-# Per kind of parameter, PyTorch's name and shape, then those of the published Flax checkpoints.
+# Per kind of parameter, name and shape in PyTorch, then in the published Flax checkpoints.
 PUBLISHED = """
 conv_in.weight 320 4 3 3
 conv_in/kernel 3 3 4 320

@@ -298,7 +298,7 @@ def test_multistep_schedulers_begin_anew_at_any_timestep(name):
         out = jnp.asarray(np.float32(model(scaled, float(t))))
         x, state = scheduler.step(state, out, t, x, return_dict=False)
         samples.append(x)
-    # LMS needs no sigmas before those of its stored slopes.
+    # LMS needs no sigmas from before its stored slopes.
     assert_same_trajectory((timesteps, np.array(samples)), (timesteps, expected), name)
 
 

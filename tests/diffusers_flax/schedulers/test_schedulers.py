@@ -483,7 +483,7 @@ def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
         "steps_offset": 1,
         "trained_betas": None,
     }
-    # Euler's options, of which DPM-Solver uses those that its own constructor lacks.
+    # Euler's options; DPM-Solver uses the ones that its own constructor lacks.
     published |= {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 8.0}
     (tmp_path / "scheduler_config.json").write_text(json.dumps(published))
     for first in SCHEDULERS:
@@ -503,7 +503,7 @@ def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
 @pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")  # as above
 @pytest.mark.parametrize("own", sorted(REPLACEABLE))
 def test_another_scheduler_takes_the_place_of_one_without_flax_class(own, tmp_path, monkeypatch):
-    """Its config gives the numbers that PyTorch's classes make of it, and those of training."""
+    """Its config gives the numbers that PyTorch's classes make of it, and training's numbers."""
     options = {"clip_sample": False, "skip_prk_steps": True, "prediction_type": "v_prediction"}
     config = STABLE_DIFFUSION | options
     needs_package = own == "DPMSolverSDEScheduler"  # torchsde; its options are KDPM2's
