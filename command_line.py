@@ -10,7 +10,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -135,39 +135,63 @@ def one_line_errors(config_class: Any, words: list[str]) -> Iterator[None]:
     """While it lasts, an error of tyro is one line; tyro itself frames it over several.
 
     The events that tyro reports errors by are no part of its public interface: in a version
-    without them, the frame is printed.
+    without them, or with other ones, the frame is printed.
     """
     try:
-        from tyro import _errors as events
+        from tyro._errors import (
+            BadValue,
+            InstantiationFailure,
+            InvalidChoice,
+            MissingArgs,
+            MissingSubcommand,
+            on_parse_error,
+        )
     except ImportError:
         yield
         return
 
     def explain(event):
         match event:
-            case events.MissingArgs(missing_arguments=missing, unrecognized_tokens=unknown):
+            case MissingArgs(missing_arguments=missing, unrecognized_tokens=unknown):
                 flags = " and ".join(usage(given.arg) for given in missing)
                 also = f"; {explain_unknown(unknown, config_class)}" if unknown else ""
                 refuse(f"{flags} must be given{also}")
-            case events.MissingSubcommand(subcommand_spec=subcommands):
+            case MissingSubcommand(subcommand_spec=subcommands):
                 wrong = f"{words[0]} is not a subcommand; " if words else ""
                 refuse(f"{wrong}begin with one of {', '.join(subcommands.parser_from_name)}")
-            case events.InvalidChoice(argument=argument, value=value, choices=choices):
+            case InvalidChoice(argument=argument, value=value, choices=choices):
                 names = ", ".join(sorted({*choices} - {"None"}))
                 refuse(f"{argument.display_name()} {value} is unknown; choose from {names}")
-            case events.BadValue(argument=argument):
+            case BadValue(argument=argument):
                 refuse(f"{argument.display_name()} has too few values; write {usage(argument)}")
-            case events.InstantiationFailure(argument=argument, message=message) if argument:
-                value = message.rpartition(": ")[2]  # Python says what it could not convert: '9.5'
-                refuse(f"{argument.display_name()} {value} does not fit; write {usage(argument)}")
+            case InstantiationFailure(argument=argument, message=message) if argument:
+                refuse(explain_value(argument, message))
 
-    with events.on_parse_error(explain):
+    def explain_known(event):
+        with suppress(AttributeError):  # of an event with other fields
+            explain(event)
+
+    with on_parse_error(explain_known):
         yield
 
 
 def usage(argument: Any) -> str:
     """A flag and the kind of its value, such as "--steps INT"; argument: of tyro."""
-    return f"{argument.display_name()} {argument.lowered.metavar}"
+    kind = re.sub(r"\[/?bold\]", "", argument.lowered.metavar)
+    if kind.startswith("{None}|"):  # of an optional flag: {None}|INT, {None}|{FLOAT FLOAT}
+        kind = kind.removeprefix("{None}|").strip("{}")
+    return f"{argument.display_name()} {kind}"
+
+
+def explain_value(argument: Any, message: str) -> str:
+    """Say that a flag cannot have its value; argument and message: of tyro's event."""
+    flag, needed = argument.display_name(), usage(argument)
+    value = message.rpartition(": ")[2]  # Python says what it could not convert: '9.5', ['1', 'a']
+    given = f"{flag} {value}" if value.startswith(("'", '"', "[")) else flag
+    numbers = {f"{flag} INT": "a whole number", f"{flag} FLOAT": "a number"}
+    if needed in numbers:
+        return f"{given} is not {numbers[needed]}"
+    return f"{given} does not fit; write {needed}"
 
 
 def explain_unknown(unknown: list[str], config_class: Any) -> str:

@@ -7,10 +7,11 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Literal
 
 import pytest
+import tyro
 from helpers import ROOT
 from safetensors import SafetensorError
 from tqdm import tqdm
@@ -70,8 +71,11 @@ def test_ctrl_c_during_a_compilation():
             "error: --spacing wide is unknown; choose from leading, trailing; ",
         ),
         (["--dtype", "a"], "error: --dtype a is unknown; choose from b, c; "),
-        (["--steps", "9.5"], "error: --steps '9.5' does not fit; write --steps INT; "),
-        (["--share", "half"], "error: --share 'half' does not fit; write --share FLOAT; "),
+        (["--steps", "9.5"], "error: --steps '9.5' is not a whole number; "),
+        (["--share", "half"], "error: --share 'half' is not a number; "),
+        (["--height", "9.5"], "error: --height '9.5' is not a whole number; "),
+        (["--height"], "error: --height has too few values; write --height INT; "),
+        (["--range", "1"], "error: --range does not fit; write --range FLOAT FLOAT; "),
         (["--sizes", "1", "a"], "error: --sizes ['1', 'a'] does not fit; write --sizes [INT "),
         (
             ["--sizes", "1", "--sizes=2"],
@@ -91,6 +95,8 @@ def test_wrong_flags_are_one_line(args, message, capsys):
         spacing: Literal["leading", "trailing"] = "leading"
         dtype: Literal["b", "c"] | None = None
         share: float = 0.5
+        height: int | None = None
+        range: tuple[float, float] | None = None
         shuffle: bool = True
 
     with pytest.raises(SystemExit) as stopped:
@@ -99,6 +105,30 @@ def test_wrong_flags_are_one_line(args, message, capsys):
     assert stopped.value.code == 2
     assert said.startswith(message) and said.endswith("; --help lists the flags\n")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("names", [(), ("on_parse_error",)])
+def test_with_another_tyro_its_own_message_is_shown(names, capsys, monkeypatch):
+    """The module that errors are taken from is private to tyro: it may lack names."""
+    module = ModuleType("tyro._errors")
+    for name in names:
+        setattr(module, name, getattr(tyro._errors, name))
+    monkeypatch.setitem(sys.modules, "tyro._errors", module)
+    with pytest.raises(SystemExit) as stopped:
+        run_main(Train, "", lambda config: None, ["--steps", "9.5"])
+    assert stopped.value.code == 2
+    assert "Error parsing --steps" in capsys.readouterr().err
+
+
+def test_with_other_events_of_tyro_its_own_message_is_shown(capsys, monkeypatch):
+    def without_metavar(argument):
+        raise AttributeError("metavar")
+
+    monkeypatch.setattr(command_line, "usage", without_metavar)
+    with pytest.raises(SystemExit) as stopped:
+        run_main(Train, "", lambda config: None, ["--steps", "9.5"])
+    assert stopped.value.code == 2
+    assert "Error parsing --steps" in capsys.readouterr().err
 
 
 @dataclass
