@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import signal
+import time
 import zlib
 from pathlib import Path
 
@@ -193,12 +194,19 @@ def acquire(lock, folder):
             return Path(lock.lock_file).read_text() or "another process"
         return "another process"
 
-    try:
+    with contextlib.suppress(Timeout, FileNotFoundError):
         lock.acquire(blocking=False)
-    except (Timeout, FileNotFoundError):  # held, or its last holder has just removed the folder
-        print(f"waiting for {holder()}, which uses {folder}", flush=True)
+        return
+    print(f"waiting for {holder()}, which uses {folder}", flush=True)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
         try:
-            lock.acquire(timeout=LOCK_SECONDS)
+            lock.acquire(timeout=max(0, deadline - time.monotonic()))
+            return
+        except FileNotFoundError:  # its last holder has just removed the folder, which it had made
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(lock.poll_interval)
         except Timeout as error:
             raise ValueError(
                 f"--output_dir {folder} is in use by {holder()}; wait until it ends, stop it, or "

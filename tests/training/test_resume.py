@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -519,6 +520,25 @@ def test_a_lock_needs_the_file_that_others_find(tmp_path, monkeypatch):
     ):
         pass
     assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_lock_waits_where_the_folder_has_just_gone(tmp_path, monkeypatch, attempt):
+    """The holder removes a folder that it made, between another's mkdir and open."""
+    folder, real_open, attempts = tmp_path / "new", os.open, itertools.count(1)
+    holder = lock_folder(folder)
+    holder.__enter__()
+
+    def end_and_open(path, *args, **options):
+        if Path(path) == folder / ".lock" and next(attempts) == attempt:
+            holder.__exit__(None, None, None)
+            assert not folder.exists()
+        return real_open(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", end_and_open)
+    with lock_folder(folder):
+        assert (folder / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert next(attempts) == attempt + 2
 
 
 def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
