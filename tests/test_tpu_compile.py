@@ -398,6 +398,7 @@ def test_flops_of_branches_and_int8(model):
         image_job(accelerated(model, "tgate"), jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_an_edit_by_the_tiny_decoder(model, tmp_path):
     sizes = {f"{part}_block_out_channels": [8, 8] for part in ("encoder", "decoder")}
     sizes |= {f"num_{part}_blocks": [1, 1] for part in ("encoder", "decoder")}

@@ -547,6 +547,7 @@ def error_line(done):
     return done.stderr.splitlines()[-1].removeprefix("error: ")
 
 
+@pytest.mark.slow
 def test_upload(model_folder):
     with UploadHub({TOKEN: "write"}) as hub:
         done = publish(hub.endpoint, model_folder)

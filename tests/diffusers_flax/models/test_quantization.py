@@ -165,6 +165,7 @@ def test_lora_of_int8(mode):
     np.testing.assert_allclose(found - plain, x @ a @ b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bytes_of_sdxl():
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), unet_shapes(SDXL))
 
