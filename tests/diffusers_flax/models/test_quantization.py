@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +175,21 @@ def test_bytes_of_sdxl():
 
     found = [gigabytes(), gigabytes("weight")]
     np.testing.assert_allclose(found, [5.135, 2.613], atol=5e-4)
+
+
+@pytest.mark.parametrize(
+    "mode, dense, convolutions",
+    [
+        ("dynamic", 70 * 10 + 11 * 2, 38),  # in all layers of 70 blocks of 11 transformers
+        ("weight", 70 * 10 + 11 * 2, 38),
+        ("fast", 60, 38),  # the first layer of the feed-forwards with 1280 channels
+    ],
+)
+def test_layers_of_sdxl(mode, dense, convolutions):
+    """As docs/acceleration.md says; 17 residual blocks and 4 samplers have 3x3 kernels."""
+    tree = jax.eval_shape(partial(quantize, mode=mode), unet_shapes(SDXL))
+    kernels = [x.ndim for x in jax.tree.leaves(tree) if x.dtype == jnp.int8]
+    assert [kernels.count(2), kernels.count(4)] == [dense, convolutions]
 
 
 @pytest.mark.slow
