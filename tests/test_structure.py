@@ -1,0 +1,100 @@
+"""CONTRIBUTING.md's rules for files, read from their text: sizes, and who imports whom."""
+
+import ast
+import subprocess
+from collections import Counter
+from functools import cache
+from pathlib import PurePath
+
+import pytest
+from helpers import ROOT
+
+LIBRARY = "diffusers_flax"
+FOLDERS = {"training", "dataloading", "editing", "tpu"}
+# Of the repository, what the files of a folder may import besides the folder itself.
+BELOW = {
+    LIBRARY: set(),
+    "dataloading": {LIBRARY, "command_line"},
+    "training": {LIBRARY, "command_line", "dataloading"},
+    "editing": {LIBRARY, "command_line", "dataloading"},
+    "tpu": {LIBRARY, "command_line"},
+}
+# Programs that import more than one folder, or another program.
+EXCEPTIONS = {
+    "flax_train_instruct_pix2pix": {"training", "dataloading"},  # batches come from the shards
+    "distill_lcm": {"training", "dataloading"},  # trains likewise
+    "tpu_compile": {"tpu", "training", "flax_train_instruct_pix2pix"},  # compiles its step
+}
+
+
+def git_files(*patterns):
+    command = ["git", "-C", ROOT, "ls-files", *patterns]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [PurePath(line) for line in done.stdout.splitlines() if (ROOT / line).exists()]
+
+
+@cache
+def code():
+    """{file: its module as a syntax tree} of all Python files except tests."""
+    files = [file for file in git_files("*.py") if file.parts[0] != "tests"]
+    return {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in files}
+
+
+def imports(tree):
+    """Names of the modules that a file imports, also in its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module
+
+
+def test_numbers_of_files():
+    files = [file for file in git_files() if file.parts[0] != "tests"]
+    assert len([file for file in code() if len(file.parts) == 1]) <= 17
+    counts = Counter(file.parent for file in files if len(file.parts) > 1)
+    assert {str(folder): n for folder, n in counts.items() if n > 12} == {}
+
+
+def test_lengths():
+    long = {}
+    for file, tree in code().items():
+        long[file] = len((ROOT / file).read_text(encoding="utf-8").splitlines()) - 600
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = node.end_lineno - body[0].lineno + 1 if body else 0
+                long[f"{file}: {node.name}"] = lines - 80
+    assert {str(name): n for name, n in long.items() if n > 0} == {}
+
+
+def test_imports():
+    programs = {file.stem for file in code() if len(file.parts) == 1} - {"command_line"}
+    ours = {*BELOW, *programs, "command_line", "tests", "benchmarks", "demo"}
+    wrong = {}
+    for file, tree in code().items():
+        name = file.stem if len(file.parts) == 1 else file.parts[0]
+        found = ours & {module.partition(".")[0] for module in imports(tree)} - {name}
+        if name in BELOW:
+            wrong[file] = found - BELOW[name]
+        elif name == "command_line":
+            wrong[file] = found
+        elif name in programs:
+            used = found - {LIBRARY, "command_line"}
+            allowed = EXCEPTIONS.get(name, FOLDERS if len(used) == 1 else set())
+            wrong[file] = used - allowed
+    assert {str(file): found for file, found in wrong.items() if found} == {}
+
+
+def test_script_needs_neither_jax_nor_the_library():
+    waiting, seen = ["script"], set()
+    while waiting:
+        tree = code().get(PurePath(f"{waiting.pop().replace('.', '/')}.py"))
+        new = {*imports(tree)} - seen if tree else set()
+        waiting += new
+        seen |= new
+    assert "dataloading.remote_shards" in seen
+    assert {"jax", LIBRARY} & {name.partition(".")[0] for name in seen} == set()
