@@ -119,7 +119,10 @@ def write_plan(output_dir, files, worker, num_workers):
     """Write the input files of all workers, this worker's index if known, and the manifest."""
 
     def write(path, text):
-        """Move a complete file into place: hosts may share output_dir."""
+        """Move a complete file into place: hosts may share output_dir.
+
+        It is save_whole of the library, which this script does without.
+        """
         output_dir.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".unfinished-{uuid.uuid4().hex}-{path.name}")
         try:

@@ -159,7 +159,7 @@ def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -
                 unfinished / name,
                 row_group_size=rows_per_shard,
             )
-    unfinished.rename(folder)
+    unfinished.rename(folder)  # save_whole would replace a directory with the user's other files
 
 
 def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:

@@ -352,6 +352,7 @@ def move_when_complete(folder: Path, replaced: tuple[str, ...]) -> Iterator[Path
         folder: directory, made if absent.
         replaced: patterns of the old files and directories that are removed before the move.
     """
+    # save_whole would replace the directory, with the files that are not listed in `replaced`.
     existed, unfinished, moved = folder.exists(), folder / UNFINISHED_DIR, []
     unfinished.mkdir(parents=True)
     try:

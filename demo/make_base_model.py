@@ -60,6 +60,7 @@ from demo.photographs import (
     random_box,
     resize_box,
 )
+from diffusers_flax.loading.files import save_whole
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -341,11 +342,8 @@ def stage(work_dir, name, settings, make):
     key = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
     path = Path(work_dir) / f"{name}-{key}.msgpack"
     if not path.exists():
-        result = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(serialization.msgpack_serialize(result))
-        unfinished.rename(path)
+        content = serialization.msgpack_serialize(make())
+        save_whole(path, partial(Path.write_bytes, data=content))
     return serialization.msgpack_restore(path.read_bytes())
 
 

@@ -20,14 +20,13 @@ import os
 import platform
 import re
 import stat
-import tempfile
 from importlib.metadata import distributions, version
 from pathlib import Path
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from diffusers_flax.loading.files import naming_full_disk
+from diffusers_flax.loading.files import naming_full_disk, save_whole
 from diffusers_flax.messages import one_line
 
 SUFFIX = ".executable"
@@ -122,17 +121,13 @@ class ExecutableStore:
         content, _, _ = serialize(compiled)
         header = {"cache_key": cache_key, "sha256": hashlib.sha256(content).hexdigest()}
         file = self.folder / f"{name}{SUFFIX}"
-        with (
-            naming_full_disk(file, len(content)),
-            tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as f,  # mode 0600
-        ):
-            try:
-                f.write(json.dumps(header).encode() + b"\n" + content)
-                f.close()
-                os.replace(f.name, file)
-            except BaseException:
-                os.unlink(f.name)
-                raise
+
+        def write(unfinished):
+            with naming_full_disk(file, len(content)):
+                unfinished.touch(mode=0o600)
+                unfinished.write_bytes(json.dumps(header).encode() + b"\n" + content)
+
+        save_whole(file, write, shared=True)
 
 
 def is_private(status):

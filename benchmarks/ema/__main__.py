@@ -37,9 +37,9 @@ minutes.
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
 """
 
-import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +50,7 @@ from benchmarks.ema.report import draw, format_tables, summarize_cost, summarize
 from benchmarks.ema.runs import make_demo
 from benchmarks.harness import in_new_process
 from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_benchmark, write_rows
+from diffusers_flax.loading.files import save_whole
 from training.ema import sigma_rel_to_gamma
 
 
@@ -115,10 +116,8 @@ def run(config):
                 results = write_rows(rows, machine, config.output)
     report(format_tables(results), config.output)
     if "quality" in config.parts:
-        unfinished = plot.with_name(f".{os.getpid()}-{plot.name}")
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        draw(rows_of(results, "quality"), config.sigma_rels).savefig(unfinished, dpi=110)
-        unfinished.replace(plot)
+        figure = draw(rows_of(results, "quality"), config.sigma_rels)
+        save_whole(plot, partial(figure.savefig, dpi=110))
         print(f"wrote {plot}")
 
 

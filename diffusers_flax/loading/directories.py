@@ -100,6 +100,7 @@ def writing_pipeline(save_directory):
         ValueError: save_directory has a file where the model has a directory, or the reverse. The
             old model is unchanged, and the message names the place of the new one.
     """
+    # save_whole would replace the directory, with the files that are not of the model.
     folder = Path(save_directory).resolve()
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

@@ -254,6 +254,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             if flax_msgpack:
                 tree = unflatten_dict(flat, sep="/")
                 write_msgpack(tmp / WEIGHT_FILES[self.weights_name][2], tree, dtype)
+            # save_whole would replace the directory, which may have other files, or save one file.
             written = {file.name for file in tmp.iterdir()}
             for name in written:
                 os.replace(tmp / name, folder / name)
