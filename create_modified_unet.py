@@ -90,7 +90,7 @@ def largest_difference(narrow, narrow_params, wide, wide_params, key):
     return float(np.abs(result - expected).max()), float(np.abs(expected).max())
 
 
-def check_config(config):
+def check_flags(config):
     """Raise a ValueError for an output directory or a source that does not fit."""
     if config.output_dir:
         output_dir = Path(config.output_dir).resolve()
@@ -151,7 +151,7 @@ def choose_in_channels(config, narrow):
 def create_modified_unet(config: Config):
     """Load, widen, check, save."""
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
-    check_config(config)
+    check_flags(config)
     narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
         config.pretrained_model_name_or_path,
         subfolder=config.subfolder or None,

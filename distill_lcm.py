@@ -59,7 +59,7 @@ from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predic
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig
-from training.flags import check_config, may_change, per_process
+from training.flags import check_flags, may_change, per_process
 from training.latents import check_vae
 from training.models import (
     encode_batch,
@@ -299,7 +299,7 @@ def training_config(config: Config):
     names = {f.name for f in fields(TrainingConfig)}
     flags = {name: value for name, value in asdict(config).items() if name in names}
     shared = TrainingConfig(unet_model_name_or_path=str(Path(source, "unet")), ema="none", **flags)
-    check_config(shared, jax.device_count())
+    check_flags(shared, jax.device_count())
     check_run_dir(shared)
     return shared
 

@@ -49,11 +49,11 @@ from editing.edits import (
     check_model,
     edit_batches,
     edit_size,
-    image_size,
     load_fitted,
     load_model,
     plan_edits,
     read_edits,
+    size_of_image,
 )
 
 
@@ -248,7 +248,7 @@ def run(config):
     check_outputs(edits, config.grid)
     use_compilation_cache(config.compilation_cache_dir)
     image_sizes = [
-        image_size(edit.input)
+        size_of_image(edit.input)
         for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
     ]
 

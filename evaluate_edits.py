@@ -130,7 +130,7 @@ def read_pairs(config):
     return pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
 
 
-def check_models(config, all_scales):
+def check_compared_models(config, all_scales):
     """Check all models without reading their weights; all edit images of the same size.
 
     Args:
@@ -208,7 +208,7 @@ def run(config):
     for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
         pair.check()
     all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
-    checked, resolution, factor = check_models(config, all_scales)
+    checked, resolution, factor = check_compared_models(config, all_scales)
     results = load_results(
         config.output_dir,
         settings_of_results(config, pairs, resolution, factor),

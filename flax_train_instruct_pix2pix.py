@@ -42,7 +42,7 @@ from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_flags, ema_plan
-from training.flags import Config, check_config, check_schedules
+from training.flags import Config, check_flags, check_schedules
 from training.latents import check_vae, write_latents
 from training.models import (
     check_models,
@@ -302,7 +302,7 @@ def open_dataset(config: Config):
 def train(config: Config):
     """Train a model and write it to config.output_dir."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
-    check_config(config, jax.device_count())
+    check_flags(config, jax.device_count())
     check_run_dir(config)
     validation_images = load_validation_images(config)
     with lock_output_dir(config):

@@ -110,7 +110,7 @@ def open_pipeline(config, steps, outputs):
     return pipeline, branches
 
 
-def check_config(config):
+def check_flags(config):
     """Raise a ValueError for invalid flags."""
     for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
         if (value := getattr(config, name)) is not None and value < 1:
@@ -125,7 +125,7 @@ def check_config(config):
 
 def run(config):
     """Check the flags, load the model, make the images and write them."""
-    check_config(config)
+    check_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices) * config.batch_size)

@@ -150,7 +150,7 @@ def aot_compile(pipeline, store, devices, arguments, options):
     return compiled, how
 
 
-def check_config(config):
+def check_flags(config):
     """Raise a ValueError for invalid flags."""
     for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
         if (value := getattr(config, name)) is not None and value < 1:
@@ -165,7 +165,7 @@ def check_config(config):
 
 def run(config):
     """Check the flags, load the model, make the images and write them."""
-    check_config(config)
+    check_flags(config)
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices) * config.batch_size)

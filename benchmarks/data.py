@@ -379,7 +379,7 @@ def spread(values: list[float]) -> dict:
     return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
 
 
-def summarize(rounds: list[dict]) -> tuple[dict, dict]:
+def summarize_rounds(rounds: list[dict]) -> tuple[dict, dict]:
     """Medians and spreads over the rounds of each method's figures, and of ratios of methods.
 
     Args:
@@ -537,7 +537,7 @@ def bench(config: Config) -> tuple[dict, dict]:
                 task = process.submit(measure_memory, linked, num_parts, config.memory_epochs)
                 memory.append(task.result())
 
-    methods, ratios = summarize(rounds)
+    methods, ratios = summarize_rounds(rounds)
     rows = {
         f"method {name}": {"summary": summary, "rounds": [of[name] for of in rounds], "data": data}
         for name, summary in methods.items()

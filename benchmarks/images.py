@@ -73,7 +73,7 @@ from benchmarks.rows import (
     write_rows,
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
-from demo.evaluate import load_edits, measure_edits, read_edits
+from demo.evaluate import load_edits, measure_edits, read_held_out_edits
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
@@ -381,7 +381,7 @@ def edit_held_out(config, flags, folder):
             "edit": edit["edit_prompt"],
             "output": str(folder / edit["output"].name),
         }
-        for edit in read_edits(config.demo_dir)
+        for edit in read_held_out_edits(config.demo_dir)
     ]
     (folder / "edits.jsonl").write_text("".join(json.dumps(edit) + "\n" for edit in edits))
     command = [sys.executable, "edit_cli.py", "--model", str(config.demo_dir / "model")]
@@ -438,7 +438,7 @@ def quality_cases(config):
 
 def text_to_image_rows(config):
     """Rows of images of the held-out edits' captions with each acceleration."""
-    captions = sorted({edit["edited_prompt"] for edit in read_edits(config.demo_dir)})
+    captions = sorted({edit["edited_prompt"] for edit in read_held_out_edits(config.demo_dir)})
     plain = text_to_images(config.text_to_image_model, captions, ())
     rows = {}
     for name, specs in tqdm(quality_specs(config, 1).items(), "text to image", unit="technique"):

@@ -33,7 +33,7 @@ class Decoding:
 
     def check(self, group: RowGroup) -> None:
         """Raise a ValueError if the options do not fit a row group."""
-        check_latents(group, self.latents, self.resolution, self.resample, self.random_crop)
+        check_row_group(group, self.latents, self.resolution, self.resample, self.random_crop)
         if self.micro_conditioning and self.latents and not has_time_ids(group):
             raise ValueError(
                 f"{group.path} has no time ids of SDXL; delete the directory and make the "
@@ -167,7 +167,7 @@ def copy_latents(
     return np.frombuffer(pair.time_ids, np.float32).reshape(2, -1)
 
 
-def check_latents(
+def check_row_group(
     group: RowGroup, first: dict | None, resolution: int, resample: str, random_crop: bool
 ) -> None:
     """Raise a ValueError if a row group's latents or images do not match the arguments.

@@ -190,7 +190,7 @@ def check_image(path: Path) -> tuple[int, int] | str:
         return one_line(error, 200)
 
 
-def check_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
+def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
     """Decode every image once, in threads, and compare the aspect ratios within each pair.
 
     Returns:
@@ -412,7 +412,7 @@ def write_pairs(
         for path in (pair.original, pair.edited)
     ):
         raise ValueError(f"--held_out_dir {held_out_dir} has images of --pairs; name another")
-    problems = sorted(problems + check_images(pairs))
+    problems = sorted(problems + check_listed_images(pairs))
     raise_problems(file, problems)
     if file.name == HELD_OUT_LIST and all((file.parent / name).is_dir() for name in IMAGE_DIRS):
         logger.warning(

@@ -66,7 +66,7 @@ class Config:
     image_dir: Path = Path("docs/images")  # for the plot, the image grid and the animation
 
 
-def check_config(config):
+def check_flags(config):
     """Raise a ValueError for invalid flags; evaluate_edits.py checks the scales."""
     from benchmarks.rows import check_output, read_rows
 
@@ -189,7 +189,7 @@ def spread_of(values):
     }
 
 
-def summarize(rows):
+def summarize_family(rows):
     """Mean and spread of a family's runs.
 
     Args:
@@ -342,7 +342,7 @@ def run(config):
     """Train, measure, write."""
     from benchmarks.rows import describe_machine, write_rows
 
-    check_config(config)
+    check_flags(config)
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"  # XLA runs small operations on one core per device
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "numpy"))
     run_script(["demo/make_dataset.py", "--output_dir", config.work_dir])
@@ -361,7 +361,7 @@ def run(config):
         rows[f"{family} seed {seed}"] = row
         of_family[family].append(row)
     for family, family_rows in of_family.items():
-        rows[f"{family} summary"] = summarize(family_rows)
+        rows[f"{family} summary"] = summarize_family(family_rows)
     first_model = str(model_dir(config, *runs[0]))  # all models have the same VAE
     for row in results["baselines"]:
         if row["model"] in (None, first_model):

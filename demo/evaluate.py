@@ -46,7 +46,7 @@ def distance(a, b):
     return float(np.abs(a - b).mean())
 
 
-def read_edits(output_dir):
+def read_held_out_edits(output_dir):
     """The rows of the list of held-out edits; see dataloading/lists.py."""
     file = Path(output_dir) / "held_out" / "edits.jsonl"
     required = ("original_image", "edit_prompt", "output")
@@ -60,7 +60,7 @@ def load_edits(output_dir, results_dir=None):
     """
     instructions = [edit.instruction for edit in EDITS]
     crops = {}
-    for edit in read_edits(output_dir):
+    for edit in read_held_out_edits(output_dir):
         source, i = edit["original_image"], instructions.index(edit["edit_prompt"])
         crop = crops.setdefault(
             source.stem, {"input": read_image(source), "results": {}, "truths": {}}

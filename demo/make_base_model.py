@@ -480,7 +480,7 @@ def part_names(part, family):
     return [part, f"{part}_2"][: len(family.text_encoders)]
 
 
-def load_vae(folder):
+def load_vae_as_trained(folder):
     """The VAE of a pipeline as from train_vae."""
     vae, params = FlaxAutoencoderKL.from_pretrained(folder)
     return {"params": params, "scaling_factor": vae.scaling_factor}
@@ -498,7 +498,7 @@ def run(config):
         for name, pad_token in zip(part_names("tokenizer", family), family.pad_tokens)
     ]
     if family.vae_dir is not None:
-        vae = load_vae(family.vae_dir)
+        vae = load_vae_as_trained(family.vae_dir)
         (weights,) = family.vae_dir.glob("*.safetensors")
         vae_settings = hashlib.sha256(weights.read_bytes()).hexdigest(), CAPTIONS
     else:

@@ -24,7 +24,7 @@ from demo.make_base_model import (
     VAE,
     fit,
     image_batches,
-    load_vae,
+    load_vae_as_trained,
 )
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 
@@ -56,7 +56,7 @@ def tiny_vae_loss(params, images, key, *, vae):
         params: of TINY_VAE.
         images: (B, 3, SIZE, SIZE) in [-1, 1].
         key: of the noise in the VAE's latents.
-        vae: {"params", "scaling_factor"} of load_vae.
+        vae: {"params", "scaling_factor"} of load_vae_as_trained.
 
     Returns:
         Scalar, the sum of both errors.
@@ -91,7 +91,7 @@ def run(config):
     if saved.is_file() and TINY_VAE.torch_class_name not in saved.read_text():
         raise ValueError(f"--output_dir {config.output_dir} has another model; name another")
     check_writable(f"--output_dir {config.output_dir}", config.output_dir.absolute())
-    vae = load_vae(BASE_MODEL / "vae")
+    vae = load_vae_as_trained(BASE_MODEL / "vae")
     params = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed))
     batches = (images for images, *_ in image_batches(config.seed + 1, config.batch_size, False))
     loss, seed = partial(tiny_vae_loss, vae=vae), config.seed + 2

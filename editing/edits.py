@@ -61,7 +61,7 @@ def read_edits(file):
     return [tuple(row[name] for name in names) for row in rows]
 
 
-def image_size(path):
+def size_of_image(path):
     """(width, height) of the image in a file, which is decoded to check it."""
     return load_image(path).size
 

@@ -308,7 +308,7 @@ def test_summary_of_families():
         figures = {"train_seconds": 1.0, "final_loss": compare_families.final_loss(curve)}
         return {"family": "sd", "learning_rate": 1e-3, **fixed, **figures, "edits": [edit]}
 
-    summary = compare_families.summarize([row(1.0, 0.5), row(3.0, 0.7)])
+    summary = compare_families.summarize_family([row(1.0, 0.5), row(3.0, 0.7)])
     assert summary["num_seeds"] == 2
     assert summary["final_loss"]["mean"] == pytest.approx(0.6)
     (edit,) = summary["edits"]
@@ -478,7 +478,7 @@ def test_make_tiny_vae(tmp_path):
     assert done.returncode == 0, done.stderr
 
     images, *_ = next(make_base_model.image_batches(0, 2, False))
-    vae, key = make_base_model.load_vae(BASE_MODEL / "vae"), jax.random.key(3)
+    vae, key = make_base_model.load_vae_as_trained(BASE_MODEL / "vae"), jax.random.key(3)
     _, trained = FlaxAutoencoderTiny.from_pretrained(tmp_path / "taesd")
     untrained = make_tiny_vae.TINY_VAE.init_weights(jax.random.key(0))
     found, before = (

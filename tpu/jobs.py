@@ -169,7 +169,7 @@ def unet_job(config, devices):
     )
 
 
-def open_pipeline(config):
+def open_pipeline_of_flags(config):
     """The pipeline of Sdxl's or Edit's flags, from config files only.
 
     Raises:
@@ -256,7 +256,7 @@ def image_job(config, devices):
         Job.
     """
     n, B, num_steps = len(devices), config.num_images, config.num_inference_steps
-    pipeline = open_pipeline(config)
+    pipeline = open_pipeline_of_flags(config)
     params = replicated_shapes(pipeline_shapes(pipeline), n)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
     length = pipeline.text_encoder.module.max_position_embeddings

@@ -256,7 +256,7 @@ def find_checkpoint(config, identity):
     --overwrite_output_dir it starts again, unless it can go on to more steps.
 
     Args:
-        config: Config that check_config has accepted.
+        config: Config that check_flags has accepted.
         identity: the run's run_identity.
 
     Returns:
@@ -419,7 +419,7 @@ def find_start(config, dataset, identity, plan, flags=None):
     """Find the newest checkpoint, or step 0; all processes call it together.
 
     Args:
-        config: Config that check_config has accepted.
+        config: Config that check_flags has accepted.
         dataset: ParquetImagePairs.
         identity: the run's run_identity.
         plan: EmaPlan.

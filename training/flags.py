@@ -144,7 +144,7 @@ def profiled_steps(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-def check_config(config: Config, num_devices: int) -> None:
+def check_flags(config: Config, num_devices: int) -> None:
     """Raise a ValueError for invalid flags; training.output.check_run_dir checks --output_dir."""
     check_numbers(config)
     check_batch(config, num_devices)

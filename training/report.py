@@ -356,9 +356,9 @@ def write_model_card(
     base_model, dataset = config["pretrained_model_name_or_path"], config["train_data_dir"]
     is_lora = config.get("lora_rank") is not None and not config["merge_lora"]
     if is_lora:
-        open_pipeline = open_with_lora(name, pipeline_class, in_channels, config)
+        opening = open_with_lora(name, pipeline_class, in_channels, config)
     else:
-        open_pipeline = open_directory(name, pipeline_class)
+        opening = open_directory(name, pipeline_class)
     R = config["resolution"]  # SDXL's class otherwise resizes images to 1024 pixels
     size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
     shown = f"![before and after, with the instruction]({image})\n" if image else ""
@@ -384,7 +384,7 @@ Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on `{
 With PyTorch diffusers:
 
 ```python
-{open_pipeline}
+{opening}
 pipeline.to("cuda")
 image = load_image("in.jpg")
 edited = pipeline(

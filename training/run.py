@@ -48,7 +48,7 @@ class TrainRun:
     """The steps of one run and its output directory.
 
     Args:
-        config: Config that check_config has accepted.
+        config: Config that check_flags has accepted.
         max_train_steps: length of the run.
         start: Start, of find_start.
         batches: Batches from start.step on.

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 import flax_train_instruct_pix2pix as trainer
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
-from demo.evaluate import load_edits, measure_edits, read_edits, read_image
+from demo.evaluate import load_edits, measure_edits, read_held_out_edits, read_image
 from parquet_processing import ParquetImagePairs
 from training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
 from training.models import encode_batch, load_models
@@ -94,7 +94,7 @@ def rebuild(snapshots, sigma_rel):
 def read_held_out(folder):
     """The held-out edits: lists of instructions, images to edit and true edits, uint8 (N,...)."""
     instructions, images, truths = [], [], []
-    for row in read_edits(folder):
+    for row in read_held_out_edits(folder):
         instructions.append(row["edit_prompt"])
         images.append(np.uint8(np.rint(read_image(row["original_image"]) * 255)))
         truths.append(np.uint8(np.rint(read_image(row["edited_image"]) * 255)))
@@ -150,7 +150,7 @@ def edit_and_measure(pipeline, params, held_out, folder):
     instructions, images, _ = held_out
     prompt_ids, image = pipeline.prepare_inputs(instructions, list(images))
     images = pipeline(prompt_ids, image, params, jax.random.key(0), 20, 2.0, 1.2).images
-    for row, image in zip(read_edits(folder), pipeline.numpy_to_pil(images)):
+    for row, image in zip(read_held_out_edits(folder), pipeline.numpy_to_pil(images)):
         row["output"].parent.mkdir(exist_ok=True)
         image.save(row["output"])
     return measure_edits(load_edits(folder))

@@ -12,7 +12,7 @@ from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import make_scheduler
-from tpu.jobs import Edit, Sdxl, Unet, open_pipeline
+from tpu.jobs import Edit, Sdxl, Unet, open_pipeline_of_flags
 
 ACCELERATE = ("deepcache:interval=2", "guidance:stop=0.5")
 ACCELERATED = f"ours, {' '.join(ACCELERATE)}"
@@ -71,7 +71,7 @@ def scheduler_state(flags, configs):
     """The state of the scheduler that a program takes."""
     if isinstance(flags, tpu_compile.Train):
         return FlaxDDPMScheduler.from_config(configs["sd15"]["scheduler"]).create_state()
-    return open_pipeline(flags).scheduler.create_state()
+    return open_pipeline_of_flags(flags).scheduler.create_state()
 
 
 def random_arrays(shapes):

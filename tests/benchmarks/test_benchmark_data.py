@@ -25,7 +25,7 @@ from benchmarks.data import (
     measure_stream,
     ours,
     read_pairs,
-    summarize,
+    summarize_rounds,
     torch_rows,
 )
 from benchmarks.rows import rows_of
@@ -164,7 +164,7 @@ def test_summarize():
     ]
     for measured in rounds:
         measured |= {f"{name}_lanczos": measured[name] for name in ("ours", "ceiling")}
-    methods, ratios = summarize(rounds)
+    methods, ratios = summarize_rounds(rounds)
     assert methods["ours"]["1"]["pairs_per_second"] == {"median": 9, "min": 8, "max": 12}
     assert methods["datasets"] is None
     ratio = ratios["ours/ceiling"]["1"]

@@ -581,7 +581,7 @@ def test_parts_that_do_not_fit_are_refused(models, tmp_path):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(pipeline, unet=unet, accelerate="tome")
     with pytest.raises(ValueError, match=message):
-        jobs.open_pipeline(jobs.Sdxl(tpu="v5e-1", accelerate=("tome",)))
+        jobs.open_pipeline_of_flags(jobs.Sdxl(tpu="v5e-1", accelerate=("tome",)))
 
 
 @pytest.mark.parametrize("scales", [("7.5", "1.5"), ("1.5", "1.5"), ("1", "1")])

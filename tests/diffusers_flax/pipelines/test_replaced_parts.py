@@ -63,7 +63,7 @@ def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
         edits.check_model(folder, 64, 5)
     edit = jobs.Edit(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
-    assert type(jobs.open_pipeline(edit).scheduler) is FlaxDDIMScheduler
+    assert type(jobs.open_pipeline_of_flags(edit).scheduler) is FlaxDDIMScheduler
 
 
 def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
