@@ -157,8 +157,8 @@ class Generation:
         """Height and width of the result, in pixels.
 
         Args:
-            height, width: None: those of the input image, or, without one, the size that the model
-                was trained at.
+            height, width: None: the size of the input image, or, without one, the size that the
+                model was trained at.
             image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
 
         Raises:
@@ -344,7 +344,7 @@ class TextToImage(Generation):
         """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__. guidance_scale may be traced, then both branches run, unless
-        `branches` (static) names them; None: those that guidance_scale needs.
+        `branches` (static) names them; None: the branches that guidance_scale needs.
 
         Returns:
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
