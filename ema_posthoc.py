@@ -80,7 +80,10 @@ def find_snapshots(train_output_dir, last_step=None):
         if (match := SNAPSHOT_NAME.fullmatch(folder.name))
     )
     if not snapshots:
-        raise ValueError(f"{parent} has no snapshots; train with --ema power")
+        missing = "has no snapshots" if parent.is_dir() else "does not exist"
+        raise ValueError(
+            f"{parent} {missing}; give the --output_dir of a training run with --ema power"
+        )
     steps = sorted({snapshot.step for snapshot in snapshots})
     if last_step is None:
         last_step = steps[-1]

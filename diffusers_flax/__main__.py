@@ -15,6 +15,7 @@ import runpy
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 
 import diffusers_flax
 
@@ -103,12 +104,19 @@ class OldNamesFinder(MetaPathFinder):
 
 
 def main():
+    """Command line: exit code 2 for a mistake in it, else the script's own."""
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(f"{USAGE}\n\n{__doc__}".rstrip())
+        return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         print(USAGE, file=sys.stderr)
         sys.exit(2)
     script = sys.argv[1]
     if not os.path.isfile(script):
         print(f"error: {script} is not a file; {USAGE}", file=sys.stderr)
+        sys.exit(2)
+    if find_spec("diffusers") is None:
+        print('error: diffusers is missing; pip install "diffusers-flax[scripts]"', file=sys.stderr)
         sys.exit(2)
     sys.meta_path.insert(0, OldNamesFinder())
     del sys.argv[0]
