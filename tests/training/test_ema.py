@@ -431,7 +431,11 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
             {"output_dir": "full", "sigma_rel": "0.07 0.08"},
             "--output_dir full/0.08 is not empty (model_index.json); name another directory",
         ),
-        (remove("ema_snapshots"), {}, "run/ema_snapshots does not exist; give the --output_dir of a training run"),
+        (
+            remove("ema_snapshots"),
+            {},
+            "run/ema_snapshots does not exist; give the --output_dir of a training run",
+        ),
         (remove("model_index.json"), {}, "run has snapshots but no model_index.json, so the train"),
         (remove("vae"), {}, "run/vae"),
         (remove("ema_snapshots/00000004-0.050"), {}, LACKS),
