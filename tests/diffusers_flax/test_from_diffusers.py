@@ -76,6 +76,7 @@ def test_a_script_runs_as_it_is(tmp_path):
     assert done.stdout == "FlaxPNDMScheduler {'a': 2} train.py scripts/train.py cache --seed 3\n"
 
 
+@pytest.mark.slow
 def test_every_published_name_is_in_its_module(tmp_path):
     classes = {name: known["module"] for name, known in API.items() if name not in NOT_HERE}
     flax = {
