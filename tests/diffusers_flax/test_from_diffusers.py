@@ -117,6 +117,7 @@ def test_help_and_a_missing_package(tmp_path, monkeypatch, capsys):
     assert "pip install" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_errors_of_a_script_are_its_own(tmp_path):
     (tmp_path / "fails.py").write_text("def f():\n    return [][1]\n\nf()\n")
     done = run(tmp_path, "fails.py")
