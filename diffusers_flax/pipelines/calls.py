@@ -142,6 +142,20 @@ def check_arrays(pipeline, jit, arrays):
             warn_once(f"params are on the CPU, where images take minutes; {remedy}")
 
 
+def to_host(arrays):
+    """Move inputs on one device to the host, as pmap refuses them; params and keys stay.
+
+    The latents of a call on one device are such an input of a refiner on all devices.
+    """
+    inputs = {name: x for name, x in arrays.items() if name not in ("params", "prng_seed")}
+    on_one = {
+        name: np.asarray(x)
+        for name, x in inputs.items()
+        if isinstance(x, jax.Array) and len(x.devices()) == 1
+    }
+    return arrays | on_one
+
+
 def keys_of_call(jit, arrays):
     """The keys of a call's prng_seed; with jit one per image, if it is one key.
 

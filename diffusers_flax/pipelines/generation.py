@@ -24,6 +24,7 @@ from diffusers_flax.pipelines.calls import (
     output_options,
     published_call,
     timestep_options,
+    to_host,
     with_options,
 )
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
@@ -119,6 +120,8 @@ class Generation:
         jit = given["jit"]
         arrays = {name: given[name] for name in ARRAYS if name in given}
         check_arrays(self, jit, arrays)
+        if jit:
+            arrays = to_host(arrays)
         options = timestep_options(given["num_inference_steps"], given["timesteps"], given["eta"])
         if "strength" in given:
             num_steps = options["num_inference_steps"]

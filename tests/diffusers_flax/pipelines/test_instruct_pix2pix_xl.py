@@ -16,6 +16,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
 from dataloading.images import load_image
+from diffusers_flax.models.unet import FlaxUNet2DConditionOutput
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
@@ -125,13 +126,10 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
     null_ids = None if negative_prompt is None else pipeline.prepare_text_inputs(negative_prompt)
     received = []
 
-    def spy(self, variables, *args, method):
+    def spy(self, variables, sample, t, states, added, timestep_cond=None):
         """A UNet that returns its noisy latents."""
-        if method == "embed":
-            sample, _, states, added = args
-            jax.debug.callback(lambda *inputs: received.append(inputs), sample, states, added)
-            return (sample[:, :4],)
-        return (args[0], None) if method == "blocks" else args[0]
+        jax.debug.callback(lambda *inputs: received.append(inputs), sample, states, added)
+        return FlaxUNet2DConditionOutput(sample[:, :4])
 
     monkeypatch.setattr(type(pipeline.unet), "apply", spy)
     height, width = size

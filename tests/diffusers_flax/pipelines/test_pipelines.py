@@ -214,7 +214,7 @@ def test_base_then_refiner(folders, xl):
     np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
     generate = jax.pmap(refiner._generate, static_broadcasted_argnums=(4, 5), devices=devices)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2))[:, None]
-    images = generate(p_ids, p_latents, p_params, keys, 2, 4)
+    images = generate(p_ids, np.asarray(p_latents), p_params, keys, 2, 4)
     np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
 
 
