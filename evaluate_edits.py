@@ -117,7 +117,7 @@ def check_flags(config):
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 
-def read_pairs(config):
+def read_compared_pairs(config):
     """The pairs of --data_dir or --pairs_jsonl."""
     if config.pairs_jsonl:
         return pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
@@ -203,7 +203,7 @@ def run(config):
     """Check the flags, read the pairs, measure what is missing, write the report."""
     check_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
-    pairs = read_pairs(config)
+    pairs = read_compared_pairs(config)
     sentences = left_out(pairs, config.clip_model)
     for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
         pair.check()

@@ -225,7 +225,7 @@ def program_name(config):
     return type(config).__name__.lower()
 
 
-def count_flops(config, batch_per_chip):
+def count_step_flops(config, batch_per_chip):
     """(FLOPs of a chip's step, the part of them that is in int8).
 
     They are counted as traced for a CPU, in plain operations: a TPU's attention is a kernel.
@@ -358,7 +358,7 @@ def compile_job(config, job, tpu):
     update = None
     if job.update:
         update = program_costs(job.update, job.update_args, compiler_options=options)
-    flops = count_flops(config, job.batch_per_chip)
+    flops = count_step_flops(config, job.batch_per_chip)
     return make_report(config, tpu, job, step, update, flops)
 
 

@@ -57,7 +57,7 @@ def check_output(output):
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
-def this_command():
+def benchmark_command():
     """The command of this process, a module of benchmarks/ or a script of demo/."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.stem == "__main__" else program.stem
@@ -125,7 +125,7 @@ def write_rows(rows, machine, output):
     Returns:
         All rows of the file.
     """
-    origin = {"command": this_command(), "machine": machine}
+    origin = {"command": benchmark_command(), "machine": machine}
     results = read_rows(output) | {case: row | origin for case, row in rows.items()}
     text = json.dumps(results, indent=1) + "\n"
     save_whole(Path(output), lambda file: file.write_text(text))

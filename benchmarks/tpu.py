@@ -64,7 +64,7 @@ from tpu.programs import (
     roofline_seconds,
     slice_devices,
 )
-from tpu_compile import count_flops
+from tpu_compile import count_step_flops
 
 PAIRS_PER_CHIP = 8
 TRAIN = ("train", "--mixed_precision", "bf16", "--ema", "full")
@@ -391,7 +391,7 @@ def run_accelerations(config):
     machine = describe_machine(("jax", "jaxlib"))
     rows = {}
     for job, flags in tqdm(accelerated_flags(config).items(), unit="program"):
-        flops, int8_flops = count_flops(flags, config.num_images)
+        flops, int8_flops = count_step_flops(flags, config.num_images)
         rows[f"acceleration {job}"] = {
             "accelerate": " ".join(flags.accelerate),
             "num_inference_steps": flags.num_inference_steps,

@@ -99,7 +99,7 @@ def measure_edits(crops):
     }
 
 
-def draw(crops):
+def draw_edits(crops):
     """The grid: input, then (result, truth) per instruction; the instructions above."""
     pair = 2 * CELL + GAP
     width = CELL + len(EDITS) * (pair + 3 * GAP) + 2 * GAP
@@ -135,7 +135,7 @@ def run(config):
     """Measure, draw, print."""
     output_dir = Path(config.output_dir)
     crops = load_edits(output_dir)
-    draw(crops).save(output_dir / "edits.png")
+    draw_edits(crops).save(output_dir / "edits.png")
     summary = measure_edits(crops)
     copies = {
         name: crop | {"results": dict.fromkeys(crop["results"], crop["input"])}

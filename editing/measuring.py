@@ -311,13 +311,13 @@ def averages(metrics):
 
 
 def mean_flops(pipeline, shapes, sizes, branches, steps):
-    """The mean of count_flops over edits of these sizes (width, height)."""
+    """The mean of count_edit_flops over edits of these sizes (width, height)."""
     counts = Counter(sizes)
-    flops = [count_flops(pipeline, shapes, size, branches, steps) for size in counts]
+    flops = [count_edit_flops(pipeline, shapes, size, branches, steps) for size in counts]
     return float(np.average(flops, weights=list(counts.values())))
 
 
-def count_flops(pipeline, params, size, branches, steps):
+def count_edit_flops(pipeline, params, size, branches, steps):
     """FLOPs of the matmuls and convolutions of one edit.
 
     A step of a cache counts the functions that it calls. fbcache decides during the run, so its
@@ -328,7 +328,7 @@ def count_flops(pipeline, params, size, branches, steps):
         params: shapes of its parameters, jax.ShapeDtypeStruct.
         size: (width, height).
         branches: of guidance.
-        steps: of programs.timestep_options.
+        steps: of calls.timestep_options.
 
     Returns:
         float.

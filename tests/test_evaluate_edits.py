@@ -36,7 +36,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from editing import measuring
-from editing.measuring import count_flops
+from editing.measuring import count_edit_flops
 from editing.metrics import Clip
 from editing.results import model_checksum
 
@@ -163,7 +163,9 @@ def test_flops_count_every_branch_and_step(folder):
     every = ("text", "image", "null")
     for branches in (every, ("text",)):
         step = unet(len(branches))
-        found = count_flops(pipeline, shapes, (64, 64), branches, timestep_options(9, None, None))
+        found = count_edit_flops(
+            pipeline, shapes, (64, 64), branches, timestep_options(9, None, None)
+        )
         assert found == pytest.approx(rest + 9 * step)
 
     # 4 of 12 steps of Spectrum are forecasts; guidance in a third and two thirds of the steps
@@ -173,7 +175,7 @@ def test_flops_count_every_branch_and_step(folder):
         ("guidance:image_stop=0.34,stop=0.67",): 5 * unet(3) + 4 * unet(2) + 3 * unet(1),
     }.items():
         accelerated = dataclasses.replace(pipeline, accelerate=parse(names))
-        found = count_flops(accelerated, shapes, (64, 64), every, steps)
+        found = count_edit_flops(accelerated, shapes, (64, 64), every, steps)
         assert found == pytest.approx(rest + expected, rel=1e-4)  # with the forecast's own
 
 

@@ -373,25 +373,25 @@ def test_flops_of_a_cache_are_those_of_its_steps(model):
     counts, evaluations = {}, {}
     for interval in (2, 3, 4):
         config = accelerated(model, f"deepcache:interval={interval}", num_inference_steps=12)
-        counts[interval], int8_flops = tpu_compile.count_flops(config, 1)
+        counts[interval], int8_flops = tpu_compile.count_step_flops(config, 1)
         evaluations[interval] = image_job(config, jax.devices()[:1]).evaluations
         assert int8_flops == 0
     assert evaluations == {2: 3 * 6, 3: 3 * 4, 4: 3 * 3}
     assert counts[2] - counts[3] == pytest.approx(2 * (counts[3] - counts[4]))
     config = accelerated(model, num_inference_steps=1)
-    assert counts[4] > 3 * tpu_compile.count_flops(config, 1)[0] * 0.7  # it has the VAE too
+    assert counts[4] > 3 * tpu_compile.count_step_flops(config, 1)[0] * 0.7  # it has the VAE too
 
 
 @pytest.mark.slow
 def test_flops_of_branches_and_int8(model):
     """Guidance ends after half of the steps; int8's share of the UNet's FLOPs."""
-    plain, _ = tpu_compile.count_flops(accelerated(model, num_inference_steps=4), 1)
-    two, _ = tpu_compile.count_flops(accelerated(model, num_inference_steps=2), 1)
+    plain, _ = tpu_compile.count_step_flops(accelerated(model, num_inference_steps=4), 1)
+    two, _ = tpu_compile.count_step_flops(accelerated(model, num_inference_steps=2), 1)
     half = accelerated(model, "guidance:stop=0.5", num_inference_steps=4)
-    found, _ = tpu_compile.count_flops(half, 1)
+    found, _ = tpu_compile.count_step_flops(half, 1)
     assert found == pytest.approx(plain - (plain - two) * 2 / 3)  # 3 + 3 + 1 + 1 of 12 branches
     int8 = accelerated(model, "int8:mode=dynamic", num_inference_steps=4)
-    flops, int8_flops = tpu_compile.count_flops(int8, 1)
+    flops, int8_flops = tpu_compile.count_step_flops(int8, 1)
     assert flops == pytest.approx(plain)
     assert 0.3 < int8_flops / (2 * (plain - two)) < 1  # of the UNet in four steps
     with pytest.raises(ValueError, match="tgate is for text to image"):
@@ -594,11 +594,11 @@ def test_flops_count_all_micro_batches(model):
     """Twice the pairs need twice the FLOPs; micro-batches change nothing."""
     paths = {"pretrained_model_name_or_path": str(model)}
     unet = Unet(tpu="v5e-4", resolution=16, mixed_precision="no", **paths)
-    one, two = (tpu_compile.count_flops(unet, n)[0] for n in (2, 4))
+    one, two = (tpu_compile.count_step_flops(unet, n)[0] for n in (2, 4))
     assert two == pytest.approx(2 * one, rel=0.01)
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         whole, halves = (
-            tpu_compile.count_flops(flags(model, gradient_accumulation_steps=parts), 4)[0]
+            tpu_compile.count_step_flops(flags(model, gradient_accumulation_steps=parts), 4)[0]
             for parts in (1, 2)
         )
     assert halves == pytest.approx(whole, rel=0.1)

@@ -423,7 +423,7 @@ def write_readme(folder, name, tags, introduction, command, config, metrics):
             name: float(f"{value:.4g}") if isinstance(value, float) else value
             for name, value in metrics.items()
         }
-        last_metrics = f"### Last metrics\n\n{markdown_table(rounded)}\n"
+        last_metrics = f"### Last metrics\n\n{table_of_values(rounded)}\n"
     if Path(folder, LOSS_PLOT).exists():
         last_metrics = f"![loss of the steps]({LOSS_PLOT})\n\n{last_metrics}"
     text = f"""
@@ -439,7 +439,7 @@ def write_readme(folder, name, tags, introduction, command, config, metrics):
 {last_metrics}
 ### Hyperparameters
 
-{markdown_table(config)}
+{table_of_values(config)}
 """
     write_text(Path(folder, "README.md"), f"---\n{data.to_yaml()}\n---\n{text}")
 
@@ -494,7 +494,7 @@ unet.load_state_dict(load_file({conv_in}), strict=False)
 pipeline.load_lora_weights({json.dumps(name)})"""
 
 
-def markdown_table(values):
+def table_of_values(values):
     """Format a dict as a Markdown table with two columns."""
     cells = {name: repr(value).replace("|", r"\|") for name, value in values.items()}
     return "\n".join(["| | |", "|-|-|", *(f"| {name} | `{cells[name]}` |" for name in cells)])

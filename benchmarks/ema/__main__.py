@@ -46,7 +46,7 @@ from typing import Literal
 import flax_train_instruct_pix2pix as trainer
 from benchmarks.ema.cost import measure_cost
 from benchmarks.ema.quality import NUM_SNAPSHOTS, study_quality
-from benchmarks.ema.report import draw, format_tables, summarize_cost, summarize_quality
+from benchmarks.ema.report import draw_quality, format_tables, summarize_cost, summarize_quality
 from benchmarks.ema.runs import make_demo
 from benchmarks.harness import in_new_process
 from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_benchmark, write_rows
@@ -116,7 +116,7 @@ def run(config):
                 results = write_rows(rows, machine, config.output)
     report(format_tables(results), config.output)
     if "quality" in config.parts:
-        figure = draw(rows_of(results, "quality"), config.sigma_rels)
+        figure = draw_quality(rows_of(results, "quality"), config.sigma_rels)
         save_whole(plot, partial(figure.savefig, dpi=110))
         print(f"wrote {plot}")
 

@@ -84,7 +84,7 @@ def format_tables(results):
     return "\n".join(lines)
 
 
-def draw(quality, sigma_rels):
+def draw_quality(quality, sigma_rels):
     """Plot loss and edit error relative to none, over the post-hoc lengths and per average."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharey="row", width_ratios=(1, 1.3))

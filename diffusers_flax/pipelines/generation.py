@@ -37,7 +37,7 @@ from diffusers_flax.pipelines.sampling import (
     keys_per_image,
     normal,
     resize,
-    rows_of,
+    rows_of_branches,
     rows_per_image,
     starting_noise,
     text_branches,
@@ -126,7 +126,7 @@ class Generation:
         if "strength" in given:
             num_steps = options["num_inference_steps"]
             start = self.get_timestep_start(num_steps, given["strength"])
-            options = options | {"start_timestep": start}
+            options |= {"start_timestep": start}
         image = given.get("image", given.get("masked_image"))
         image_shape = None if image is None else image.shape
         height, width = self.image_size(given["height"], given["width"], image_shape)
@@ -398,7 +398,7 @@ class TextToImage(Generation):
         def inputs(active, x_t, t):
             model_input = jnp.concatenate([x_t, *extra_channels], axis=1)
             model_input = jnp.concatenate([model_input] * len(active))
-            return model_input, t, *rows_of(text, branches, active), timestep_cond
+            return model_input, t, *rows_of_branches(text, branches, active), timestep_cond
 
         return inputs
 

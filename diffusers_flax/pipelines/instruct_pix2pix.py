@@ -30,7 +30,7 @@ from diffusers_flax.pipelines.sampling import (
     keys_per_image,
     rescale_guidance,
     resize,
-    rows_of,
+    rows_of_branches,
     rows_per_image,
     starting_noise,
 )
@@ -237,7 +237,7 @@ class InstructPix2Pix:
 
         # Denoise
         def inputs(active, x_t, t):
-            image_rows, *text_rows = rows_of([image_latents_in, *text], branches, active)
+            image_rows, *text_rows = rows_of_branches([image_latents_in, *text], branches, active)
             model_input = jnp.concatenate([x_t] * len(active))
             return jnp.concatenate([model_input, image_rows], axis=1), t, *text_rows, None
 

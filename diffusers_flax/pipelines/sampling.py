@@ -94,7 +94,7 @@ def rescale_guidance(guided, text, guidance_rescale):
     return guided * jnp.where(phi > 0, 1 - phi + phi * std_text / std_guided, 1)
 
 
-def rows_of(tree, branches, active):
+def rows_of_branches(tree, branches, active):
     """Select the rows of the branches in `active`.
 
     Arrays hold all rows of one branch, then all rows of the next.

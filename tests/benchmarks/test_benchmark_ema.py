@@ -24,7 +24,7 @@ from benchmarks.ema.quality import (
     study_plans,
     train_with_averages,
 )
-from benchmarks.ema.report import draw, summarize_cost, summarize_quality
+from benchmarks.ema.report import draw_quality, summarize_cost, summarize_quality
 from benchmarks.ema.runs import make_demo, make_programs, trainer_config
 from demo.photographs import EDITS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -208,7 +208,7 @@ def test_the_plot_shows_every_ratio():
     numbers = {name: {"edit_error_ratio": x, "loss": x} for name, x in losses.items()}
     runs = [{"variants": {name: x | {"instruction_accuracy": 1.0} for name, x in numbers.items()}}]
     study = {"summary": summarize_quality(runs), "runs": runs}
-    for axes in draw({"constant": study}, [0.05]).axes:
+    for axes in draw_quality({"constant": study}, [0.05]).axes:
         ratios = [y for line in axes.lines for y in line.get_ydata()]
         least, largest = axes.get_ylim()
         assert ratios and least < min(ratios) and max(ratios) < largest
