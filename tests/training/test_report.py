@@ -77,7 +77,8 @@ def test_new_run_starts_empty(tmp_path):
 def test_the_plot_shows_all_losses(tmp_path):
     """Drawn meanwhile and at the end; a full disk or a missing matplotlib costs only the plot."""
     log = MetricsLog(tmp_path, {})
-    log.draw()  # nothing to draw yet
+    log.draw()
+    log.plot.result()  # nothing to draw yet
     sizes = set()
     for step, loss in ((1, 2.0), (2, 1.0), (40, 0.5)):
         log.write({"step": step, "loss": loss})
