@@ -23,8 +23,15 @@ NAMES = {  # by module
         "FlaxCLIPTextModelOutput",
         "FlaxCLIPTextModelWithProjection",
         "FlaxCLIPTextPreTrainedModel",
+        "FlaxCLIPVisionModel",
+        "FlaxCLIPVisionPreTrainedModel",
     ),
-    "models.safety_checker": ("FlaxStableDiffusionSafetyChecker",),
+    "models.clip_similarities": (
+        "FlaxCLIPModel",
+        "FlaxCLIPOutput",
+        "FlaxCLIPPreTrainedModel",
+        "FlaxStableDiffusionSafetyChecker",
+    ),
     "models.base": ("FlaxModelMixin",),
     "loading.pretrained": ("FlaxPreTrainedModel",),
     "schedulers.base": (

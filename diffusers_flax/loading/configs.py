@@ -55,6 +55,7 @@ class ConfigMixin:
     """
 
     config_name = "config.json"
+    also_opens = ()  # PyTorch classes whose files also have this one's
     # Published names that other code reads.
     has_compatibles = False
     ignore_for_config = ()
@@ -74,6 +75,7 @@ class ConfigMixin:
         class_names = config.get("_class_name") or config.get("architectures") or []
         class_names = class_names if isinstance(class_names, list) else [class_names]
         accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
+        accepted.update(cls.also_opens)
         if class_names and not accepted.intersection(map(str, class_names)):
             raise ValueError(
                 f"{source} is the config of {class_names[0]}, not of {cls.torch_class_name}, "

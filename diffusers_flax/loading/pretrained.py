@@ -278,7 +278,7 @@ class FlaxPreTrainedModel(FloatingCasts):
         _, params = load(path, dtype, **place, **kwargs, **entries)
         if config is None:
             content = cls.module_class.load_config(path, **place, **take_hub_options(kwargs))
-            config = {**content, **overrides}
+            config = {**cls.module_class.own_config(content), **overrides}
         model = cls(config, dtype=dtype, _do_init=False)
         if not _do_init:
             return model, params

@@ -55,12 +55,6 @@ FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 # PyTorch's names of the dtypes that NumPy lacks: integers of their size.
 TORCH_BITS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 
-# transformers 5 saves CLIPTextModel without the published prefix (and loads it with or without);
-# the safety checker's published prefix vision_model.vision_model becomes vision_model.
-CLIP_WITHOUT_PREFIX = re.compile(
-    r"embeddings\.|encoder\.layers\.\d+\.(layer_norm|mlp|self_attn)|final_layer_norm\."
-)
-
 # A shard is in the directory of its index: letters, digits and a few signs, no path.
 SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
 
@@ -77,10 +71,6 @@ def torch_to_flax(key, array):
     Returns:
         (path, array): path joined by "/", array a view; convolution HWIO, linear (in, out).
     """
-    if CLIP_WITHOUT_PREFIX.match(key):
-        key = f"text_model.{key}"
-    if key.startswith("vision_model.") and not key.startswith("vision_model.vision_model."):
-        key = f"vision_model.{key}"
     if VAE_ATTENTION.match(key):
         for torch_name, flax_name in VAE_TORCH_TO_FLAX.items():
             key = key.replace(torch_name, flax_name)
@@ -308,8 +298,8 @@ def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_
     for file_name, torch_keys in shards.filename_to_tensors.items():
         tensors = {
             # save_file stores the memory as it lies, so a transposed view would be lost.
-            k: np.ascontiguousarray(
-                flax_to_torch(flax_keys[k], as_stored(flat[flax_keys[k]], dtype))[1]
+            k: np.asarray(
+                flax_to_torch(flax_keys[k], as_stored(flat[flax_keys[k]], dtype))[1], order="C"
             )
             for k in torch_keys
         }

@@ -56,12 +56,14 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
         weights_name: "diffusion_pytorch_model" (diffusers) or "model" (transformers).
         torch_class_name: the PyTorch class that opens the same directory.
+        model_type: of a transformers config, else None.
         fixed_config: config keys that are not implemented -> the only supported value.
         ignored_config: config keys without effect on the numbers.
     """
 
     weights_name = "diffusion_pytorch_model"
     torch_class_name = None
+    model_type = None
     fixed_config = {}  # noqa: RUF012 - an annotation would make it a dataclass field
     ignored_config = ()
 
@@ -76,6 +78,19 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     def init_weights(self, rng):
         """Random float32 parameters. rng: a PRNG key."""
         raise NotImplementedError
+
+    @classmethod
+    def own_config(cls, config):
+        """The model's entries in the content of a config.json, which may describe a larger one."""
+        return config
+
+    @classmethod
+    def path_in_tree(cls, path, config):
+        """Where a parameter of a file belongs in the tree, joined by "/"; None: nowhere.
+
+        path: of torch_to_flax; config: the content of the config.json beside the file.
+        """
+        return path
 
     @classmethod
     def from_config(cls, config=None, return_unused_kwargs=False, **overrides):
@@ -184,7 +199,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             config = read_json(config_file)
         cls.check_class(config, config_file)
         try:
-            module = cls.from_config(config, **config_overrides, dtype=dtype)
+            module = cls.from_config(cls.own_config(config), **config_overrides, dtype=dtype)
             expected = module._param_shapes()  # finds faults of the config before a long download
         except Exception as error:  # a bad size may fail anywhere in the model
             changes = "".join(f", {name}={value!r}" for name, value in config_overrides.items())
@@ -199,6 +214,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         flat = {}
         for file in files:
             for key, array in read_weights(file):
+                key = cls.path_in_tree(key, config)
+                if key is None:
+                    continue
                 array = array if convert is None else convert(key, array)
                 # A copy, so that a program may overwrite (donate) it.
                 flat[key] = jax.device_put(array, cpu, may_alias=False)
@@ -268,7 +286,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     def _file_content(self):
         """The config.json for PyTorch; it contains the options that are fixed here."""
         if self.weights_name == "model":
-            names = {"architectures": [self.torch_class_name], "model_type": "clip_text_model"}
+            names = {"architectures": [self.torch_class_name], "model_type": self.model_type}
         else:
             names = {"_class_name": self.torch_class_name}
         fixed = {key: value for key, value in self.fixed_config.items() if value is not None}

@@ -1,8 +1,8 @@
-"""FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection: prompts to text states.
+"""CLIP's encoders: FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection, FlaxCLIPVisionModel.
 
 The published class names and parameter trees; CLIP-L (quick-GELU) of SD 1.x, OpenCLIP-H (GELU) of
-SD 2.x, OpenCLIP-bigG of SDXL, from their transformers `config.json`; and the image encoder of the
-safety checker.
+SD 2.x, OpenCLIP-bigG of SDXL, from their transformers `config.json`; FlaxCLIPVisionModel, CLIP's
+image encoder. clip_similarities.py has the models of both.
 
     text_encoder, params = FlaxCLIPTextModel.from_pretrained(
         "MODEL", subfolder="text_encoder", _do_init=False
@@ -12,6 +12,7 @@ safety checker.
 Source: CLIP (arXiv 2103.00020), section 2.4; the numerics follow PyTorch transformers.
 """
 
+import re
 from functools import partial
 
 import flax
@@ -29,6 +30,12 @@ from diffusers_flax.models.blocks import (
     LayerNorm,
 )
 from diffusers_flax.outputs import ModelOutput
+
+# transformers 5 saves the towers without the published prefix, and loads them with or without.
+WITHOUT_PREFIX = re.compile(
+    r"embeddings/|encoder/layers/\d+/(layer_norm|mlp|self_attn)"
+    "|(final_layer_norm|pre_layrnorm|post_layernorm)/"
+)
 
 
 @flax.struct.dataclass
@@ -64,7 +71,7 @@ class FlaxCLIPTextModelOutput(ModelOutput):
     attentions: tuple | None = None
 
 
-def encoder_layer(module, is_causal, dropout=0.0):
+def encoder_layer(module, is_causal):
     """CLIPEncoderLayer with the settings of a text or vision module."""
     return partial(
         CLIPEncoderLayer,
@@ -74,7 +81,7 @@ def encoder_layer(module, is_causal, dropout=0.0):
         module.layer_norm_eps,
         module.dtype,
         is_causal,
-        dropout,
+        module.attention_dropout or 0.0,
     )
 
 
@@ -85,29 +92,8 @@ def check_shape(name, array, shapes):
         raise ValueError(f"{name} has shape {array.shape}; with these input_ids it is {expected}")
 
 
-class CLIPTextTransformer(nn.Module):
-    """Embeddings, encoder, final norm."""
-
-    embeddings_args: tuple
-    num_layers: int
-    layer: partial
-    epsilon: float
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, input_ids, mask, position_ids, deterministic, output_attentions):
-        """(B, T) int -> FlaxBaseModelOutput, its last_hidden_state after the final norm."""
-        x = CLIPEmbeddings(*self.embeddings_args, self.dtype, name="embeddings")(
-            input_ids, position_ids
-        )
-        encoder = CLIPEncoder(self.num_layers, self.layer, name="encoder")
-        output = encoder(x, mask, deterministic, output_attentions)
-        norm = LayerNorm(self.epsilon, self.dtype, name="final_layer_norm")
-        return output.replace(last_hidden_state=norm(output.last_hidden_state))
-
-
-class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
-    """The Linen module of FlaxCLIPTextModel; its fields are entries of a `config.json`.
+class CLIPTextSettings(nn.Module):
+    """The entries of a text encoder's `config.json`, as fields.
 
     `dtype` is the dtype of the computation, not of the parameters.
     """
@@ -127,18 +113,20 @@ class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
     pad_token_id: int | None = 1
     dtype: DTypeLike = jnp.float32
 
-    weights_name = "model"
-    torch_class_name = "CLIPTextModel"
-    fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
-    # Initial values, outputs of a call, and dropout, which PyTorch's class reads and does not use.
-    ignored_config = ("dropout", "initializer_factor", "initializer_range", *CALL_SETTINGS)
 
-    def init_weights(self, rng):
-        """Random float32 parameters of this configuration. rng: a PRNG key."""
-        return self.init(rng, jnp.zeros((1, self.max_position_embeddings), jnp.int32))["params"]
+class CLIPTextTransformer(CLIPTextSettings):
+    """Embeddings, encoder, final norm, end-of-text row."""
 
-    def encode(self, input_ids, attention_mask, position_ids, deterministic, output_attentions):
-        """Common to both models: (FlaxBaseModelOutput, end-of-text row (B, D))."""
+    @nn.compact
+    def __call__(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        deterministic=True,
+        output_attentions=False,
+    ):
+        """(B, T) int -> FlaxBaseModelOutputWithPooling, last_hidden_state after the final norm."""
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids has shape {input_ids.shape}; it is (batch, tokens)")
         T = input_ids.shape[1]
@@ -151,23 +139,67 @@ class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
         check_shape("attention_mask", attention_mask, like_ids)
         check_shape("position_ids", position_ids, [*like_ids, (T,)])
         mask = None if attention_mask is None else attention_mask.astype(bool)[:, None, None, :]
-        layer = encoder_layer(self, is_causal=True, dropout=self.attention_dropout or 0.0)
-        embeddings_args = (self.vocab_size, self.hidden_size, self.max_position_embeddings)
-        transformer = CLIPTextTransformer(
-            embeddings_args,
-            self.num_hidden_layers,
-            layer,
-            self.layer_norm_eps,
-            self.dtype,
-            name="text_model",
-        )
         position_ids = jnp.arange(T)[None] if position_ids is None else position_ids
-        output = transformer(input_ids, mask, position_ids, deterministic, output_attentions)
+        sizes = self.vocab_size, self.hidden_size, self.max_position_embeddings
+        embeddings = CLIPEmbeddings(*sizes, self.dtype, name="embeddings")
+        x = embeddings(input_ids, position_ids)
+        layer = encoder_layer(self, is_causal=True)
+        encoder = CLIPEncoder(self.num_hidden_layers, layer, name="encoder")
+        output = encoder(x, mask, deterministic, output_attentions)
+        norm = LayerNorm(self.layer_norm_eps, self.dtype, name="final_layer_norm")
+        states = norm(output.last_hidden_state)
         # Configs written before transformers 4.30 carry eos_token_id=2, which is wrong; in CLIP's
         # vocabulary the end of text has the highest number.
         ends = input_ids if self.eos_token_id in (None, 2) else input_ids == self.eos_token_id
-        rows = jnp.arange(len(input_ids)), jnp.argmax(ends, axis=-1)
-        return output, output.last_hidden_state[rows]
+        pooled = states[jnp.arange(len(input_ids)), jnp.argmax(ends, axis=-1)]
+        return FlaxBaseModelOutputWithPooling(
+            states, pooled, output.hidden_states, output.attentions
+        )
+
+
+class CLIPFiles(FlaxModelMixin):
+    """Reading a CLIP module: the files are its own, or a complete CLIP model's.
+
+    A subclass has `prefix`, the first name of its paths in the tree, and `config_part`, its entry
+    in the config of a complete model.
+    """
+
+    weights_name = "model"
+    also_opens = ("CLIPModel",)
+    projection = None  # the name of the projection after the tower, if there is one
+    # Initial values, outputs of a call, and dropout, which PyTorch's class reads and does not use.
+    ignored_config = ("dropout", "initializer_factor", "initializer_range", *CALL_SETTINGS)
+
+    @classmethod
+    def own_config(cls, config):
+        """See FlaxModelMixin.own_config."""
+        return part_of_config(config, cls.config_part) if cls.config_part in config else config
+
+    @classmethod
+    def path_in_tree(cls, path, config):
+        """See FlaxModelMixin.path_in_tree; transformers 5 saves the towers without their prefix."""
+        if WITHOUT_PREFIX.match(path):
+            return f"{cls.prefix}/{path}"
+        is_other = path.split("/")[0] not in (cls.prefix, cls.projection)
+        return None if is_other and cls.config_part in config else path
+
+
+def part_of_config(config, name):
+    """text_config or vision_config of a complete model's config; "{name}_dict" replaces it."""
+    return config.get(f"{name}_dict") or config.get(name) or {}
+
+
+class FlaxCLIPTextModule(CLIPTextSettings, CLIPFiles):
+    """The Linen module of FlaxCLIPTextModel."""
+
+    torch_class_name = "CLIPTextModel"
+    model_type = "clip_text_model"
+    prefix = "text_model"
+    config_part = "text_config"
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        return self.init(rng, jnp.zeros((1, self.max_position_embeddings), jnp.int32))["params"]
 
     @nn.compact
     def __call__(
@@ -184,22 +216,24 @@ class FlaxCLIPTextModule(nn.Module, FlaxModelMixin):
 
         deterministic: False applies attention_dropout, with an rng "dropout".
         """
-        output, pooled = self.encode(
+        transformer = CLIPTextTransformer(**self.config, dtype=self.dtype, name="text_model")
+        output = transformer(
             input_ids, attention_mask, position_ids, deterministic, output_attentions
         )
-        output = FlaxBaseModelOutputWithPooling(
-            output.last_hidden_state,
-            pooled,
-            output.hidden_states if output_hidden_states else None,
-            output.attentions,
-        )
-        return output if return_dict else output.to_tuple()
+        return as_requested(output, output_hidden_states, return_dict)
+
+
+def as_requested(output, output_hidden_states, return_dict):
+    """The output of a tower without what a call does not ask for."""
+    output = output if output_hidden_states else output.replace(hidden_states=None)
+    return output if return_dict else output.to_tuple()
 
 
 class FlaxCLIPTextModelWithProjectionModule(FlaxCLIPTextModule):
     """The Linen module of FlaxCLIPTextModelWithProjection."""
 
     torch_class_name = "CLIPTextModelWithProjection"
+    projection = "text_projection"
 
     @nn.compact
     def __call__(
@@ -213,19 +247,29 @@ class FlaxCLIPTextModelWithProjectionModule(FlaxCLIPTextModule):
         return_dict=True,
     ):
         """As FlaxCLIPTextModule; returns FlaxCLIPTextModelOutput, whose [0] is text_embeds."""
-        output, pooled = self.encode(
+        transformer = CLIPTextTransformer(**self.config, dtype=self.dtype, name="text_model")
+        output = transformer(
             input_ids, attention_mask, position_ids, deterministic, output_attentions
         )
         projection = nn.Dense(
             self.projection_dim, use_bias=False, dtype=self.dtype, name="text_projection"
         )
         output = FlaxCLIPTextModelOutput(
-            projection(pooled),
+            projection(output.pooler_output),
             output.last_hidden_state,
-            output.hidden_states if output_hidden_states else None,
+            output.hidden_states,
             output.attentions,
         )
-        return output if return_dict else output.to_tuple()
+        return as_requested(output, output_hidden_states, return_dict)
+
+
+def dropout_rngs(dropout, train, dropout_rng):
+    """The rngs of a call; a ValueError if it applies attention_dropout and has none."""
+    if train and dropout and dropout_rng is None:
+        raise ValueError(
+            f"train=True applies attention_dropout={dropout}; pass a PRNG key as dropout_rng="
+        )
+    return None if dropout_rng is None else {"dropout": dropout_rng}
 
 
 class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
@@ -268,16 +312,11 @@ class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
                 dropout_rng or the parameters are missing.
         """
         module = self.module
-        if train and module.attention_dropout and dropout_rng is None:
-            raise ValueError(
-                f"train=True applies attention_dropout={module.attention_dropout}; pass a PRNG "
-                "key as dropout_rng="
-            )
         return module.apply(
             self._variables(params),
             *map(as_int32, (input_ids, attention_mask, position_ids)),
             deterministic=not train,
-            rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+            rngs=dropout_rngs(module.attention_dropout, train, dropout_rng),
             **self._call_settings(
                 output_attentions=output_attentions,
                 output_hidden_states=output_hidden_states,
@@ -304,6 +343,23 @@ class FlaxCLIPTextModelWithProjection(FlaxCLIPTextPreTrainedModel):
 
 
 # --------------------------------------------------------------------- images
+
+
+class CLIPVisionSettings(nn.Module):
+    """The entries of an image encoder's `config.json`, as fields; see CLIPTextSettings."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    projection_dim: int = 512
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_channels: int = 3
+    image_size: int = 224
+    patch_size: int = 32
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    attention_dropout: float | None = 0.0
+    dtype: DTypeLike = jnp.float32
 
 
 class CLIPVisionEmbeddings(nn.Module):
@@ -344,66 +400,65 @@ class CLIPVisionEmbeddings(nn.Module):
         return embeddings + position_embedding(jnp.arange(num_positions))
 
 
-class CLIPVisionTransformer(nn.Module):
+class CLIPVisionTransformer(CLIPVisionSettings):
     """Embeddings, norm, encoder, norm of the class token."""
 
-    embeddings_args: tuple
-    num_layers: int
-    layer: partial
-    epsilon: float
-    dtype: DTypeLike
-
     @nn.compact
-    def __call__(self, pixels):
+    def __call__(self, pixel_values, deterministic=True, output_attentions=False):
         """(B, H, W, C) -> FlaxBaseModelOutputWithPooling; only the pooled output is normed."""
-        norm = partial(LayerNorm, self.epsilon, self.dtype)
+        side = self.image_size
+        check_images("pixel_values", pixel_values, (side, side, self.num_channels))
+        norm = partial(LayerNorm, self.layer_norm_eps, self.dtype)
+        sizes = self.hidden_size, self.image_size, self.patch_size
+        embeddings = CLIPVisionEmbeddings(*sizes, self.dtype, name="embeddings")
         # The published name has this spelling.
-        x = norm(name="pre_layrnorm")(
-            CLIPVisionEmbeddings(*self.embeddings_args, self.dtype, name="embeddings")(pixels)
+        x = norm(name="pre_layrnorm")(embeddings(pixel_values))
+        layer = encoder_layer(self, is_causal=False)
+        encoder = CLIPEncoder(self.num_hidden_layers, layer, name="encoder")
+        output = encoder(x, None, deterministic, output_attentions)
+        states = output.last_hidden_state
+        pooled = norm(name="post_layernorm")(states[:, 0])
+        return FlaxBaseModelOutputWithPooling(
+            states, pooled, output.hidden_states, output.attentions
         )
-        x = CLIPEncoder(self.num_layers, self.layer, name="encoder")(x).last_hidden_state
-        return FlaxBaseModelOutputWithPooling(x, norm(name="post_layernorm")(x[:, 0]))
 
 
-class FlaxCLIPVisionModule(nn.Module, FlaxModelMixin):
-    """CLIP's image encoder; its fields are entries of a `vision_config`."""
+class FlaxCLIPVisionModule(CLIPVisionSettings, CLIPFiles):
+    """The Linen module of FlaxCLIPVisionModel; its images are channels-last."""
 
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    num_channels: int = 3
-    image_size: int = 224
-    patch_size: int = 32
-    hidden_act: str = "quick_gelu"
-    layer_norm_eps: float = 1e-5
-    dtype: DTypeLike = jnp.float32
+    torch_class_name = "CLIPVisionModel"
+    model_type = "clip_vision_model"
+    prefix = "vision_model"
+    config_part = "vision_config"
 
-    fixed_config = {}  # noqa: RUF012 (a Linen field otherwise)
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        shape = (1, self.image_size, self.image_size, self.num_channels)
+        return self.init(rng, jnp.zeros(shape))["params"]
 
     @nn.compact
-    def __call__(self, pixel_values):
+    def __call__(
+        self,
+        pixel_values,
+        deterministic=True,
+        output_attentions=False,
+        output_hidden_states=False,
+        return_dict=True,
+    ):
         """Encode images.
 
         Args:
             pixel_values: (B, H, W, C), normalised by a CLIPImageProcessor.
+            deterministic: False applies attention_dropout, with an rng "dropout".
+            output_attentions, output_hidden_states, return_dict: as for FlaxCLIPVisionModel.
 
         Returns:
             FlaxBaseModelOutputWithPooling: last_hidden_state (B, 1 + number of patches, D) without
             a norm, pooler_output (B, D), the class token after post_layernorm.
         """
-        side = self.image_size
-        check_images("pixel_values", pixel_values, (side, side, self.num_channels))
-        layer = encoder_layer(self, is_causal=False)
-        transformer = CLIPVisionTransformer(
-            (self.hidden_size, self.image_size, self.patch_size),
-            self.num_hidden_layers,
-            layer,
-            self.layer_norm_eps,
-            self.dtype,
-            name="vision_model",
-        )
-        return transformer(pixel_values)
+        transformer = CLIPVisionTransformer(**self.config, dtype=self.dtype, name="vision_model")
+        output = transformer(pixel_values, deterministic, output_attentions)
+        return as_requested(output, output_hidden_states, return_dict)
 
 
 def check_images(name, images, shape):
@@ -414,3 +469,72 @@ def check_images(name, images, shape):
             f"{name} has shape {images.shape}; this image encoder takes {expected}; resize the "
             "images with its CLIPImageProcessor"
         )
+
+
+def image_shape(vision_config):
+    """(1, C, H, W) of an image encoder's images."""
+    side = vision_config["image_size"]
+    return 1, vision_config["num_channels"], side, side
+
+
+def channels_last(pixel_values, vision_config):
+    """Images (B, C, H, W) as (B, H, W, C); a ValueError if they have another size."""
+    pixel_values = jnp.asarray(pixel_values)
+    check_images("pixel_values", pixel_values, image_shape(vision_config)[1:])
+    return jnp.transpose(pixel_values, (0, 2, 3, 1))
+
+
+class FlaxCLIPVisionPreTrainedModel(FlaxPreTrainedModel):
+    """Base of FlaxCLIPVisionModel; input_shape, None for the config's, has no effect."""
+
+    config_class = FromTransformers("CLIPVisionConfig")
+    main_input_name = "pixel_values"
+
+    def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
+        super().__init__(config, input_shape, seed, dtype, _do_init)
+        module = self.module
+        default = (1, module.image_size, module.image_size, module.num_channels)
+        self.input_shape = default if input_shape is None else input_shape
+
+    def __call__(
+        self,
+        pixel_values,
+        params=None,
+        dropout_rng=None,
+        train=False,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+    ):
+        """Encode images.
+
+        Args:
+            pixel_values: (B, C, H, W) floats, of a CLIPImageProcessor.
+            params, dropout_rng, train, output_attentions, output_hidden_states, return_dict: as
+                for FlaxCLIPTextModel.
+
+        Returns:
+            FlaxBaseModelOutputWithPooling: last_hidden_state (B, 1 + number of patches, D) without
+            a norm, pooler_output (B, D), the class token after post_layernorm.
+
+        Raises:
+            ValueError: pixel_values has another size, or dropout_rng or the parameters are missing.
+        """
+        module = self.module
+        return module.apply(
+            self._variables(params),
+            channels_last(pixel_values, module.config),
+            deterministic=not train,
+            rngs=dropout_rngs(module.attention_dropout, train, dropout_rng),
+            **self._call_settings(
+                output_attentions=output_attentions,
+                output_hidden_states=output_hidden_states,
+                return_dict=return_dict,
+            ),
+        )
+
+
+class FlaxCLIPVisionModel(FlaxCLIPVisionPreTrainedModel):
+    """CLIP's image encoder; see FlaxPreTrainedModel."""
+
+    module_class = FlaxCLIPVisionModule

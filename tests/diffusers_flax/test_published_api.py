@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import ROOT
 from tiny_models import make_tiny_pipeline, make_tiny_safety_checker
-from transformers import CLIPConfig, CLIPTextConfig
+from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
 import diffusers_flax
 
@@ -55,7 +55,9 @@ def make(name):
         return cls(jnp.zeros((1, 1, 1, 2)))
     if name.startswith("FlaxCLIPTextModel"):
         return cls(CLIPTextConfig(**TOWER))
-    if name == "FlaxStableDiffusionSafetyChecker":
+    if name == "FlaxCLIPVisionModel":
+        return cls(CLIPVisionConfig(**TOWER))
+    if name in ("FlaxCLIPModel", "FlaxStableDiffusionSafetyChecker"):
         return cls(CLIPConfig(text_config=TOWER, vision_config=TOWER, projection_dim=4))
     if "Diffusion" in name and name.endswith("Pipeline") and name != "FlaxDiffusionPipeline":
         text = make("FlaxCLIPTextModel")

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
+from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL

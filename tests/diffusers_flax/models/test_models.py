@@ -15,6 +15,7 @@ from helpers import ROOT
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusers_flax.loading.weights import torch_to_flax
+from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip import (
     FlaxCLIPTextModel,
     FlaxCLIPTextModelWithProjection,
@@ -106,10 +107,10 @@ TWO_LEVELS = dict(
 )
 
 
-def flax_params(model):
-    """A PyTorch model's parameters as our tree, host arrays."""
-    pairs = dict(torch_to_flax(key, x.numpy()) for key, x in model.state_dict().items())
-    return unflatten_dict(pairs, sep="/")
+def flax_params(model, module_class=FlaxModelMixin):
+    """A PyTorch model's parameters as the tree of our module, host arrays."""
+    pairs = [torch_to_flax(key, x.numpy()) for key, x in model.state_dict().items()]
+    return unflatten_dict({module_class.path_in_tree(key, {}): x for key, x in pairs}, sep="/")
 
 
 def to_jax(x):
@@ -445,7 +446,7 @@ def test_clip_equals_pytorch(classes, name):
     torch.manual_seed(0)
     theirs = classes[0](CLIPTextConfig(**config)).eval()
     ours = classes[1](CLIPTextConfig(**config), _do_init=False)
-    params = flax_params(theirs)
+    params = flax_params(theirs, classes[1].module_class)
     ids = torch.randint(3, 97, (3, 20))
     ids[0, 5:], ids[1, 19], ids[2, 11:] = 98, 98, 98  # the end-of-text token is also the padding
     mask = torch.ones_like(ids)

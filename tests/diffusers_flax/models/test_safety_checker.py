@@ -19,7 +19,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import (
 from flax.traverse_util import flatten_dict
 from transformers import CLIPConfig, CLIPImageProcessorPil
 
-from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
+from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
 
 VISION = dict(
     hidden_size=16,

@@ -20,7 +20,7 @@ import diffusers_flax
 from diffusers_flax.images import prepare_masks
 from diffusers_flax.loading import hub
 from diffusers_flax.messages import warn_once
-from diffusers_flax.models.safety_checker import FlaxStableDiffusionSafetyChecker
+from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.pipelines import base
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline

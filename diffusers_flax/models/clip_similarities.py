@@ -1,0 +1,438 @@
+"""Similarities of images with texts and concepts: FlaxCLIPModel and the safety checker.
+
+    clip = FlaxCLIPModel.from_pretrained("openai/clip-vit-large-patch14")
+    features = clip.get_image_features(pixel_values)  # of a CLIPImageProcessor
+    similarities = clip(input_ids, pixel_values).logits_per_image
+
+Source: CLIP (arXiv 2103.00020), section 2.5; the numerics follow PyTorch transformers.
+"""
+
+import logging
+from functools import partial
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import FrozenDict
+from jax.typing import DTypeLike
+from PIL import Image
+
+from diffusers_flax.loading.configs import RUNTIME_FIELDS
+from diffusers_flax.loading.pretrained import FlaxPreTrainedModel, FromTransformers
+from diffusers_flax.models.base import FlaxModelMixin
+from diffusers_flax.models.clip import (
+    CLIPTextTransformer,
+    CLIPVisionTransformer,
+    FlaxBaseModelOutputWithPooling,
+    FlaxCLIPTextModule,
+    FlaxCLIPVisionModule,
+    as_int32,
+    as_requested,
+    channels_last,
+    check_images,
+    dropout_rngs,
+    image_shape,
+    part_of_config,
+)
+from diffusers_flax.outputs import ModelOutput
+
+logger = logging.getLogger(__name__)
+
+NUM_CONCEPTS, NUM_SPECIAL_CARE = 17, 3
+# Added to the scores of all concepts if an image matches a special-care concept.
+ADJUSTMENT = 0.01
+
+
+class CLIPConfigs(FlaxModelMixin):
+    """Modules whose config.json has other modules' configs in it.
+
+    A subclass has `towers`, {entry of the config, a field: module that has its fields}.
+    """
+
+    weights_name = "model"
+    model_type = "clip"
+    own_entries = ("projection_dim",)  # fields that are not a tower's
+    towers = {"vision_config": FlaxCLIPVisionModule}  # noqa: RUF012 (a Linen field otherwise)
+
+    @classmethod
+    def from_config(cls, config=None, dtype=jnp.float32, **overrides):
+        """Build the module from the content of a CLIPConfig's config.json.
+
+        As in transformers, text_config_dict replaces text_config entirely, and so for vision.
+        """
+        if unknown := overrides.keys() - set(cls.own_entries):
+            raise ValueError(
+                f"{cls.__name__} has no setting {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(cls.own_entries)} and dtype; to change others pass a CLIPConfig as "
+                "config="
+            )
+        config = {**(config or {}), **overrides}
+        fields = {name: config[name] for name in cls.own_entries if name in config}
+        for name, tower in cls.towers.items():
+            part = part_of_config(config, name)
+            part = {entry: part[entry] for entry in entries_of_tower(tower) if entry in part}
+            fields[name] = FrozenDict(tower.from_config(part).config)
+        return cls(**fields, dtype=dtype)
+
+    @classmethod
+    def entries_of(cls, config):
+        """What the module needs of a CLIPConfig, as in a config.json."""
+        entries = {name: getattr(config, name) for name in cls.own_entries}
+        for name, tower in cls.towers.items():
+            part = getattr(config, name)
+            entries[name] = {entry: getattr(part, entry) for entry in entries_of_tower(tower)}
+        return entries
+
+    def _file_content(self):
+        content = {"architectures": [self.torch_class_name], "model_type": self.model_type}
+        for name, tower in self.towers.items():
+            content[name] = {"model_type": tower.model_type, **getattr(self, name)}
+        return content | {name: getattr(self, name) for name in self.own_entries}
+
+
+def entries_of_tower(tower):
+    """The names of a module's entries in a config.json."""
+    return tower.__dataclass_fields__.keys() - RUNTIME_FIELDS
+
+
+@flax.struct.dataclass
+class FlaxCLIPOutput(ModelOutput):
+    """What FlaxCLIPModel returns for n images and m texts.
+
+    Args:
+        logits_per_image: (n, m), cosines of image_embeds and text_embeds, times exp(logit_scale).
+        logits_per_text: (m, n), the same.
+        text_embeds: (m, projection_dim), each of length 1.
+        image_embeds: (n, projection_dim), each of length 1.
+        text_model_output, vision_model_output: FlaxBaseModelOutputWithPooling of the encoders;
+            to_tuple() makes tuples of them.
+    """
+
+    logits_per_image: jax.Array | None = None
+    logits_per_text: jax.Array | None = None
+    text_embeds: jax.Array | None = None
+    image_embeds: jax.Array | None = None
+    text_model_output: FlaxBaseModelOutputWithPooling | None = None
+    vision_model_output: FlaxBaseModelOutputWithPooling | None = None
+
+    def to_tuple(self):
+        """The values that are not None, in the order of the fields; tuples of the encoders'."""
+        values = super().to_tuple()
+        return tuple(x.to_tuple() if isinstance(x, ModelOutput) else x for x in values)
+
+
+class FlaxCLIPModule(nn.Module, CLIPConfigs):
+    """The Linen module of FlaxCLIPModel; its images are channels-last.
+
+    Args:
+        text_config: fields of FlaxCLIPTextModule.
+        vision_config: fields of FlaxCLIPVisionModule.
+        projection_dim: size of the embeddings.
+        logit_scale_init_value: logarithm of the factor of the logits, before training.
+        dtype: compute dtype; norms and softmax compute in float32.
+    """
+
+    text_config: FrozenDict
+    vision_config: FrozenDict
+    projection_dim: int = 512
+    logit_scale_init_value: float = 2.6592
+    dtype: DTypeLike = jnp.float32
+
+    torch_class_name = "CLIPModel"
+    own_entries = ("projection_dim", "logit_scale_init_value")
+    towers = {  # noqa: RUF012 (a Linen field otherwise)
+        "text_config": FlaxCLIPTextModule,
+        "vision_config": FlaxCLIPVisionModule,
+    }
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration. rng: a PRNG key."""
+        images = jnp.zeros(image_shape(self.vision_config))
+        ids = jnp.zeros((1, self.text_config["max_position_embeddings"]), jnp.int32)
+        return self.init(rng, ids, jnp.transpose(images, (0, 2, 3, 1)))["params"]
+
+    def setup(self):
+        self.text_model = CLIPTextTransformer(**self.text_config, dtype=self.dtype)
+        self.vision_model = CLIPVisionTransformer(**self.vision_config, dtype=self.dtype)
+        project = partial(
+            nn.Dense,
+            self.projection_dim,
+            use_bias=False,
+            dtype=self.dtype,
+            kernel_init=nn.initializers.normal(0.02),
+        )
+        self.visual_projection, self.text_projection = project(), project()
+        initial = nn.initializers.constant(self.logit_scale_init_value)
+        self.logit_scale = self.param("logit_scale", initial, ())
+
+    def text_features(self, *inputs):
+        """Projected end-of-text rows, (B, projection_dim); inputs as for CLIPTextTransformer."""
+        return self.text_projection(self.text_model(*inputs).pooler_output)
+
+    def image_features(self, *inputs):
+        """Projected class tokens, (B, projection_dim); inputs as for CLIPVisionTransformer."""
+        return self.visual_projection(self.vision_model(*inputs).pooler_output)
+
+    def __call__(
+        self,
+        input_ids,
+        pixel_values,
+        attention_mask=None,
+        position_ids=None,
+        deterministic=True,
+        output_attentions=False,
+        output_hidden_states=False,
+        return_dict=True,
+    ):
+        """Compare texts and images; arguments as for FlaxCLIPModel, images channels-last."""
+        vision = self.vision_model(pixel_values, deterministic, output_attentions)
+        text = self.text_model(
+            input_ids, attention_mask, position_ids, deterministic, output_attentions
+        )
+        image_embeds = normalize(self.visual_projection(vision.pooler_output)).astype(self.dtype)
+        text_embeds = normalize(self.text_projection(text.pooler_output)).astype(self.dtype)
+        scale = jnp.exp(self.logit_scale.astype(jnp.float32)).astype(self.dtype)
+        logits_per_text = text_embeds @ image_embeds.T * scale
+        text, vision = (as_requested(x, output_hidden_states, True) for x in (text, vision))
+        output = FlaxCLIPOutput(
+            logits_per_text.T, logits_per_text, text_embeds, image_embeds, text, vision
+        )
+        return output if return_dict else output.to_tuple()
+
+
+class FlaxCLIPPreTrainedModel(FlaxPreTrainedModel):
+    """Base of FlaxCLIPModel; input_shape, None for the config's, has no effect."""
+
+    config_class = FromTransformers("CLIPConfig")
+
+    def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
+        super().__init__(config, input_shape, seed, dtype, _do_init)
+        _, channels, *sides = image_shape(self.module.vision_config)
+        default = (1, 1), (1, *sides, channels)
+        self.input_shape = default if input_shape is None else input_shape
+
+    @classmethod
+    def _entries(cls, config):
+        return cls.module_class.entries_of(config)
+
+    @classmethod
+    def _entry_names(cls):
+        return cls.module_class.own_entries
+
+    def _apply(self, params, arrays, train, dropout_rng, **options):
+        """Linen's apply of the module, with dropout if train."""
+        module = self.module
+        towers = (module.text_config, module.vision_config)
+        dropout = max(tower["attention_dropout"] or 0.0 for tower in towers)
+        rngs = dropout_rngs(dropout, train, dropout_rng)
+        return module.apply(self._variables(params), *arrays, not train, rngs=rngs, **options)
+
+    def _images(self, pixel_values):
+        return channels_last(pixel_values, self.module.vision_config)
+
+    def __call__(
+        self,
+        input_ids,
+        pixel_values,
+        attention_mask=None,
+        position_ids=None,
+        params=None,
+        dropout_rng=None,
+        train=False,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+    ):
+        """Compare every image with every text.
+
+        Args:
+            input_ids, attention_mask, position_ids, params, dropout_rng, train,
+                output_attentions, output_hidden_states, return_dict: as for FlaxCLIPTextModel.
+            pixel_values: (B, C, H, W) floats, of a CLIPImageProcessor.
+
+        Returns:
+            FlaxCLIPOutput, [0] logits_per_image.
+
+        Raises:
+            ValueError: an array has another shape, or dropout_rng or the parameters are missing.
+        """
+        ids, mask, positions = map(as_int32, (input_ids, attention_mask, position_ids))
+        settings = self._call_settings(
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
+        arrays = ids, self._images(pixel_values), mask, positions
+        return self._apply(params, arrays, train, dropout_rng, **settings)
+
+    def get_text_features(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        params=None,
+        dropout_rng=None,
+        train=False,
+    ):
+        """Text features, (B, projection_dim), not normalised; arguments as for a call."""
+        arrays = tuple(map(as_int32, (input_ids, attention_mask, position_ids)))
+        method = self.module_class.text_features
+        return self._apply(params, arrays, train, dropout_rng, method=method)
+
+    def get_image_features(self, pixel_values, params=None, dropout_rng=None, train=False):
+        """Image features, (B, projection_dim), not normalised; arguments as for a call."""
+        arrays = (self._images(pixel_values),)
+        method = self.module_class.image_features
+        return self._apply(params, arrays, train, dropout_rng, method=method)
+
+
+class FlaxCLIPModel(FlaxCLIPPreTrainedModel):
+    """CLIP: texts and images in one space; see FlaxPreTrainedModel."""
+
+    module_class = FlaxCLIPModule
+
+
+# --------------------------------------------------------------------- safety checker
+
+
+class FlaxStableDiffusionSafetyCheckerModule(nn.Module, CLIPConfigs):
+    """The Linen module of FlaxStableDiffusionSafetyChecker.
+
+    Args:
+        vision_config: fields of FlaxCLIPVisionModule.
+        projection_dim: size of the concepts' embeddings.
+        dtype: compute dtype of the image encoder; distances are float32.
+    """
+
+    vision_config: FrozenDict
+    projection_dim: int = 512
+    dtype: DTypeLike = jnp.float32
+
+    torch_class_name = "StableDiffusionSafetyChecker"
+
+    @classmethod
+    def path_in_tree(cls, path, config):
+        """See FlaxModelMixin.path_in_tree; the published prefix is in files twice."""
+        is_tower = path.startswith("vision_model/") and not path.startswith("vision_model/vision_m")
+        return f"vision_model/{path}" if is_tower else path
+
+    def init_weights(self, rng):
+        """Random float32 parameters of this configuration; concepts are ones. rng: a PRNG key."""
+        return self.init(rng, jnp.zeros(image_shape(self.vision_config)))["params"]
+
+    def setup(self):
+        self.vision_model = FlaxCLIPVisionModule(**self.vision_config, dtype=self.dtype)
+        self.visual_projection = nn.Dense(self.projection_dim, use_bias=False, dtype=self.dtype)
+        ones = partial(self.param, init_fn=nn.initializers.ones)
+        self.concept_embeds = ones("concept_embeds", shape=(NUM_CONCEPTS, self.projection_dim))
+        self.special_care_embeds = ones(
+            "special_care_embeds", shape=(NUM_SPECIAL_CARE, self.projection_dim)
+        )
+        self.concept_embeds_weights = ones("concept_embeds_weights", shape=(NUM_CONCEPTS,))
+        self.special_care_embeds_weights = ones(
+            "special_care_embeds_weights", shape=(NUM_SPECIAL_CARE,)
+        )
+
+    def cosine_distances(self, clip_input):
+        """Cosines between the images' embeddings and the concepts'.
+
+        Args:
+            clip_input: (B, 3, H, W), from a CLIPImageProcessor.
+
+        Returns:
+            float32 similarities, (B, 17) to the concepts and (B, 3) to the special-care concepts.
+        """
+        check_images("clip_input", clip_input, image_shape(self.vision_config)[1:])
+        pixels = jnp.transpose(clip_input, (0, 2, 3, 1)).astype(self.dtype)
+        embeds = normalize(self.visual_projection(self.vision_model(pixels).pooler_output))
+        concepts, special = map(normalize, (self.concept_embeds, self.special_care_embeds))
+        cosines = partial(jnp.matmul, embeds, precision="highest")  # thresholds have 3 decimals
+        return cosines(concepts.T), cosines(special.T)
+
+    def __call__(self, clip_input):
+        """Find images that show a concept; clip_input as above. Returns bool (B,)."""
+        concept_cosines, special_cosines = self.cosine_distances(clip_input)
+        weights, special_weights = (
+            x.astype(jnp.float32)
+            for x in (self.concept_embeds_weights, self.special_care_embeds_weights)
+        )
+        needs_care = jnp.any(jnp.round(special_cosines - special_weights, 3) > 0, axis=1)
+        adjustment = jnp.where(needs_care, ADJUSTMENT, 0.0)[:, None]
+        scores = jnp.round(concept_cosines - weights + adjustment, 3)
+        return jnp.any(scores > 0, axis=1)
+
+
+def normalize(rows):
+    """Rows of length 1, float32."""
+    rows = rows.astype(jnp.float32)
+    return rows / jnp.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
+
+
+class FlaxStableDiffusionSafetyChecker(FlaxPreTrainedModel):
+    """Finds images that show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
+
+    config_class = FromTransformers("CLIPConfig")
+    module_class = FlaxStableDiffusionSafetyCheckerModule
+    main_input_name = "clip_input"
+
+    def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
+        super().__init__(config, input_shape or (1, 224, 224, 3), seed, dtype, _do_init)
+
+    @classmethod
+    def _entries(cls, config):
+        return cls.module_class.entries_of(config)
+
+    @classmethod
+    def _entry_names(cls):
+        return cls.module_class.own_entries
+
+    def __call__(self, clip_input, params=None):
+        """Find images that show a concept.
+
+        Args:
+            clip_input: (B, 3, H, W), the pixel_values of a CLIPImageProcessor.
+            params: nested dict of arrays; None or {} for the model's own.
+
+        Returns:
+            bool (B,).
+
+        Raises:
+            ValueError: clip_input of another size, or the parameters are missing.
+        """
+        return _flags(self.module, self._variables(params), jnp.asarray(clip_input))
+
+    def filter_images(self, images, feature_extractor, params=None):
+        """Blacken the images that show a concept.
+
+        Args:
+            images: (B, H, W, 3), float in [0, 1].
+            feature_extractor: CLIPImageProcessor of this model.
+            params: nested dict of arrays; None for the model's own.
+
+        Returns:
+            (images, has_nsfw_concepts): a NumPy array like images, and a list of B bools, True
+            where the image is black.
+
+        Raises:
+            ValueError: the feature extractor makes images of another size than the model takes.
+        """
+        images = np.asarray(images)
+        pixels = (images * 255).round().astype(np.uint8)
+        features = feature_extractor([Image.fromarray(image) for image in pixels])
+        flags = np.asarray(self(np.stack(features.pixel_values), params))
+        if flags.any():
+            logger.warning(
+                "%d of %d images may not be safe for work and are black; "
+                "try another prompt or another seed",
+                flags.sum(),
+                len(flags),
+            )
+            images = np.where(flags[:, None, None, None], np.zeros((), images.dtype), images)
+        return images, flags.tolist()
+
+
+@partial(jax.jit, static_argnums=0)
+def _flags(module, variables, clip_input):
+    return module.apply(variables, clip_input)
