@@ -19,7 +19,7 @@ list; docs/data.md has the table of keys.
 Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
 curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
 continues after an interruption; more models, scales and seeds add rows. docs/evaluation.md defines
-the metrics. Runs on TPU, GPU and CPU; CLIP runs on the CPU.
+the metrics. Runs on TPU, GPU and CPU.
 
 Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
 """
@@ -89,6 +89,8 @@ class Config:
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     # metrics
     clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id; "": no CLIP
+    # what computes CLIP: flax, on the first device, or torch, on the CPU; both in float32
+    clip_backend: Literal["flax", "torch"] = "flax"
     # files
     output_dir: Path = Path("evaluation")  # of results.json, the table, the curve and images
     overwrite_output_dir: bool = False  # replace earlier results in output_dir
@@ -220,7 +222,9 @@ def run(config):
     for sentence in sentences:
         print(sentence)
 
-    clip = Clip(config.clip_model) if config.clip_model and any(todo.values()) else None
+    clip = None
+    if config.clip_model and any(todo.values()):
+        clip = Clip(config.clip_model, config.clip_backend)
     references = load_references(pairs, clip, resolution, factor)
     if any(todo.values()):
         measure_baselines(references, results)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
-from helpers import photo
+from helpers import photo, slow
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline, make_tiny_xl, write_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -115,9 +115,10 @@ def refused(capsys, args):
 # Metrics
 
 
-def test_clip_gets_images_from_0_to_1(folder):
+@pytest.mark.parametrize("backend", ["flax", *slow("torch")])
+def test_clip_gets_images_from_0_to_1(folder, backend):
     """CLIP gets pixels / 255, shifted and scaled by its published constants."""
-    clip = Clip(str(folder / "clip"))
+    clip = Clip(str(folder / "clip"), backend)
     model = CLIPModel.from_pretrained(folder / "clip").eval()
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     image = photo(32, 32)
@@ -130,6 +131,26 @@ def test_clip_gets_images_from_0_to_1(folder):
     features = clip.text_features(texts)
     np.testing.assert_allclose(np.linalg.norm(features, axis=-1), 1, rtol=1e-5)
     np.testing.assert_allclose(clip.text_features(texts[:1])[0], features[0], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_clip_backends_agree(folder):
+    """Of batches that are padded, of one image and of none."""
+    ours, theirs = (Clip(str(folder / "clip"), backend) for backend in ("flax", "torch"))
+    assert ours.dim == theirs.dim == 12
+    for images in ([], [photo(40, 32)], [photo(32 + 8 * i, 48, seed=i) for i in range(5)]):
+        pair = [clip.image_features(images, batch_size=4) for clip in (ours, theirs)]
+        assert pair[0].shape == (len(images), 12) and pair[0].dtype == np.float32
+        np.testing.assert_allclose(*pair, atol=1e-5)
+    texts = ["", "an apple", "a red apple " * 40]
+    pair = [clip.text_features(texts) for clip in (ours, theirs)]
+    np.testing.assert_allclose(*pair, atol=1e-5)
+    # PyTorch pads to the longest text of a batch and masks the padding.
+    processor, model = theirs.processor, CLIPModel.from_pretrained(folder / "clip").eval()
+    inputs = processor(text=texts[:2], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        expected = F.normalize(model.get_text_features(**inputs).pooler_output).numpy()
+    np.testing.assert_allclose(pair[0][:2], expected, atol=1e-5)
 
 
 @pytest.mark.slow
