@@ -35,7 +35,8 @@ WEIGHT_FILES = {
 
 # Lists whose index the Flax trees join to the name; the index of CLIP's `layers` stays separate.
 JOINED_LISTS = (
-    "attentions|down_blocks|downsamplers|net|resnets|to_out|transformer_blocks|up_blocks|upsamplers"
+    "attentions|blocks|controlnet_down_blocks|down_blocks|downsamplers|net|resnets|to_out|"
+    "transformer_blocks|up_blocks|upsamplers"
 )
 TORCH_LIST = re.compile(rf"\b({JOINED_LISTS})\.(\d+)\b")
 FLAX_LIST = re.compile(rf"\b({JOINED_LISTS})_(\d+)\b")
@@ -63,9 +64,9 @@ def torch_to_flax(key, array):
     """Rename one PyTorch tensor to its place in the Flax tree and turn its axes.
 
     Args:
-        key: name in a state dict of UNet2DConditionModel, AutoencoderKL, AutoencoderTiny,
-            CLIPTextModel, CLIPTextModelWithProjection or StableDiffusionSafetyChecker, e.g.
-            "down_blocks.0.resnets.1.conv1.weight".
+        key: name in a state dict of UNet2DConditionModel, ControlNetModel, AutoencoderKL,
+            AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection or
+            StableDiffusionSafetyChecker, e.g. "down_blocks.0.resnets.1.conv1.weight".
         array: the tensor, NumPy; convolution OIHW, linear (out, in), anything of one axis.
 
     Returns:

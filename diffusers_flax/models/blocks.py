@@ -177,12 +177,14 @@ class Conv(nn.Module):
     stride: int = 1
     padding: tuple | None = None  # None: an odd size with stride 1 preserves height and width
     dtype: DTypeLike = jnp.float32
+    starts_at_zero: bool = False
 
     @nn.compact
     def __call__(self, x):
         """x (B, H, W, C) -> (B, h, w, features)."""
         shape = (self.size, self.size, x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        init = nn.initializers.zeros if self.starts_at_zero else nn.initializers.lecun_normal()
+        kernel = self.param("kernel", init, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         params = self.variables["params"]
         padding = self.padding

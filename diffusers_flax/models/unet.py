@@ -110,15 +110,17 @@ class UpBlock(nn.Module):
 
 
 class MidBlock(nn.Module):
-    """A transformer between two residual blocks."""
+    """A transformer between two residual blocks, or one residual block alone."""
 
     out_channels: int
     resnet: partial
-    transformer: partial
+    transformer: partial | None
 
     @nn.compact
     def __call__(self, x, time_emb, context):
         x = self.resnet(self.out_channels, name="resnets_0")(x, time_emb)
+        if self.transformer is None:
+            return x
         x = self.transformer(name="attentions_0")(x, context)
         return self.resnet(self.out_channels, name="resnets_1")(x, time_emb)
 
@@ -179,7 +181,188 @@ class TimestepEmbedding(nn.Module):
         return Dense(self.dim, dtype=self.dtype, name="linear_2")(x)
 
 
-class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
+class DownPath(nn.Module):
+    """What UNet and ControlNet have in common: embeddings, down blocks and the middle block.
+
+    A subclass has the fields of its config.json, and `kind`, the word for it in errors.
+    """
+
+    kind = "UNet"
+    mid_block_types = None, "UNetMidBlock2DCrossAttn"
+
+    def example_inputs(self):
+        """The smallest arguments of a call, zeros: (positional, keywords)."""
+        factor = 2 ** (len(self.block_out_channels) - 1)
+        sample = jnp.zeros((1, self.in_channels, factor, factor))
+        context = jnp.zeros((1, 1, self.cross_attention_dim))
+        added = None
+        if self.addition_embed_type not in (None, "text_time"):
+            raise ValueError(
+                f"addition_embed_type={self.addition_embed_type!r} is not supported; "
+                "null and 'text_time' (SDXL) are"
+            )
+        if self.addition_embed_type is not None:
+            per_id = self.addition_time_embed_dim  # how many ids there are, makes no difference
+            text_dim = self.projection_class_embeddings_input_dim - per_id
+            added = {"text_embeds": jnp.zeros((1, text_dim)), "time_ids": jnp.zeros((1, 1))}
+        return (sample, jnp.zeros((1,), jnp.int32), context), {"added_cond_kwargs": added}
+
+    def per_block(self, name):
+        """The config entry `name` as one value per down block."""
+        value, num_blocks = getattr(self, name), len(self.block_out_channels)
+        values = tuple(value) if isinstance(value, tuple | list) else (value,) * num_blocks
+        if len(values) != num_blocks:
+            raise ValueError(
+                f"{name} has {len(values)} entries, block_out_channels has {num_blocks}; "
+                "give one per block"
+            )
+        return values
+
+    def resnet(self):
+        """What makes a residual block."""
+        return partial(
+            checkpointed(ResnetBlock2D, self.gradient_checkpointing),
+            num_groups=self.norm_num_groups,
+            epsilon=self.norm_eps,
+            dtype=self.dtype,
+        )
+
+    def transformer(self, i, only_cross_attention=False):
+        """What makes a transformer of level i."""
+        heads = "attention_head_dim" if self.num_attention_heads is None else "num_attention_heads"
+        return partial(
+            Transformer2D,
+            num_heads=self.per_block(heads)[i],
+            num_layers=self.per_block("transformer_layers_per_block")[i],
+            num_groups=self.norm_num_groups,
+            use_linear_projection=self.use_linear_projection,
+            only_cross_attention=only_cross_attention,
+            gradient_checkpointing=self.gradient_checkpointing,
+            dtype=self.dtype,
+        )
+
+    def block_transformer(self, block_type, i):
+        """What makes a transformer of a block on level i; None: the type of block has none."""
+        if block_type not in CROSS_ATTENTION_BLOCKS:
+            raise ValueError(
+                f"block type {block_type} is not supported; supported types: "
+                f"{', '.join(CROSS_ATTENTION_BLOCKS)}"
+            )
+        if CROSS_ATTENTION_BLOCKS[block_type]:
+            return self.transformer(i, self.per_block("only_cross_attention")[i])
+        return None
+
+    def make_down_path(self):
+        """Check the configuration and make the modules; called by setup."""
+        for name in self.fixed_config.keys() & {"num_attention_heads", "dropout"}:
+            value, supported = getattr(self, name), self.fixed_config[name]
+            if value != supported:
+                raise ValueError(f"{name}={value!r} is not supported, only {supported!r} is")
+        if self.mid_block_type not in self.mid_block_types:
+            supported = " and ".join(repr(x) if x else "null" for x in self.mid_block_types)
+            raise ValueError(
+                f"mid_block_type={self.mid_block_type!r} is not supported; {supported} are"
+            )
+        channels, num_layers = self.block_out_channels, self.per_block("layers_per_block")
+        resnet = self.resnet()
+        self.time_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
+        if self.addition_embed_type is not None:
+            self.add_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
+        self.conv_in = Conv(channels[0], dtype=self.dtype)
+        self.down_blocks = [
+            DownBlock(
+                channels[i],
+                num_layers[i],
+                resnet,
+                self.block_transformer(block_type, i),
+                downsample=i < len(channels) - 1,
+                dtype=self.dtype,
+            )
+            for i, block_type in enumerate(self.per_block("down_block_types"))
+        ]
+        if self.mid_block_type is not None:
+            has_transformer = self.mid_block_type == "UNetMidBlock2DCrossAttn"
+            transformer = self.transformer(len(channels) - 1) if has_transformer else None
+            self.mid_block = MidBlock(channels[-1], resnet, transformer)
+
+    def embed(
+        self,
+        sample,
+        timesteps,
+        encoder_hidden_states,
+        added_cond_kwargs=None,
+        timestep_cond=None,
+    ):
+        """The features after conv_in, the time embedding (B, D) and the text states in `dtype`.
+
+        Arguments and errors as in __call__.
+        """
+        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
+            raise ValueError(
+                f"sample has shape {tuple(sample.shape)}, this {self.kind} takes "
+                f"(batch, {self.in_channels}, height, width)"
+            )
+        if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
+            raise ValueError(
+                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this "
+                f"{self.kind} takes cross_attention_dim={self.cross_attention_dim}; take both from "
+                "one model"
+            )
+        if (added_cond_kwargs is None) != (self.addition_embed_type is None):
+            raise ValueError(
+                f"added_cond_kwargs is SDXL's; this {self.kind} has addition_embed_type=None"
+                if self.addition_embed_type is None
+                else f"this is an SDXL {self.kind}, which needs added_cond_kwargs="
+                "{'text_embeds': ..., 'time_ids': ...}"
+            )
+        if timestep_cond is not None and self.time_cond_proj_dim is None:
+            raise ValueError("timestep_cond is given; this UNet has time_cond_proj_dim=None")
+
+        timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
+        time_emb = sinusoidal_embedding(
+            timesteps, self.block_out_channels[0], self.flip_sin_to_cos, self.freq_shift
+        )
+        time_emb = self.time_embedding(time_emb.astype(self.dtype), timestep_cond)
+        if added_cond_kwargs is not None:
+            time_emb = time_emb + self._embed_added(**added_cond_kwargs)
+        x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))
+        return self.conv_in(x), time_emb, encoder_hidden_states.astype(self.dtype)
+
+    def _embed_added(self, text_embeds, time_ids):
+        """SDXL's embedding of the pooled text and of sizes and crop, (B, 4 * channels[0]).
+
+        Source: SDXL (arXiv 2307.01952), section 2.2.
+        """
+        ids = sinusoidal_embedding(
+            time_ids.reshape(-1),
+            self.addition_time_embed_dim,
+            self.flip_sin_to_cos,
+            self.freq_shift,
+        ).reshape(len(time_ids), -1)
+        added = jnp.concatenate((text_embeds.astype(self.dtype), ids.astype(self.dtype)), axis=-1)
+        if added.shape[-1] != self.projection_class_embeddings_input_dim:
+            raise ValueError(
+                f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
+                f"{added.shape[-1]} numbers, this {self.kind} takes "
+                "projection_class_embeddings_input_dim="
+                f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
+                "refiner 5"
+            )
+        return self.add_embedding(added)
+
+    def down(self, x, time_emb, context):
+        """The down blocks: features (B, h, w, C), and the skip connections, x the first.
+
+        x, time_emb, context: as from embed.
+        """
+        skips = [x]
+        for block in self.down_blocks:
+            x, passed = block(x, time_emb, context)
+            skips += passed
+        return x, skips
+
+
+class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin):
     """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
 
     `attention_head_dim` is the number of heads, despite its name, as in every released
@@ -264,108 +447,26 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""
-        factor = 2 ** (len(self.block_out_channels) - 1)
-        sample = jnp.zeros((1, self.in_channels, factor, factor))
-        context = jnp.zeros((1, 1, self.cross_attention_dim))
-        added = None
-        if self.addition_embed_type not in (None, "text_time"):
-            raise ValueError(
-                f"addition_embed_type={self.addition_embed_type!r} is not supported; "
-                "null and 'text_time' (SDXL) are"
-            )
-        if self.addition_embed_type is not None:
-            per_id = self.addition_time_embed_dim  # how many ids there are, makes no difference
-            text_dim = self.projection_class_embeddings_input_dim - per_id
-            added = {"text_embeds": jnp.zeros((1, text_dim)), "time_ids": jnp.zeros((1, 1))}
-        options = {"added_cond_kwargs": added}
+        inputs, options = self.example_inputs()
         if self.time_cond_proj_dim is not None:
             options["timestep_cond"] = jnp.zeros((1, self.time_cond_proj_dim))
-        return self.init(rng, sample, jnp.zeros((1,), jnp.int32), context, **options)["params"]
-
-    def _per_block(self, name):
-        """The config entry `name` as one value per down block."""
-        value, num_blocks = getattr(self, name), len(self.block_out_channels)
-        values = tuple(value) if isinstance(value, tuple | list) else (value,) * num_blocks
-        if len(values) != num_blocks:
-            raise ValueError(
-                f"{name} has {len(values)} entries, block_out_channels has {num_blocks}; "
-                "give one per block"
-            )
-        return values
+        return self.init(rng, *inputs, **options)["params"]
 
     def setup(self):
         """Check the configuration and make the blocks."""
-        for name in ("num_attention_heads", "dropout"):
-            value, supported = getattr(self, name), self.fixed_config[name]
-            if value != supported:
-                raise ValueError(f"{name}={value!r} is not supported, only {supported!r} is")
-        if self.mid_block_type not in (None, "UNetMidBlock2DCrossAttn"):
-            raise ValueError(
-                f"mid_block_type={self.mid_block_type!r} is not supported; null and "
-                "'UNetMidBlock2DCrossAttn' are"
-            )
-        channels = self.block_out_channels
-        num_blocks = len(channels)
-        num_heads = self._per_block("attention_head_dim")
-        num_layers = self._per_block("layers_per_block")
-        num_transformer_layers = self._per_block("transformer_layers_per_block")
-        only_cross_attention = self._per_block("only_cross_attention")
-        resnet = partial(
-            checkpointed(ResnetBlock2D, self.gradient_checkpointing),
-            num_groups=self.norm_num_groups,
-            epsilon=self.norm_eps,
-            dtype=self.dtype,
-        )
-
-        def transformer(i, only_cross_attention=False):
-            return partial(
-                Transformer2D,
-                num_heads=num_heads[i],
-                num_layers=num_transformer_layers[i],
-                num_groups=self.norm_num_groups,
-                use_linear_projection=self.use_linear_projection,
-                only_cross_attention=only_cross_attention,
-                gradient_checkpointing=self.gradient_checkpointing,
-                dtype=self.dtype,
-            )
-
-        def block_transformer(block_type, i):
-            if block_type not in CROSS_ATTENTION_BLOCKS:
-                raise ValueError(
-                    f"block type {block_type} is not supported; supported types: "
-                    f"{', '.join(CROSS_ATTENTION_BLOCKS)}"
-                )
-            if CROSS_ATTENTION_BLOCKS[block_type]:
-                return transformer(i, only_cross_attention[i])
-            return None
-
-        self.time_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
-        if self.addition_embed_type is not None:
-            self.add_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
-        self.conv_in = Conv(channels[0], dtype=self.dtype)
-        self.down_blocks = [
-            DownBlock(
-                channels[i],
-                num_layers[i],
-                resnet,
-                block_transformer(block_type, i),
-                downsample=i < num_blocks - 1,
-                dtype=self.dtype,
-            )
-            for i, block_type in enumerate(self._per_block("down_block_types"))
-        ]
-        if self.mid_block_type is not None:
-            self.mid_block = MidBlock(channels[-1], resnet, transformer(num_blocks - 1))
+        self.make_down_path()
+        channels, num_layers = self.block_out_channels, self.per_block("layers_per_block")
+        num_blocks, resnet = len(channels), self.resnet()
         self.up_blocks = [
             UpBlock(
                 channels[-1 - i],  # of the down block on the same level
                 num_layers[-1 - i] + 1,
                 resnet,
-                block_transformer(block_type, num_blocks - 1 - i),
+                self.block_transformer(block_type, num_blocks - 1 - i),
                 upsample=i < num_blocks - 1,
                 dtype=self.dtype,
             )
-            for i, block_type in enumerate(self._per_block("up_block_types"))
+            for i, block_type in enumerate(self.per_block("up_block_types"))
         ]
         self.conv_norm_out = GroupNorm(self.norm_num_groups, self.norm_eps, self.dtype, True)
         self.conv_out = Conv(self.out_channels, dtype=self.dtype)
@@ -391,8 +492,9 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             added_cond_kwargs: for SDXL {"text_embeds": (B, D), the pooled text, "time_ids": (B, 6),
                 heights and widths of the original, the crop's corner and the result; the refiner
                 takes five, the last an aesthetic score}; else None.
-            down_block_additional_residuals: one (B, C, h, w) per skip, added to it, or None.
-            mid_block_additional_residual: (B, C, h, w), added before the up blocks, or None.
+            down_block_additional_residuals: a ControlNet's, one (B, h, w, C) per skip, added to
+                it; or (B, 1, 1, C), added at all positions; or None.
+            mid_block_additional_residual: the same, added before the up blocks, or None.
             return_dict: False returns a plain tuple.
             train: part of the published signature; without dropout it has no effect.
             timestep_cond: embedding of the guidance scale, (B, time_cond_proj_dim), for UNets that
@@ -412,70 +514,7 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
         x = self.predict(x)
         return FlaxUNet2DConditionOutput(x) if return_dict else (x,)
 
-    # The parts of a call. Features are channels-last, (B, H, W, C).
-
-    def embed(
-        self,
-        sample,
-        timesteps,
-        encoder_hidden_states,
-        added_cond_kwargs=None,
-        timestep_cond=None,
-    ):
-        """The features after conv_in, the time embedding (B, D) and the text states in `dtype`.
-
-        Arguments and errors as in __call__.
-        """
-        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
-            raise ValueError(
-                f"sample has shape {tuple(sample.shape)}, this UNet takes "
-                f"(batch, {self.in_channels}, height, width)"
-            )
-        if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
-            raise ValueError(
-                f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this UNet "
-                f"takes cross_attention_dim={self.cross_attention_dim}; take both from one model"
-            )
-        if (added_cond_kwargs is None) != (self.addition_embed_type is None):
-            raise ValueError(
-                "added_cond_kwargs is SDXL's; this UNet has addition_embed_type=None"
-                if self.addition_embed_type is None
-                else "this is an SDXL UNet, which needs added_cond_kwargs={'text_embeds': ..., "
-                "'time_ids': ...}"
-            )
-        if timestep_cond is not None and self.time_cond_proj_dim is None:
-            raise ValueError("timestep_cond is given; this UNet has time_cond_proj_dim=None")
-
-        timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
-        time_emb = sinusoidal_embedding(
-            timesteps, self.block_out_channels[0], self.flip_sin_to_cos, self.freq_shift
-        )
-        time_emb = self.time_embedding(time_emb.astype(self.dtype), timestep_cond)
-        if added_cond_kwargs is not None:
-            time_emb = time_emb + self._embed_added(**added_cond_kwargs)
-        x = jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1))
-        return self.conv_in(x), time_emb, encoder_hidden_states.astype(self.dtype)
-
-    def _embed_added(self, text_embeds, time_ids):
-        """SDXL's embedding of the pooled text and of sizes and crop, (B, 4 * channels[0]).
-
-        Source: SDXL (arXiv 2307.01952), section 2.2.
-        """
-        ids = sinusoidal_embedding(
-            time_ids.reshape(-1),
-            self.addition_time_embed_dim,
-            self.flip_sin_to_cos,
-            self.freq_shift,
-        ).reshape(len(time_ids), -1)
-        added = jnp.concatenate((text_embeds.astype(self.dtype), ids.astype(self.dtype)), axis=-1)
-        if added.shape[-1] != self.projection_class_embeddings_input_dim:
-            raise ValueError(
-                f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
-                f"{added.shape[-1]} numbers, this UNet takes projection_class_embeddings_input_dim="
-                f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
-                "refiner 5"
-            )
-        return self.add_embedding(added)
+    # The parts of a call, after embed. Features are channels-last, (B, H, W, C).
 
     def blocks(self, x, time_emb, context, down_residuals=None, mid_residual=None):
         """All blocks: features for `predict`.
@@ -484,24 +523,32 @@ class FlaxUNet2DConditionModel(nn.Module, FlaxModelMixin):
             x, time_emb, context: as from embed.
             down_residuals, mid_residual: __call__'s additional residuals.
         """
-        skips = [x]
-        for block in self.down_blocks:
-            x, passed = block(x, time_emb, context)
-            skips += passed
+        x, skips = self.down(x, time_emb, context)
         if down_residuals is not None:
             skips = [
-                skip + jnp.transpose(residual.astype(self.dtype), (0, 2, 3, 1))
+                self.add_residual(skip, residual)
                 for skip, residual in zip(skips, down_residuals, strict=True)
             ]
         if self.mid_block_type is not None:
             x = self.mid_block(x, time_emb, context)
         if mid_residual is not None:
-            x = x + jnp.transpose(mid_residual.astype(self.dtype), (0, 2, 3, 1))
+            x = self.add_residual(x, mid_residual)
         for block in self.up_blocks:
             taken, skips = skips[-block.num_layers :], skips[: -block.num_layers]
             size = skips[-1].shape[1:3] if skips else None
             x = block(x, taken, time_emb, context, size)
         return x
+
+    def add_residual(self, x, residual):
+        """Features (B, H, W, C) plus a residual of that shape, or of (B, 1, 1, C)."""
+        B, H, W, C = x.shape
+        if residual.shape not in ((B, H, W, C), (B, 1, 1, C)):
+            raise ValueError(
+                f"an additional residual has shape {tuple(residual.shape)}, the features to which "
+                f"it is added {tuple(x.shape)}; both are channels-last, as FlaxControlNetModel "
+                "returns them"
+            )
+        return x + residual.astype(self.dtype)
 
     def predict(self, x):
         """Features (B, H, W, C) -> prediction (B, out_channels, H, W)."""

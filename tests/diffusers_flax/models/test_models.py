@@ -232,8 +232,8 @@ def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
         to_jax(x),
         77,
         to_jax(text),
-        down_block_additional_residuals=[to_jax(s) for s in skips],
-        mid_block_additional_residual=to_jax(middle),
+        down_block_additional_residuals=[to_jax(s.permute(0, 2, 3, 1)) for s in skips],
+        mid_block_additional_residual=to_jax(middle.permute(0, 2, 3, 1)),
         return_dict=False,
     )
     assert error(result, expected) < TOLERANCE
