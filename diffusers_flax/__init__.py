@@ -9,6 +9,11 @@ import importlib
 
 NAMES = {  # by module
     "models.unet": ("FlaxUNet2DConditionModel", "FlaxUNet2DConditionOutput"),
+    "models.controlnet": (
+        "FlaxControlNetModel",
+        "FlaxControlNetOutput",
+        "FlaxMultiControlNetModel",
+    ),
     "models.vae": (
         "FlaxAutoencoderKL",
         "FlaxAutoencoderKLOutput",

@@ -27,7 +27,9 @@ OLD_NAMES = {
         (
             "diffusers",
             "diffusers.models",
+            "diffusers.models.controlnets",
             "diffusers.pipelines",
+            "diffusers.pipelines.controlnet",
             "diffusers.pipelines.stable_diffusion",
             "diffusers.pipelines.stable_diffusion.pipeline_output",
             "diffusers.pipelines.stable_diffusion_xl",
