@@ -80,6 +80,7 @@ NAMES = {  # by module
     "pipelines.instruct_pix2pix": ("FlaxStableDiffusionInstructPix2PixPipeline",),
     "pipelines.stable_diffusion_xl": (
         "FlaxStableDiffusionXLImg2ImgPipeline",
+        "FlaxStableDiffusionXLInpaintPipeline",
         "FlaxStableDiffusionXLPipeline",
     ),
     "pipelines.instruct_pix2pix_xl": ("FlaxStableDiffusionXLInstructPix2PixPipeline",),

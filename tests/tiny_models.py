@@ -186,6 +186,7 @@ def make_tiny_xl(
     seed=0,
     force_zeros=True,
     edits=False,
+    inpaints=False,
     vae_channels=(8, 8, 16, 16),
     **options,
 ):
@@ -198,6 +199,7 @@ def make_tiny_xl(
         seed: seed of the weights.
         force_zeros: force_zeros_for_empty_prompt in model_index.json.
         edits: write an InstructPix2Pix model, whose UNet has 8 input channels.
+        inpaints: write an inpainting model, whose UNet has 9 input channels.
         vae_channels: see make_tiny_pipeline.
         options: of the scheduler.
 
@@ -240,7 +242,7 @@ def make_tiny_xl(
     ).save_pretrained(folder / "vae")
     UNet2DConditionModel(
         sample_size=8,
-        in_channels=8 if edits else 4,
+        in_channels=8 if edits else 9 if inpaints else 4,
         block_out_channels=[16],
         down_block_types=["CrossAttnDownBlock2D"],
         up_block_types=["CrossAttnUpBlock2D"],
@@ -259,7 +261,7 @@ def make_tiny_xl(
     scheduler_class(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", **options
     ).save_pretrained(folder / "scheduler")
-    kind = "Img2Img" if refiner else "InstructPix2Pix" if edits else ""
+    kind = "Inpaint" if inpaints else "Img2Img" if refiner else "InstructPix2Pix" if edits else ""
     index = {
         "_class_name": f"StableDiffusionXL{kind}Pipeline",
         "_diffusers_version": "0.30.0",

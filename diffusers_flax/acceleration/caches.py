@@ -40,14 +40,27 @@ from diffusers_flax.pipelines.sampling import check_eta, take_step
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 
 
-def denoise(acceleration, unet, params, schedule, x_t, keys, branches, inputs, combine, eta, watch):
+def denoise(
+    acceleration,
+    unet,
+    params,
+    schedule,
+    x_t,
+    keys,
+    branches,
+    inputs,
+    combine,
+    eta,
+    watch,
+    after_step=None,
+):
     """x_0 of x_t, like sampling.denoise.
 
     Args:
         acceleration: Acceleration.
         unet, params: FlaxUNet2DConditionModel and its parameters.
-        schedule: the scheduler, its state and the steps' noise_scales.
-        x_t, keys, eta, watch: as for sampling.denoise.
+        schedule: the scheduler, its state and the noise_scales of the steps to make.
+        x_t, keys, eta, watch, after_step: as for sampling.denoise.
         branches: of guidance in a plain run.
         inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; arrays hold all rows of
             one branch, then all rows of the next.
@@ -78,7 +91,8 @@ def denoise(acceleration, unet, params, schedule, x_t, keys, branches, inputs, c
                 guided, cache = jax.lax.switch(table[i - first], segment.functions, *arguments)
             if watch is not None:
                 watch(i, arguments[0], guided)
-            return *take_step(scheduler, state, i, t, x_t, keys, guided, eta), cache
+            step = take_step(scheduler, state, i, t, x_t, keys, guided, eta, after_step)
+            return *step, cache
 
         last = first + len(kinds)
         carry = x_t, state, segment.enter(cache, x_t)

@@ -67,6 +67,7 @@ PIPELINE_CLASSES = (
     "StableDiffusionInstructPix2PixPipeline",
     "StableDiffusionXLPipeline",
     "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionXLInpaintPipeline",
     "StableDiffusionXLInstructPix2PixPipeline",
 )
 

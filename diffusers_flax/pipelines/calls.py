@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import math
+from numbers import Real
 from types import SimpleNamespace
 
 import jax
@@ -43,19 +44,23 @@ INPUTS = ("prompt_ids", "image", "mask", "masked_image", "params", "prng_seed")
 ARRAYS = (*INPUTS, "latents", "noise", "neg_prompt_ids")
 
 
-def signature_of(names):
-    """The signature of a method with these arguments; INPUTS have no default."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+def signature_of(names, defaults):
+    """The signature of a method with these arguments; defaults win over DEFAULTS.
+
+    INPUTS have no default, except those that follow arguments with defaults: None.
+    """
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     parameters = [inspect.Parameter("self", kind)]
-    for name in names:
-        default = inspect.Parameter.empty if name in INPUTS else DEFAULTS.get(name)
+    for i, name in enumerate(names):
+        is_required = set(names[: i + 1]) <= {*INPUTS}
+        default = empty if is_required else defaults.get(name, DEFAULTS.get(name))
         parameters.append(inspect.Parameter(name, kind, default=default))
     return inspect.Signature(parameters)
 
 
-def published_call(method, *names):
+def published_call(method, *names, **defaults):
     """`method`, which takes keywords, with these arguments, by position or name."""
-    signature = signature_of(names)
+    signature = signature_of(names, defaults)
 
     @functools.wraps(method)
     def call(*args, **kwargs):
@@ -67,7 +72,7 @@ def published_call(method, *names):
     return call
 
 
-def with_options(*names):
+def with_options(*names, **defaults):
     """Decorator of a method whose last argument, `given`, has these options as attributes.
 
     The method itself takes each option as an argument, by position or name.
@@ -75,7 +80,7 @@ def with_options(*names):
 
     def decorate(method):
         _, *inputs, _ = inspect.signature(method).parameters
-        signature = signature_of((*inputs, *names))
+        signature = signature_of((*inputs, *names), defaults)
 
         @functools.wraps(method)
         def wrapper(*args, **kwargs):
@@ -95,6 +100,71 @@ def timestep_options(num_inference_steps, timesteps, eta):
     timesteps = None if timesteps is None else tuple(np.asarray(timesteps).tolist()) or None
     num_inference_steps = len(timesteps) if timesteps else num_inference_steps
     return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)
+
+
+def check_shares(scheduler, denoising_start, denoising_end):
+    """Raise a ValueError unless both are shares of the denoising, in order; None: not given."""
+    for name, share in (("denoising_start", denoising_start), ("denoising_end", denoising_end)):
+        if share is None:
+            continue
+        if not isinstance(share, Real) or not 0 < share < 1:
+            raise ValueError(
+                f"{name}={share!r} must be a number between 0 and 1, the share of the denoising "
+                "that is done there; leave it out for all of it"
+            )
+        if scheduler._option("skip_prk_steps") is False:
+            raise ValueError(
+                f"{name}={share} cannot be chosen with PNDM's Runge-Kutta start; take "
+                "skip_prk_steps=True, or another scheduler"
+            )
+    if None not in (denoising_start, denoising_end) and denoising_start >= denoising_end:
+        raise ValueError(
+            f"denoising_start={denoising_start} must be below denoising_end={denoising_end}"
+        )
+
+
+def first_step_of_share(scheduler, state, denoising_start):
+    """How many first steps of a run leave denoising_start of the denoising behind them.
+
+    Args:
+        scheduler: the share is of its num_train_timesteps, as in PyTorch's pipelines.
+        state: of set_timesteps with all steps.
+        denoising_start: between 0 and 1.
+    """
+    num_done = num_steps_before(scheduler, state, denoising_start)
+    # PNDM repeats its second timestep.
+    num_repeated = len(state.timesteps) - state.num_inference_steps
+    first_step = num_done - min(num_repeated, max(num_done - 1, 0))
+    if first_step == state.num_inference_steps:
+        raise ValueError(
+            f"denoising_start={denoising_start} of num_inference_steps={first_step} leaves no step "
+            "to do; take more steps or an earlier start"
+        )
+    return first_step
+
+
+def steps_of_share(scheduler, state, denoising_end):
+    """How many of a run's steps to make up to denoising_end; None: all.
+
+    Args:
+        scheduler, denoising_end: as for first_step_of_share.
+        state: of set_timesteps.
+    """
+    if denoising_end is None:
+        return len(state.timesteps)
+    num_steps = num_steps_before(scheduler, state, denoising_end)
+    if not num_steps:
+        raise ValueError(
+            f"denoising_end={denoising_end} of num_inference_steps={state.num_inference_steps} "
+            "leaves no step to do; take more steps or a later end"
+        )
+    return num_steps
+
+
+def num_steps_before(scheduler, state, share):
+    """The number of timesteps that are visited before a share of the denoising is done."""
+    reached = round(len(scheduler) - share * len(scheduler))
+    return int((np.asarray(state.timesteps) >= reached).sum())
 
 
 def output_options(output_type):

@@ -1,8 +1,8 @@
-"""A call of a pipeline, from arrays to images: text to image and image to image, of all families.
+"""A call of a pipeline, from arrays to images, and text to image, of all families.
 
 `_generate` is one pure function of arrays: text encoding, denoising and decoding are one program.
 
-Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXiv 2108.01073).
+Source: Latent Diffusion Models (arXiv 2112.10752).
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.images import pair_up, prepare_images, to_pil
+from diffusers_flax.images import to_pil
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.unet import guidance_embedding
 from diffusers_flax.pipelines.calls import (
@@ -19,10 +19,13 @@ from diffusers_flax.pipelines.calls import (
     CALL,
     GENERATE,
     check_arrays,
+    check_shares,
+    first_step_of_share,
     keys_of_call,
     log_compilation,
     output_options,
     published_call,
+    steps_of_share,
     timestep_options,
     to_host,
     with_options,
@@ -31,12 +34,8 @@ from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
     decode,
     denoise,
-    encode,
     guide,
-    keys_of_sequel,
     keys_per_image,
-    normal,
-    resize,
     rows_of_branches,
     rows_per_image,
     starting_noise,
@@ -48,15 +47,18 @@ from diffusers_flax.schedulers.noise_schedule import noise_scales
 def check_channels(path, configs, for_inpainting=False):
     """Refuse a UNet with other input channels than the pipeline feeds.
 
-    path, configs: as in FlaxDiffusionPipeline.check. Inpainting adds a mask and the latents of the
-    masked image to the noisy latents.
+    path, configs: as in FlaxDiffusionPipeline.check. Inpainting may add a mask and the latents of
+    the masked image to the noisy latents.
     """
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
-    expected = 2 * latent_channels + 1 if for_inpainting else latent_channels
-    if in_channels != expected:
+    expected = [latent_channels]
+    if for_inpainting:
+        expected.insert(0, 2 * latent_channels + 1)
+    if in_channels not in expected:
         raise ValueError(
-            f"the UNet of {path} has in_channels={in_channels}, this pipeline needs {expected}; "
+            f"the UNet of {path} has in_channels={in_channels}, this pipeline needs "
+            f"{' or '.join(map(str, expected))}; "
             "edit with an InstructPix2Pix model by edit_cli.py, inpaint with "
             "FlaxStableDiffusionInpaintPipeline"
         )
@@ -79,14 +81,15 @@ class Generation:
                 prepare_inputs; image to image also takes scaled latents (B, 4, h, w), as from
                 output_type="latent".
             mask: for inpainting, float32 (B, 1, H, W), 1 where the image is repainted.
-            masked_image: for inpainting, float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted.
+            masked_image: for inpainting, float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted,
+                or scaled latents; read by a UNet of 9 channels.
             params: from from_pretrained; with jit replicated. Without jit the call runs where
                 they are: jax.device_put(params, jax.devices()[0]) puts them on the device.
             prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
                 per device. With one key, image i gets the noise of fold_in(key, i), so it does
                 not depend on how many images or devices there are.
             strength: for image to image, fraction of the steps to run, in (0, 1]; 1 almost ignores
-                the image.
+                the image, for inpainting it ignores the repainted part.
             num_inference_steps: of the scheduler, at least 1.
             height, width: of the result, multiples of 8; input images are resized to it. None: the
                 size of the input image, or, without one, the size that the model was trained at.
@@ -97,6 +100,11 @@ class Generation:
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
             noise: for image to image, standard normal noise that is added at first, like latents.
+            denoising_start: for image to image, the share of the denoising that is done already,
+                between 0 and 1: image is the latents that another pipeline gave for this
+                denoising_end, and no noise is added. None: strength chooses the first step.
+            denoising_end: the share of the denoising to end at, between 0 and 1, for another
+                pipeline that goes on, with output_type="latent"; None: all.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
                 text, for SDXL zeros.
             return_dict: False returns a plain tuple (images, nsfw_content_detected).
@@ -123,12 +131,9 @@ class Generation:
         if jit:
             arrays = to_host(arrays)
         options = timestep_options(given["num_inference_steps"], given["timesteps"], given["eta"])
-        if "strength" in given:
-            num_steps = options["num_inference_steps"]
-            start = self.get_timestep_start(num_steps, given["strength"])
-            options |= {"start_timestep": start}
-        image = given.get("image", given.get("masked_image"))
-        image_shape = None if image is None else image.shape
+        options |= self._range_options(options["num_inference_steps"], given)
+        images = (given.get(name) for name in ("image", "masked_image"))
+        image_shape = next((image.shape for image in images if image is not None), None)
         height, width = self.image_size(given["height"], given["width"], image_shape)
         options |= {"height": height, "width": width} | output_options(given["output_type"])
         names = ("guidance_scale", "image_guidance_scale", "guidance_rescale")
@@ -150,6 +155,11 @@ class Generation:
 
     def _check_inputs(self, given):
         """Raise a ValueError for arguments of a call that do not fit; given: {name: value}."""
+
+    def _range_options(self, num_inference_steps, given):
+        """The options of _generate that choose a part of the steps; given: {name: value}."""
+        names = ("strength", "denoising_start", "denoising_end")
+        return {name: given[name] for name in names if name in given}
 
     @property
     def vae_scale_factor(self):
@@ -218,25 +228,45 @@ class Generation:
 
     # ----------------------------------------------------------------- inputs
 
-    def _schedule(self, num_inference_steps, shape, first_step=0, timesteps=None):
-        """The scheduler's state for the steps, float32, and the steps' noise_scales.
+    def _schedule(
+        self,
+        num_inference_steps,
+        shape,
+        first_step=0,
+        timesteps=None,
+        denoising_start=None,
+        denoising_end=None,
+    ):
+        """The scheduler's state, float32, and the noise_scales of the steps to make.
 
-        Arguments as in set_timesteps.
+        Args:
+            num_inference_steps, shape, first_step, timesteps: as in set_timesteps.
+            denoising_start: share of the denoising; wins over first_step.
+            denoising_end: share of the denoising; the steps after it are not made.
         """
+        scheduler = self.scheduler
+        check_shares(scheduler, denoising_start, denoising_end)
         with jax.ensure_compile_time_eval():
-            state = self.scheduler.set_timesteps(
-                self.scheduler.create_state(), num_inference_steps, shape, first_step, timesteps
+            plan = partial(
+                scheduler.set_timesteps, scheduler.create_state(), num_inference_steps, shape
             )
-            constants = jax.tree.map(np.asarray, state)
-        return jax.tree.map(jnp.asarray, constants), noise_scales(constants)
+            if denoising_start is not None:
+                whole_run = plan(timesteps=timesteps)
+                first_step = first_step_of_share(scheduler, whole_run, denoising_start)
+            constants = jax.tree.map(np.asarray, plan(first_step, timesteps))
+        num_steps = steps_of_share(scheduler, constants, denoising_end)
+        scales = tuple(scale[:num_steps] for scale in noise_scales(constants))
+        return jax.tree.map(jnp.asarray, constants), scales
 
-    def _denoise(self, params, schedule, x_t, keys, branches, inputs, combine, eta):
+    def _denoise(
+        self, params, schedule, x_t, keys, branches, inputs, combine, eta, after_step=None
+    ):
         """x_0 of x_t.
 
         Args:
             params: the pipeline's.
             schedule: of _schedule.
-            x_t, keys, eta: as for sampling.denoise.
+            x_t, keys, eta, after_step: as for sampling.denoise.
             branches: of guidance.
             inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; arrays hold all
                 rows of one branch, then all rows of the next.
@@ -265,6 +295,7 @@ class Generation:
                 combine,
                 eta,
                 watch,
+                after_step,
             )
 
         def predict(x_t, t):
@@ -273,7 +304,9 @@ class Generation:
             output = self.unet.apply(variables, *arguments, timestep_cond=timestep_cond)
             return combine(output.sample.astype(jnp.float32), branches)
 
-        return denoise(self.scheduler, state, x_t, keys, predict, eta, watch)
+        return denoise(
+            self.scheduler, state, x_t, keys, predict, eta, watch, len(scales[0]), after_step
+        )
 
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts, for negative prompts and the like.
@@ -340,9 +373,11 @@ class TextToImage(Generation):
         """
         return self.prepare_text_inputs(prompt)
 
-    __call__ = published_call(Generation.__call__, "prompt_ids", "params", "prng_seed", *CALL)
+    __call__ = published_call(
+        Generation.__call__, "prompt_ids", "params", "prng_seed", *CALL, "denoising_end"
+    )
 
-    @with_options(*GENERATE)
+    @with_options(*GENERATE, "denoising_end")
     def _generate(self, prompt_ids, params, prng_seed, given):
         """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
@@ -356,7 +391,12 @@ class TextToImage(Generation):
         branches = given.branches or self.guidance_branches(given.guidance_scale)
         shape = self.latent_shape(len(prompt_ids), given.height, given.width)
         keys = keys_per_image(prng_seed, len(prompt_ids))
-        schedule = self._schedule(given.num_inference_steps, shape, timesteps=given.timesteps)
+        schedule = self._schedule(
+            given.num_inference_steps,
+            shape,
+            timesteps=given.timesteps,
+            denoising_end=given.denoising_end,
+        )
         x_t = starting_noise(given.latents, keys, shape) * schedule[0].init_noise_sigma
         text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, shape)
         inputs = self._unet_inputs(text, branches, given.guidance_scale, len(x_t))
@@ -401,108 +441,6 @@ class TextToImage(Generation):
             return model_input, t, *rows_of_branches(text, branches, active), timestep_cond
 
         return inputs
-
-
-class ImageToImage(TextToImage):
-    """Text and an image to begin with in, image out.
-
-    An image's noise differs from the noise that TextToImage draws for the same key, so one key can
-    make an image and continue from it. With strength below 1 it differs from PyTorch for two
-    schedulers: PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS
-    takes coefficients for derivatives that it does not have.
-
-    Source: SDEdit (arXiv 2108.01073), algorithm 1.
-    """
-
-    def prepare_inputs(self, prompt, image):
-        """Turn prompts and images into arrays; a single one of either is repeated.
-
-        Args:
-            prompt: str or list of str.
-            image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
-                or arrays (B, H, W, 3); uint8, or float in [0, 1]; or what output_type="latent"
-                gave, (B, 4, h, w).
-
-        Returns:
-            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1], or the latents.
-
-        Raises:
-            ValueError: numbers of prompts and images differ, sizes differ, or it is not an image.
-        """
-        if getattr(image, "ndim", 0) != 4 or not self._is_latents(image.shape):
-            image = prepare_images(image)
-        return pair_up(super().prepare_inputs(prompt), image)
-
-    def get_timestep_start(self, num_inference_steps, strength):
-        """Number of first steps to skip: the noised image replaces their result.
-
-        Args:
-            num_inference_steps: of the full schedule.
-            strength: share of the steps to run, in [0, 1].
-
-        Raises:
-            ValueError: strength is out of range, or leaves no step.
-        """
-        if not 0 <= strength <= 1:
-            raise ValueError(f"strength={strength} must be from 0 to 1, the share of the steps")
-        num_done = min(int(num_inference_steps * strength), num_inference_steps)
-        if num_done < 1:
-            raise ValueError(
-                f"strength={strength} of num_inference_steps={num_inference_steps} leaves no step "
-                f"to do; take strength {1 / num_inference_steps:.2g} or more"
-            )
-        return num_inference_steps - num_done
-
-    def _encode(self, params, image, keys, height, width):
-        """Scaled latents of images, or those given, float32 (B, 4, h, w)."""
-        size = self.image_size(height, width, image.shape)
-        if self._is_latents(image.shape):
-            return image.astype(jnp.float32)
-        return encode(self._vae, params["vae"], resize(image, size), keys)
-
-    __call__ = published_call(
-        Generation.__call__,
-        "prompt_ids",
-        "image",
-        "params",
-        "prng_seed",
-        "strength",
-        *("noise" if name == "latents" else name for name in CALL),
-    )
-
-    @with_options("start_timestep", *("noise" if name == "latents" else name for name in GENERATE))
-    def _generate(self, prompt_ids, image, params, prng_seed, given):
-        """Image to image as one pure function of arrays, for one device; jit or pmap it.
-
-        Args as in __call__; start_timestep, a Python int, is get_timestep_start's.
-
-        Returns:
-            As FlaxStableDiffusionPipeline._generate.
-        """
-        branches = given.branches or self.guidance_branches(given.guidance_scale)
-        if image.ndim != 4 or len(image) != len(prompt_ids):
-            raise ValueError(
-                f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
-                "batch; prepare_inputs makes both"
-            )
-        keys = keys_of_sequel(keys_per_image(prng_seed, len(prompt_ids)))
-        latents = self._encode(params, image, keys, given.height, given.width)
-        schedule = self._schedule(
-            given.num_inference_steps, latents.shape, given.start_timestep, given.timesteps
-        )
-        state, _ = schedule
-        noise = given.noise
-        if noise is None:
-            noise = normal(keys, 0, latents.shape[1:])
-        elif noise.shape != latents.shape:
-            raise ValueError(f"noise has shape {noise.shape}, need {latents.shape}")
-        x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
-        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, x_t.shape)
-        inputs = self._unet_inputs(text, branches, given.guidance_scale, len(x_t))
-        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
-        combine = partial(guide, **scales)
-        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
-        return x_0 if given.return_latents else self._decode(params, x_0)
 
 
 def _generate(pipeline, compiled_in, arrays, shared):

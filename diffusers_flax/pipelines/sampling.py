@@ -192,7 +192,17 @@ def check_eta(scheduler, eta):
         raise ValueError(f"eta={eta} must be from 0 to 1")
 
 
-def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
+def denoise(
+    scheduler,
+    state,
+    x_t,
+    keys,
+    predict,
+    eta=None,
+    watch=None,
+    num_steps=None,
+    after_step=None,
+):
     """The denoising loop.
 
     Args:
@@ -203,9 +213,12 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
         predict: (model_input, t) -> guided prediction, float32.
         eta: share of noise in a step of DDIM (0 to 1; default 0) and TCD (0 to 1; default 0.3).
         watch: (i, model_input, guided) -> None, called in each step, for previews.
+        num_steps: how many of the run's steps to make; None: all.
+        after_step: (i, x_t, state) -> x_t, changes the result of step i, whose state is the next
+            step's; see keep_outside.
 
     Returns:
-        x_0, like x_t.
+        x_0, like x_t; x_t of the next step if num_steps leaves some.
 
     Raises:
         ValueError: the scheduler has no eta, or it is out of range.
@@ -219,17 +232,48 @@ def denoise(scheduler, state, x_t, keys, predict, eta=None, watch=None):
         guided = predict(model_input, t)
         if watch is not None:
             watch(i, model_input, guided)
-        return take_step(scheduler, state, i, t, x_t, keys, guided, eta)
+        return take_step(scheduler, state, i, t, x_t, keys, guided, eta, after_step)
 
-    x_0, _ = jax.lax.fori_loop(0, len(state.timesteps), body, (x_t, state))
+    num_steps = len(state.timesteps) if num_steps is None else num_steps
+    x_0, _ = jax.lax.fori_loop(0, num_steps, body, (x_t, state))
     return x_0
 
 
-def take_step(scheduler, state, i, t, x_t, keys, guided, eta):
+def take_step(scheduler, state, i, t, x_t, keys, guided, eta, after_step=None):
     """Step i of a run, at timestep t: (the next x_t, the next state); arguments as in denoise."""
     noise = normal(keys, i + 1, x_t.shape[1:])
     options = {} if eta is None else {"eta": eta}
-    return scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False, **options)
+    x_t, state = scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False, **options)
+    return (x_t if after_step is None else after_step(i, x_t, state)), state
+
+
+def keep_outside(scheduler, mask, latents, noise, num_steps):
+    """A function for denoise that keeps an image outside a mask.
+
+    Outside, the result of each step is the image's latents, noised to the next timestep; the result
+    of the last step is the latents themselves.
+
+    Args:
+        scheduler: as for denoise.
+        mask: (B, 1, h, w) from 0 (keep the image) to 1 (keep the result of the step); values in
+            between mix both.
+        latents: scaled latents of the image, (B, C, h, w), float32.
+        noise: standard normal, like latents.
+        num_steps: how many steps denoise makes.
+
+    Returns:
+        (i, x_t, state) -> x_t.
+
+    Source: Blended Latent Diffusion (arXiv 2206.02779), algorithm 1.
+    """
+
+    def after_step(i, x_t, state):
+        next_t = state.timesteps[jnp.minimum(i + 1, len(state.timesteps) - 1)]
+        noisy = scheduler.add_noise(state, latents, noise, next_t)
+        outside = jnp.where(i + 1 < num_steps, noisy, latents)
+        return mask * x_t + (1 - mask) * outside
+
+    return after_step
 
 
 def encode(vae, params, image, keys):

@@ -17,28 +17,18 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 """
 
 from dataclasses import dataclass
-from functools import partial
 
-import jax
-
-from diffusers_flax.images import pair_up, prepare_images, prepare_masks
+from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import StableDiffusionParts
 from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
-from diffusers_flax.pipelines.generation import (
-    Generation,
+from diffusers_flax.pipelines.generation import Generation, TextToImage
+from diffusers_flax.pipelines.image_to_image import (
+    RANGE,
     ImageToImage,
-    TextToImage,
-    check_channels,
+    Inpainting,
+    pair_with_masks,
 )
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
-from diffusers_flax.pipelines.sampling import (
-    encode,
-    guide,
-    keys_of_sequel,
-    keys_per_image,
-    resize,
-    starting_noise,
-)
 
 __all__ = [
     "FlaxStableDiffusionImg2ImgPipeline",
@@ -63,11 +53,13 @@ class FlaxStableDiffusionImg2ImgPipeline(StableDiffusionParts, ImageToImage):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
-    """Text, image and mask in, image out; see TextToImage for what is compiled in."""
+class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
+    """Inpainting with Stable Diffusion 1.x and 2.x; see Inpainting.
+
+    A UNet of 9 channels needs masked_image at strength 1; otherwise it takes the whole `image`.
+    """
 
     torch_class_name = "StableDiffusionInpaintPipeline"
-    check_channels = staticmethod(partial(check_channels, for_inpainting=True))
 
     def prepare_inputs(self, prompt, image, mask):
         """Turn prompts, images and masks into arrays; one of each is repeated for many of the rest.
@@ -87,55 +79,25 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, TextToImage):
         Raises:
             ValueError: numbers or sizes differ, or one is not an image.
         """
-        image, mask = prepare_images(image), prepare_masks(mask)
-        if image.shape[2:] != mask.shape[2:]:
-            raise ValueError(
-                f"image is {image.shape[2]}x{image.shape[3]} and mask {mask.shape[2]}x"
-                f"{mask.shape[3]} (height x width); resize one of them"
-            )
-        image, mask = pair_up(image, mask, "images", "masks")
-        prompt_ids, masked_image = pair_up(super().prepare_inputs(prompt), image * (mask < 0.5))
-        return prompt_ids, masked_image, pair_up(prompt_ids, mask)[1]
+        arrays = self.prepare_text_inputs(prompt), prepare_images(image), mask
+        prompt_ids, image, mask = pair_with_masks(*arrays, factor=1)
+        return prompt_ids, image * (mask < 0.5), mask
 
     __call__ = published_call(
-        Generation.__call__, "prompt_ids", "mask", "masked_image", "params", "prng_seed", *CALL
+        Generation.__call__,
+        *("prompt_ids", "mask", "masked_image", "params", "prng_seed"),
+        *(*CALL, "strength", *RANGE, "image"),
+        strength=1.0,
     )
 
-    @with_options(*GENERATE)
+    @with_options(*GENERATE, "strength", *RANGE, "image", strength=1.0)
     def _generate(self, prompt_ids, mask, masked_image, params, prng_seed, given):
         """Inpainting as one pure function of arrays, for one device; jit or pmap it.
 
-        Args as in __call__.
+        Args as in __call__, strength static.
 
         Returns:
             As TextToImage._generate.
         """
-        branches = given.branches or self.guidance_branches(given.guidance_scale)
-        B = len(prompt_ids)
-        shape = masked_image.shape
-        if len(shape) != 4 or shape[0] != B or mask.shape != (B, 1, *shape[2:]):
-            raise ValueError(
-                f"prompt_ids has shape {prompt_ids.shape}, mask {mask.shape}, masked_image "
-                f"{shape}; they need one batch and one size; prepare_inputs makes them"
-            )
-        size = self.image_size(given.height, given.width, shape)
-        keys = keys_per_image(prng_seed, B)
-        masked_latents = encode(
-            self._vae, params["vae"], resize(masked_image, size), keys_of_sequel(keys)
-        )  # (B, 4, h, w)
-        factor = self.vae_scale_factor
-        mask = jax.image.resize(mask, (B, 1, *size), "nearest")
-        mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
-
-        schedule = self._schedule(
-            given.num_inference_steps, masked_latents.shape, timesteps=given.timesteps
-        )
-        x_t = (
-            starting_noise(given.latents, keys, masked_latents.shape) * schedule[0].init_noise_sigma
-        )
-        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, x_t.shape)
-        inputs = self._unet_inputs(text, branches, given.guidance_scale, B, [mask, masked_latents])
-        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
-        combine = partial(guide, **scales)
-        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
-        return x_0 if given.return_latents else self._decode(params, x_0)
+        arrays = prompt_ids, given.image, mask, masked_image, params, prng_seed
+        return self._inpaint(*arrays, given)

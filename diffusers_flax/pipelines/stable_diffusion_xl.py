@@ -1,19 +1,20 @@
-"""FlaxStableDiffusionXLPipeline and FlaxStableDiffusionXLImg2ImgPipeline: SDXL, base and refiner.
+"""Pipelines of SDXL, base and refiner: text to image, image to image, inpainting.
 
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", dtype=jnp.bfloat16)
     prompt_ids = pipeline.prepare_inputs("a red panda reading")  # (1, 2, 77)
     images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
 
-Base, then refiner, which continues from the base's latents:
+Base, then refiner, which makes the last fifth of the same steps:
 
-    latents = pipeline(prompt_ids, params, key, output_type="latent").images
+    options = dict(num_inference_steps=40, output_type="latent", denoising_end=0.8)
+    latents = pipeline(prompt_ids, params, key, **options).images
     refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained("REFINER")
-    images = refiner(refiner.prepare_text_inputs(prompt), latents, params, key, 0.3).images
+    options = dict(num_inference_steps=40, denoising_start=0.8)
+    images = refiner(refiner.prepare_text_inputs(prompt), latents, params, key, **options).images
 
 On several devices as with FlaxStableDiffusionPipeline. As in PyTorch's pipelines by default, micro-
 conditioning says that the original has the result's size and was not cropped, and the refiner gets
-the aesthetic scores 6 and, for the null text, 2.5. Other sizes, and sharing the steps between base
-and refiner (denoising_end, denoising_start), are not supported.
+the aesthetic scores 6 and, for the null text, 2.5. Other sizes are not supported.
 
 Source: SDXL (arXiv 2307.01952).
 """
@@ -34,8 +35,14 @@ from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import MODULES, TEXT_ENCODERS, FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import published_call
-from diffusers_flax.pipelines.generation import Generation, ImageToImage, TextToImage
+from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
+from diffusers_flax.pipelines.generation import Generation, TextToImage
+from diffusers_flax.pipelines.image_to_image import (
+    RANGE,
+    ImageToImage,
+    Inpainting,
+    pair_with_masks,
+)
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.sampling import rows_per_image
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
@@ -226,7 +233,7 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
         Generation.__call__,
         *("prompt_ids", "params", "prng_seed", "num_inference_steps", "guidance_scale", "height"),
         *("width", "latents", "neg_prompt_ids", "return_dict", "output_type", "jit"),
-        *("guidance_rescale", "timesteps", "eta"),
+        *("guidance_rescale", "timesteps", "eta", "denoising_end"),
     )
 
 
@@ -235,6 +242,55 @@ class FlaxStableDiffusionXLImg2ImgPipeline(XLParts, ImageToImage):
     """Image to image with SDXL's base or refiner, from an image or latents."""
 
     torch_class_name = "StableDiffusionXLImg2ImgPipeline"
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
+    """Inpainting with SDXL's inpainting model, base or refiner; see Inpainting.
+
+    The call takes the whole image; masked_image is for a UNet of 9 channels whose image is latents.
+    As in PyTorch, strength is 0.9999 by default: all steps but one, from the noised image.
+    """
+
+    torch_class_name = "StableDiffusionXLInpaintPipeline"
+
+    def prepare_inputs(self, prompt, image, mask):
+        """Turn prompts, images and masks into arrays; one of each is repeated for many of the rest.
+
+        Args:
+            prompt, image: as for FlaxStableDiffusionXLImg2ImgPipeline.
+            mask: as many, of the image's size in pixels, white (1) where the image is repainted;
+                see prepare_masks.
+
+        Returns:
+            (prompt_ids, image, mask): int32 (B, 2, 77); float32 (B, 3, H, W) in [-1, 1], or the
+            latents; float32 (B, 1, H, W) of 0 and 1.
+
+        Raises:
+            ValueError: numbers or sizes differ, or one is not an image.
+        """
+        prompt_ids, image = super().prepare_inputs(prompt, image)
+        factor = self.vae_scale_factor if self._is_latents(image.shape) else 1
+        return pair_with_masks(prompt_ids, image, mask, factor)
+
+    __call__ = published_call(
+        Generation.__call__,
+        *("prompt_ids", "image", "mask", "params", "prng_seed", "strength"),
+        *(*CALL, *RANGE, "masked_image"),
+        strength=0.9999,
+    )
+
+    @with_options("strength", *GENERATE, *RANGE, "masked_image", strength=0.9999)
+    def _generate(self, prompt_ids, image, mask, params, prng_seed, given):
+        """Inpainting as one pure function of arrays, for one device; jit or pmap it.
+
+        Args as in __call__, strength static.
+
+        Returns:
+            As TextToImage._generate.
+        """
+        arrays = prompt_ids, image, mask, given.masked_image, params, prng_seed
+        return self._inpaint(*arrays, given)
 
 
 def check_xl(model, revision, unet):

@@ -145,7 +145,7 @@ def test_inputs_of_inpainting(folders):
 @pytest.mark.parametrize(
     ("cls", "folder", "words"),
     [
-        (FlaxStableDiffusionInpaintPipeline, "sd", "in_channels=4, this pipeline needs 9"),
+        (FlaxStableDiffusionInpaintPipeline, "p2p", "in_channels=8, this pipeline needs 9 or 4"),
         (FlaxStableDiffusionPipeline, "inpaint", "inpaint with FlaxStableDiffusionInpaintPipeline"),
     ],
 )

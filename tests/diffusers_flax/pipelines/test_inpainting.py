@@ -1,0 +1,325 @@
+"""Inpainting, and the hand-over from base to refiner, against the PyTorch pipelines."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline,
+    StableDiffusionXLPipeline,
+)
+from flax.jax_utils import replicate
+from PIL import Image
+from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax.images import prepare_images
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.sampling import keep_outside
+from diffusers_flax.pipelines.stable_diffusion import (
+    FlaxStableDiffusionImg2ImgPipeline,
+    FlaxStableDiffusionInpaintPipeline,
+    FlaxStableDiffusionPipeline,
+)
+from diffusers_flax.pipelines.stable_diffusion_xl import (
+    FlaxStableDiffusionXLImg2ImgPipeline,
+    FlaxStableDiffusionXLInpaintPipeline,
+    FlaxStableDiffusionXLPipeline,
+)
+from diffusers_flax.schedulers.factory import make_scheduler
+
+# diffusers' Euler scheduler under NumPy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+
+PROMPTS = ["make it red", "it"]
+KEY = jax.random.key(0)
+STEPS = 10
+RNG = np.random.default_rng(0)
+SIZES = {"64x48": (64, 48), "48x64": (48, 64)}  # height x width
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A directory per kind of model, whose VAE has a posterior without variance."""
+    root = tmp_path_factory.mktemp("models")
+    options = dict(vae_channels=(8, 8, 16, 16))
+    made = {
+        "sd 4": make_tiny_pipeline(root / "sd", in_channels=4, **options),
+        "sd 9": make_tiny_pipeline(root / "sd_inpaint", in_channels=9, **options),
+        "xl 4": make_tiny_xl(root / "xl"),
+        "xl 9": make_tiny_xl(root / "xl_inpaint", inpaints=True),
+        "refiner 4": make_tiny_xl(root / "refiner", refiner=True, force_zeros=False),
+    }
+    for folder in made.values():
+        vae = AutoencoderKL.from_pretrained(folder / "vae")
+        with torch.no_grad():
+            vae.quant_conv.weight[4:] = 0
+            vae.quant_conv.bias[4:] = -40
+        vae.save_pretrained(folder / "vae")
+    return made
+
+
+def inputs_of(size):
+    """Two images, a mask and noise for them: arrays (2, H, W, 3), PIL, (2, 4, h, w)."""
+    height, width = size
+    rng = np.random.default_rng(height)
+    mask = np.zeros(size, np.uint8)
+    mask[5:41, 10:33] = 255
+    noise = rng.standard_normal((2, 4, height // 8, width // 8), np.float32)
+    return rng.random((2, height, width, 3), np.float32), Image.fromarray(mask), noise
+
+
+def open_theirs(cls, folder, scheduler):
+    extra = {"add_watermarker": False} if "XL" in cls.__name__ else {"safety_checker": None}
+    pipeline = cls.from_pretrained(folder, low_cpu_mem_usage=False, **extra)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = SCHEDULERS[scheduler][0].from_config(pipeline.scheduler.config)
+    return pipeline
+
+
+def open_ours(cls, folder, scheduler, **options):
+    pipeline, params = cls.from_pretrained(folder, **options)
+    chosen, params["scheduler"] = make_scheduler(scheduler, pipeline.scheduler.config)
+    return replace(pipeline, scheduler=chosen), params
+
+
+def call_theirs(pipeline, noise, **arguments):
+    """The images of a PyTorch call that draws this noise; latents as an array."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            f"{type(pipeline).__module__}.randn_tensor",
+            lambda *args, **kwargs: torch.from_numpy(noise),
+        )
+        images = pipeline(**({"output_type": "np"} | arguments)).images
+    return images.numpy() if torch.is_tensor(images) else images
+
+
+def inpaint_theirs(kind, folder, scheduler, size, **options):
+    cls = StableDiffusionInpaintPipeline if "sd" in kind else StableDiffusionXLInpaintPipeline
+    images, mask, noise = inputs_of(size)
+    given = dict(prompt=PROMPTS, image=torch.from_numpy(images).permute(0, 3, 1, 2))
+    given |= dict(mask_image=mask, height=size[0], width=size[1], num_inference_steps=STEPS)
+    return call_theirs(open_theirs(cls, folder, scheduler), noise, **(given | options))
+
+
+def inpaint_ours(kind, folder, scheduler, size, accelerate=(), **options):
+    images, mask, noise = inputs_of(size)
+    options = dict(latents=noise, num_inference_steps=STEPS) | options
+    if "sd" in kind:
+        pipeline, params = open_ours(FlaxStableDiffusionInpaintPipeline, folder, scheduler)
+        prompt_ids, _, mask = pipeline.prepare_inputs(PROMPTS, images, mask)
+        options["image"] = prepare_images(images)
+        return pipeline(prompt_ids, mask, None, params, KEY, **options).images
+    pipeline, params = open_ours(
+        FlaxStableDiffusionXLInpaintPipeline, folder, scheduler, accelerate=accelerate
+    )
+    inputs = pipeline.prepare_inputs(PROMPTS, images, mask)
+    return pipeline(*inputs, params, KEY, **options).images
+
+
+def psnr(ours, theirs):
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    assert ours.shape == theirs.shape
+    return 10 * np.log10(np.ptp(theirs) ** 2 / np.mean((ours - theirs) ** 2))
+
+
+def cases():
+    """One case runs in make test."""
+    yield "xl 4", "euler", 0.6, "64x48"
+    found = []
+    for kind in ("xl 4", "xl 9", "refiner 4", "sd 4", "sd 9"):
+        found += [(kind, "ddim", 1.0, "48x64"), (kind, "dpmsolver++", 0.6, "64x48")]
+    for kind in ("xl 4", "xl 9"):
+        found += [(kind, "euler", 1.0, "64x48"), (kind, "euler", None, "48x64")]
+        found += [(kind, "ddim", 0.6, "48x64"), (kind, "dpmsolver++", 1.0, "48x64")]
+        found += [(kind, "pndm", 1.0, "64x48")]  # PyTorch's is a timestep late below strength 1
+    yield from (pytest.param(*case, marks=pytest.mark.slow) for case in found)
+
+
+@pytest.mark.parametrize(("kind", "scheduler", "strength", "size"), list(cases()))
+@torch.no_grad()
+def test_inpainting_equals_pytorch(folders, kind, scheduler, strength, size):
+    options = dict(guidance_scale=5.0) | ({"strength": strength} if strength else {})
+    case = kind, folders[kind], scheduler, SIZES[size]
+    expected = inpaint_theirs(*case, **options)
+    images = inpaint_ours(*case, **options)
+    assert images.shape == (2, *SIZES[size], 3) and images.dtype == jnp.float32
+    assert psnr(images, expected) > 60
+    assert np.std(expected) > 0.01
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_negative_prompt_and_rescaled_guidance(folders):
+    case = "xl 4", folders["xl 4"], "ddim", SIZES["64x48"]
+    options = dict(guidance_scale=5.0, guidance_rescale=0.7)
+    expected = inpaint_theirs(*case, negative_prompt=["red"] * 2, **options)
+    pipeline, _ = FlaxStableDiffusionXLInpaintPipeline.from_pretrained(folders["xl 4"])
+    negative = pipeline.prepare_text_inputs(["red"] * 2)
+    assert psnr(inpaint_ours(*case, neg_prompt_ids=negative, **options), expected) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerate", [(), ("guidance:stop=0.5",)])
+def test_the_image_is_kept_outside_the_mask(folders, accelerate):
+    """Its latents are the result there, also with accelerations."""
+    case = "xl 4", folders["xl 4"], "euler", SIZES["64x48"]
+    latents = inpaint_ours(*case, accelerate=accelerate, output_type="latent")
+    pipeline, params = FlaxStableDiffusionXLInpaintPipeline.from_pretrained(folders["xl 4"])
+    images, mask, _ = inputs_of(SIZES["64x48"])
+    original = pipeline._encode(params, prepare_images(images), jax.random.split(KEY, 2), 64, 48)
+    outside = np.asarray(mask)[::8, ::8] == 0
+    np.testing.assert_allclose(latents[..., outside], original[..., outside], atol=1e-5)
+    assert np.abs(latents - original)[..., ~outside].mean() > 0.1
+
+
+@pytest.mark.slow
+def test_devices_folders_and_latents(folders, tmp_path):
+    """Two devices make the same images; a directory's class opens it; an image may be latents."""
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl 9"])
+    assert isinstance(pipeline, FlaxStableDiffusionXLInpaintPipeline)
+    images, mask, _ = inputs_of((64, 48))
+    inputs = pipeline.prepare_inputs(PROMPTS, images, mask)
+    options = dict(num_inference_steps=3)
+    expected = pipeline(*inputs, params, KEY, **options).images
+    p_params = replicate(params, jax.devices()[:2])
+    found = pipeline(*(x[:, None] for x in inputs), p_params, KEY, jit=True, **options).images
+    np.testing.assert_allclose(found[:, 0], expected, atol=1e-5)
+
+    _, image, mask_array = inputs
+    latents = pipeline._encode(params, image, jax.random.split(KEY, 2), 64, 48)
+    inputs = pipeline.prepare_inputs(PROMPTS, latents, mask)
+    masked_image = image * (mask_array == 0)
+    found = pipeline(*inputs, params, KEY, masked_image=masked_image, **options).images
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    with pytest.raises(ValueError, match="it is latents, which cannot be masked"):
+        pipeline(*inputs, params, KEY, **options)
+
+    pipeline.save_pretrained(tmp_path, params)
+    theirs = StableDiffusionXLInpaintPipeline.from_pretrained(tmp_path, low_cpu_mem_usage=False)
+    assert theirs.unet.config.in_channels == 9
+
+
+def test_a_feathered_mask_mixes():
+    """A mask of 0.25, from the noised image to the image itself after the last step."""
+    scheduler, state = make_scheduler("ddim", {})
+    state = scheduler.set_timesteps(state, 4)
+    latents, noise, x_t = (RNG.standard_normal((1, 4, 2, 2), np.float32) for _ in range(3))
+    after_step = keep_outside(scheduler, jnp.full((1, 1, 2, 2), 0.25), latents, noise, 3)
+    for i, alpha_bar in enumerate([*state.common.alphas_cumprod[state.timesteps[1:3]], 1.0]):
+        noisy = np.sqrt(alpha_bar) * latents + np.sqrt(1 - alpha_bar) * noise
+        expected = 0.25 * x_t + 0.75 * noisy
+        np.testing.assert_allclose(after_step(i, x_t, state), expected, atol=1e-5)
+
+
+# --- from base to refiner ---
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "share"),
+    [
+        ("dpmsolver++", 0.8),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("euler", 0.8), ("ddim", 0.8))),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("euler", 0.33), ("ddim", 0.75))),
+    ],
+)
+@torch.no_grad()
+def test_base_and_refiner_equal_pytorch(folders, scheduler, share):
+    """The base ends early, the refiner makes the remaining steps, without history."""
+    _, _, noise = inputs_of((64, 48))
+    options = dict(num_inference_steps=STEPS, guidance_scale=5.0)
+    first = dict(denoising_end=share, output_type="latent")
+    base = open_theirs(StableDiffusionXLPipeline, folders["xl 4"], scheduler)
+    latents = call_theirs(base, noise, prompt=PROMPTS, height=64, width=48, **options, **first)
+    refiner = open_theirs(StableDiffusionXLImg2ImgPipeline, folders["refiner 4"], scheduler)
+    given = dict(prompt=PROMPTS, image=torch.from_numpy(latents), denoising_start=share)
+    expected = call_theirs(refiner, noise, **given, **options)
+
+    pipeline, params = open_ours(FlaxStableDiffusionXLPipeline, folders["xl 4"], scheduler)
+    inputs = pipeline.prepare_inputs(PROMPTS), params, KEY
+    ours = pipeline(*inputs, latents=noise, height=64, width=48, **options, **first).images
+    assert psnr(ours, latents) > 60
+    pipeline, params = open_ours(
+        FlaxStableDiffusionXLImg2ImgPipeline, folders["refiner 4"], scheduler
+    )
+    inputs = *pipeline.prepare_inputs(PROMPTS, ours), params, KEY
+    images = pipeline(*inputs, denoising_start=share, **options).images
+    assert psnr(images, expected) > 60
+    assert np.std(expected) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["xl 4", "xl 9"])
+@torch.no_grad()
+def test_inpainting_goes_on_with_a_refiner(folders, kind):
+    size, options = SIZES["64x48"], dict(guidance_scale=5.0)
+    first = dict(denoising_end=0.7, output_type="latent", **options)
+    latents = inpaint_theirs(kind, folders[kind], "euler", size, **first)
+    second = dict(denoising_start=0.7, **options)
+    case = "refiner 4", folders["refiner 4"], "euler", size
+    expected = inpaint_theirs(*case, image=torch.from_numpy(latents), **second)
+
+    ours = inpaint_ours(kind, folders[kind], "euler", size, **first)
+    assert psnr(ours, latents) > 60
+    pipeline, params = open_ours(FlaxStableDiffusionXLInpaintPipeline, *case[1:3])
+    _, mask, noise = inputs_of(size)
+    inputs = pipeline.prepare_inputs(PROMPTS, ours, mask)
+    second |= dict(latents=noise, num_inference_steps=STEPS)
+    assert psnr(pipeline(*inputs, params, KEY, **second).images, expected) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["ddim", "pndm", "lcm", "ddpm", "lms", "euler_ancestral"])
+def test_one_model_in_two_parts_makes_the_same_steps(folders, scheduler):
+    """First and second part of a run have all its timesteps, PNDM's repeated one once more."""
+    pipeline, _ = open_ours(FlaxStableDiffusionPipeline, folders["sd 4"], scheduler)
+    shape = (1, 4, 8, 6)
+    whole, _ = pipeline._schedule(STEPS, shape)
+    for share in (0.15, 0.3, 0.5, 0.8, 0.85):
+        first, first_scales = pipeline._schedule(STEPS, shape, denoising_end=share)
+        second, second_scales = pipeline._schedule(STEPS, shape, denoising_start=share)
+        num_steps = len(first_scales[0])
+        np.testing.assert_array_equal(first.timesteps, whole.timesteps)
+        rest = np.unique(whole.timesteps[num_steps:])[::-1]
+        np.testing.assert_array_equal(np.unique(second.timesteps)[::-1], rest)
+        assert min(first.timesteps[:num_steps]) >= round(1000 * (1 - share)) > max(rest)
+        assert len(second_scales[0]) == len(second.timesteps)
+    third, third_scales = pipeline._schedule(STEPS, shape, denoising_start=0.3, denoising_end=0.8)
+    steps = np.asarray(third.timesteps)[: len(third_scales[0])]
+    assert ((steps >= 200) & (steps < 700)).all()
+
+
+@pytest.mark.slow
+def test_inputs_that_do_not_fit(folders):
+    """Each in one line that says what to give."""
+    pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folders["sd 4"])
+    images, mask, noise = inputs_of((64, 48))
+    inputs = *pipeline.prepare_inputs(PROMPTS, images), params, KEY
+    for options, words in [
+        (dict(denoising_start=0.8, denoising_end=0.5), "denoising_start=0.8 must be below den"),
+        (dict(denoising_start=1.5), "denoising_start=1.5 must be a number between 0 and 1"),
+        (dict(denoising_end=0), "denoising_end=0 must be a number between 0 and 1"),
+        (dict(denoising_end=0.001), "leaves no step to do; take more steps or a later end"),
+        (dict(denoising_start=0.999), "leaves no step to do; take more steps or an earlier start"),
+        (dict(denoising_start=0.5, noise=noise), "noise is not added with denoising_start"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            pipeline(*inputs, num_inference_steps=STEPS, **options)
+    scheduler, _ = make_scheduler("pndm", {"skip_prk_steps": False})
+    other = replace(pipeline, scheduler=scheduler)
+    with pytest.raises(ValueError, match="PNDM's Runge-Kutta start; take skip_prk_steps=True"):
+        other(*inputs, denoising_end=0.5)
+
+    pipeline, params = FlaxStableDiffusionInpaintPipeline.from_pretrained(folders["sd 4"])
+    prompt_ids, masked_image, mask = pipeline.prepare_inputs(PROMPTS, images, mask)
+    with pytest.raises(ValueError, match="need the whole image: give image=, made by"):
+        pipeline(prompt_ids, mask, masked_image, params, KEY)
+    with pytest.raises(ValueError, match="they need one batch and one size"):
+        pipeline(prompt_ids, mask, None, params, KEY, image=masked_image[..., :40])
+    with pytest.raises(ValueError, match=r"image None; they need one batch and one size"):
+        pipeline(prompt_ids, mask, None, params, KEY)
