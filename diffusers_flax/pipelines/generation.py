@@ -60,7 +60,7 @@ def check_channels(path, configs, for_inpainting=False):
             f"the UNet of {path} has in_channels={in_channels}, this pipeline needs "
             f"{' or '.join(map(str, expected))}; "
             "edit with an InstructPix2Pix model by edit_cli.py, inpaint with "
-            "FlaxStableDiffusionInpaintPipeline"
+            "FlaxStableDiffusionInpaintPipeline or FlaxStableDiffusionXLInpaintPipeline"
         )
 
 

@@ -78,13 +78,15 @@ def open_theirs(cls, folder, scheduler):
     extra = {"add_watermarker": False} if "XL" in cls.__name__ else {"safety_checker": None}
     pipeline = cls.from_pretrained(folder, low_cpu_mem_usage=False, **extra)
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.scheduler = SCHEDULERS[scheduler][0].from_config(pipeline.scheduler.config)
+    config = dict(pipeline.scheduler.config) | {"skip_prk_steps": True}
+    pipeline.scheduler = SCHEDULERS[scheduler][0].from_config(config)
     return pipeline
 
 
 def open_ours(cls, folder, scheduler, **options):
     pipeline, params = cls.from_pretrained(folder, **options)
-    chosen, params["scheduler"] = make_scheduler(scheduler, pipeline.scheduler.config)
+    config = pipeline.scheduler.config | {"skip_prk_steps": True}
+    chosen, params["scheduler"] = make_scheduler(scheduler, config)
     return replace(pipeline, scheduler=chosen), params
 
 
@@ -221,15 +223,18 @@ def test_a_feathered_mask_mixes():
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "share"),
+    ("scheduler", "share", "output_type"),
     [
-        ("dpmsolver++", 0.8),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("euler", 0.8), ("ddim", 0.8))),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("euler", 0.33), ("ddim", 0.75))),
+        ("dpmsolver++", 0.8, "latent"),
+        *(
+            pytest.param(scheduler, share, "np", marks=pytest.mark.slow)
+            for scheduler in ("dpmsolver++", "euler", "ddim")
+            for share in (0.8, 0.33)
+        ),
     ],
 )
 @torch.no_grad()
-def test_base_and_refiner_equal_pytorch(folders, scheduler, share):
+def test_base_and_refiner_equal_pytorch(folders, scheduler, share, output_type):
     """The base ends early, the refiner makes the remaining steps, without history."""
     _, _, noise = inputs_of((64, 48))
     options = dict(num_inference_steps=STEPS, guidance_scale=5.0)
@@ -237,8 +242,9 @@ def test_base_and_refiner_equal_pytorch(folders, scheduler, share):
     base = open_theirs(StableDiffusionXLPipeline, folders["xl 4"], scheduler)
     latents = call_theirs(base, noise, prompt=PROMPTS, height=64, width=48, **options, **first)
     refiner = open_theirs(StableDiffusionXLImg2ImgPipeline, folders["refiner 4"], scheduler)
-    given = dict(prompt=PROMPTS, image=torch.from_numpy(latents), denoising_start=share)
-    expected = call_theirs(refiner, noise, **given, **options)
+    second = dict(denoising_start=share, output_type=output_type)
+    image = torch.from_numpy(latents)
+    expected = call_theirs(refiner, noise, prompt=PROMPTS, image=image, **options, **second)
 
     pipeline, params = open_ours(FlaxStableDiffusionXLPipeline, folders["xl 4"], scheduler)
     inputs = pipeline.prepare_inputs(PROMPTS), params, KEY
@@ -248,7 +254,7 @@ def test_base_and_refiner_equal_pytorch(folders, scheduler, share):
         FlaxStableDiffusionXLImg2ImgPipeline, folders["refiner 4"], scheduler
     )
     inputs = *pipeline.prepare_inputs(PROMPTS, ours), params, KEY
-    images = pipeline(*inputs, denoising_start=share, **options).images
+    images = pipeline(*inputs, **options, **second).images
     assert psnr(images, expected) > 60
     assert np.std(expected) > 0.01
 
