@@ -54,6 +54,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     edit_branches,
     guidance_weights,
 )
+from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
 from training.checkpoints import find_start, run_identity
@@ -293,6 +294,11 @@ def training_config(config: Config):
         raise ValueError(
             f"--pretrained_model_name_or_path {source} is a {pipeline_type.torch_class_name}, not "
             "an InstructPix2Pix model; train one with flax_train_instruct_pix2pix.py"
+        )
+    if class_name(FlaxLCMScheduler.load_config(source, subfolder="scheduler")) in EDM_CLASSES:
+        raise ValueError(
+            f"--pretrained_model_name_or_path {source} is a CosXL model, whose noise levels are "
+            "not the timesteps that LCM distils; take an InstructPix2Pix model of SDXL"
         )
     for name in ("guidance_scale", "image_guidance_scale"):
         check_scale(name, getattr(config, name))

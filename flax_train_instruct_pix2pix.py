@@ -120,9 +120,10 @@ def diffusion_loss(
     Args:
         params: the UNet's parameters.
         unet: FlaxUNet2DConditionModel with in_channels 2C.
-        scheduler, scheduler_state: FlaxDDPMScheduler and its state.
+        scheduler, scheduler_state: FlaxDDPMScheduler and its state; for CosXL
+            FlaxEDMTrainingScheduler.
         x_0: scaled latents of the edited image, (B, C, h, w) float32.
-        condition: unscaled latents of the image to edit, (B, C, h, w).
+        condition: unscaled latents of the image to edit, (B, C, h, w); for CosXL scaled.
         text: as for conditioning_dropout.
         noise: standard normal, (B, C, h, w) float32.
         timesteps: (B,) integers in [0, num_train_timesteps).
@@ -143,7 +144,8 @@ def diffusion_loss(
     added = {}
     if "pooled" in text:  # SDXL
         added["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": text["time_ids"]}
-    prediction = unet.apply({"params": params}, x_in, timesteps, text["states"], **added).sample
+    t = scheduler.model_timesteps(scheduler_state, timesteps)
+    prediction = unet.apply({"params": params}, x_in, t, text["states"], **added).sample
     error = jnp.square(prediction.astype(jnp.float32) - target).mean(axis=(1, 2, 3))  # (B,)
     if snr_gamma is None:
         return error.mean()
@@ -207,7 +209,8 @@ def train_step(
             partial(jax.random.split, num=4), out_axes=1
         )(keys)
 
-        # The target is a scaled sample of the VAE's posterior, the condition its unscaled mode.
+        # The target is a scaled sample of the VAE's posterior, the condition its unscaled mode
+        # (scaled for CosXL).
         mean, std, mode, text = encode_batch(batch, frozen, models)
         normal = jax.vmap(lambda key: jax.random.normal(key, mean.shape[1:]))
         x_0 = (mean + std * normal(posterior_keys)) * models.vae.config.scaling_factor

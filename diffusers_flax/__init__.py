@@ -51,6 +51,7 @@ NAMES = {  # by module
     "schedulers.pndm": ("FlaxPNDMScheduler", "FlaxPNDMSchedulerOutput", "PNDMSchedulerState"),
     "schedulers.euler": (
         "EulerDiscreteSchedulerState",
+        "FlaxEDMEulerScheduler",
         "FlaxEulerAncestralDiscreteScheduler",
         "FlaxEulerDiscreteScheduler",
         "FlaxEulerDiscreteSchedulerOutput",

@@ -16,6 +16,7 @@ from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
+    EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     PNDMScheduler,
@@ -276,6 +277,25 @@ def make_tiny_xl(
         "vae": ["diffusers", "AutoencoderKL"],
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    return folder
+
+
+def make_tiny_cosxl(folder, edits=True):
+    """make_tiny_xl with CosXL's scheduler, or CosXL Edit's model_index.json."""
+    folder = make_tiny_xl(folder, edits=edits)
+    shutil.rmtree(folder / "scheduler")
+    EDMEulerScheduler(
+        sigma_min=0.002,
+        sigma_max=120.0,
+        sigma_data=1.0,
+        sigma_schedule="exponential",
+        prediction_type="v_prediction",
+    ).save_pretrained(folder / "scheduler")
+    file = folder / "model_index.json"
+    changes = {"scheduler": ["diffusers", "EDMEulerScheduler"]} | (
+        {"is_cosxl_edit": True} if edits else {}
+    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return folder
 
 

@@ -186,6 +186,7 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
     encoders = models.text_encoder
     first, *second = encoders if isinstance(encoders, tuple) else [encoders]
     modules = models._asdict() | {"text_encoder": first.module}
+    del modules["condition_scale"]  # no module; it belongs to the model, whose weights are compared
     modules |= {f"text_encoder_{i}": encoder.module for i, encoder in enumerate(second, 2)}
     configs = {name: dict(module.config) for name, module in modules.items()}
     return fixed_flags(flags, "may_change") | {

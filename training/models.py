@@ -25,7 +25,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 )
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
-    refuse_cosxl,
+    is_cosxl_edit,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import SD_SCALING_FACTOR, SDXL_SCALING_FACTOR
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
@@ -49,6 +49,7 @@ class Models(NamedTuple):
     vae: FlaxAutoencoderKL
     text_encoder: FlaxCLIPTextModel | tuple  # for SDXL a tuple of two
     scheduler: FlaxDDPMScheduler
+    condition_scale: float = 1.0  # of the latents of the image to edit
 
 
 def encode_text(text_encoder, params, input_ids, time_ids=None):
@@ -110,18 +111,23 @@ def encode_batch(batch, frozen, models):
 
     Returns:
         (mean, std, mode, text): mean and std of the edited images' posterior, mode of the original
-        images' posterior, float32 (B, h, w, C); text as from encode_text.
+        images' posterior times models.condition_scale, float32 (B, h, w, C); text as from
+        encode_text.
     """
+
+    def scaled(mode):
+        return mode if models.condition_scale == 1 else mode * models.condition_scale
+
     text = encode_text(
         models.text_encoder, frozen["text_encoder"], batch["input_ids"], batch.get("time_ids")
     )
     if "edited_latents" in batch:
         mean, std = jnp.split(batch["edited_latents"].astype(jnp.float32), 2, axis=-1)
-        return mean, std, batch["original_latents"].astype(jnp.float32), text
+        return mean, std, scaled(batch["original_latents"].astype(jnp.float32)), text
     images = jnp.concatenate((batch["edited_pixel_values"], batch["original_pixel_values"]))
     posterior = encode_images(models.vae, frozen["vae"], images)  # (2B, h, w, C)
     B = len(images) // 2
-    return posterior.mean[:B], posterior.std[:B], posterior.mode()[B:], text
+    return posterior.mean[:B], posterior.std[:B], scaled(posterior.mode()[B:]), text
 
 
 def load_models(config: Config, dtype: Any):
@@ -164,11 +170,13 @@ def load_models(config: Config, dtype: Any):
     schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
     scheduler, scheduler_state = training_scheduler(schedule, source)
     sampler = open_sampler(schedule, source)
-    models = Models(unet, vae, text_encoder, scheduler)
+    scales_condition = is_xl and is_cosxl_edit(read_index(source, revision))
+    condition_scale = vae.scaling_factor if scales_condition else 1.0
+    models = Models(unet, vae, text_encoder, scheduler, condition_scale)
 
     if is_xl:
         pipeline = FlaxStableDiffusionXLInstructPix2PixPipeline(
-            *text_encoder, vae, *tokenizers, unet, sampler
+            *text_encoder, vae, *tokenizers, unet, sampler, is_cosxl_edit=scales_condition
         )
     else:
         pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
@@ -199,8 +207,6 @@ def open_modules(config: Config, dtype):
     """
     source, of_source = config.pretrained_model_name_or_path, {"revision": config.revision}
     is_xl = is_sdxl(config)
-    if is_xl:
-        refuse_cosxl(source, read_index(source, config.revision), "train SDXL's base model")
 
     def open_module(cls, path, **place):
         content = ConfigMixin.load_config(path, **place)
@@ -398,7 +404,7 @@ def params_beside_unet(frozen):
 
 def check_models(config: Config, models: Models):
     """Raise a ValueError for models that do not fit together or do not fit the resolution."""
-    unet, vae, text_encoder, scheduler = models
+    unet, vae, text_encoder, scheduler, _ = models
     source, is_xl = config.pretrained_model_name_or_path, isinstance(models.text_encoder, tuple)
     if is_xl != (unet.addition_embed_type == "text_time"):
         families = ("SDXL", "Stable Diffusion 1 or 2")

@@ -77,7 +77,7 @@ def denoise(
     for active, kinds in group_steps(steps):
         model = ActiveUNet(unet, apply, active, inputs, combine, hooks)
         segment = make_segment(
-            acceleration.cache, model, kinds, steps, scheduler.config.prediction_type, scales
+            acceleration.cache, model, kinds, steps, scheduler.vp_prediction_type, scales
         )
         table = jnp.asarray(segment.table, jnp.int32)
 

@@ -59,3 +59,33 @@ PUBLISHED_CONFIGS = {
     "taesd": {"vae": {}},
     "taesdxl": {"vae": {}},
 }
+
+# The scheduler that PyTorch's users give CosXL and CosXL Edit, which are published as single files.
+COSXL_SCHEDULER = {
+    "_class_name": "EDMEulerScheduler",
+    "sigma_min": 0.002,
+    "sigma_max": 120.0,
+    "sigma_data": 1.0,
+    "sigma_schedule": "exponential",
+    "prediction_type": "v_prediction",
+}
+# Entries of a single file of CosXL beside its weights: option of the scheduler, name.
+COSXL_ENTRIES = {"sigma_min": "edm_vpred.sigma_min", "sigma_max": "edm_vpred.sigma_max"}
+
+
+def cosxl_scheduler(checkpoint):
+    """The content of scheduler_config.json for a single file of CosXL; None for another model.
+
+    With 8 input channels it is CosXL Edit, whose model_index.json has is_cosxl_edit: true.
+
+    Args:
+        checkpoint: {name in the file: number, an array or tensor of one element}.
+    """
+    if COSXL_ENTRIES["sigma_max"] not in checkpoint:
+        return None
+    levels = {
+        option: float(checkpoint[entry])
+        for option, entry in COSXL_ENTRIES.items()
+        if entry in checkpoint
+    }
+    return COSXL_SCHEDULER | levels

@@ -112,6 +112,11 @@ def check_shares(scheduler, denoising_start, denoising_end):
                 f"{name}={share!r} must be a number between 0 and 1, the share of the denoising "
                 "that is done there; leave it out for all of it"
             )
+        if scheduler._option("sigma_data"):
+            raise ValueError(
+                f"{name}={share} cannot be chosen for a model of EDM, whose timesteps are log(sigma) "
+                "/ 4; leave it out"
+            )
         if scheduler._option("skip_prk_steps") is False:
             raise ValueError(
                 f"{name}={share} cannot be chosen with PNDM's Runge-Kutta start; take "
@@ -289,7 +294,7 @@ def check_steps(scheduler, state, steps, accelerate, branches):
     state = timesteps_of(scheduler, state, steps)
     check_eta(scheduler, steps["eta"])
     if accelerate:
-        plan_steps(accelerate, branches, noise_scales(state))
+        plan_steps(accelerate, branches, noise_scales(scheduler, state))
 
 
 def count_steps(scheduler, steps):

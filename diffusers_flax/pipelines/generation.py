@@ -255,7 +255,7 @@ class Generation:
                 first_step = first_step_of_share(scheduler, whole_run, denoising_start)
             constants = jax.tree.map(np.asarray, plan(first_step, timesteps))
         num_steps = steps_of_share(scheduler, constants, denoising_end)
-        scales = tuple(scale[:num_steps] for scale in noise_scales(constants))
+        scales = tuple(scale[:num_steps] for scale in noise_scales(scheduler, constants))
         return jax.tree.map(jnp.asarray, constants), scales
 
     def _denoise(
@@ -277,7 +277,7 @@ class Generation:
         watch = None
         if self.preview:
             tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
-            prediction_type = self.scheduler.config.prediction_type
+            prediction_type = self.scheduler.vp_prediction_type
             watch = self.preview.watch(tiny_decode, prediction_type, scales, keys)
         if self.accelerate:
             from diffusers_flax.acceleration import caches  # not for a plain image

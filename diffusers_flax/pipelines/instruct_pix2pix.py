@@ -143,6 +143,7 @@ class InstructPix2Pix:
     """
 
     check_channels = staticmethod(check_channels)
+    is_cosxl_edit = False  # the UNet takes the latents of the image to edit scaled, as CosXL Edit
 
     @classmethod
     def check_acceleration(cls, acceleration):
@@ -211,7 +212,8 @@ class InstructPix2Pix:
                 "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
             )
 
-        # The image to edit: the posterior's mode, unscaled, as in training (section 3.2).
+        # The image to edit: the posterior's mode, unscaled but for CosXL Edit, as in training
+        # (section 3.2).
         vae = self._vae
         posterior = vae.apply(
             {"params": params["vae"]},
@@ -219,6 +221,8 @@ class InstructPix2Pix:
             method=vae.encode,
         ).latent_dist
         image_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
+        if self.is_cosxl_edit:
+            image_latents = image_latents * vae.config.scaling_factor
         image_latents_in = jnp.concatenate(
             [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
         )

@@ -5,10 +5,11 @@
     images = pipeline(prompt_ids, image, params, jax.random.key(0)).images    # (1, H, W, 3), [0, 1]
 
 Opens the models that flax_train_instruct_pix2pix.py makes from SDXL and published ones with 8
-input channels, such as diffusers/sdxl-instructpix2pix-768. As in PyTorch's pipeline, the latents of
-the image to edit are unscaled, micro-conditioning says that the image has the result's size and was
-not cropped, and without a negative prompt the null text is zeros. Unlike in PyTorch, the default
-size is the image's own, and any guidance scales >= 0 are applied.
+input channels, such as diffusers/sdxl-instructpix2pix-768 and CosXL Edit. As in PyTorch's pipeline,
+the latents of the image to edit are unscaled but for CosXL Edit, micro-conditioning says that the
+image has the result's size and was not cropped, and without a negative prompt the null text is
+zeros. Unlike in PyTorch, the default size is the image's own, and any guidance scales >= 0 are
+applied.
 
 Source: InstructPix2Pix (arXiv 2211.09800), SDXL (arXiv 2307.01952).
 """
@@ -17,29 +18,36 @@ from dataclasses import dataclass
 
 from diffusers_flax.pipelines.instruct_pix2pix import TEXT_OF_BRANCH, InstructPix2Pix
 from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
+from diffusers_flax.schedulers.factory import EDM_CLASSES
 
-COSXL_SCHEDULERS = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
+
+def is_cosxl_edit(index):
+    """Whether a model_index.json's content is of a model that edits as CosXL Edit does.
+
+    Without an entry the scheduler decides, as PyTorch's save_pretrained does not write the entry.
+    """
+    _, scheduler = index.get("scheduler") or (None, None)
+    return bool(index.get("is_cosxl_edit", scheduler in EDM_CLASSES))
 
 
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionXLInstructPix2PixPipeline(InstructPix2Pix, XLParts):
-    """Edit images with SDXL; see FlaxStableDiffusionInstructPix2PixPipeline and XLParts."""
+    """Edit images with SDXL; see FlaxStableDiffusionInstructPix2PixPipeline and XLParts.
+
+    is_cosxl_edit: the latents of the image to edit are scaled, as CosXL Edit was trained.
+    """
+
+    is_cosxl_edit: bool = False
 
     torch_class_name = "StableDiffusionXLInstructPix2PixPipeline"
 
     @classmethod
-    def parts_of(cls, path, index):
-        """See FlaxDiffusionPipeline.parts_of; refuses CosXL."""
-        refuse_cosxl(path, index, "use an InstructPix2Pix model of SDXL")
-        return super().parts_of(path, index)
+    def _settings(cls, index):
+        return super()._settings(index) | {"is_cosxl_edit": is_cosxl_edit(index)}
+
+    def _index(self):
+        return super()._index() | {"is_cosxl_edit": self.is_cosxl_edit}
 
     def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         texts = [TEXT_OF_BRANCH[branch] for branch in branches]
         return super()._encode_text(params, prompt_ids, neg_prompt_ids, texts, latent_shape)
-
-
-def refuse_cosxl(path, index, remedy):
-    """Raise a ValueError if model_index.json's content, index, is of a CosXL model."""
-    scheduler = (index.get("scheduler") or [None, None])[1]
-    if index.get("is_cosxl_edit") or scheduler in COSXL_SCHEDULERS:
-        raise ValueError(f"{path} is a CosXL model ({scheduler}), which is not supported; {remedy}")

@@ -102,11 +102,12 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     A scheduler holds options only: it equals every scheduler with the same options, hashes, and may
     be a static argument of jit. A subclass defines `defaults` (its options), `arguments` (names
-    that the constructor takes by position, after FIRST_ARGUMENTS), `choices` (supported values, the
+    that the constructor takes by position, after first_arguments), `choices` (supported values, the
     default first; also of options with a single supported value), `create_state`, `_plan`, `step`.
     """
 
     defaults = DEFAULTS
+    first_arguments = FIRST_ARGUMENTS
     arguments = ()
     choices = CHOICES
     synonyms = {}  # noqa: RUF012 - (option, another class's value): this class's
@@ -121,7 +122,7 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     def __init_subclass__(cls):
         defaults = cls.defaults | {"dtype": jnp.float32}
-        names = dict.fromkeys((*FIRST_ARGUMENTS, *cls.arguments, "dtype", *defaults))
+        names = dict.fromkeys((*cls.first_arguments, *cls.arguments, "dtype", *defaults))
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         cls.__signature__ = inspect.Signature(
             [inspect.Parameter(name, kind, default=defaults[name]) for name in names]
@@ -158,7 +159,7 @@ class FlaxSchedulerMixin(ConfigMixin):
         values = self.defaults | given
         for name in self.defaults.keys() & given.keys():
             values[name] = checked_option(name, given[name], self.defaults[name])
-        num_steps, betas = values["num_train_timesteps"], values["trained_betas"]
+        num_steps, betas = values["num_train_timesteps"], values.get("trained_betas")
         if betas is not None and len(betas) != num_steps:
             raise ValueError(
                 f"trained_betas has {len(betas)} values but num_train_timesteps={num_steps}; "
@@ -324,18 +325,22 @@ class FlaxSchedulerMixin(ConfigMixin):
         if timesteps is not None:
             timesteps = self._checked_timesteps(timesteps, num_inference_steps)
         plan = self._plan(int(num_inference_steps), first_step, timesteps)
-        first, final = plan["timesteps"].max(), plan["timesteps"].min()
+        self._check_visited(num_inference_steps, plan["timesteps"])
+        return state.replace(
+            num_inference_steps=int(num_inference_steps),
+            **jax.tree.map(to_device, plan),
+            **self._memory(tuple(shape)),
+        )
+
+    def _check_visited(self, num_inference_steps, timesteps):
+        """Raise a ValueError for timesteps of a run that training did not have."""
+        first, final = timesteps.max(), timesteps.min()
         if first >= len(self) or final < 0:
             raise ValueError(
                 f"num_inference_steps={num_inference_steps} with steps_offset="
                 f"{self.config.steps_offset} visits timesteps {final:g} to {first:g}, outside 0 to "
                 f"{len(self) - 1}; take fewer steps or steps_offset=0"
             )
-        return state.replace(
-            num_inference_steps=int(num_inference_steps),
-            **jax.tree.map(to_device, plan),
-            **self._memory(tuple(shape)),
-        )
 
     def _checked_timesteps(self, timesteps, num_inference_steps):
         """Given timesteps as an array, int (num_inference_steps,)."""
@@ -375,6 +380,20 @@ class FlaxSchedulerMixin(ConfigMixin):
         return noise_schedule(self.config, self._option("rescale_betas_zero_snr"))
 
     # ----------------------------------------------------------------- steps
+
+    @property
+    def vp_prediction_type(self):
+        """What the model's output is for model inputs alpha x_0 + sigma eps, see noise_scales."""
+        return self.config.prediction_type
+
+    def model_timesteps(self, state, timesteps):
+        """What the model takes as timesteps in training: the timesteps, whose range EDM changes.
+
+        Args:
+            state: from create_state.
+            timesteps: (B,) integers in [0, num_train_timesteps).
+        """
+        return timesteps
 
     def scale_model_input(self, state, sample, timestep=None):
         """The model's input at this timestep: the sample, which Euler and LMS scale."""

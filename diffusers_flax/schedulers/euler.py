@@ -18,6 +18,7 @@ from diffusers_flax.schedulers.base import (
 )
 from diffusers_flax.schedulers.noise_schedule import (
     CommonSchedulerState,
+    edm_levels,
     mix,
     predict_x0_and_eps,
     to_device,
@@ -111,18 +112,20 @@ class SigmaScheduler(FlaxSchedulerMixin):
         return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
 
     def _alpha_sigma(self, state, sample, timesteps):
+        sigma = self._sigma_at(state, timesteps)
+        return vp_scales(sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim)))
+
+    def _sigma_at(self, state, timesteps):
         # Interpolates between the run's noise levels, which Karras sigmas choose independently of
         # training's. Steps with the same rounded timestep differ in sigma, so the current step is
         # tested first.
         timesteps = jnp.asarray(timesteps).astype(jnp.float32)
         run_timesteps, run_sigmas = state.timesteps.astype(jnp.float32), state.sigmas[:-1]
-        sigma = jnp.where(
+        return jnp.where(
             timesteps == run_timesteps[state.step_index],
             run_sigmas[state.step_index],
             jnp.interp(timesteps, run_timesteps[::-1], run_sigmas[::-1]),
         )
-        sigma = sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim))
-        return vp_scales(sigma)
 
 
 @struct.dataclass
@@ -271,3 +274,146 @@ class FlaxEulerAncestralDiscreteScheduler(FlaxEulerDiscreteScheduler):
     def _move(self, x_0, eps, sigma, next_sigma, draw_noise):
         fresh = jnp.sqrt((sigma - next_sigma) * (sigma + next_sigma)) / sigma * next_sigma
         return x_0 + next_sigma**2 / sigma * eps + fresh * draw_noise()
+
+
+class FlaxEDMEulerScheduler(FlaxEulerDiscreteScheduler):
+    """Euler steps for models that EDM preconditions, such as CosXL.
+
+    The model takes c_in x_t and the timestep log(sigma) / 4; x_0 is c_skip x_t + c_out F, where F
+    is its output and x_t = x_0 + sigma eps. prediction_type v_prediction has the sign of c_out that
+    makes F the velocity of x_0 / sigma_data; epsilon has the paper's.
+
+    Source: Karras et al. (arXiv 2206.00364), table 1 and algorithm 1 without its second-order
+    correction. Names, defaults and the start at sqrt(sigma_max^2 + 1): PyTorch diffusers.
+    """
+
+    defaults = {  # noqa: RUF012 - see FlaxSchedulerMixin
+        "sigma_min": 0.002,
+        "sigma_max": 80.0,
+        "sigma_data": 0.5,  # standard deviation of x_0
+        "sigma_schedule": "karras",
+        "num_train_timesteps": 1000,  # noise levels in training
+        "prediction_type": "epsilon",
+        "rho": 7.0,
+        "final_sigmas_type": "zero",
+    }
+    first_arguments = ()
+    arguments = tuple(defaults)
+    choices = {  # noqa: RUF012
+        "sigma_schedule": ("karras", "exponential"),
+        "prediction_type": ("epsilon", "v_prediction"),
+        "final_sigmas_type": ("zero", "sigma_min"),
+    }
+    takes_timesteps = False
+    _compatibles = ()
+
+    @property
+    def vp_prediction_type(self):
+        """See FlaxSchedulerMixin.vp_prediction_type; a ValueError if it would be none of these."""
+        if (self.config.prediction_type, self.config.sigma_data) != ("v_prediction", 1):
+            raise ValueError(
+                "previews and acceleration need a scheduler with prediction_type='v_prediction' "
+                f"and sigma_data=1 of {type(self).__name__}; leave them out"
+            )
+        return "v_prediction"
+
+    def _training_sigmas(self):
+        return edm_levels(self.config)
+
+    def _noise_schedule(self):
+        alpha_bar = 1 / (1 + (self._training_sigmas() / self.config.sigma_data) ** 2)
+        alphas = np.append(alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1])
+        return tuple(table.astype(np.float32) for table in (alphas, 1 - alphas, alpha_bar))
+
+    def _init_noise_sigma(self, sigmas):
+        return float(np.hypot(self.config.sigma_max, 1))
+
+    def create_state(self, common=None):
+        """See FlaxEulerDiscreteScheduler.create_state; timesteps and sigmas are of the longest run.
+
+        common has the noise levels of training, see noise_schedule.edm_levels.
+        """
+        return (
+            super()
+            .create_state(common)
+            .replace(**{name: to_device(x) for name, x in self._plan(len(self), 0, None).items()})
+        )
+
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        highest, lowest = self.config.sigma_max, self.config.sigma_min
+        if self.config.sigma_schedule == "karras":
+            sigmas = karras_sigmas(highest, lowest, num_inference_steps, self.config.rho)
+        else:
+            sigmas = np.geomspace(highest, lowest, num_inference_steps)
+        final = sigmas[-1] if self.config.final_sigmas_type == "sigma_min" else 0
+        sigmas = sigmas[first_step:]
+        return {
+            "timesteps": np.log(sigmas) / 4,
+            "sigmas": np.append(sigmas, final),
+            "init_noise_sigma": self._init_noise_sigma(sigmas),
+            "step_index": 0,
+        }
+
+    def _check_visited(self, num_inference_steps, timesteps):
+        """All timesteps of a run are within the noise levels of training."""
+
+    def _checked_timesteps(self, timesteps, num_inference_steps):
+        raise ValueError(
+            f"timesteps={timesteps} cannot be chosen for a model of EDM, whose timesteps are "
+            "log(sigma) / 4; leave them out"
+        )
+
+    def _sigma_at(self, state, timesteps):
+        return jnp.exp(4 * jnp.asarray(timesteps, jnp.float32)) / self.config.sigma_data
+
+    def scale_model_input(self, state, sample, timestep=None):
+        """c_in times the sample; arguments as in FlaxEulerDiscreteScheduler.scale_model_input."""
+        i = state.step_index if timestep is None else self._position(state, timestep)
+        scale = jnp.sqrt(state.sigmas[i] ** 2 + self.config.sigma_data**2)
+        return (sample.astype(jnp.float32) / scale).astype(sample.dtype)
+
+    def add_noise(self, state, original_samples, noise, timesteps):
+        """Noise clean samples to given timesteps, x0 + sigma eps; see FlaxSchedulerMixin."""
+        scaled = original_samples.astype(jnp.float32) / self.config.sigma_data
+        noisy = super().add_noise(state, scaled, noise, timesteps) * self.config.sigma_data
+        return noisy.astype(original_samples.dtype)
+
+    def get_velocity(self, state, sample, noise, timesteps):
+        """What a v-prediction model learns, the F whose c_skip x_t + c_out F is x_0."""
+        scaled = sample.astype(jnp.float32) / self.config.sigma_data
+        return super().get_velocity(state, scaled, noise, timesteps).astype(sample.dtype)
+
+    def _predict(self, sigma, x_t, model_output):
+        sigma_data = self.config.sigma_data
+        variance = sigma**2 + sigma_data**2
+        c_skip, c_out = sigma_data**2 / variance, sigma * sigma_data / jnp.sqrt(variance)
+        sign = -1 if self.config.prediction_type == "v_prediction" else 1
+        x_0 = c_skip * x_t + sign * c_out * model_output.astype(jnp.float32)
+        return x_0, (x_t - x_0) / sigma
+
+
+class FlaxEDMTrainingScheduler(FlaxEDMEulerScheduler):
+    """The noise of training a model that EDM preconditions with v-prediction; its timesteps are the
+    indices of noise_schedule.edm_levels.
+
+    A plain mean squared error of the velocity weights x_0 by 1 / c_out^2, as the paper does.
+
+    Source: Karras et al. (arXiv 2206.00364), equation 8.
+    """
+
+    def create_state(self, common=None):
+        """The state; sigmas are the levels of all timesteps, rising."""
+        return super().create_state(common).replace(sigmas=to_device(self._training_sigmas()))
+
+    def _sigma_at(self, state, timesteps):
+        return state.sigmas[timesteps] / self.config.sigma_data
+
+    def model_timesteps(self, state, timesteps):
+        """What the model takes as timesteps: log(sigma) / 4."""
+        return jnp.log(state.sigmas[timesteps]) / 4
+
+    def add_noise(self, state, original_samples, noise, timesteps):
+        """The model's input: c_in (x0 + sigma eps); arguments as in FlaxSchedulerMixin."""
+        scaled = original_samples.astype(jnp.float32) / self.config.sigma_data
+        noisy = SigmaScheduler.add_noise(self, state, scaled, noise, timesteps)
+        return noisy.astype(original_samples.dtype)

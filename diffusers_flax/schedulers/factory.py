@@ -1,10 +1,13 @@
 """Choosing a scheduler: by name, by the config of a model, and for training."""
 
+from diffusers_flax.messages import warn_once
 from diffusers_flax.schedulers.base import CONFIG_NAME, FlaxSchedulerMixin
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
 from diffusers_flax.schedulers.euler import (
+    FlaxEDMEulerScheduler,
+    FlaxEDMTrainingScheduler,
     FlaxEulerAncestralDiscreteScheduler,
     FlaxEulerDiscreteScheduler,
 )
@@ -37,6 +40,9 @@ REPLACEABLE = (
     "KDPM2DiscreteScheduler",
     "UniPCMultistepScheduler",
 )
+
+# PyTorch's classes for models that EDM preconditions, such as CosXL: no other can take their place.
+EDM_CLASSES = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
 
 # The options that training depends on.
 TRAINING_OPTIONS = (*FIRST_ARGUMENTS, "prediction_type", "rescale_betas_zero_snr")
@@ -71,10 +77,12 @@ def scheduler_from_config(config, source, name=None, **changes):
 
     Raises:
         ValueError: the config is of a class that is not supported, unless name replaces one of
-            REPLACEABLE; or as in from_config.
+            REPLACEABLE, or name replaces one of EDM_CLASSES; or as in from_config.
     """
     by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in SCHEDULERS.values()}
     own = class_name(config)
+    if own in EDM_CLASSES:
+        return edm_scheduler(config, source, name, changes)
     if own not in by_class_name and not (name and own in REPLACEABLE):
         remedy = "; choose one with --scheduler or scheduler=" if own in REPLACEABLE else ""
         raise ValueError(
@@ -86,6 +94,23 @@ def scheduler_from_config(config, source, name=None, **changes):
     return scheduler, scheduler.create_state()
 
 
+def edm_scheduler(config, source, name, changes):
+    """scheduler_from_config of one of EDM_CLASSES."""
+    own = class_name(config)
+    if name:
+        raise ValueError(
+            f"--scheduler {name} has other noise levels than {own}, with which {source} was "
+            "trained; leave it out"
+        )
+    if own != EDM_CLASSES[0]:
+        warn_once(
+            f"{source} has a {own}, which is not supported: {EDM_CLASSES[0]} takes its place, with "
+            "the same noise levels"
+        )
+    scheduler = FlaxEDMEulerScheduler.from_file_content(config, source, **changes)
+    return scheduler, scheduler.create_state()
+
+
 def class_name(config):
     """The class of a scheduler_config.json's content, as PyTorch names it."""
     return str(config.get("_class_name")).removeprefix("Flax")
@@ -94,9 +119,22 @@ def class_name(config):
 def training_scheduler(config, source):
     """Build (FlaxDDPMScheduler, state) with the noise schedule of a config, for training.
 
+    A config of EDM makes a FlaxEDMTrainingScheduler.
+
     Args:
         config, source: as for scheduler_from_config. Options of sampling may have any value.
+
+    Raises:
+        ValueError: as for scheduler_from_config, or EDM's prediction_type is not v_prediction.
     """
+    if class_name(config) in EDM_CLASSES:
+        scheduler = FlaxEDMTrainingScheduler.from_file_content(config, source)
+        if scheduler.config.prediction_type != "v_prediction":
+            raise ValueError(
+                f"{CONFIG_NAME} of {source} has EDM's prediction_type="
+                f"{scheduler.config.prediction_type!r}, which cannot be trained; v_prediction can"
+            )
+        return scheduler, scheduler.create_state()
     noise = {name: value for name, value in config.items() if name in TRAINING_OPTIONS}
     named = {"_class_name": config.get("_class_name")}
     return scheduler_from_config(noise | named, source, "ddpm")

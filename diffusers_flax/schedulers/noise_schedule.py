@@ -163,11 +163,31 @@ def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
     return model_output, (x_t - alpha_t * model_output) / sigma_t
 
 
-def noise_scales(state):
-    """The steps' alpha and sigma in x_t = alpha x_0 + sigma eps, alpha^2 + sigma^2 = 1.
+def edm_levels(config):
+    """The noise levels that a model of EDM is trained with, rising, float64 (num_train_timesteps,).
+
+    Each stands for an equal share of the training: sigma = sigma_data tan(pi u / 2), u uniform, the
+    cosine schedule in continuous time, within sigma_min and sigma_max.
 
     Args:
-        state: of a scheduler's set_timesteps, concrete arrays.
+        config: num_train_timesteps, sigma_min, sigma_max, sigma_data.
+
+    Source: progressive distillation (arXiv 2202.00512), section 4 (alpha = cos, sigma = sin);
+    "Cosine-Continuous EDM VPred schedule" of CosXL's model card.
+    """
+    lowest, highest = np.arctan(np.array([config.sigma_min, config.sigma_max]) / config.sigma_data)
+    shares = (np.arange(config.num_train_timesteps) + 0.5) / config.num_train_timesteps
+    return config.sigma_data * np.tan(lowest + shares * (highest - lowest))
+
+
+def noise_scales(scheduler, state):
+    """The steps' alpha and sigma in model inputs alpha x_0 + sigma eps, alpha^2 + sigma^2 = 1.
+
+    For EDM x_0 is in units of sigma_data.
+
+    Args:
+        scheduler: whose state it is.
+        state: of its set_timesteps, concrete arrays.
 
     Returns:
         (alpha, sigma), NumPy float32 (steps,).
@@ -175,6 +195,7 @@ def noise_scales(state):
     timesteps = np.asarray(state.timesteps)
     if hasattr(state, "sigmas"):  # sigma / alpha
         ratio = np.asarray(state.sigmas, np.float64)[: len(timesteps)]
+        ratio /= scheduler._option("sigma_data") or 1.0
         alpha = 1 / np.sqrt(1 + ratio**2)
     else:
         alpha = np.sqrt(np.asarray(state.common.alphas_cumprod, np.float64)[timesteps])

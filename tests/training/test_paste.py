@@ -49,6 +49,9 @@ class ToyScheduler:
         angle = (timesteps / 1000 * jnp.pi / 2)[:, None, None, None]
         return jnp.cos(angle) * x_0 + jnp.sin(angle) * noise
 
+    def model_timesteps(self, state, timesteps):
+        return timesteps
+
 
 def encode_batch(batch, frozen, models):
     """Average pooling instead of a VAE, a table instead of a text encoder."""

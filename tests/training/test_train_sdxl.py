@@ -192,17 +192,9 @@ def no_second_directory(tmp_path):
     return {"pretrained_model_name_or_path": str(folder)}
 
 
-def cosxl(tmp_path):
-    """A base model whose index and scheduler are CosXL's."""
-    folder = unknown_scheduler(tmp_path, "EDMEulerScheduler")
-    file = Path(folder["pretrained_model_name_or_path"], "model_index.json")
-    edit_json(file, scheduler=["diffusers", "EDMEulerScheduler"])
-    return folder
-
-
-def unknown_scheduler(tmp_path, name="UnknownScheduler"):
+def unknown_scheduler(tmp_path):
     folder = make_tiny_xl(tmp_path / "scheduler")
-    edit_json(folder / "scheduler" / "scheduler_config.json", _class_name=name)
+    edit_json(folder / "scheduler" / "scheduler_config.json", _class_name="UnknownScheduler")
     return {"pretrained_model_name_or_path": str(folder)}
 
 
@@ -246,7 +238,6 @@ def sd_pipeline(tmp_path):
         (xl_vae, "has scaling_factor 0.13025, so it is SDXL's; Stable Diffusion needs its own"),
         (cached(sd_vae), "so it is Stable Diffusion's; SDXL needs its own"),
         (cached(unknown_scheduler), "_class_name=UnknownScheduler, which is not supported"),
-        (cached(cosxl), "is a CosXL model (EDMEulerScheduler), which is not supported; train SDXL"),
         (cached(odd_resolution), "--resolution 12 is not a multiple of 8; try 8 or 16"),
         (
             lambda path: {"resolution": 4},

@@ -1,0 +1,131 @@
+"""CosXL and CosXL Edit against PyTorch diffusers."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLInstructPix2PixPipeline, StableDiffusionXLPipeline
+from helpers import PROMPTS, edit_json, edit_with_torch_xl, psnr, random_inputs
+from PIL import Image
+from tiny_models import make_tiny_cosxl
+
+import edit_cli
+import sdxl_single
+from dataloading.images import load_image
+from diffusers_flax import (
+    FlaxDiffusionPipeline,
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+    FlaxStableDiffusionXLPipeline,
+)
+from diffusers_flax.acceleration.previews import Preview
+
+SCALES = dict(guidance_scale=3.0, image_guidance_scale=1.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_cosxl(tmp_path_factory.mktemp("cosxl") / "model")
+
+
+def edit(pipeline, params, images, latents, num_inference_steps=8):
+    inputs = pipeline.prepare_inputs(PROMPTS[: len(images)], images)
+    key = jax.random.key(0)
+    options = dict(num_inference_steps=num_inference_steps, latents=latents) | SCALES
+    return pipeline(*inputs, params, key, **options).images
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param((40, 56)), pytest.param((72, 64), marks=pytest.mark.slow)]
+)
+def test_edits_are_those_of_pytorch(folder, size):
+    images, latents = random_inputs(2, *size, 8)
+    expected = edit_with_torch_xl(folder, PROMPTS[:2], images, latents, **SCALES)
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder)
+    assert type(pipeline) is FlaxStableDiffusionXLInstructPix2PixPipeline
+    assert pipeline.is_cosxl_edit
+    assert psnr(edit(pipeline, params, images, latents), expected) > 60
+
+
+@pytest.mark.slow
+def test_the_latents_of_the_image_are_scaled(folder, tmp_path):
+    """Unless model_index.json says not; PyTorch's save_pretrained says nothing."""
+    images, latents = random_inputs(1, 32, 32, 8)
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder)
+    scaled = edit(pipeline, params, images, latents)
+    unscaled = dataclasses.replace(pipeline, is_cosxl_edit=False)
+    assert psnr(edit(unscaled, params, images, latents), scaled) < 60
+
+    pipeline.save_pretrained(tmp_path / "ours", params)
+    theirs = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(tmp_path / "ours")
+    assert theirs.is_cosxl_edit and type(theirs.scheduler).__name__ == "EDMEulerScheduler"
+    assert FlaxDiffusionPipeline.from_pretrained(tmp_path / "ours")[0].is_cosxl_edit
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert "is_cosxl_edit" not in json.loads((tmp_path / "theirs/model_index.json").read_text())
+    assert FlaxDiffusionPipeline.from_pretrained(tmp_path / "theirs")[0].is_cosxl_edit
+    edit_json(tmp_path / "theirs/model_index.json", is_cosxl_edit=False)
+    assert not FlaxDiffusionPipeline.from_pretrained(tmp_path / "theirs")[0].is_cosxl_edit
+
+
+@pytest.mark.slow
+def test_text_to_image_is_pytorchs(tmp_path):
+    folder = make_tiny_cosxl(tmp_path / "model", edits=False)
+    theirs = StableDiffusionXLPipeline.from_pretrained(folder)
+    theirs.set_progress_bar_config(disable=True)
+    _, latents = random_inputs(1, 48, 64, 8)
+    options = dict(height=48, width=64, num_inference_steps=8, guidance_scale=4.0)
+    expected = theirs(PROMPTS[0], latents=torch.tensor(latents), output_type="np", **options).images
+    pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(folder)
+    prompt_ids, key = pipeline.prepare_inputs(PROMPTS[0]), jax.random.key(0)
+    images = pipeline(prompt_ids, params, key, latents=latents, **options).images
+    assert psnr(images, expected) > 60
+
+    args = f"--pretrained_model_name_or_path {folder} --num_inference_steps 2 --num_images 1"
+    args = [*args.split(), "--compilation_cache_dir", "", "--prompt", "red"]
+    sdxl_single.main([*args, "--output", str(tmp_path / "out.png")])
+    assert load_image(tmp_path / "out.png").size == (64, 64)
+    with pytest.raises(SystemExit):
+        sdxl_single.main([*args, "--scheduler", "ddim", "--output", str(tmp_path / "no.png")])
+
+
+@pytest.mark.slow
+def test_previews_and_acceleration(folder):
+    """The last preview is nearly the image; guidance in all steps is a plain edit."""
+    images, latents = random_inputs(1, 32, 32, 8)
+    shown = []
+    preview = Preview(1, lambda step, keys, images: shown.append(images))
+    plain, params = FlaxDiffusionPipeline.from_pretrained(folder)
+    expected = edit(plain, params, images, latents)
+    watched = dataclasses.replace(
+        plain, preview=preview, tiny_vae=plain.vae, tiny_vae_source=plain.tiny_vae_name
+    )
+    found = edit(watched, params | {"tiny_vae": params["vae"]}, images, latents)
+    jax.effects_barrier()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert len(shown) == 7 and psnr(shown[-1], expected) > 20 > psnr(shown[0], expected)
+    for accelerate in ("deepcache:interval=2", "guidance:stop=0.6", "spectrum"):
+        fast = dataclasses.replace(plain, accelerate=accelerate)
+        found = edit(fast, params, images, latents, 16)
+        assert psnr(found, edit(plain, params, images, latents, 16)) > 10
+
+
+@pytest.mark.slow
+def test_edit_cli_edits(folder, tmp_path, capsys):
+    images, _ = random_inputs(1, 40, 56, 8)
+    Image.fromarray((images[0] * 255).astype(np.uint8)).save(tmp_path / "in.png")
+    args = f"--model {folder} --input {tmp_path}/in.png --output {tmp_path}/out.png"
+    args += " --resolution 56 --num_inference_steps 4"
+    args = [*args.split(), "--edit", "make it red", "--compilation_cache_dir", ""]
+    edit_cli.main(args)
+    assert load_image(tmp_path / "out.png").size == (56, 40)
+    for flags, message in (
+        ("--scheduler euler", "--scheduler euler has other noise levels than EDMEulerScheduler"),
+        ("--timesteps 999 499", "--timesteps 999 499 cannot be chosen for a model of EDM"),
+        ("--timestep_spacing trailing", "FlaxEDMEulerScheduler has no option timestep_spacing"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            edit_cli.main([*args, *flags.split()])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
