@@ -114,8 +114,8 @@ def check_shares(scheduler, denoising_start, denoising_end):
             )
         if scheduler._option("sigma_data"):
             raise ValueError(
-                f"{name}={share} cannot be chosen for a model of EDM, whose timesteps are log(sigma) "
-                "/ 4; leave it out"
+                f"{name}={share} cannot be chosen for a model of EDM, whose timesteps are "
+                "log(sigma) / 4; leave it out"
             )
         if scheduler._option("skip_prk_steps") is False:
             raise ValueError(
