@@ -227,6 +227,8 @@ class Inpainting(ImageToImage):
         noise = starting_noise(given.latents, keys, latent_shape)
         if given.denoising_start:
             x_t = image_latents
+            if sees_mask and given.latents is not None:
+                raise ValueError("latents are not used with denoising_start; leave one of them out")
         elif first_step:
             x_t = self.scheduler.add_noise(state, image_latents, noise, state.timesteps[0])
         else:

@@ -329,3 +329,7 @@ def test_inputs_that_do_not_fit(folders):
         pipeline(prompt_ids, mask, None, params, KEY, image=masked_image[..., :40])
     with pytest.raises(ValueError, match=r"image None; they need one batch and one size"):
         pipeline(prompt_ids, mask, None, params, KEY)
+    pipeline, params = FlaxStableDiffusionXLInpaintPipeline.from_pretrained(folders["xl 9"])
+    inputs = pipeline.prepare_inputs(PROMPTS, *inputs_of((64, 48))[:2])
+    with pytest.raises(ValueError, match="latents are not used with denoising_start"):
+        pipeline(*inputs, params, KEY, latents=noise, denoising_start=0.5)
