@@ -80,6 +80,8 @@ class Config:
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
+    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
+    embedding: tuple[str, ...] = ()
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
     # taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
@@ -285,7 +287,10 @@ def run(config):
         config.accelerate,
         preview,
         partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
+        config.embedding,
     )
+    instructions = [edit.instruction for edit in edits]
+    pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])
     run_edits(pipeline, params, edits, sizes, config)
     jax.effects_barrier()  # waits for the previews
     if config.grid:

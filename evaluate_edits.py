@@ -46,6 +46,7 @@ from editing.metrics import Clip
 from editing.report import grid_rows, write_report
 from editing.results import (
     RESULTS,
+    embedding_checksum,
     find_row,
     load_results,
     lora_checksum,
@@ -82,6 +83,8 @@ class Config:
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into all models: FILE or FILE:WEIGHT
+    # textual-inversion files or hub ids, whose token instructions may have: FILE or FILE:TOKEN
+    embedding: tuple[str, ...] = ()
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
     # taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
@@ -182,6 +185,8 @@ def settings_of_results(config, pairs, resolution, factor):
         "timestep_spacing": config.timestep_spacing,
         "lora": list(config.lora) or None,
         "checksum of the LoRAs": lora_checksum(config.lora),
+        "embedding": list(config.embedding) or None,
+        "checksum of the embeddings": embedding_checksum(config.embedding),
         "accelerate": str(accelerate) or None,
         "checksum of the TAESD": tiny_vae_checksum(accelerate),
         "dtype": str(choose_dtype(config.dtype)),

@@ -78,6 +78,8 @@ class Config:
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
     unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
+    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
+    embedding: tuple[str, ...] = ()
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
@@ -99,7 +101,13 @@ def open_pipeline(config, steps):
     options = config.scheduler, config.timestep_spacing, config.prediction_type
     scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
     pipeline = FlaxStableDiffusionXLPipeline.open(
-        model, revision, dtype, scheduler, given, config.accelerate
+        model,
+        revision,
+        dtype,
+        scheduler,
+        given,
+        config.accelerate,
+        embeddings=config.embedding,
     )
     branches = pipeline.guidance_branches(config.guidance_scale)
     check_steps(scheduler, state, steps, pipeline.accelerate, branches)
@@ -191,6 +199,7 @@ def run(config):
     ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
     negative = [config.negative_prompt] * len(prompts)
     neg_ids = pipeline.prepare_inputs(negative) if config.negative_prompt else None
+    pipeline.embeddings.warn_unused([*prompts, config.negative_prompt])
 
     # 4. Replicate the parameters, split the rest
     replicate_params(params, devices)

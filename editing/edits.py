@@ -139,6 +139,7 @@ def load_model(
     accelerate=(),
     preview=None,
     plan=lambda pipeline: "",
+    embedding=(),
 ):
     """Read a model.
 
@@ -150,12 +151,18 @@ def load_model(
         preview: Preview or None.
         plan: called with the pipeline before the weights are read; returns a line to print after
             that, or "".
+        embedding: files with new tokens, see loading.embeddings.Embeddings.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
     pipeline = pipeline_type.open(
-        model, dtype=dtype, scheduler=scheduler, accelerate=accelerate, preview=preview
+        model,
+        dtype=dtype,
+        scheduler=scheduler,
+        accelerate=accelerate,
+        preview=preview,
+        embeddings=embedding,
     )
     planned = plan(pipeline)
     params = pipeline.load_params(model, lora=lora)

@@ -170,6 +170,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
     peak_memory(devices, reset=True)
     bar.set_description(f"loading {model}")
     pipeline, params = load_largest(model, checked, todo, sizes, config)
+    pipeline.embeddings.warn_unused([pair.instruction for pair in pairs])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     results["models"][model] |= {
         "pipeline": checked.pipeline_type.torch_class_name,
@@ -242,6 +243,7 @@ def load_largest(model, checked, todo, sizes, config):
         config.lora,
         config.accelerate,
         plan=partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
+        embedding=config.embedding,
     )
 
 

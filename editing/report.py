@@ -19,7 +19,15 @@ LABEL_SIZE = 8  # of the font in the curve, points
 # Where a label may stand beside its point, points; a negative x: to the left of it
 LABEL_PLACES = [(x, y) for y in (4, -11, 14, -21, 24, -31) for x in (4, -4)]
 FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
-SAMPLING_FLAGS = ("scheduler", "timesteps", "eta", "timestep_spacing", "lora", "accelerate")
+SAMPLING_FLAGS = (
+    "scheduler",
+    "timesteps",
+    "eta",
+    "timestep_spacing",
+    "lora",
+    "embedding",
+    "accelerate",
+)
 HEADINGS = {
     "l1": "L1",
     "mse": "MSE",

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 from diffusers_flax.loading.directories import INDEX_NAME, PARTS
+from diffusers_flax.loading.embeddings import find_embedding, split_token
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.loading.lora import find_lora, split_weight
@@ -80,6 +81,12 @@ def model_checksum(model):
 def lora_checksum(specs):
     """What identifies the weights of LoRA files, CRC-32; None: there are none."""
     files = [find_lora(split_weight(spec)[0]) for spec in specs]
+    return files_checksum(files) if files else None
+
+
+def embedding_checksum(specs):
+    """What identifies the vectors of embeddings, CRC-32; None: there are none."""
+    files = [find_embedding(split_token(spec)[0]) for spec in specs]
     return files_checksum(files) if files else None
 
 

@@ -134,6 +134,27 @@ def test_clip_gets_images_from_0_to_1(folder, backend):
 
 
 @pytest.mark.slow
+def test_embeddings_and_backends(folder, tmp_path, monkeypatch, capsys):
+    """Embeddings are settings of the results, with their checksum; CLIP's backend is none."""
+    monkeypatch.chdir(folder)
+    file = tmp_path / "red.bin"
+    torch.save({"<red>": torch.randn(2, 24)}, file)
+    pairs = write_jsonl(tmp_path / "p.jsonl", instruction="make it <red>")
+    given = {"model": "sd", "pairs_jsonl": pairs, "output_dir": tmp_path / "out"}
+    given |= {"embedding": file, "guidance_scale": 9, "image_guidance_scale": 1}
+    results = evaluate(**given)
+    assert results["settings"]["embedding"] == [str(file)]
+    torch_given = given | {"output_dir": tmp_path / "torch"}
+    again = evaluate(**torch_given, clip_backend="torch")
+    for name in ("image_similarity", "direction_similarity", "text_similarity", "l1"):
+        assert again["rows"][0][name] == pytest.approx(results["rows"][0][name], abs=1e-4), name
+    assert evaluate(**torch_given)["rows"] == again["rows"]  # the backend may change
+    torch.save({"<red>": torch.randn(2, 24)}, file)
+    capsys.readouterr()
+    assert "checksum of the embeddings was" in refused(capsys, flags(**given))
+
+
+@pytest.mark.slow
 def test_clip_backends_agree(folder):
     """Of batches that are padded, of one image and of none."""
     ours, theirs = (Clip(str(folder / "clip"), backend) for backend in ("flax", "torch"))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import ROOT
 from PIL import Image
+from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single
@@ -413,6 +414,30 @@ def test_a_result_that_is_not_finite_suspects_the_lora_first():
         check_finite_images(images, "images from 0 on")
     with pytest.raises(ValueError, match=r"try it without --lora a b:2, then with --dtype float32"):
         check_finite_images(images, "images from 0 on", ("a", "b:2"))
+
+
+@pytest.mark.slow
+def test_embeddings(model, store, tmp_path, caplog):
+    """Both programs make the same image, which depends on the vectors; unused tokens are named."""
+    made = {}
+    for seed in (0, 1):
+        rng = np.random.default_rng(seed)
+        arrays = {"clip_l": rng.normal(size=(2, 16)), "clip_g": rng.normal(size=(2, 32))}
+        file = tmp_path / f"style-{seed}.safetensors"
+        save_file({name: x.astype(np.float32) for name, x in arrays.items()}, file)
+        for script in (sdxl_single, sdxl_single_aot):
+            folder = tmp_path / f"{seed}_{script.__name__}"
+            options = ["--embedding", f"{file}:<x>", "--prompt", "a <x>", "--num_images", "1"]
+            options += ["--num_inference_steps", "2"]
+            options += ["--executable_dir", str(store)] if script is sdxl_single_aot else []
+            script.main([*flags_of(model, folder), *options])
+            made[seed, script] = images(folder)[0]
+        np.testing.assert_array_equal(made[seed, sdxl_single], made[seed, sdxl_single_aot])
+    assert np.any(made[0, sdxl_single] != made[1, sdxl_single])
+    assert not caplog.records
+    options = ["--embedding", str(file), "--num_inference_steps", "2", "--prompt", "it"]
+    sdxl_single.main([*flags_of(model, tmp_path / "unused"), *options])
+    assert f"--embedding {file} has no effect: no prompt has its token, style-1" in caplog.text
 
 
 @pytest.mark.slow

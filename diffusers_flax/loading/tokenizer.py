@@ -50,12 +50,17 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
 
 
 def tokenize(tokenizer, prompt, length):
-    """Token ids, int32 (B, length), of a str or list of str; logs what it cuts off."""
+    """Token ids, int32 (B, length), of a str or list of str; logs what it cuts off.
+
+    A token of an embedding with several vectors, such as "<cat>", becomes "<cat> <cat>_1 ...".
+    """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one text, which may be empty")
     rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int32)
+    sequences = sequences_of_tokens(tokenizer)
     for row, ids in zip(rows, tokenizer(prompts, verbose=False).input_ids):
+        ids = [part for i in ids for part in sequences.get(i, [i])]
         if len(ids) > length:
             cut = tokenizer.decode(ids[length - 1 : -1])
             warn_once(
@@ -65,3 +70,15 @@ def tokenize(tokenizer, prompt, length):
             ids = [*ids[: length - 1], ids[-1]]  # with the end-of-text token
         row[: len(ids)] = ids
     return rows
+
+
+def sequences_of_tokens(tokenizer):
+    """{id of TOKEN: ids of TOKEN, TOKEN_1, TOKEN_2, ...} of added tokens that have these."""
+    added, sequences = tokenizer.added_tokens_encoder, {}
+    for token, i in added.items():
+        sequence = [i]
+        while (following := f"{token}_{len(sequence)}") in added:
+            sequence.append(added[following])
+        if len(sequence) > 1:
+            sequences[i] = sequence
+    return sequences

@@ -28,6 +28,7 @@ from diffusers_flax.loading.directories import (
     read_parts,
     writing_pipeline,
 )
+from diffusers_flax.loading.embeddings import Embeddings
 from diffusers_flax.loading.files import write_json
 from diffusers_flax.loading.hub import fetch_source, locate, refuse_push_to_hub, take_hub_options
 from diffusers_flax.loading.lora import Loras
@@ -85,6 +86,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
+    embeddings: Embeddings = field(default_factory=Embeddings, kw_only=True)  # of load_params
     # The programs of earlier calls, to log when a call compiles another.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
@@ -170,6 +172,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
         lora=(),
         accelerate=(),
         preview=None,
+        embeddings=(),
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -185,6 +188,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
             lora: LoRA files to fold into the weights, FILE or FILE:WEIGHT; see loading.lora.Loras.
             accelerate: NAME or NAME:PARAMETER=VALUE,... or several; see acceleration.plans.parse.
             preview: Preview, to show the images while they are made.
+            embeddings: textual-inversion files, FILE or FILE:TOKEN, whose tokens prompts may have;
+                see loading.embeddings.Embeddings.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read. safety_checker, a
@@ -213,7 +218,16 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
             )
         dtype = jnp.float32 if dtype is None else dtype
         pipeline = cls.open(
-            path, revision, dtype, scheduler, parts, accelerate, preview, index, **hub_options
+            path,
+            revision,
+            dtype,
+            scheduler,
+            parts,
+            accelerate,
+            preview,
+            index,
+            embeddings,
+            **hub_options,
         )
         given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
         params = pipeline.load_params(path, revision, variant, from_pt, given, lora, **hub_options)
@@ -231,13 +245,14 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
         accelerate=(),
         preview=None,
         index=None,
+        embeddings=(),
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
-            pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview: as for
-                from_pretrained.
+            pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview,
+                embeddings: as for from_pretrained.
             given, index: as for check.
 
         Raises:
@@ -262,9 +277,12 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
         for name in TEXT_ENCODERS.keys() & configs.keys() - parts.keys():
             text_encoder = parts[TEXT_ENCODERS[name]]
             parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
+        embeddings = Embeddings(embeddings, **hub_options)
+        embeddings.add_tokens(parts, given or {})
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
+        settings |= {"embeddings": embeddings}
         if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
             tiny_vae = open_tiny_vae(source, parts["vae"], dtype, **hub_options)
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
@@ -282,6 +300,10 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
     ):
         """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
         loras = Loras([lora] if isinstance(lora, str | Path) else lora)
+
+        def convert(part, name, x):
+            return self.embeddings.extend(part, name, loras.fold(part, name, x))
+
         params = {"scheduler": self.scheduler.create_state()}
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
@@ -290,11 +312,11 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
                 source = pretrained_model_name_or_path
                 options = {"subfolder": name, "revision": revision, "variant": variant}
                 if name in TEXT_ENCODERS.values():
-                    options["_do_init"] = False
+                    options |= {"_do_init": False, "vocab_size": module.module.vocab_size}
                 if name == "unet" and self.unet_source:
                     source = fetch_source("--unet", self.unet_source, **hub_options)
                     options = {"config": dict(module.config)}
-                options |= {"from_pt": from_pt, "convert": partial(loras.fold, name)}
+                options |= {"from_pt": from_pt, "convert": partial(convert, name)}
                 _, params[name] = type(module).from_pretrained(source, **options, **hub_options)
         loras.require_folded()
         if self.tiny_vae is not None:

@@ -1,0 +1,296 @@
+"""Textual-inversion embeddings: new tokens for prompts, with vectors from files.
+
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
+        "MODEL", embeddings=["style.pt", "cat-toy.safetensors:<cat-toy>"]
+    )
+    prompt_ids = pipeline.prepare_inputs("a <cat-toy> on a beach")
+
+Files of AUTOMATIC1111's web UI and of the original code (.pt), of diffusers (.bin, .safetensors),
+and of SDXL with vectors for both text encoders (clip_l and clip_g). A token with several vectors is
+one word in a prompt and as many tokens in the text encoder.
+
+Source: An Image is Worth One Word (arXiv 2208.01618).
+"""
+
+import pickle
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+
+from diffusers_flax.loading.hub import fetch_file, locate
+from diffusers_flax.messages import first_names, reason_of, warn_once
+
+# Names of diffusers, in a directory or on the hub.
+FILES = ("learned_embeds.safetensors", "learned_embeds.bin")
+# The text encoder by the name of its vectors: today's, and of diffusers' first SDXL training.
+ENCODERS = {
+    "clip_l": "text_encoder",
+    "text_encoders_0": "text_encoder",
+    "clip_g": "text_encoder_2",
+    "text_encoders_1": "text_encoder_2",
+}
+TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
+NO_TOKEN = ("emb_params", "*")  # names of vectors that are not the token
+FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}  # by width
+LORA = re.compile(r"lora_|[._]lora[._]|hada_w|lokr_|\.alpha$")
+MODEL = re.compile(r"\.(weight|bias)$|^state_dict$")
+TABLE = "text_model/embeddings/token_embedding/embedding"
+
+
+class Embedding(NamedTuple):
+    """A token and its vectors."""
+
+    source: str  # as it was given
+    token: str
+    # {"text_encoder", "text_encoder_2": float32 (n, D)}; {None: ...} for a model with one of them
+    vectors: dict
+
+
+class Embeddings:
+    """Embedding files, added to tokenizers and to the parameters of text encoders.
+
+    Args:
+        specs: FILE or FILE:TOKEN, each a .safetensors, .pt or .bin file, a directory with
+            learned_embeds.safetensors or .bin, or a hub id (owner/name or owner/name/FILE). Without
+            TOKEN it is the one in the file, or the name of the file.
+        hub_options: see fetch_file.
+
+    Raises:
+        ValueError: a file is missing, damaged, or no embedding.
+    """
+
+    def __init__(self, specs=(), **hub_options):
+        specs = [specs] if isinstance(specs, str | Path) else specs
+        self.embeddings = [
+            found for spec in specs for found in read_embeddings(spec, **hub_options)
+        ]
+        self.rows = {}  # {part: {id of a token: vector}}
+        self.tokenizer = None  # one of the model's, with the tokens
+
+    def add_tokens(self, parts, given):
+        """Add the tokens to a pipeline's tokenizers, and their number to its text encoders.
+
+        Args:
+            parts: {name: part} of the pipeline; the tokenizers change in place, other text encoders
+                replace the present ones.
+            given: the names of parts that are not from the model's directory.
+
+        Raises:
+            ValueError: an embedding is for other text encoders, or its token exists.
+        """
+        if not self.embeddings:
+            return
+        encoders = {name: parts[name] for name in TOKENIZERS if parts.get(name) is not None}
+        if replaced := sorted({*encoders, *map(TOKENIZERS.get, encoders)} & set(given)):
+            raise ValueError(
+                "embeddings= needs the model's own text encoders and tokenizers; leave out "
+                f"{', '.join(replaced)}="
+            )
+        modules = {name: encoder.module for name, encoder in encoders.items()}
+        for embedding in self.embeddings:
+            for part, vectors in vectors_by_part(embedding, modules).items():
+                self.tokenizer = parts[TOKENIZERS[part]]
+                token, source = embedding.token, embedding.source
+                tokens = [token, *(f"{token}_{i}" for i in range(1, len(vectors)))]
+                known = self.tokenizer.get_vocab()
+                if exists := [x for x in (*tokens, f"{token}_1") if x in known]:
+                    raise ValueError(
+                        f"--embedding {source}: the tokenizer has the token {exists[0]} already; "
+                        f"name another one, such as {source.removesuffix(f':{token}')}:<{token}>"
+                    )
+                self.tokenizer.add_tokens(tokens)
+                ids = self.tokenizer.convert_tokens_to_ids(tokens)
+                self.rows.setdefault(part, {}).update(zip(ids, vectors))
+        for part, rows in self.rows.items():
+            module = modules[part]
+            vocab_size = max(module.vocab_size, 1 + max(rows))
+            parts[part] = type(encoders[part]).from_config(
+                dict(module.config), dtype=module.dtype, vocab_size=vocab_size
+            )
+
+    def extend(self, part, name, x):
+        """A parameter with the new tokens' rows, in the dtype of x.
+
+        Args:
+            part: "unet", "text_encoder" or "text_encoder_2".
+            name: of the parameter, joined by "/".
+            x: NumPy array.
+        """
+        if name != TABLE or part not in self.rows:
+            return x
+        rows = self.rows[part]
+        table = np.zeros((max(len(x), 1 + max(rows)), x.shape[1]), x.dtype)
+        table[: len(x)] = x
+        for i, vector in rows.items():
+            table[i] = vector.astype(x.dtype)
+        return table
+
+    def warn_unused(self, prompts):
+        """Log the tokens that no prompt has; prompts: list of str, negative prompts too."""
+        if not self.embeddings:
+            return
+        used = {i for ids in self.tokenizer(list(prompts), verbose=False).input_ids for i in ids}
+        for embedding in self.embeddings:
+            if self.tokenizer.convert_tokens_to_ids(embedding.token) not in used:
+                warn_once(
+                    f"--embedding {embedding.source} has no effect: no prompt has its token, "
+                    f"{embedding.token}"
+                )
+
+
+def vectors_by_part(embedding, modules):
+    """{part: vectors (n, D)} of an embedding for a model; a ValueError if it is for another.
+
+    embedding: Embedding; modules: {"text_encoder", "text_encoder_2", as the model has: its module}.
+    """
+    vectors, given = embedding.vectors, f"--embedding {embedding.source}"
+    if None in vectors and len(modules) > 1:
+        width = vectors[None].shape[1]
+        raise ValueError(
+            f"{given} has vectors for one text encoder{family_of(width)}, and the model has two; "
+            "take an embedding for SDXL, with clip_l and clip_g"
+        )
+    if None not in vectors and (missing := sorted(modules.keys() - vectors.keys())):
+        raise ValueError(
+            f"{given} has vectors for {' and '.join(sorted(vectors))}, and none for "
+            f"{' and '.join(missing)} of the model; take an embedding of the model's family"
+        )
+    if "text_encoder_2" in vectors and "text_encoder_2" not in modules:
+        raise ValueError(
+            f"{given} is for SDXL (clip_l and clip_g), and the model has one text encoder; take an "
+            "embedding of the model's family"
+        )
+    fitting = {part: vectors.get(part, vectors.get(None)) for part in modules}
+    for part, x in fitting.items():
+        width = modules[part].hidden_size
+        if x.shape[1] != width:
+            raise ValueError(
+                f"{given} has {x.shape[1]} numbers per vector{family_of(x.shape[1])}, and the "
+                f"model's {part} takes {width}{family_of(width)}; take an embedding of the model's "
+                "family"
+            )
+    return fitting
+
+
+def family_of(width):
+    """The model family of a text encoder's width, in brackets, or ""."""
+    return f" ({FAMILIES[width]})" if width in FAMILIES else ""
+
+
+# ---------------------------------------------------------------- files
+
+
+def split_token(spec):
+    """FILE or FILE:TOKEN -> (FILE, TOKEN or None)."""
+    source, colon, token = str(spec).rpartition(":")
+    if not colon or "/" in token or "\\" in token or Path(spec).exists():
+        return str(spec), None
+    if not source or not token.strip():
+        raise ValueError(f"--embedding {spec}: write FILE or FILE:TOKEN, such as style.pt:<style>")
+    return source, token
+
+
+def find_embedding(source, **hub_options):
+    """Path of an embedding's file; source: file, directory or hub id. Downloads if necessary."""
+    repository, name = locate("--embedding", source)
+    for file_name in [name] if name else FILES:
+        if file := fetch_file(repository, file_name, None, None, **hub_options):
+            return file
+    names = name or " or ".join(FILES)
+    if Path(repository).is_dir():
+        raise ValueError(f"--embedding {source}: there is no {names} in {repository}; name a file")
+    raise ValueError(
+        f"--embedding {source} is not on this machine, and {names} of {repository} cannot be read "
+        "from the hub; check the name, or the connection"
+    )
+
+
+def read_embeddings(spec, **hub_options):
+    """The embeddings of FILE or FILE:TOKEN, a list of Embedding; a ValueError if it has none."""
+    source, token = split_token(spec)
+    file = find_embedding(source, **hub_options)
+    given = f"--embedding {source}"
+    try:
+        content = (
+            content_of_safetensors(file)
+            if file.suffix == ".safetensors"
+            else content_of_pickle(file)
+        )
+    except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
+        raise
+    except Exception as error:  # the readers raise errors of many types for damaged bytes
+        is_pickle = isinstance(error, pickle.UnpicklingError)  # PyTorch explains how to run code
+        reason = "it is damaged, or a pickle with code, which is refused"
+        raise ValueError(
+            f"{given} cannot be read: {reason if is_pickle else reason_of(error)}; download it "
+            "again, or take the embedding's .safetensors"
+        ) from error
+
+    default = file.parent.name if file.name in FILES else file.stem
+    if isinstance(content, dict) and "string_to_param" in content:  # of the web UI
+        params = dict(content["string_to_param"])
+        default = content.get("name") or default
+        content = params["*"] if "*" in params else next(iter(params.values()), None)
+    content = content if isinstance(content, dict) else {"*": content}
+    check_names(given, content)
+    vectors = {name: as_vectors(given, name, x) for name, x in content.items()}
+    if vectors.keys() <= ENCODERS.keys():
+        by_part = {ENCODERS[name]: x for name, x in vectors.items()}
+        return [Embedding(str(spec), token or default, by_part)]
+    if token and len(vectors) > 1:
+        raise ValueError(f"{given} has the tokens {first_names(sorted(vectors))}; leave out :TOKEN")
+    return [
+        Embedding(str(spec), token or (default if name in NO_TOKEN else name), {None: x})
+        for name, x in vectors.items()
+    ]
+
+
+def check_names(given, content):
+    """Raise a ValueError if a file's content is a LoRA, a model or nothing.
+
+    given: flag and file; content: {name: array}.
+    """
+    if any(LORA.search(str(name)) for name in content):
+        raise ValueError(f"{given} is a LoRA; give it as --lora")
+    if not content or any(MODEL.search(str(name)) for name in content):
+        names = first_names(sorted(map(str, content)))
+        raise ValueError(f"{given} is not an embedding; it has {names or 'nothing'}")
+
+
+def as_vectors(given, name, x):
+    """float32 (n, D) of an array or tensor (D,) or (n, D); a ValueError for anything else."""
+    if not hasattr(x, "shape") or not x.size or len(x.shape) not in (1, 2):
+        shape = getattr(x, "shape", type(x).__name__)
+        raise ValueError(f"{given} is not an embedding: its entry {name} is {shape}, not vectors")
+    return np.atleast_2d(np.asarray(x, np.float32))
+
+
+def content_of_safetensors(file):
+    """{name: array} of a safetensors file."""
+    with safe_open(file, "np") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+
+
+def content_of_pickle(file):
+    """The content of a PyTorch file: dicts of NumPy arrays, or one. Nothing in it is run."""
+    try:
+        import torch
+    except ImportError as error:
+        message = f"reading {file} needs PyTorch: pip install torch, or take .safetensors"
+        raise ImportError(message) from error
+
+    # The original code of textual inversion saves its vectors in a ParameterDict.
+    with torch.serialization.safe_globals([torch.nn.ParameterDict]):
+        content = torch.load(file, map_location="cpu", weights_only=True)
+
+    def as_arrays(value):
+        if isinstance(value, torch.Tensor):
+            return value.detach().float().numpy()
+        if isinstance(value, dict | torch.nn.ParameterDict):
+            return {name: as_arrays(x) for name, x in value.items()}
+        return value
+
+    return as_arrays(content)
