@@ -29,18 +29,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from command_line import ask_before_replacing, run_main
+from diffusers_flax.loading.hub import with_single_files
 from training.latents import write_latents
 
 
 @dataclass(frozen=True)
 class Config:
-    pretrained_model_name_or_path: str  # pipeline directory or hub id with the VAE
+    pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the VAE
     pretrained_vae_model_name_or_path: str = ""  # another VAE; "": the model's own
     train_data_dir: str = "data"  # directory of *.parquet shards
     output_dir: str = "latents"  # directory for the shards of latents
     overwrite_output_dir: bool = False  # replace latents in output_dir of other settings
     revision: str | None = None  # branch, tag or commit of a hub id
     variant: str | None = None  # variant of the VAE's files, e.g. fp16
+    config_name_or_path: str | None = None  # configs of one-file models; default: their family's
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt
@@ -55,6 +57,8 @@ class Config:
 
 def run(config):
     """Write the latents of all pairs."""
+    vae_flag = {"pretrained_vae_model_name_or_path": "vae"}
+    config = with_single_files(config, "pretrained_model_name_or_path", **vae_flag)
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, "*.parquet")
     write_latents(config, config.output_dir, config.batch_size, config.overwrite_output_dir)
     print(f"latents of {config.train_data_dir} are in {config.output_dir}")

@@ -24,8 +24,8 @@ import numpy as np
 
 from command_line import ask_before_replacing, run_main
 from diffusers_flax.loading.directories import INDEX_NAME, has
-from diffusers_flax.loading.files import naming_full_disk, read_json
-from diffusers_flax.loading.hub import fetch_file
+from diffusers_flax.loading.files import naming_full_disk
+from diffusers_flax.loading.hub import fetch_config, fetch_file, with_single_files
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 CHECK_LATENT_SIZE = 32  # 256 pixels in Stable Diffusion
@@ -34,12 +34,14 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 
 @dataclass(frozen=True)
 class Config:
-    pretrained_model_name_or_path: str  # pipeline directory or hub id with the UNet
+    pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the UNet
     output_dir: str  # directory for the widened UNet
     in_channels: int | None = None  # input channels to make; default: twice the latents' channels
     subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # variant of the UNet's files, e.g. fp16
+    config_name_or_path: str | None = None  # configs of one-file models; default: their family's
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     overwrite_output_dir: bool = False  # replace a UNet in output_dir; other files are not changed
 
 
@@ -112,8 +114,7 @@ def check_flags(config):
         config.revision,
     )
     given = f"--pretrained_model_name_or_path {path}"
-    index = fetch_file(path, INDEX_NAME, None, revision)
-    index = {} if index is None else read_json(index)
+    index = fetch_config(path, INDEX_NAME, None, revision)[0] or {}
     if has(index, "text_encoder_2") and not has(index, "text_encoder"):
         raise ValueError(
             f"{given} is SDXL's refiner, which lacks the first text encoder; give the base model"
@@ -151,6 +152,7 @@ def choose_in_channels(config, narrow):
 def create_modified_unet(config: Config):
     """Load, widen, check, save."""
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
+    config = with_single_files(config, "pretrained_model_name_or_path", "unet")
     check_flags(config)
     narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
         config.pretrained_model_name_or_path,

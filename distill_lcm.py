@@ -45,7 +45,9 @@ from command_line import check_scale, run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
 from diffusers_flax.loading.directories import LORA_FILE
+from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.loading.lora import save_lora
+from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
@@ -90,8 +92,11 @@ SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as Parque
 @dataclass(frozen=True)
 class Config:
     # model; on resume, directories may change but not the weights in them
-    pretrained_model_name_or_path: str = per_process()  # InstructPix2Pix pipeline directory
+    pretrained_model_name_or_path: str = per_process()  # InstructPix2Pix directory or file
     variant: str | None = may_change(None)  # e.g. fp16, of the model's files
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = per_process(None)
+    use_ema_weights: bool = may_change(False)  # of a one-file model: the UNet's averages
     guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # of the teacher: similarity to the input, >= 0
     # data
@@ -284,7 +289,8 @@ def training_config(config: Config):
         ValueError: a flag is invalid, or it is not a directory of an InstructPix2Pix model.
     """
     source = config.pretrained_model_name_or_path
-    if not Path(source, "unet").is_dir():
+    is_file = isinstance(source, SingleFile)
+    if not is_file and not Path(source, "unet").is_dir():
         raise ValueError(
             f"--pretrained_model_name_or_path {source} is not a pipeline directory with unet/; "
             "train a model, or get one with hf download OWNER/NAME --local-dir DIR"
@@ -304,7 +310,8 @@ def training_config(config: Config):
         check_scale(name, getattr(config, name))
     names = {f.name for f in fields(TrainingConfig)}
     flags = {name: value for name, value in asdict(config).items() if name in names}
-    shared = TrainingConfig(unet_model_name_or_path=str(Path(source, "unet")), ema="none", **flags)
+    unet = source.as_part("unet") if is_file else str(Path(source, "unet"))
+    shared = TrainingConfig(unet_model_name_or_path=unet, ema="none", **flags)
     check_flags(shared, jax.device_count())
     check_run_dir(shared)
     return shared
@@ -383,6 +390,7 @@ def introduce(config: Config, pipeline_class):
         pipeline_class: the PyTorch class of the teacher.
     """
     teacher, R = config.pretrained_model_name_or_path, config.resolution
+    opens = "from_single_file" if isinstance(teacher, SingleFile) else "from_pretrained"
     size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
     return f"""\
 Edits images in 2 to 8 steps: an LCM-LoRA of the InstructPix2Pix model `{teacher}`, distilled with
@@ -397,7 +405,7 @@ import torch
 from diffusers import LCMScheduler, {pipeline_class}
 from diffusers.utils import load_image
 
-pipeline = {pipeline_class}.from_pretrained(
+pipeline = {pipeline_class}.{opens}(
     {json.dumps(teacher)}, dtype=torch.float16
 )
 pipeline.scheduler = LCMScheduler.from_config(pipeline.scheduler.config)
@@ -422,6 +430,7 @@ python edit_cli.py --model {shlex.quote(teacher)} --lora {shlex.quote(config.out
 
 def distill(config: Config):
     """Distil a model and write the LoRA to config.output_dir."""
+    config = with_single_files(config, "pretrained_model_name_or_path")
     shared = training_config(config)
     with lock_output_dir(shared):
         run_distillation(config, shared)

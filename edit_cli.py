@@ -41,6 +41,7 @@ from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import IMAGE_FORMATS, save_image
+from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.calls import count_steps, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
@@ -61,7 +62,9 @@ from editing.edits import (
 class Config:
     """Flags of the script."""
 
-    model: str  # directory or hub id of an InstructPix2Pix pipeline, SD or SDXL
+    model: str  # directory, hub id or file of an InstructPix2Pix model, SD or SDXL
+    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     input: tuple[Path, ...] = ()  # images
     edit: tuple[str, ...] = ()  # instructions: one per image, or one for all
     # image (.png, .jpg); several edits: a directory; default: next to each input
@@ -254,6 +257,7 @@ def run(config):
         for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
     ]
 
+    config = with_single_files(config, "model")
     checked = check_model(
         config.model,
         config.resolution,

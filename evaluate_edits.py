@@ -36,6 +36,7 @@ from tqdm import tqdm
 from command_line import ask_before_replacing, check_scale, check_seed, run_main
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
@@ -60,7 +61,9 @@ from editing.results import (
 class Config:
     """Flags of the script."""
 
-    model: tuple[str, ...]  # directories or hub ids of InstructPix2Pix pipelines, SD or SDXL
+    model: tuple[str, ...]  # directories, hub ids or files of InstructPix2Pix models, SD or SDXL
+    config_name_or_path: str | None = None  # configs of one-file models; default: their family's
+    use_ema_weights: bool = False  # of one-file models: the averages of the UNet's weights
     # data: one of the two
     data_dir: str = ""  # directory of *.parquet shards of pairs that were not trained on
     pairs_jsonl: Path | None = None  # lines {"input", "instruction", "truth", ...}, see above
@@ -215,6 +218,7 @@ def run(config):
     for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
         pair.check()
     all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
+    config = with_single_files(config, "model")
     checked, resolution, factor = check_compared_models(config, all_scales)
     results = load_results(
         config.output_dir,

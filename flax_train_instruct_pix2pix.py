@@ -38,11 +38,12 @@ from jax.experimental.multihost_utils import process_allgather
 from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.shards import KNOWN_COLUMNS
+from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_flags, ema_plan
-from training.flags import Config, check_flags, check_schedules
+from training.flags import PARTS_OF_FLAGS, Config, check_flags, check_schedules
 from training.latents import check_vae, write_latents
 from training.models import (
     check_models,
@@ -306,6 +307,7 @@ def train(config: Config):
     """Train a model and write it to config.output_dir."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     check_flags(config, jax.device_count())
+    config = with_single_files(config, "pretrained_model_name_or_path", **PARTS_OF_FLAGS)
     check_run_dir(config)
     validation_images = load_validation_images(config)
     with lock_output_dir(config):

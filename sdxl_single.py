@@ -35,6 +35,7 @@ from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
+from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
 from diffusers_flax.pipelines.calls import check_steps, count_steps, timestep_options
@@ -50,10 +51,12 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 class Config:
     """Flags of the script."""
 
-    # directory or hub id of an SDXL model
+    # directory, hub id or file of an SDXL model
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
     revision: str | None = None  # branch, tag or commit on the hub
     variant: str | None = None  # variant of the weights' files, e.g. fp16
+    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
     prompts_file: Path | None = None  # one prompt per line, replaces --prompt
     negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
@@ -135,6 +138,7 @@ def check_flags(config):
 def run(config):
     """Check the flags, load the model, make the images and write them."""
     check_flags(config)
+    config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
     use_compilation_cache(config.compilation_cache_dir)
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices) * config.batch_size)

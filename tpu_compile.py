@@ -47,6 +47,7 @@ import flax_train_instruct_pix2pix as trainer
 from command_line import check_scale, check_writable, run_main
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import save_whole, write_json
+from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.attention import plain_operations
@@ -82,7 +83,7 @@ from tpu.programs import (
     verdict,
 )
 from training.ema import ema_flags, ema_plan, make_update_average
-from training.flags import check_batch, check_combinations, check_numbers
+from training.flags import PARTS_OF_FLAGS, check_batch, check_combinations, check_numbers
 from training.models import Models, check_models, encode_text, is_sdxl, lora_options
 from training.sharding import MAX_STEPS_IN_FLIGHT, cast_kernels, shard_axes, state_shapes
 
@@ -94,7 +95,7 @@ class Train(trainer.Config, Target):
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     # report; "" is tpu_compile_TPU_train.json in the current directory, unless it has other flags
     output: str = ""
-    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
+    pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
 
 
@@ -422,6 +423,8 @@ def run(config):
     devices = slice_devices(tpu)
     check_flags(config, len(devices))
     output = report_file(config)
+    parts = PARTS_OF_FLAGS if isinstance(config, Train) else {}
+    config = with_single_files(config, "pretrained_model_name_or_path", **parts)
     job = make_job(config, devices)
     place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
     print(f"compiling {program_name(config)} for {place}; at full size 5 to 75 minutes", flush=True)

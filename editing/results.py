@@ -10,6 +10,7 @@ from diffusers_flax.loading.embeddings import find_embedding, split_token
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.loading.lora import find_lora, split_weight
+from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.messages import differences, one_line
 
 RESULTS = "results.json"
@@ -70,6 +71,9 @@ def find_row(rows, **key):
 
 def model_checksum(model):
     """What identifies the weights of a model: CRC-32 of its directory, or the hub's commit."""
+    if isinstance(model, SingleFile):
+        averages = "-averages" if model.use_ema_weights else ""
+        return f"{files_checksum([Path(model)], Path(model).parent)}{averages}"
     if not Path(model).is_dir():
         return fetch_file(model, INDEX_NAME, None, None).parent.name
     files = [Path(model, INDEX_NAME)]

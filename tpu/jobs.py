@@ -78,8 +78,9 @@ class Unet(Target):
     resolution: int = 256  # side of the images, pixels
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
     output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory
-    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family
+    pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     revision: str | None = None  # branch, tag or commit of a hub id
+    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class Images(Target):
     # report; "" is tpu_compile_TPU_PROGRAM_NUM_IMAGES.json in the current directory
     output: str = ""
     revision: str | None = None  # branch, tag or commit of a hub id
+    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class Sdxl(Images):
     """SDXL images from text."""
 
     image_size: int = 1024  # side of the images, pixels
-    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is SDXL base 1.0
+    pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is SDXL base 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ class Edit(Images):
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     resolution: int = 512  # side of the images, pixels
     image_guidance_scale: float = 1.5  # similarity to the input
-    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is --family, widened
+    pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family, widened
 
 
 def read_configs(source, revision, *names):

@@ -8,6 +8,10 @@ from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from training.ema import ema_flags, ema_plan
 
 FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
+PARTS_OF_FLAGS = {  # of models that replace parts of the main one
+    "unet_model_name_or_path": "unet",
+    "pretrained_vae_model_name_or_path": "vae",
+}
 POSITIVE = (
     *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),
     *("logging_steps", "validation_steps", "checkpoints_total_limit", "ema_snapshot_steps"),
@@ -28,11 +32,14 @@ def per_process(default: Any = MISSING) -> Any:
 @dataclass(frozen=True)
 class Config:
     # model; on resume, directories may change but not the weights in them
-    pretrained_model_name_or_path: str = per_process()  # pipeline directory or hub id
+    pretrained_model_name_or_path: str = per_process()  # pipeline directory, hub id or file
     unet_model_name_or_path: str = per_process()  # output of create_modified_unet.py
     pretrained_vae_model_name_or_path: str = per_process("")  # another VAE; "": the model's own
     revision: str | None = may_change(None)  # branch, tag or commit of a hub id
     variant: str | None = may_change(None)  # variant of its files, e.g. fp16
+    # configs of one-file models: a directory or hub id; default: their family's
+    config_name_or_path: str | None = per_process(None)
+    use_ema_weights: bool = may_change(False)  # of a one-file UNet: the averages of its weights
     # data
     train_data_dir: str = per_process("data")  # directory of *.parquet shards, all or this host's
     original_image_column: str = ""  # image to edit; "": original_image or input_image

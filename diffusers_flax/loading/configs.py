@@ -3,9 +3,10 @@
 import typing
 from pathlib import Path
 
-from diffusers_flax.loading.files import json_text, read_json, write_json
+from diffusers_flax.loading.files import json_text, write_json
 from diffusers_flax.loading.hub import (
-    fetch_file,
+    fetch_config,
+    open_source,
     place_in_words,
     refuse_push_to_hub,
     take_hub_options,
@@ -63,11 +64,11 @@ class ConfigMixin:
 
     @classmethod
     def _read_config(cls, path, subfolder=None, revision=None, **hub_options):
-        file = fetch_file(path, cls.config_name, subfolder, revision, **hub_options)
+        content, file = fetch_config(path, cls.config_name, subfolder, revision, **hub_options)
         if file is None:
             where = place_in_words(path, subfolder, revision)
             raise ValueError(f"no {cls.config_name} in {where}; check the path, or copy it again")
-        return read_json(file)
+        return content
 
     @classmethod
     def check_class(cls, config, source):
@@ -127,6 +128,57 @@ class ConfigMixin:
     def to_json_file(self, json_file_path):
         """Write to_json_string() to a file."""
         Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
+
+
+class FromSingleFile:
+    """from_single_file of the pipelines and of the models that have files of their own.
+
+    A subclass has `from_pretrained` and `single_file_part`: "unet", "vae" or "controlnet", or None
+    for a pipeline.
+    """
+
+    single_file_part = None
+
+    @classmethod
+    def from_single_file(
+        cls,
+        pretrained_model_link_or_path,
+        config=None,
+        use_ema_weights=False,
+        dtype=None,
+        revision=None,
+        **kwargs,
+    ):
+        """Read a model of the original layout: one .safetensors or .ckpt. Needs PyTorch, diffusers.
+
+        Args:
+            pretrained_model_link_or_path: a file, or one of the hub: "owner/name/FILE" or
+                "https://huggingface.co/owner/name/blob/main/FILE".
+            config: directory or hub id with the configs and the tokenizer; None: of the published
+                model of the file's family, from the hub or its cache.
+            use_ema_weights: True reads the averages of the UNet's weights, if the file has them.
+            dtype: compute dtype, None: float32; the parameters have the dtype of their file.
+            revision: branch, tag or commit of the hub's file.
+            **kwargs: as for from_pretrained.
+
+        Returns:
+            As from_pretrained.
+
+        Raises:
+            ValueError: the file is missing, damaged or no such model, or there are no configs.
+        """
+        hub_options = take_hub_options(kwargs)
+        source = open_source(
+            cls.__name__,
+            pretrained_model_link_or_path,
+            cls.single_file_part,
+            config,
+            use_ema_weights,
+            revision,
+            **hub_options,
+        )
+        dtype = {} if dtype is None else {"dtype": dtype}
+        return cls.from_pretrained(source, **dtype, **kwargs, **hub_options)
 
 
 def lists_to_tuples(value):

@@ -6,11 +6,10 @@ import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diffusers_flax.loading.files import read_json
-from diffusers_flax.loading.hub import fetch_file
+from diffusers_flax.loading.hub import fetch_config
+from diffusers_flax.loading.single_file import INDEX_NAME
 from diffusers_flax.loading.weights import weights_pattern
 
-INDEX_NAME = "model_index.json"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
 CONV_IN_FILE = "conv_in.safetensors"  # of training with LoRA: the first convolution, in full
 # The file that shows that a part of a pipeline directory exists.
@@ -24,7 +23,7 @@ PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
 
 def read_index(path, revision=None, **hub_options):
     """The content of model_index.json of a directory or hub id; hub_options: see fetch_file."""
-    index = fetch_file(path, INDEX_NAME, None, revision, **hub_options)
+    index, _ = fetch_config(path, INDEX_NAME, None, revision, **hub_options)
     if index is None:
         if os.path.exists(os.path.join(path, LORA_FILE)):
             raise ValueError(
@@ -41,7 +40,7 @@ def read_index(path, revision=None, **hub_options):
             f"{path} has no model_index.json{found}; give the directory or hub id of a "
             "complete pipeline"
         )
-    return read_json(index)
+    return index
 
 
 def has(index, part):
@@ -66,16 +65,16 @@ def read_parts(path, parts, revision=None, given=None, **hub_options):
         ValueError: some of the parts are missing.
     """
     given = given or {}
-    files = {
-        part: fetch_file(path, PART_FILES[part], part, revision, **hub_options)
+    found = {
+        part: fetch_config(path, PART_FILES[part], part, revision, **hub_options)
         for part in parts
         if part not in given
     }
-    if missing := [f"{part}/{PART_FILES[part]}" for part, file in files.items() if file is None]:
+    if missing := [f"{part}/{PART_FILES[part]}" for part, (_, file) in found.items() if not file]:
         raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
-    configs = {part: read_json(file) for part, file in files.items()}
-    if "vae" in files and not isinstance(configs["vae"].get("block_out_channels"), list):
-        raise ValueError(f"{files['vae']} has no list block_out_channels; download it again")
+    configs = {part: content for part, (content, _) in found.items()}
+    if "vae" in found and not isinstance(configs["vae"].get("block_out_channels"), list):
+        raise ValueError(f"{found['vae'][1]} has no list block_out_channels; download it again")
     return configs | given
 
 

@@ -1,7 +1,9 @@
-"""Files of directories and of the Hugging Face Hub."""
+"""Files of directories, of the Hugging Face Hub, and of the configs of single files."""
 
+import dataclasses
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
@@ -9,6 +11,14 @@ import httpx2
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
+from diffusers_flax.loading.files import read_json
+from diffusers_flax.loading.single_file import (
+    INDEX_NAME,
+    SINGLE_FILE_SUFFIXES,
+    SingleFile,
+    check_content,
+    default_configs,
+)
 from diffusers_flax.messages import one_line
 
 logger = logging.getLogger(__name__)
@@ -16,7 +26,10 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_AFTER = 60  # seconds that an answer holds
 TRIES = 3  # of a hub that fails at once, a second apart
 _hub = {"asked": None, "answers": True}  # time.monotonic() of the question, and its result
-WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".msgpack")
+WEIGHTS_SUFFIXES = (*SINGLE_FILE_SUFFIXES, ".msgpack")
+HUB_URL = re.compile(
+    r"(?:https://)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/"
+)
 
 
 def take_hub_options(kwargs):
@@ -45,6 +58,8 @@ def refuse_push_to_hub(push_to_hub):
 
 def place_in_words(source, subfolder, revision):
     """Describe for an error message where files are searched."""
+    if isinstance(source, SingleFile):
+        return place_in_words(source.configs, subfolder or source.part, None)
     where = f"{source}{f'/{subfolder}' if subfolder else ''}"
     if os.path.isdir(source):
         return where
@@ -54,8 +69,14 @@ def place_in_words(source, subfolder, revision):
 def fetch_file(source, name, subfolder, revision, **hub_options):
     """Path of a file of a directory or hub repository, downloaded if necessary; None if missing.
 
-    hub_options: see take_hub_options.
+    Of a SingleFile: a file of its configs. hub_options: see take_hub_options.
     """
+    if isinstance(source, SingleFile):  # whose configs are of a pipeline, or of its part alone
+        part = subfolder or source.part
+        file = fetch_file(source.configs, name, part, None, **hub_options)
+        if file is None and part == source.part:
+            file = fetch_file(source.configs, name, None, None, **hub_options)
+        return file
     if os.path.isdir(source):
         file = Path(source, subfolder or "", name)
         return file if file.is_file() else None
@@ -77,6 +98,20 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
     except HfHubHTTPError as error:
         message = f"{source} is not a directory, and the hub refuses it: {one_line(error)}"
         raise ValueError(message) from error
+
+
+def fetch_config(source, name, subfolder=None, revision=None, **hub_options):
+    """(content, Path) of a JSON file, as from fetch_file; (None, None) if missing.
+
+    Of a SingleFile: the content fits its weights.
+    """
+    file = fetch_file(source, name, subfolder, revision, **hub_options)
+    if file is None:
+        return None, None
+    content = read_json(file)
+    if isinstance(source, SingleFile):
+        content = source.adapt(name, subfolder, content)
+    return content, file
 
 
 def fetch_directory(source, names, subfolder=None, revision=None, **hub_options):
@@ -113,10 +148,12 @@ def locate(flag, source):
 
 
 def fetch_source(flag, source, **hub_options):
-    """Path of the file that a flag names, downloaded if necessary; else the directory or hub id.
+    """Path of the file that a flag names, downloaded if necessary; else what it names.
 
     flag, source: as for locate; hub_options: see take_hub_options.
     """
+    if isinstance(source, SingleFile):
+        return source
     repository, name = locate(flag, source)
     if name is None:
         return repository
@@ -126,6 +163,109 @@ def fetch_source(flag, source, **hub_options):
             f"{flag} {source}: neither the hub nor the cache has {name} of {repository}"
         )
     return file
+
+
+def open_source(
+    flag, source, part=None, configs=None, use_ema_weights=False, revision=None, **hub_options
+):
+    """A SingleFile if a flag's value is the file of a model; else the value: a directory or hub id.
+
+    Args:
+        flag: its name, for errors.
+        source: a directory, a hub id owner/name, a file, or a file of the hub: owner/name/FILE or
+            https://huggingface.co/owner/name/blob/main/FILE.
+        part: "unet", "vae" or "controlnet", if it is used as this part; None: as a pipeline.
+        configs: directory or hub id with configs and tokenizer; None: of the family's published
+            model.
+        use_ema_weights: whether to read the file's averages of the UNet's weights.
+        revision: branch, tag or commit of the hub's file.
+        hub_options: see take_hub_options.
+
+    Raises:
+        ValueError: the file is missing, damaged, or no such model, or there are no configs.
+    """
+    url = HUB_URL.match(str(source))
+    if url:
+        repository, name, revision = url[1], str(source)[url.end() :], url[2]
+    elif isinstance(source, SingleFile) or not str(source).endswith(SINGLE_FILE_SUFFIXES):
+        return source
+    else:
+        repository, name = locate(flag, source)
+        if name is None:  # a directory or hub id that has the name of a file
+            return source
+    file = fetch_file(repository, name, None, revision, **hub_options)
+    if file is None:
+        raise ValueError(
+            f"{flag} {source}: neither the hub nor the cache has {name} of {repository}"
+        )
+    found = SingleFile(file)
+    found.part, found.use_ema_weights = part, use_ema_weights
+    check_content(flag, found)
+    found.configs = str(configs or default_configs(found))
+    check_configs(flag, found, **hub_options)
+    return found
+
+
+def check_configs(flag, source, **hub_options):
+    """Raise a ValueError if a SingleFile's configs are missing or of another family."""
+    name = "config.json" if source.part else INDEX_NAME
+    content, _ = fetch_config(source, name, **hub_options)
+    remedy = "--config_name_or_path" if flag.startswith("--") else "config="
+    if content is None:
+        found = f"{name} is neither on the hub nor in its cache: {source.configs}"
+        if os.path.isdir(source.configs):
+            found = f"{source.configs} has no {name}"
+        raise ValueError(
+            f"{flag} {source} has no configs, and {found}; give {remedy}, a directory or hub id of "
+            "the same family, or fetch configs and tokenizer with hf download "
+            f"{default_configs(source)} --include '*.json' '*.txt'"
+        )
+    if source.part is None:
+        has_second = (content.get("text_encoder_2") or [None])[0] is not None
+        if has_second != source.is_xl:
+            families = [f"{'SDXL' if x else 'Stable Diffusion 1.x or 2.x'}" for x in (0, 1)]
+            raise ValueError(
+                f"{flag} {source} is {families[source.is_xl]}, the configs of {source.configs} are "
+                f"{families[has_second]}'s; give {remedy} of the same family"
+            )
+
+
+def with_single_files(config, model, part=None, **parts):
+    """A program's config whose flags name SingleFiles where their values are files of models.
+
+    Args:
+        config: dataclass with the flags config_name_or_path and use_ema_weights.
+        model: name of the flag of the main model, or models.
+        part: of it that the program needs; None: a pipeline.
+        **parts: {name of another flag: its part}; their configs are the main model's.
+
+    Raises:
+        ValueError: see open_source; or a flag has no effect.
+    """
+    configs, revision = config.config_name_or_path, getattr(config, "revision", None)
+    use_ema_weights = getattr(config, "use_ema_weights", False)
+    given, parts = getattr(config, model), {f: p for f, p in parts.items() if getattr(config, f)}
+    names = given if isinstance(given, tuple) else (given,)
+    of_main = use_ema_weights and "unet" not in parts.values()
+    found = [open_source(f"--{model}", name, part, configs, of_main, revision) for name in names]
+    changes = {model: tuple(found) if isinstance(given, tuple) else found[0]}
+    configs = configs or getattr(found[0], "configs", found[0]) or None
+    for flag, name in parts.items():
+        options = configs, use_ema_weights and name == "unet"
+        changes[flag] = open_source(f"--{flag}", getattr(config, flag), name, *options)
+    opened = [x for x in (*found, *changes.values()) if isinstance(x, SingleFile)]
+    if config.config_name_or_path and not opened:
+        raise ValueError(
+            f"--config_name_or_path {configs} goes with a model that is one file; leave it out"
+        )
+    if use_ema_weights and not any(x.use_ema_weights for x in opened):
+        raise ValueError("--use_ema_weights goes with a UNet in one file; leave it out")
+    if getattr(config, "variant", None) and isinstance(found[0], SingleFile):
+        raise ValueError(
+            f"--variant {config.variant} goes with a directory or hub id; --{model} {found[0]} is "
+            "one file"
+        )
+    return dataclasses.replace(config, **changes)
 
 
 def hub_answers(source, name, token):

@@ -8,6 +8,7 @@ import json
 import mmap
 import re
 import zipfile
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -202,29 +203,41 @@ def weights_pattern(stem, dot_variant=""):
     return re.compile("|".join(files + indices))
 
 
-def read_weights(file):
-    """Yield (Flax path, NumPy array) of one file; arrays of .bin are in the file's memory map."""
-    read = {".msgpack": _read_msgpack, ".bin": _read_bin}.get(file.suffix, _read_safetensors)
+def read_weights(file, read=None):
+    """Yield (Flax path, NumPy array) of one file; arrays of .bin are in the file's memory map.
+
+    Args:
+        file: Path.
+        read: yields (PyTorch's name, array) of the file; None: by its suffix.
+    """
+    readers = {".msgpack": _read_msgpack, ".bin": _read_bin}
+    read = read or partial(readers.get(file.suffix, read_safetensors), file)
     try:
-        for key, array in read(file):
+        for key, array in read():
             if key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
                 continue
             if not isinstance(array, np.ndarray) or not jnp.issubdtype(array.dtype, jnp.floating):
                 kind = getattr(array, "dtype", type(array).__name__)
                 raise ValueError(f"its entry {key!r} is {kind}, no array of floats")
-            if read is not _read_msgpack:
+            if file.suffix != ".msgpack":
                 key, array = torch_to_flax(key, array)
             yield key, array
     except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
         raise
     except Exception as error:  # the readers raise errors of many types for damaged bytes
-        raise ValueError(
-            f"{file} cannot be read as weights ({reason_of(error)}); it may be an incomplete "
-            "download, a git-lfs pointer, or no weights at all: fetch it again"
-        ) from error
+        raise ValueError(damage(file, error)) from error
 
 
-def _read_safetensors(file):
+def damage(file, error):
+    """What to say about a file of weights whose bytes cannot be read because of an exception."""
+    return (
+        f"{file} cannot be read as weights ({reason_of(error)}); it may be an incomplete "
+        "download, a git-lfs pointer, or no weights at all: fetch it again"
+    )
+
+
+def read_safetensors(file):
+    """Yield (name, NumPy array) of a safetensors file."""
     # pread: the pages of a memory map would stay in memory next to the copies.
     with safe_open(file, "np", backend="pread") as tensors, open(file, "rb") as raw:
         header_size = int.from_bytes(raw.read(8), "little")
@@ -254,13 +267,18 @@ def _read_bin(file):
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"its entry {key!r} is not a tensor")
-        name = str(tensor.dtype).removeprefix("torch.")
-        if name in TORCH_BITS:
-            bits = tensor.detach().view(getattr(torch, TORCH_BITS[name]))
-            array = bits.numpy().view(getattr(ml_dtypes, name))
-        else:
-            array = tensor.detach().numpy()
-        yield key, array
+        yield key, as_array(tensor)
+
+
+def as_array(tensor):
+    """A PyTorch tensor as a NumPy array of the same memory."""
+    import torch
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in TORCH_BITS:
+        bits = tensor.detach().view(getattr(torch, TORCH_BITS[name]))
+        return bits.numpy().view(getattr(ml_dtypes, name))
+    return tensor.detach().numpy()
 
 
 def _read_msgpack(file):

@@ -24,13 +24,15 @@ from diffusers_flax.loading.configs import (
     lists_to_tuples,
     types_of,
 )
-from diffusers_flax.loading.files import read_json, write_json
+from diffusers_flax.loading.files import write_json
 from diffusers_flax.loading.hub import (
+    fetch_config,
     fetch_file,
     place_in_words,
     refuse_push_to_hub,
     take_hub_options,
 )
+from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.loading.weights import (
     WEIGHT_FILES,
     find_weights,
@@ -178,25 +180,25 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             ValueError: files are missing, damaged, outside the directory or of another class, or
                 the weights do not fit the config; the message names the file and all problems.
         """
-        fetch = functools.partial(
-            fetch_file,
-            pretrained_model_name_or_path,
-            subfolder=subfolder,
-            revision=revision,
-            **take_hub_options(config_overrides),
-        )
+        source, hub_options = pretrained_model_name_or_path, take_hub_options(config_overrides)
+        part = None
+        if isinstance(source, SingleFile):
+            part = subfolder or source.part or getattr(cls, "single_file_part", None)
+            if part not in source.prefixes:
+                source, subfolder, revision, part = source.without_part(part)
+        place = {"subfolder": subfolder, "revision": revision, **hub_options}
         if isinstance(config, str | Path):
             config = cls.load_config(config)
-        where = place_in_words(pretrained_model_name_or_path, subfolder, revision)
-        config_file = "config=" if config is not None else fetch(cls.config_name)
+        where = place_in_words(source, subfolder, revision)
+        config_file = "config="
+        if config is None:
+            config, config_file = fetch_config(source, cls.config_name, **place)
         if config_file is None:
             raise ValueError(
                 f"no config.json in {where}; give its directory or hub id, for a "
                 'pipeline with subfolder="unet" (or "vae", "text_encoder"), and if HF_HUB_OFFLINE '
                 "is set or the hub is out of reach, download it first"
             )
-        if config is None:
-            config = read_json(config_file)
         cls.check_class(config, config_file)
         try:
             module = cls.from_config(cls.own_config(config), **config_overrides, dtype=dtype)
@@ -207,21 +209,32 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 f"{cls.__name__} cannot be built from {config_file}{changes}: {reason_of(error)}"
             ) from error
 
-        files = [Path(pretrained_model_name_or_path)]
-        if not files[0].is_file():
+        files, read = [Path(source)], None
+        if part is not None:
+            read = functools.partial(source.read_part, part, module._file_content())
+        elif not files[0].is_file():
+            fetch = functools.partial(fetch_file, source, **place)
             files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
         cpu = host_device()
-        flat = {}
+        flat, unexpected = {}, []
         for file in files:
-            for key, array in read_weights(file):
+            for key, array in read_weights(file, read):
                 key = cls.path_in_tree(key, config)
+                if key is not None and part is not None and key not in expected:
+                    unexpected.append(key)  # left out, as by PyTorch's from_single_file
+                    continue
                 if key is None:
                     continue
                 array = array if convert is None else convert(key, array)
                 # A copy, so that a program may overwrite (donate) it.
                 flat[key] = jax.device_put(array, cpu, may_alias=False)
-        source = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
-        module._check_params(flat, expected, source)
+        if unexpected:
+            warn_once(
+                f"{source} has tensors that {cls.__name__} lacks, which are not read: "
+                f"{first_names(sorted(unexpected))}"
+            )
+        where = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
+        module._check_params(flat, expected, where)
         return module, unflatten_dict(flat, sep="/")
 
     def save_pretrained(

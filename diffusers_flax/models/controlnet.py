@@ -24,7 +24,7 @@ import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.configs import FrozenConfig
+from diffusers_flax.loading.configs import FromSingleFile, FrozenConfig
 from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv
@@ -86,7 +86,7 @@ class FlaxControlNetConditioningEmbedding(nn.Module):
         return self.conv_out(x)
 
 
-class FlaxControlNetModel(DownPath, FlaxModelMixin):
+class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
     """The encoder of a UNet with an image as a further input; its outputs start at zero.
 
     Its fields are the entries of a ControlNet's `config.json`, see FlaxUNet2DConditionModel.
@@ -127,6 +127,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin):
     gradient_checkpointing: bool = False
 
     weights_name = "diffusion_pytorch_model"
+    single_file_part = "controlnet"
     torch_class_name = "ControlNetModel"
     kind = "ControlNet"
     mid_block_types = "UNetMidBlock2DCrossAttn", "UNetMidBlock2D"

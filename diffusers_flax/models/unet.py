@@ -18,6 +18,7 @@ import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 
+from diffusers_flax.loading.configs import FromSingleFile
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import (
     Conv,
@@ -362,7 +363,7 @@ class DownPath(nn.Module):
         return x, skips
 
 
-class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin):
+class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
 
     `attention_head_dim` is the number of heads, despite its name, as in every released
@@ -410,6 +411,7 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin):
     gradient_checkpointing: bool = False
 
     weights_name = "diffusion_pytorch_model"
+    single_file_part = "unet"
     torch_class_name = "UNet2DConditionModel"
     # Options that are not implemented: the only value that each may have, besides null.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from diffusers_flax.loading.configs import FromSingleFile
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
@@ -235,7 +236,7 @@ class Decoder(nn.Module):
         return Conv(self.out_channels, dtype=self.dtype, name="conv_out")(x)
 
 
-class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
+class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     """The variational autoencoder; its fields are the entries of a diffusers VAE `config.json`.
 
     `dtype` is the dtype of the computation; the latent distribution is always float32.
@@ -259,6 +260,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin):
     mid_block_add_attention: bool = True
 
     weights_name = "diffusion_pytorch_model"
+    single_file_part = "vae"
     torch_class_name = "AutoencoderKL"
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
         "act_fn": "silu",

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import diffusers_flax
 from diffusers_flax.acceleration.plans import Acceleration, parse
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.loading.configs import ConfigMixin, FrozenConfig
+from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
 from diffusers_flax.loading.directories import (
     INDEX_NAME,
     PART_FILES,
@@ -74,7 +74,7 @@ PIPELINE_CLASSES = (
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
-class FlaxDiffusionPipeline(Generation, ConfigMixin):
+class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
     """A pipeline. Subclasses have its parts as fields; absent parts are None.
 
     They define `torch_class_name`, the PyTorch class that opens the same directory, `parts_of` and
@@ -269,7 +269,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin):
             parts["scheduler"] = scheduler
         index, configs = cls.check(path, revision, parts, index, **hub_options)
         if isinstance(parts.get("unet"), str | Path):
-            unet_source = str(parts.pop("unet"))
+            unet_source = parts.pop("unet")
         if scheduler is None:
             parts["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
         for name in MODULES.keys() & configs.keys() - parts.keys():

@@ -1,0 +1,358 @@
+"""Models in one file of the original layout: .safetensors, or .ckpt, .pt, .pth, .bin.
+
+    source = hub.open_source("--model", "model.safetensors")
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(source, subfolder="unet")
+
+diffusers tells the family from the tensors' names and converts the names. Needs PyTorch and
+diffusers.
+"""
+
+import copy
+import functools
+import re
+import zipfile
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from safetensors import safe_open
+
+from diffusers_flax.loading.weights import as_array, damage, read_safetensors
+from diffusers_flax.messages import first_names, reason_of, warn_once
+
+INDEX_NAME, SCHEDULER_FILE = "model_index.json", "scheduler_config.json"
+SINGLE_FILE_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+FAMILIES = {  # diffusers' names, in words
+    "v1": "Stable Diffusion 1.x",
+    "v2": "Stable Diffusion 2.x",
+    "inpainting": "Stable Diffusion 1.x for inpainting",
+    "inpainting_v2": "Stable Diffusion 2.x for inpainting",
+    "instruct-pix2pix": "InstructPix2Pix",
+    "xl_base": "SDXL",
+    "xl_refiner": "SDXL's refiner",
+    "xl_inpaint": "SDXL for inpainting",
+    "controlnet": "a ControlNet",
+    "controlnet_xl_large": "a ControlNet of SDXL",
+    "controlnet_xl_mid": "a ControlNet of SDXL",
+    "controlnet_xl_small": "a ControlNet of SDXL",
+}
+PREFIXES = {  # of a part's tensors in the file of a whole model
+    "unet": ("model.diffusion_model.",),
+    "vae": ("first_stage_model.", "vae."),
+    "text_encoder": (
+        "cond_stage_model.transformer.",
+        "cond_stage_model.model.",
+        "conditioner.embedders.0.transformer.",
+    ),
+    "text_encoder_2": ("conditioner.embedders.1.model.", "conditioner.embedders.0.model."),
+    "controlnet": ("control_model.",),
+}
+BARE_PARTS = {  # a part alone in a file, without prefixes: one of its names, original or diffusers'
+    "controlnet": ("input_hint_block.0.weight", "controlnet_cond_embedding.conv_in.weight"),
+    "unet": ("input_blocks.0.0.weight", "down_blocks.0.resnets.0.conv1.weight"),
+    "vae": ("encoder.conv_in.weight", "decoder.conv_in.weight"),
+}
+IN_WORDS = {"unet": "a UNet", "vae": "a VAE", "controlnet": "a ControlNet"}
+EMA_PREFIX = "model_ema."
+REST = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # of training: noise schedule, averages
+LORA = re.compile(r"lora_(up|down|A|B|unet|te)|[._]lora[._]|hada_w|\.processor\.")
+EMBEDDING = {"emb_params", "string_to_param", "clip_g", "clip_l"}  # textual inversion
+WHOLE = "a whole model"
+REFINER_FEATURES = 2560  # of pooled text and time ids: 1280 + 5 * 256
+COSXL_KEY = "edm_vpred.sigma_max"
+COSXL_SCHEDULE = {
+    "sigma_min": 0.002,
+    "sigma_max": 120.0,
+    "sigma_data": 1.0,
+    "prediction_type": "v_prediction",
+}
+# Objects of the training loop in files of PyTorch Lightning; they are not needed and not made.
+NOT_NEEDED = ("pytorch_lightning.", "lightning.")
+
+
+class SingleFile(str):
+    """The path of a model in one file, accepted where a directory or hub id of a model is.
+
+    It is a str, so that flags, messages and records have the path. Configs, tokenizers, and parts
+    that the file lacks are read from `configs`. hub.open_source makes it.
+
+    Attributes:
+        configs: directory or hub id of a pipeline, or of the part.
+        part: "unet", "vae" or "controlnet" if it is used as this part; None: as a pipeline.
+        use_ema_weights: whether the UNet's weights are the file's averages.
+    """
+
+    part = configs = None
+    use_ema_weights = False
+
+    @functools.cached_property
+    def shapes(self):
+        """{name: object with a shape} of all tensors."""
+        return read_shapes(self)
+
+    @functools.cached_property
+    def prefixes(self):
+        """{part: prefix of its tensors} of the parts in the file; "" if it has one part alone."""
+        found = {
+            part: prefix
+            for part, prefixes in PREFIXES.items()
+            for prefix in reversed(prefixes)
+            if any(name.startswith(prefix) for name in self.shapes)
+        }
+        bare = next((p for p, names in BARE_PARTS.items() if {*names} & self.shapes.keys()), None)
+        return found or ({bare: ""} if bare else {})
+
+    @property
+    def is_converted(self):
+        """Whether it is one part with diffusers' names."""
+        names = (name.startswith(("down_blocks.", "encoder.down_blocks.")) for name in self.shapes)
+        return "" in self.prefixes.values() and any(names)
+
+    def unet_shape(self, *names):
+        """The shape of the first of some tensors of the UNet, or None."""
+        names = [f"{self.prefixes['unet']}{n}" for n in names] if "unet" in self.prefixes else []
+        return next((tuple(self.shapes[n].shape) for n in names if n in self.shapes), None)
+
+    @property
+    def in_channels(self):
+        """Input channels of the UNet; None if the file has no UNet."""
+        shape = self.unet_shape("input_blocks.0.0.weight", "conv_in.weight")
+        return shape[1] if shape else None
+
+    @functools.cached_property
+    def family(self):
+        """A key of FAMILIES, or diffusers' name of another family."""
+        from diffusers.loaders.single_file_utils import infer_diffusers_model_type
+
+        names = self.shapes
+        if self.prefixes.get("unet") == "":  # the names that diffusers knows have the prefix
+            names = {f"{PREFIXES['unet'][0]}{name}": shape for name, shape in names.items()}
+        try:
+            family = infer_diffusers_model_type(names)
+        except Exception as error:  # of a shape that a branch does not expect
+            return f"not known ({reason_of(error)})"
+        if family not in FAMILIES:
+            return family
+        if "controlnet" in self.prefixes:
+            return family if family.startswith("controlnet") else "controlnet"
+        if pooled := self.unet_shape("label_emb.0.0.weight", "add_embedding.linear_1.weight"):
+            encoder = self.prefixes.get("text_encoder_2", "")
+            if pooled[1] == REFINER_FEATURES or encoder.startswith("conditioner.embedders.0."):
+                return "xl_refiner"
+            return "xl_inpaint" if self.in_channels == 9 else "xl_base"
+        text = self.unet_shape("down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight")
+        is_v2 = (
+            self.prefixes.get("text_encoder", "").endswith("model.") or (text or (0, 0))[1] == 1024
+        )
+        return {"v1": "v2", "inpainting": "inpainting_v2"}.get(family, family) if is_v2 else family
+
+    @property
+    def is_xl(self):
+        """Whether it is SDXL or its refiner."""
+        return self.family.startswith("xl_")
+
+    def adapt(self, name, subfolder, content):
+        """The content of a config file, changed to what the weights are.
+
+        Args:
+            name: of the file.
+            subfolder: of the file, or None.
+            content: dict, of `configs`.
+        """
+        if name == INDEX_NAME:
+            kind = {8: "InstructPix2Pix", 9: "Inpaint"}.get(self.in_channels, "")
+            kind = "Img2Img" if self.family == "xl_refiner" else kind
+            content = content | {
+                "_class_name": f"StableDiffusion{'XL' * self.is_xl}{kind}Pipeline",
+                "requires_safety_checker": False,
+                "safety_checker": [None, None],
+                "feature_extractor": [None, None],
+            }
+            if COSXL_KEY in self.shapes:
+                content["scheduler"] = ["diffusers", "EDMEulerScheduler"]
+                content["is_cosxl_edit"] = self.in_channels == 8
+        elif name == SCHEDULER_FILE and COSXL_KEY in self.shapes:
+            tensors = read_tensors(self, [COSXL_KEY, "edm_vpred.sigma_min"])
+            limits = {name.partition(".")[2]: float(x) for name, x in tensors.items()}
+            content = {"_class_name": "EDMEulerScheduler", **COSXL_SCHEDULE, **limits}
+        elif (subfolder or self.part) == "unet" and self.in_channels:
+            content = content | {"in_channels": self.in_channels}
+        return content
+
+    def as_part(self, part):
+        """The same file, used as one of its parts."""
+        found = copy.copy(self)
+        found.part = part
+        return found
+
+    def without_part(self, part):
+        """(source, subfolder, revision, None) of a part that the file lacks; says so."""
+        warn_once(f"{self} has no {part}: it is read from {self.configs}")
+        return self.configs, part, None, None
+
+    def read_part(self, part, config):
+        """Yield (diffusers' or transformers' name, NumPy array) of one part.
+
+        Args:
+            part: of self.prefixes.
+            config: the part's, a dict.
+        """
+        if self.is_converted and self.endswith(".safetensors"):  # needs no PyTorch
+            yield from read_safetensors(self)
+            return
+        prefix = self.prefixes[part]
+        names = {name: name for name in self.shapes if name.startswith(prefix)}
+        if part == "unet" and self.use_ema_weights:
+            names = {name: ema_name(name) for name in names}
+        found = read_tensors(self, names.values())
+        if lost := sorted(names.values() - found.keys()):
+            raise ValueError(f"it lacks {first_names(lost)}")
+        # Views of the file's memory map, which is in memory as long as the part is read.
+        tensors = {name: found[source] for name, source in names.items()}
+        converted = {**tensors} if self.is_converted else convert(part, prefix, tensors, config)
+        if part in ("unet", "controlnet"):  # whose conversion renames and does nothing else
+            used = {id(tensor) for tensor in converted.values()}
+            converted |= {name: x for name, x in tensors.items() if id(x) not in used}
+        del found, tensors
+        while converted:
+            name, tensor = converted.popitem()
+            if tensor is not None:  # diffusers' name of a tensor that the file lacks
+                yield name, as_array(tensor)
+
+
+def ema_name(name):
+    """The name of the average of a tensor "model.diffusion_model.NAME"."""
+    return EMA_PREFIX + "".join(name.split(".")[1:])
+
+
+def check_content(flag, source):
+    """Raise a ValueError for a SingleFile that is not what its flag needs.
+
+    flag: its name, for errors; source: SingleFile with `part`.
+    """
+    given, names = f"{flag} {source}", source.shapes
+    if any(LORA.search(name) for name in names):
+        raise ValueError(f"{given} is a LoRA; give it as lora= or --lora, with a whole model")
+    if names.keys() & EMBEDDING:
+        raise ValueError(f"{given} is a textual-inversion embedding, not a model")
+    wanted, found = source.part or "unet", source.prefixes
+    if source.is_converted and wanted in found:
+        if source.part:
+            return
+        raise ValueError(f"{given} is {IN_WORDS[wanted]} alone; give a file of a whole model")
+    if source.family not in FAMILIES:
+        raise ValueError(
+            f"{given} is of the family {source.family}, which is not supported; supported are "
+            f"{', '.join(FAMILIES.values())}"
+        )
+    if wanted not in found or (source.part is None and "" in found.values()):
+        alone = " and ".join(IN_WORDS.get(part, part) for part in found)
+        what = f"has {alone} alone" if found else f"has no model, but {first_names(list(names))}"
+        raise ValueError(f"{given} {what}; give a file with {IN_WORDS.get(source.part, WHOLE)}")
+    if source.use_ema_weights and not any(name.startswith(EMA_PREFIX) for name in names):
+        raise ValueError(f"{given} has no averages of the weights; leave out use_ema_weights")
+    known = (*found.values(), EMA_PREFIX)
+    rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
+    if rest and source.part is None:
+        warn_once(f"{source} has tensors of no part, which are not read: {first_names(rest)}")
+
+
+def default_configs(source):
+    """The hub id of the published model whose configs a SingleFile has."""
+    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
+
+    return DIFFUSERS_DEFAULT_PIPELINE_PATHS[source.family]["pretrained_model_name_or_path"]
+
+
+def convert(part, prefix, tensors, config):
+    """Rename the tensors of a part to diffusers' and transformers' names, by diffusers' functions.
+
+    Args:
+        part, config: as for SingleFile.read_part.
+        prefix: of the names.
+        tensors: {name: torch tensor}.
+
+    Returns:
+        {name: torch tensor}.
+    """
+    from diffusers.loaders import single_file_utils as original
+
+    if part == "unet":
+        long_prefix = original.LDM_UNET_KEY
+        tensors = {f"{long_prefix}{n.removeprefix(prefix)}": x for n, x in tensors.items()}
+        return original.convert_ldm_unet_checkpoint(tensors, config)
+    if part == "vae":
+        return original.convert_ldm_vae_checkpoint(tensors, config)
+    if part == "controlnet":
+        return original.convert_controlnet_checkpoint(tensors, config)
+    if prefix.endswith("transformer."):
+        return original.convert_ldm_clip_checkpoint(tensors)
+    encoder = SimpleNamespace(config=SimpleNamespace(hidden_size=config["hidden_size"]))
+    return original.convert_open_clip_checkpoint(encoder, tensors, prefix=prefix)
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_shapes(file):
+    """{name: object with a shape} of a file's tensors; names of other objects have shape ().
+
+    Raises:
+        ValueError: the file is damaged, or a pickle with code.
+    """
+    if file.endswith(".safetensors"):
+        with _naming_damage(file), safe_open(file, "np") as tensors:
+            names = tensors.keys()
+            return {
+                n: SimpleNamespace(shape=tuple(tensors.get_slice(n).get_shape())) for n in names
+            }
+    content = _read_pickle(file)
+    return {n: SimpleNamespace(shape=tuple(getattr(x, "shape", ()))) for n, x in content.items()}
+
+
+def read_tensors(file, names):
+    """{name: torch tensor} of the names that a file has, in its memory map where possible."""
+    if not file.endswith(".safetensors"):
+        content = _read_pickle(file)
+        return {name: content[name] for name in names if name in content}
+    with safe_open(file, "pt") as tensors:
+        known = set(tensors.keys())
+        return {name: tensors.get_tensor(name) for name in names if name in known}
+
+
+@contextmanager
+def _naming_damage(file):
+    try:
+        yield
+    except (MemoryError, PermissionError):  # not caused by the file's content
+        raise
+    except Exception as error:  # the readers raise errors of many types for damaged bytes
+        raise ValueError(damage(file, error)) from error
+
+
+def _read_pickle(file):
+    """The state dict of a .ckpt: tensors in the file's memory map; nothing in it is run."""
+    import torch
+
+    is_zip = zipfile.is_zipfile(file)  # PyTorch before 1.6 wrote no zip archives, not to be mapped
+    with _naming_damage(file):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if is_zip else []
+    if code := [name for name in names if not name.startswith(NOT_NEEDED)]:
+        raise ValueError(
+            f"{file} is a pickle that runs code when it is opened ({first_names(code)}) and is "
+            "refused; take the model's .safetensors"
+        )
+    not_needed = [(_NotNeeded, name) for name in names]
+    with _naming_damage(file), torch.serialization.safe_globals(not_needed):
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+        while isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+            content = content["state_dict"]
+        if not isinstance(content, dict):
+            raise ValueError("it holds no state dict")
+    return content
+
+
+class _NotNeeded:
+    """Stands for an object of the training loop in a .ckpt."""
+
+    def __init__(self, *args, **kwargs):
+        """Take what the pickle gives."""

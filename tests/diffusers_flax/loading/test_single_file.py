@@ -1,0 +1,365 @@
+"""Models in one file of the original layout: read as PyTorch's from_single_file reads them."""
+
+import json
+import os
+import shutil
+import sys
+import types
+from dataclasses import replace
+from functools import partial
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import PROMPTS, config_of, photo, psnr, random_inputs, read_metrics, slow, write_shard
+from original_layout import add_averages, original_layout, vae_layout, write_single_file
+from original_layout import read_part as read_directory
+from safetensors.torch import save_file
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import create_modified_unet
+import diffusers_flax
+import edit_cli
+import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.loading.hub import open_source
+from diffusers_flax.loading.single_file import SingleFile
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from editing.results import model_checksum
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+LEVELS = (16, 24)
+FAMILIES = {  # name: (make the directory, PyTorch's class, layout of the text encoder)
+    "sd1": (partial(make_tiny_pipeline, in_channels=4, unet_channels=LEVELS), "", "clip"),
+    "sd2_v": (
+        partial(make_tiny_pipeline, in_channels=4, prediction_type="v_prediction"),
+        "",
+        "open_clip",
+    ),
+    "edit": (make_tiny_pipeline, "InstructPix2Pix", "clip"),
+    "inpainting": (partial(make_tiny_pipeline, in_channels=9), "Inpaint", "clip"),
+    "xl": (make_tiny_xl, "XL", "clip"),
+    "xl_edit": (partial(make_tiny_xl, edits=True), "XLInstructPix2Pix", "clip"),
+    "refiner": (partial(make_tiny_xl, refiner=True), "XLImg2Img", "clip"),
+}
+
+
+def equal_trees(a, b):
+    """Whether two trees of parameters have the same structure, dtypes and numbers."""
+    same = jax.tree.map(lambda x, y: x.dtype == y.dtype and bool((x == y).all()), a, b)
+    return jax.tree.all(same)
+
+
+def make_file(tmp_path, family, name="model.safetensors", half=False):
+    """(PyTorch's class name, directory of the model, its single file)."""
+    make, kind, clip = FAMILIES[family]
+    folder = make(tmp_path / "configs")
+    tensors = original_layout(folder, clip=clip)
+    if half:
+        tensors = {key: x.half() for key, x in tensors.items()}
+    return f"StableDiffusion{kind}Pipeline", folder, write_single_file(tmp_path / name, tensors)
+
+
+def torch_parts(pipeline):
+    """{part: its state dict} of a PyTorch pipeline."""
+    modules = {name: x for name, x in pipeline.components.items() if isinstance(x, torch.nn.Module)}
+    return {name: module.state_dict() for name, module in modules.items()}
+
+
+@pytest.mark.parametrize("family", ["sd1", *slow(*(f for f in FAMILIES if f != "sd1"))])
+def test_weights_of_every_family(tmp_path, family):
+    """The same as the directory's, which PyTorch's from_single_file reads from the file, too."""
+    kind, folder, file = make_file(tmp_path, family)
+    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
+    assert type(pipeline).__name__ == f"Flax{kind}"
+    ours = getattr(diffusers_flax, f"Flax{kind}")
+    expected_pipeline, expected = ours.from_pretrained(folder)
+    assert equal_trees(params, expected)
+    assert pipeline.unet == expected_pipeline.unet
+    assert pipeline.scheduler.config == expected_pipeline.scheduler.config
+    theirs = torch_parts(getattr(diffusers, kind).from_single_file(str(file), config=str(folder)))
+    directory = torch_parts(getattr(diffusers, kind).from_pretrained(folder))
+    assert theirs.keys() == directory.keys() == params.keys() - {"scheduler"}
+    for part, state in directory.items():
+        assert all((theirs[part][name] == x).all() for name, x in state.items())
+
+
+def open_theirs(kind, file, folder):
+    """PyTorch's pipeline of a single file."""
+    theirs = getattr(diffusers, kind).from_single_file(str(file), config=str(folder))
+    theirs.set_progress_bar_config(disable=True)
+    return theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd1", "sd2_v", "xl"])
+def test_images_from_text(tmp_path, family):
+    kind, folder, file = make_file(tmp_path, family)
+    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
+    size = 64
+    latents = random_inputs(1, size, size, 4 if family != "xl" else 8)[1]
+    options = dict(num_inference_steps=8, height=size, width=size, guidance_scale=5.0)
+    images = pipeline(
+        pipeline.prepare_inputs("make it red"),
+        params,
+        jax.random.key(0),
+        latents=latents,
+        **options,
+    ).images
+    theirs = open_theirs(kind, file, folder)
+    expected = theirs(
+        "make it red", latents=torch.tensor(latents), output_type="np", **options
+    ).images
+    assert psnr(images, expected) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["edit", "xl_edit"])
+def test_images_of_edits(tmp_path, family):
+    kind, folder, file = make_file(tmp_path, family)
+    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
+    images, latents = random_inputs(1, 64, 64, 4 if family == "edit" else 8)
+    options = dict(num_inference_steps=8, guidance_scale=3.0, image_guidance_scale=1.5)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], images)
+    found = pipeline(*inputs, params, jax.random.key(0), latents=latents, **options).images
+    image, size = torch.tensor(images).permute(0, 3, 1, 2), {}
+    if family == "xl_edit":
+        size = dict(height=64, width=64)
+    expected = open_theirs(kind, file, folder)(
+        PROMPTS[:1], image=image, latents=torch.tensor(latents), output_type="np", **options, **size
+    ).images
+    assert psnr(found, expected) > 60
+
+
+@pytest.mark.parametrize("name", slow("model.safetensors", "model.ckpt"))
+def test_averages_and_half_precision(tmp_path, name):
+    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
+    tensors = {key: x.half() for key, x in original_layout(folder).items()}
+    file = write_single_file(tmp_path / name, add_averages(tensors, 0.25))
+    with_averages, without = (
+        FlaxUNet2DConditionModel.from_single_file(file, folder, use_ema_weights=x)[1]
+        for x in (True, False)
+    )
+    _, expected = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")
+    expected = jax.tree.map(lambda x: x.astype(jnp.float16), expected)
+    assert equal_trees(without, expected)
+    assert equal_trees(with_averages, jax.tree.map(lambda x: x + jnp.float16(0.25), expected))
+    names = ("tensors", "averages")
+    sources = [SingleFile(file) for _ in names]
+    sources[1].use_ema_weights = True
+    assert model_checksum(sources[0]) != model_checksum(sources[1])
+
+
+@pytest.mark.slow
+def test_parts_alone(tmp_path, caplog):
+    """A UNet without prefix, with diffusers' names, and a VAE with and without records around."""
+    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4, unet_channels=LEVELS)
+    expected = {
+        "unet": FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")[1],
+        "vae": FlaxAutoencoderKL.from_pretrained(folder, subfolder="vae")[1],
+    }
+    prefix = "model.diffusion_model."
+    unet = {n.removeprefix(prefix): x for n, x in original_layout(folder, ["unet"]).items()}
+    state, config = read_directory(folder, "vae")
+    vae = vae_layout(state, len(config["block_out_channels"]))
+    of_part = {"unet": FlaxUNet2DConditionModel, "vae": FlaxAutoencoderKL}
+    for part, name, tensors in (
+        ("unet", "unet.safetensors", unet),
+        ("unet", "prefixed.ckpt", original_layout(folder, ["unet"])),
+        ("unet", "diffusers.safetensors", read_directory(folder, "unet")[0]),
+        ("vae", "vae.safetensors", vae),
+        ("vae", "vae.ckpt", vae | {"loss.logvar": torch.zeros(())}),
+        ("vae", "vae.pt", original_layout(folder, ["vae"])),
+        ("vae", "diffusers.ckpt", state),
+    ):
+        file = write_single_file(tmp_path / name, {k: x.contiguous() for k, x in tensors.items()})
+        for configs in (folder, folder / part):
+            assert equal_trees(of_part[part].from_single_file(file, configs)[1], expected[part])
+    assert not caplog.messages
+
+
+@pytest.mark.slow
+def test_a_missing_part_is_the_configs(tmp_path, caplog):
+    """PyTorch takes a text encoder so, and asks for the VAE."""
+    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
+    tensors = original_layout(folder, ["unet", "text_encoder"])
+    tensors |= {"model.diffusion_model.more.weight": torch.ones(2), "other.part": torch.ones(2)}
+    file = write_single_file(tmp_path / "model.safetensors", tensors)
+    _, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
+    assert equal_trees(params["vae"], FlaxAutoencoderKL.from_pretrained(folder / "vae")[1])
+    assert caplog.messages == [
+        f"{file} has tensors of no part, which are not read: other.part",
+        f"{file} has no vae: it is read from {folder}",
+        f"{file} has tensors that FlaxUNet2DConditionModel lacks, which are not read: "
+        "model/diffusion_model/more/scale",
+    ]
+
+
+@pytest.mark.slow
+def test_family_and_configs_by_default(tmp_path, monkeypatch):
+    """The published model of the family; the class is told by the UNet's input channels."""
+    for family, default in {
+        "sd1": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        "sd2_v": "stabilityai/stable-diffusion-2-1",
+        "edit": "timbrooks/instruct-pix2pix",
+        "inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+        "xl": "stabilityai/stable-diffusion-xl-base-1.0",
+        "xl_edit": "stabilityai/stable-diffusion-xl-base-1.0",
+        "refiner": "stabilityai/stable-diffusion-xl-refiner-1.0",
+    }.items():
+        _, folder, file = make_file(tmp_path / family, family)
+        place = tmp_path / family / default
+        shutil.copytree(folder, place)
+        monkeypatch.chdir(tmp_path / family)  # a directory with the name of the hub id
+        source = open_source("--model", file)
+        assert source.configs == default and source == str(file)
+        shutil.rmtree(place)
+        with pytest.raises(ValueError, match=r"has no configs, and model_index\.json is neither"):
+            open_source("--model", file)
+
+
+ERRORS = {
+    "lora": (
+        {"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)},
+        "is a LoRA; give it as lora= or --lora",
+    ),
+    "embedding": ({"emb_params": torch.ones(2, 8)}, "is a textual-inversion embedding"),
+    "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has a VAE alone; give a file with a whole"),
+    "sd3": (
+        {
+            "model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bias": (
+                torch.ones(9216)
+            ),
+            "model.diffusion_model.pos_embed": torch.ones(1, 36864),
+        },
+        "is of the family sd3, which is not supported; supported are Stable Diffusion 1.x",
+    ),
+    "flux": (
+        {"double_blocks.0.img_attn.norm.key_norm.scale": torch.ones(2)},
+        "is of the family flux-schnell",
+    ),
+    "other": ({"a.b": torch.ones(2)}, "has no model, but a.b; give a file with a whole model"),
+}
+
+
+def test_bad_files(tmp_path):
+    folder = tmp_path / "no_configs"
+    folder.mkdir()
+
+    def refused(file, match, **options):
+        with pytest.raises(ValueError, match=match) as error:
+            FlaxDiffusionPipeline.from_single_file(file, config=folder, **options)
+        assert "\n" not in str(error.value)
+
+    for name, (tensors, message) in ERRORS.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+        refused(tmp_path / f"{name}.safetensors", message)
+    unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
+    save_file(unet, tmp_path / "unet.safetensors")
+    refused(tmp_path / "unet.safetensors", f"has no configs, and {folder} has no model_index.json")
+    refused(tmp_path / "unet.safetensors", "has no averages of the weights", use_ema_weights=True)
+    data = (tmp_path / "unet.safetensors").read_bytes()
+    (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
+    refused(tmp_path / "half.safetensors", "may be an incomplete download")
+    torch.save({"state_dict": unet}, tmp_path / "half.ckpt")
+    data = (tmp_path / "half.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(data[: len(data) // 2])
+    refused(tmp_path / "half.ckpt", "may be an incomplete download")
+    torch.save({"state_dict": unet, "hook": os.system}, tmp_path / "code.ckpt")
+    refused(tmp_path / "code.ckpt", r"is a pickle that runs code when it is opened \(posix.system")
+    refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
+
+
+@pytest.mark.slow
+def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
+    """The published .ckpt files have them; they are not imported, even if they could be."""
+    module = types.ModuleType("pytorch_lightning.callbacks")
+    made = []
+
+    class ModelCheckpoint:
+        def __init__(self):
+            made.append(self)
+            self.best = 1
+
+        def __reduce__(self):
+            return ModelCheckpoint, ()
+
+    ModelCheckpoint.__module__, ModelCheckpoint.__qualname__ = module.__name__, "ModelCheckpoint"
+    module.ModelCheckpoint = ModelCheckpoint
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", types.ModuleType("pytorch_lightning"))
+    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
+    content = {
+        "state_dict": original_layout(folder),
+        "callbacks": {ModelCheckpoint: ModelCheckpoint()},
+    }
+    torch.save(content, tmp_path / "model.ckpt")
+    made.clear()
+    _, params = FlaxDiffusionPipeline.from_single_file(tmp_path / "model.ckpt", config=folder)
+    assert not made
+    assert equal_trees(params, FlaxDiffusionPipeline.from_pretrained(folder)[1])
+
+
+@pytest.mark.slow
+def test_configs_of_another_family(tmp_path):
+    _, _, file = make_file(tmp_path, "xl")
+    other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
+    match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; give"
+    with pytest.raises(ValueError, match=match):
+        FlaxDiffusionPipeline.from_single_file(file, config=other)
+
+
+@pytest.mark.slow
+def test_programs(tmp_path, capsys):
+    """A text-to-image file is widened, trained from, and the result edits, as does a file of it."""
+    folder = make_tiny_pipeline(
+        tmp_path / "configs", in_channels=4, vae_channels=(16, 32), unet_channels=(16,)
+    )
+    file = write_single_file(tmp_path / "model.ckpt", add_averages(original_layout(folder), 0.01))
+    flags = ["--pretrained_model_name_or_path", str(file), "--config_name_or_path", str(folder)]
+    create_modified_unet.main([*flags, "--output_dir", str(tmp_path / "wide"), "--use_ema_weights"])
+    wide = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "wide")[1]
+    narrow = FlaxUNet2DConditionModel.from_single_file(file, folder, use_ema_weights=True)[1]
+    kernel = np.asarray(wide["conv_in"]["kernel"])
+    assert (kernel[:, :, :4] == narrow["conv_in"]["kernel"]).all()
+
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "0.parquet", 16)
+    outputs = []
+    for name, source in (("from_file", str(file)), ("from_directory", str(folder))):
+        config = config_of(
+            source,
+            tmp_path / "data",
+            tmp_path / name,
+            max_train_steps=2,
+            lr_warmup_steps=0,
+            config_name_or_path=str(folder) if source == str(file) else None,
+        )
+        trainer.train(replace(config, unet_model_name_or_path=str(tmp_path / "wide")))
+        outputs.append(FlaxDiffusionPipeline.from_pretrained(tmp_path / name)[1])
+        assert read_metrics(tmp_path / name)
+        saved = json.loads((tmp_path / name / "config.json").read_text())
+        assert saved["pretrained_model_name_or_path"] == source
+    assert equal_trees(*outputs)
+
+    trained = write_single_file(
+        tmp_path / "edit.safetensors", original_layout(tmp_path / "from_file")
+    )
+    photo(32, 32).save(tmp_path / "in.png")
+    results = []
+    for model in (["from_file"], [str(trained), "--config_name_or_path", str(folder)]):
+        model[0] = str(tmp_path / model[0])
+        flags = ["--input", str(tmp_path / "in.png"), "--edit", "make it red", "--resolution", "32"]
+        flags += ["--num_inference_steps", "2", "--output", str(tmp_path / "out.png")]
+        edit_cli.main(["--model", *model, *flags, "--compilation_cache_dir", ""])
+        results.append((tmp_path / "out.png").read_bytes())
+    assert results[0] == results[1]
+    with pytest.raises(SystemExit):
+        edit_cli.main(["--model", str(file), *flags, "--config_name_or_path", str(folder)])
+    assert "is a StableDiffusionPipeline, not an InstructPix2Pix model" in capsys.readouterr().err
