@@ -1,29 +1,23 @@
 """Models in one file of the original layout: read as PyTorch's from_single_file reads them."""
 
-import json
 import os
 import shutil
 import sys
 import types
-from dataclasses import replace
 from functools import partial
 
 import diffusers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, config_of, photo, psnr, random_inputs, read_metrics, slow, write_shard
+from helpers import PROMPTS, psnr, random_inputs, slow
 from original_layout import add_averages, original_layout, vae_layout, write_single_file
 from original_layout import read_part as read_directory
 from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-import create_modified_unet
 import diffusers_flax
-import edit_cli
-import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -313,53 +307,3 @@ def test_configs_of_another_family(tmp_path):
     match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; give"
     with pytest.raises(ValueError, match=match):
         FlaxDiffusionPipeline.from_single_file(file, config=other)
-
-
-@pytest.mark.slow
-def test_programs(tmp_path, capsys):
-    """A text-to-image file is widened, trained from, and the result edits, as does a file of it."""
-    folder = make_tiny_pipeline(
-        tmp_path / "configs", in_channels=4, vae_channels=(16, 32), unet_channels=(16,)
-    )
-    file = write_single_file(tmp_path / "model.ckpt", add_averages(original_layout(folder), 0.01))
-    flags = ["--pretrained_model_name_or_path", str(file), "--config_name_or_path", str(folder)]
-    create_modified_unet.main([*flags, "--output_dir", str(tmp_path / "wide"), "--use_ema_weights"])
-    wide = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "wide")[1]
-    narrow = FlaxUNet2DConditionModel.from_single_file(file, folder, use_ema_weights=True)[1]
-    kernel = np.asarray(wide["conv_in"]["kernel"])
-    assert (kernel[:, :, :4] == narrow["conv_in"]["kernel"]).all()
-
-    (tmp_path / "data").mkdir()
-    write_shard(tmp_path / "data" / "0.parquet", 16)
-    outputs = []
-    for name, source in (("from_file", str(file)), ("from_directory", str(folder))):
-        config = config_of(
-            source,
-            tmp_path / "data",
-            tmp_path / name,
-            max_train_steps=2,
-            lr_warmup_steps=0,
-            config_name_or_path=str(folder) if source == str(file) else None,
-        )
-        trainer.train(replace(config, unet_model_name_or_path=str(tmp_path / "wide")))
-        outputs.append(FlaxDiffusionPipeline.from_pretrained(tmp_path / name)[1])
-        assert read_metrics(tmp_path / name)
-        saved = json.loads((tmp_path / name / "config.json").read_text())
-        assert saved["pretrained_model_name_or_path"] == source
-    assert equal_trees(*outputs)
-
-    trained = write_single_file(
-        tmp_path / "edit.safetensors", original_layout(tmp_path / "from_file")
-    )
-    photo(32, 32).save(tmp_path / "in.png")
-    results = []
-    for model in (["from_file"], [str(trained), "--config_name_or_path", str(folder)]):
-        model[0] = str(tmp_path / model[0])
-        flags = ["--input", str(tmp_path / "in.png"), "--edit", "make it red", "--resolution", "32"]
-        flags += ["--num_inference_steps", "2", "--output", str(tmp_path / "out.png")]
-        edit_cli.main(["--model", *model, *flags, "--compilation_cache_dir", ""])
-        results.append((tmp_path / "out.png").read_bytes())
-    assert results[0] == results[1]
-    with pytest.raises(SystemExit):
-        edit_cli.main(["--model", str(file), *flags, "--config_name_or_path", str(folder)])
-    assert "is a StableDiffusionPipeline, not an InstructPix2Pix model" in capsys.readouterr().err
