@@ -16,6 +16,11 @@ from types import SimpleNamespace
 
 from safetensors import safe_open
 
+from diffusers_flax.loading.published_configs import (
+    COSXL_ENTRIES,
+    COSXL_SCHEDULER,
+    cosxl_scheduler,
+)
 from diffusers_flax.loading.weights import as_array, damage, read_safetensors
 from diffusers_flax.messages import first_names, reason_of, warn_once
 
@@ -58,13 +63,6 @@ LORA = re.compile(r"lora_(up|down|A|B|unet|te)|[._]lora[._]|hada_w|\.processor\.
 EMBEDDING = {"emb_params", "string_to_param", "clip_g", "clip_l"}  # textual inversion
 WHOLE = "a whole model"
 REFINER_FEATURES = 2560  # of pooled text and time ids: 1280 + 5 * 256
-COSXL_KEY = "edm_vpred.sigma_max"
-COSXL_SCHEDULE = {
-    "sigma_min": 0.002,
-    "sigma_max": 120.0,
-    "sigma_data": 1.0,
-    "prediction_type": "v_prediction",
-}
 # Objects of the training loop in files of PyTorch Lightning; they are not needed and not made.
 NOT_NEEDED = ("pytorch_lightning.", "lightning.")
 
@@ -150,6 +148,11 @@ class SingleFile(str):
         """Whether it is SDXL or its refiner."""
         return self.family.startswith("xl_")
 
+    @property
+    def is_cosxl(self):
+        """Whether it is CosXL or CosXL Edit, which has entries of its noise levels."""
+        return COSXL_ENTRIES["sigma_max"] in self.shapes
+
     def adapt(self, name, subfolder, content):
         """The content of a config file, changed to what the weights are.
 
@@ -167,13 +170,11 @@ class SingleFile(str):
                 "safety_checker": [None, None],
                 "feature_extractor": [None, None],
             }
-            if COSXL_KEY in self.shapes:
-                content["scheduler"] = ["diffusers", "EDMEulerScheduler"]
+            if self.is_cosxl:
+                content["scheduler"] = ["diffusers", COSXL_SCHEDULER["_class_name"]]
                 content["is_cosxl_edit"] = self.in_channels == 8
-        elif name == SCHEDULER_FILE and COSXL_KEY in self.shapes:
-            tensors = read_tensors(self, [COSXL_KEY, "edm_vpred.sigma_min"])
-            limits = {name.partition(".")[2]: float(x) for name, x in tensors.items()}
-            content = {"_class_name": "EDMEulerScheduler", **COSXL_SCHEDULE, **limits}
+        elif name == SCHEDULER_FILE and self.is_cosxl:
+            content = cosxl_scheduler(read_tensors(self, COSXL_ENTRIES.values()))
         elif (subfolder or self.part) == "unet" and self.in_channels:
             content = content | {"in_channels": self.in_channels}
         return content

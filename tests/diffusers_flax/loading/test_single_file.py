@@ -307,3 +307,35 @@ def test_configs_of_another_family(tmp_path):
     match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; give"
     with pytest.raises(ValueError, match=match):
         FlaxDiffusionPipeline.from_single_file(file, config=other)
+
+
+@pytest.mark.slow
+def test_cosxl_edit(tmp_path):
+    """Its entries of the noise levels choose the scheduler; PyTorch's users give it by hand."""
+    kind, folder, file = make_file(tmp_path, "xl_edit")
+    tensors = original_layout(folder)
+    entries = {
+        "edm_vpred.sigma_min": torch.tensor(0.002),
+        "edm_vpred.sigma_max": torch.tensor(80.0),
+    }
+    file = write_single_file(tmp_path / "cosxl_edit.safetensors", tensors | entries)
+    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
+    assert type(pipeline).__name__ == f"Flax{kind}" and pipeline.is_cosxl_edit
+    images, latents = random_inputs(1, 64, 64, 8)
+    options = dict(num_inference_steps=8, guidance_scale=3.0, image_guidance_scale=1.5)
+    inputs = pipeline.prepare_inputs(PROMPTS[:1], images)
+    found = pipeline(*inputs, params, jax.random.key(0), latents=latents, **options).images
+    theirs = getattr(diffusers, kind).from_single_file(
+        str(file), config=str(folder), is_cosxl_edit=True
+    )
+    theirs.set_progress_bar_config(disable=True)
+    theirs.scheduler = diffusers.EDMEulerScheduler(
+        sigma_min=0.002,
+        sigma_max=80.0,
+        sigma_data=1.0,
+        sigma_schedule="exponential",
+        prediction_type="v_prediction",
+    )
+    image = torch.tensor(images).permute(0, 3, 1, 2)
+    options |= dict(height=64, width=64, latents=torch.tensor(latents), output_type="np")
+    assert psnr(found, theirs(PROMPTS[:1], image=image, **options).images) > 60
