@@ -84,6 +84,10 @@ NAMES = {  # by module
         "FlaxStableDiffusionXLInpaintPipeline",
         "FlaxStableDiffusionXLPipeline",
     ),
+    "pipelines.controlnet": (
+        "FlaxStableDiffusionControlNetPipeline",
+        "FlaxStableDiffusionXLControlNetPipeline",
+    ),
     "pipelines.instruct_pix2pix_xl": ("FlaxStableDiffusionXLInstructPix2PixPipeline",),
     "pipelines.outputs": (
         "FlaxImagePipelineOutput",

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKL,
+    ControlNetModel,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     EDMEulerScheduler,
@@ -96,6 +97,7 @@ def make_tiny_pipeline(
     prediction_type="epsilon",
     vae_channels=(16, 16, 32),
     unet_channels=(16,),
+    norm_num_groups=8,
 ):
     """Write a random pipeline of about 0.3M parameters, in about a second.
 
@@ -107,7 +109,8 @@ def make_tiny_pipeline(
         prediction_type: "epsilon" or "v_prediction".
         vae_channels: multiples of 8, one per level; n levels reduce images by 2^(n - 1), so three
             give latents of a quarter of the width, and four an eighth, as in the real model.
-        unet_channels: multiples of 8, one per level.
+        unet_channels: multiples of norm_num_groups, one per level.
+        norm_num_groups: of the UNet.
 
     Returns:
         folder, a Path.
@@ -147,7 +150,7 @@ def make_tiny_pipeline(
         layers_per_block=1,
         attention_head_dim=2,
         cross_attention_dim=24,
-        norm_num_groups=8,
+        norm_num_groups=norm_num_groups,
     )
     text_encoder.save_pretrained(folder / "text_encoder")
     vae.save_pretrained(folder / "vae")
@@ -324,4 +327,29 @@ def make_tiny_safety_checker(folder, seed=0):
     for name in ("concept_embeds", "special_care_embeds"):  # initialised to ones
         torch.nn.init.normal_(getattr(checker, name))
     checker.save_pretrained(folder)
+    return Path(folder)
+
+
+def make_tiny_controlnet(folder, model, halvings=2, seed=0, **options):
+    """Write a random ControlNet for a pipeline's UNet.
+
+    Args:
+        folder: directory to write to.
+        model: folder of the pipeline.
+        halvings: of the image, as many as the pipeline's VAE makes.
+        seed: seed of the weights.
+        options: config entries.
+
+    Returns:
+        folder, a Path.
+    """
+    unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet")
+    torch.manual_seed(seed)
+    channels = (8,) * halvings + (16,)
+    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=channels)
+    net.register_to_config(**options)
+    for layer in (net.controlnet_cond_embedding.conv_out, *net.controlnet_down_blocks):
+        torch.nn.init.normal_(layer.weight, std=0.1)
+    torch.nn.init.normal_(net.controlnet_mid_block.weight, std=0.1)
+    net.save_pretrained(folder)
     return Path(folder)

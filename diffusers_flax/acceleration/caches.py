@@ -62,8 +62,7 @@ def denoise(
         schedule: the scheduler, its state and the noise_scales of the steps to make.
         x_t, keys, eta, watch, after_step: as for sampling.denoise.
         branches: of guidance in a plain run.
-        inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; arrays hold all rows of
-            one branch, then all rows of the next.
+        inputs: as for Generation._denoise.
         combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided (B, C, h, w).
     """
     scheduler, state, scales = schedule
@@ -117,8 +116,13 @@ class ActiveUNet:
         self.inputs, self.combine, self.hooks = inputs, combine, hooks
 
     def embed(self, x, t):
-        """(features after conv_in, time embedding, text states) of all branches."""
-        return self.apply(*self.inputs(self.branches, x, t), method="embed")
+        """(features after conv_in, time embedding, text states) of all branches.
+
+        A ControlNet's residuals follow, if there is one: the arguments of unet.blocks.
+        """
+        *arguments, timestep_cond = self.inputs(self.branches, x, t)
+        embedded = self.apply(*arguments[:4], timestep_cond, method="embed")
+        return *embedded, *arguments[4:]
 
     def run(self, method, *args, hook=None):
         """A method of the UNet, or a function of the UNet, with the hooks and one more."""

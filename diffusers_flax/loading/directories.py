@@ -14,7 +14,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
 CONV_IN_FILE = "conv_in.safetensors"  # of training with LoRA: the first convolution, in full
 # The file that shows that a part of a pipeline directory exists.
 PART_FILES = {
-    **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2"), "config.json"),
+    **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2", "controlnet"), "config.json"),
     **dict.fromkeys(("tokenizer", "tokenizer_2"), "tokenizer_config.json"),
     "scheduler": "scheduler_config.json",
 }

@@ -35,6 +35,7 @@ from diffusers_flax.loading.lora import Loras
 from diffusers_flax.loading.tokenizer import load_tokenizer, tokenize
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.controlnet import FlaxControlNetModel
 from diffusers_flax.models.quantization import mode_of, quantize
 from diffusers_flax.models.tiny_vae import (
     TINY_VAES,
@@ -56,6 +57,7 @@ MODULES = {
     "vae": FlaxAutoencoderKL,
     "text_encoder": FlaxCLIPTextModel,
     "text_encoder_2": FlaxCLIPTextModelWithProjection,
+    "controlnet": FlaxControlNetModel,
 }
 DIFFUSERS_VERSION = "0.39.0"  # written to model_index.json: the last with the Flax classes
 TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
@@ -66,10 +68,12 @@ PIPELINE_CLASSES = (
     "StableDiffusionImg2ImgPipeline",
     "StableDiffusionInpaintPipeline",
     "StableDiffusionInstructPix2PixPipeline",
+    "StableDiffusionControlNetPipeline",
     "StableDiffusionXLPipeline",
     "StableDiffusionXLImg2ImgPipeline",
     "StableDiffusionXLInpaintPipeline",
     "StableDiffusionXLInstructPix2PixPipeline",
+    "StableDiffusionXLControlNetPipeline",
 )
 
 
@@ -505,23 +509,8 @@ def class_of(index, path):
     return getattr(diffusers_flax, f"Flax{name}")
 
 
-@dataclass(frozen=True, eq=False)
-class StableDiffusionParts(FlaxDiffusionPipeline):
-    """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
-
-    Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
-    transformers CLIPTokenizer; scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and
-    feature_extractor, its CLIPImageProcessor, or None; dtype.
-    """
-
-    vae: FlaxAutoencoderKL
-    text_encoder: FlaxCLIPTextModel
-    tokenizer: Any
-    unet: FlaxUNet2DConditionModel
-    scheduler: FlaxSchedulerMixin
-    safety_checker: Any = None
-    feature_extractor: Any = None
-    dtype: DTypeLike = jnp.float32
+class StableDiffusionFamily:
+    """What the pipelines of Stable Diffusion 1.x and 2.x have in common."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -538,3 +527,22 @@ class StableDiffusionParts(FlaxDiffusionPipeline):
         if "XL" in class_name:
             raise ValueError(f"{path} is a {class_name}; {cls.remedy_for_xl}")
         return ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+
+
+@dataclass(frozen=True, eq=False)
+class StableDiffusionParts(StableDiffusionFamily, FlaxDiffusionPipeline):
+    """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
+
+    Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
+    transformers CLIPTokenizer; scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and
+    feature_extractor, its CLIPImageProcessor, or None; dtype.
+    """
+
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel
+    tokenizer: Any
+    unet: FlaxUNet2DConditionModel
+    scheduler: FlaxSchedulerMixin
+    safety_checker: Any = None
+    feature_extractor: Any = None
+    dtype: DTypeLike = jnp.float32

@@ -79,7 +79,8 @@ class Generation:
                 are (devices, B, ...).
             image: to begin with or to edit, float32 (B, 3, H, W) in [-1, 1], as from
                 prepare_inputs; image to image also takes scaled latents (B, 4, h, w), as from
-                output_type="latent".
+                output_type="latent". For ControlNets the condition, in [0, 1], as from
+                prepare_image_inputs: (B, 3, H, W), for several (B, ControlNets, 3, H, W).
             mask: for inpainting, float32 (B, 1, H, W), 1 where the image is repainted.
             masked_image: for inpainting, float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted,
                 or scaled latents; read by a UNet of 9 channels.
@@ -115,6 +116,12 @@ class Generation:
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249).
             eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            controlnet_conditioning_scale: factor of a ControlNet's residuals, a number, or an array
+                of one per image; for several ControlNets a number or a list of one for each.
+            control_guidance_start, control_guidance_end: the part of the steps with the
+                ControlNet, shares from 0 to 1; for several also a list of one for each.
+            guess_mode: True: the ControlNet acts on the branch of the prompt alone, and its first
+                residuals less, for images without a prompt.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -141,6 +148,8 @@ class Generation:
         options |= {"branches": self.guidance_branches(**scales)}
         arrays |= {name: scale for name, scale in scales.items() if np.ndim(scale)}
         shared = {name: np.float32(scale) for name, scale in scales.items() if not np.ndim(scale)}
+        more_options, more_arrays, more_shared = self._further_arguments(given)
+        options, arrays, shared = options | more_options, arrays | more_arrays, shared | more_shared
         # The safety checker is not part of the program.
         params = {name: x for name, x in given["params"].items() if name != "safety_checker"}
         arrays |= {"params": params, "prng_seed": keys_of_call(jit, arrays)}
@@ -160,6 +169,14 @@ class Generation:
         """The options of _generate that choose a part of the steps; given: {name: value}."""
         names = ("strength", "denoising_start", "denoising_end")
         return {name: given[name] for name in names if name in given}
+
+    def _further_arguments(self, given):
+        """A class's own arguments of a call, three dicts.
+
+        They are options, which are compiled in; arrays with one entry for each image; and arrays
+        that all images share. given: {name: value}.
+        """
+        return {}, {}, {}
 
     @property
     def vae_scale_factor(self):
@@ -268,8 +285,9 @@ class Generation:
             schedule: of _schedule.
             x_t, keys, eta, after_step: as for sampling.denoise.
             branches: of guidance.
-            inputs: (branches, x_t, t) -> the arguments of unet.embed, a tuple; arrays hold all
-                rows of one branch, then all rows of the next.
+            inputs: (branches, x_t, t) -> the UNet's sample, t, text states, added_cond_kwargs, a
+                ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple;
+                arrays hold all rows of one branch, then all rows of the next.
             combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
                 (B, C, h, w).
         """

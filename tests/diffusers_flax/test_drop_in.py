@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from diffusers import PNDMScheduler, StableDiffusionPipeline
+from diffusers import ControlNetModel, PNDMScheduler, StableDiffusionPipeline
 from helpers import ROOT
 from PIL import Image
 from safetensors.torch import load_file
@@ -188,3 +188,34 @@ def test_sdxl(tmp_path, programs):
     for name, image in images.items():
         compiled = np.asarray(Image.open(folders[1] / name), np.int16)
         assert np.abs(np.asarray(image, np.int16) - compiled).max() <= 1
+
+
+@pytest.mark.slow
+def test_controlnet(images, tmp_path):
+    """The published script makes a ControlNet with 32 groups and its default epsilon."""
+    model = make_tiny_pipeline(
+        tmp_path / "model",
+        in_channels=4,
+        scheduler="pndm",
+        vae_channels=(8, 16),
+        unet_channels=(32, 32),
+        norm_num_groups=32,
+    )
+    flags = dict(model=model, images=images, num_steps=NUM_STEPS, prompt="make it red")
+    made = run("controlnet", controlnet=None, output=tmp_path / "out", **flags)
+    assert np.isfinite(made["losses"]).all() and len(made["losses"]) == NUM_STEPS
+    assert len(set(made["images"])) == jax.local_device_count()
+    theirs, info = ControlNetModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    unet = StableDiffusionPipeline.from_pretrained(model).unet.state_dict()
+    weights = theirs.state_dict()
+    shared = [key for key in weights if key in unet]
+    assert len(shared) > 50
+    for key in shared:  # the first step's gradient of the UNet's part is zero
+        assert torch.allclose(weights[key], unet[key], atol=3e-3) and weights[key].isfinite().all()
+    assert all(weights[f"controlnet_{x}.weight"].any() for x in ("mid_block", "down_blocks.0"))
+
+    again = run("controlnet", controlnet=tmp_path / "out", output=tmp_path / "again", **flags)
+    assert again["losses"] != made["losses"]
+    weights_again = ControlNetModel.from_pretrained(tmp_path / "again").state_dict()
+    assert (weights_again["conv_in.weight"] != weights["conv_in.weight"]).any()

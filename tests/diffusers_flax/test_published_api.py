@@ -63,6 +63,8 @@ def make(name):
         text = make("FlaxCLIPTextModel")
         parts = {"vae": make("FlaxAutoencoderKL"), "unet": make("FlaxUNet2DConditionModel")}
         parts |= {"tokenizer": None, "text_encoder": text, "scheduler": make("FlaxDDIMScheduler")}
+        if "ControlNet" in name:
+            parts["controlnet"] = make("FlaxControlNetModel")
         if "XL" in name:
             return cls(**parts, text_encoder_2=text, tokenizer_2=None)
         return cls(**parts, safety_checker=None, feature_extractor=None)

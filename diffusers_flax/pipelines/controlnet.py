@@ -1,0 +1,441 @@
+"""FlaxStableDiffusionControlNetPipeline and FlaxStableDiffusionXLControlNetPipeline.
+
+An image, such as edges, depth or a pose, guides what the text describes:
+
+    controlnet, controlnet_params = FlaxControlNetModel.from_pretrained("CONTROLNET")
+    pipeline, params = FlaxStableDiffusionControlNetPipeline.from_pretrained(
+        "MODEL", controlnet=controlnet
+    )
+    params["controlnet"] = controlnet_params
+    prompt_ids, image = pipeline.prepare_inputs("a red panda reading", Image.open("edges.png"))
+    images = pipeline(prompt_ids, image, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
+
+controlnet="CONTROLNET" reads the weights too. A list has several ControlNets, whose residuals are
+summed; params["controlnet"] is then a list too, and so is what prepare_image_inputs takes.
+
+Source: ControlNet (arXiv 2302.05543).
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from PIL import Image
+
+from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, TGate
+from diffusers_flax.images import pair_up, prepare_images
+from diffusers_flax.loading.directories import has, read_index
+from diffusers_flax.models.clip import FlaxCLIPTextModel
+from diffusers_flax.models.controlnet import (
+    FlaxControlNetModel,
+    FlaxMultiControlNetModel,
+)
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, StableDiffusionFamily
+from diffusers_flax.pipelines.calls import published_call, timesteps_of, with_options
+from diffusers_flax.pipelines.generation import Generation, TextToImage
+from diffusers_flax.pipelines.sampling import guide, keys_per_image, resize, starting_noise
+from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
+from diffusers_flax.schedulers.base import FlaxSchedulerMixin
+
+# Config entries that a ControlNet has in common with the UNet that takes its residuals.
+SAME_AS_UNET = ("in_channels", "block_out_channels", "cross_attention_dim", "addition_embed_type")
+
+
+class WithControlNet:
+    """What the pipelines with ControlNets of Stable Diffusion and SDXL have in common.
+
+    A subclass has the fields controlnet, a FlaxControlNetModel or a list of several, and
+    controlnet_sources, where from_pretrained reads their weights; None: in the pipeline's
+    directory, or they are given as modules.
+    """
+
+    def __post_init__(self):
+        if isinstance(self.controlnet, list | tuple):
+            nets = FlaxMultiControlNetModel(tuple(self.controlnet))
+            object.__setattr__(self, "controlnet", nets)
+        for net in self.nets:
+            both = {name: (getattr(net, name), getattr(self.unet, name)) for name in SAME_AS_UNET}
+            both["layers_per_block"] = [x.per_block("layers_per_block") for x in (net, self.unet)]
+            for name, (theirs, ours) in both.items():
+                if theirs != ours:
+                    raise ValueError(
+                        f"the ControlNet has {name}={theirs}, the UNet {ours}: they are of "
+                        "different families; take a ControlNet that was made for this model"
+                    )
+        super().__post_init__()
+
+    @classmethod
+    def check_acceleration(cls, acceleration):
+        """See FlaxDiffusionPipeline.check_acceleration."""
+        if isinstance(acceleration.cache, DeepCache | FirstBlockCache | TGate):
+            raise ValueError(
+                f"--accelerate {acceleration.cache.name} reuses features of the UNet, which a "
+                "ControlNet changes in each step; take guidance, spectrum, tome, int8 or taesd"
+            )
+
+    @property
+    def nets(self):
+        """The ControlNets, a tuple."""
+        is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
+        return self.controlnet.nets if is_several else (self.controlnet,)
+
+    # ------------------------------------------------------------ directories
+
+    @classmethod
+    def open(
+        cls,
+        pretrained_model_name_or_path,
+        revision=None,
+        dtype=jnp.float32,
+        scheduler=None,
+        given=None,
+        accelerate=(),
+        preview=None,
+        index=None,
+        **hub_options,
+    ):
+        """See FlaxDiffusionPipeline.open; given["controlnet"] may be one module or several.
+
+        It may also be a directory or hub id, or several.
+        """
+        path, given = pretrained_model_name_or_path, dict(given or {})
+        index = read_index(path, revision, **hub_options) if index is None else index
+        controlnet, sources = given.get("controlnet"), None
+        if controlnet is None:
+            given["controlnet"] = read_module(path, index, revision, dtype, **hub_options)
+        elif parts := [x for x in as_list(controlnet) if isinstance(x, str | Path)]:
+            if len(parts) != len(as_list(controlnet)):
+                raise ValueError(
+                    "controlnet has directories or hub ids, and modules; give either, and put the "
+                    "modules' parameters into params['controlnet']"
+                )
+            sources = tuple(map(str, parts))
+            load = FlaxControlNetModel.load_config
+            nets = FlaxMultiControlNetModel.from_config(
+                [load(source, **hub_options) for source in sources], dtype
+            )
+            is_several = isinstance(controlnet, list | tuple)
+            given["controlnet"] = nets if is_several else nets.nets[0]
+        options = (revision, dtype, scheduler, given, accelerate, preview, index)
+        pipeline = super().open(path, *options, **hub_options)
+        return dataclasses.replace(pipeline, controlnet_sources=sources)
+
+    def load_params(
+        self,
+        pretrained_model_name_or_path,
+        revision=None,
+        variant=None,
+        from_pt=False,
+        given=(),
+        lora=(),
+        **hub_options,
+    ):
+        """See FlaxDiffusionPipeline.load_params."""
+        sources = self.controlnet_sources
+        given = given if sources is None else (*given, "controlnet")
+        options = (revision, variant, from_pt, given, lora)
+        params = super().load_params(pretrained_model_name_or_path, *options, **hub_options)
+        if sources is not None:
+            load = partial(FlaxControlNetModel.from_pretrained, from_pt=from_pt, **hub_options)
+            loaded = [load(source)[1] for source in sources]
+            is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
+            params["controlnet"] = self.controlnet.params_of(loaded) if is_several else loaded[0]
+        return params
+
+    # ----------------------------------------------------------------- inputs
+
+    def prepare_image_inputs(self, image):
+        """Turn the conditions, such as edges, into an array.
+
+        Args:
+            image: image or list of images of one size: PIL of any mode, whose sides become
+                multiples of 8, or array (H, W, 3), or arrays (B, H, W, 3); uint8, or float in
+                [0, 1]. For several ControlNets a list with that for each.
+
+        Returns:
+            float32 (B, 3, H, W) in [0, 1], for several ControlNets (B, ControlNets, 3, H, W).
+
+        Raises:
+            ValueError: sizes or numbers differ, or it is not an image.
+        """
+        if not isinstance(self.controlnet, FlaxMultiControlNetModel):
+            return self._prepare_conditions(image)
+        if not isinstance(image, list | tuple) or len(image) != len(self.nets):
+            found = f"{len(image)}" if isinstance(image, list | tuple) else "one"
+            raise ValueError(
+                f"there are {len(self.nets)} ControlNets and {found} images; give a list with an "
+                "image, or a list of images, for each ControlNet"
+            )
+        conditions = [self._prepare_conditions(one) for one in image]
+        most = max(conditions, key=len)
+        conditions = [pair_up(most, one, "images", "images")[1] for one in conditions]
+        if len(sizes := sorted({one.shape[2:] for one in conditions})) > 1:
+            raise ValueError(f"the images of the ControlNets have the sizes {sizes}; resize them")
+        return np.stack(conditions, axis=1)
+
+    def _prepare_conditions(self, image):
+        factor = self.vae_scale_factor
+
+        def resized(one):
+            if not isinstance(one, Image.Image):
+                return one
+            size = tuple(max(factor, side - side % factor) for side in one.size)
+            return one if size == one.size else one.convert("RGB").resize(size, Image.LANCZOS)
+
+        is_batch = isinstance(image, list | tuple)
+        image = [resized(one) for one in image] if is_batch else resized(image)
+        return (prepare_images(image) + 1) / 2
+
+    def prepare_inputs(self, prompt, image):
+        """prepare_text_inputs and prepare_image_inputs; a single one of either is repeated.
+
+        Returns:
+            (prompt_ids, image).
+        """
+        return pair_up(self.prepare_text_inputs(prompt), self.prepare_image_inputs(image))
+
+    def _is_latents(self, image_shape):
+        return False
+
+    # ------------------------------------------------------------------ calls
+
+    __call__ = published_call(
+        Generation.__call__,
+        *("prompt_ids", "image", "params", "prng_seed", "num_inference_steps", "guidance_scale"),
+        *("latents", "neg_prompt_ids", "controlnet_conditioning_scale", "return_dict", "jit"),
+        *("output_type", "guidance_rescale", "timesteps", "eta", "height", "width"),
+        *("control_guidance_start", "control_guidance_end", "guess_mode", "denoising_end"),
+    )
+
+    def _check_inputs(self, given):
+        image, jit = given["image"], given["jit"]
+        if image.dtype == np.uint8:
+            raise ValueError("image is uint8; prepare_image_inputs makes it float32 in [0, 1]")
+        is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
+        axes = f"(batch, {f'{len(self.nets)}, ' if is_several else ''}channels, height, width)"
+        wrong_number = is_several and image.shape[-4:-3] != (len(self.nets),)
+        if image.ndim != axes.count(",") + 1 + jit or wrong_number:
+            raise ValueError(
+                f"image has shape {image.shape}, {len(self.nets)} ControlNet"
+                f"{'s' if len(self.nets) > 1 else ''} take {axes}"
+                f"{' behind the axis of devices' if jit else ''}; prepare_image_inputs makes it"
+            )
+
+    def _further_arguments(self, given):
+        """See Generation."""
+        starts, ends = (
+            self._one_for_each(f"control_guidance_{name}", given[f"control_guidance_{name}"])
+            for name in ("start", "end")
+        )
+        for start, end in zip(starts, ends):
+            if not (isinstance(start, Real) and isinstance(end, Real) and 0 <= start < end <= 1):
+                raise ValueError(
+                    f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
+                    "to 1, shares of the steps, the start below the end"
+                )
+        options = {"control_guidance_start": starts, "control_guidance_end": ends}
+        options["guess_mode"] = bool(given["guess_mode"])
+        scale = given["controlnet_conditioning_scale"]
+        name = "controlnet_conditioning_scale"
+        if isinstance(scale, list | tuple) or not np.ndim(scale):
+            scales = self._one_for_each(name, scale)
+            if not all(math.isfinite(x) for x in scales):
+                raise ValueError(f"{name}={scale} must be a number, or one for each ControlNet")
+            return options, {}, {name: np.array(scales, np.float32)}
+        return options, {name: scale}, {}
+
+    def _one_for_each(self, name, value):
+        """A value as a tuple with one for each ControlNet."""
+        values = tuple(value) if isinstance(value, list | tuple) else (value,) * len(self.nets)
+        if len(values) != len(self.nets):
+            raise ValueError(
+                f"{name} has {len(values)} entries, there are {len(self.nets)} ControlNets; give "
+                "one for each, or a number for all"
+            )
+        return values
+
+    @with_options(
+        *("num_inference_steps", "guidance_scale", "latents", "neg_prompt_ids"),
+        *("controlnet_conditioning_scale", "return_latents", "guidance_rescale", "branches"),
+        *("timesteps", "eta", "height", "width", "control_guidance_start", "control_guidance_end"),
+        *("guess_mode", "denoising_end"),
+    )
+    def _generate(self, prompt_ids, image, params, prng_seed, given):
+        """Text and conditions to an image as one pure function of arrays; jit or pmap it.
+
+        Args as in __call__; controlnet_conditioning_scale may also be an array, (B,) or for several
+        ControlNets (ControlNets,).
+
+        Returns:
+            As TextToImage._generate.
+        """
+        branches = given.branches or self.guidance_branches(given.guidance_scale)
+        B = len(prompt_ids)
+        if len(image) != B:
+            raise ValueError(
+                f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
+                "batch; prepare_inputs makes both"
+            )
+        size = self.image_size(given.height, given.width, image.shape)
+        shape = self.latent_shape(B, *size)
+        keys = keys_per_image(prng_seed, B)
+        schedule = self._schedule(
+            given.num_inference_steps,
+            shape,
+            timesteps=given.timesteps,
+            denoising_end=given.denoising_end,
+        )
+        x_t = starting_noise(given.latents, keys, shape) * schedule[0].init_noise_sigma
+        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, shape)
+        unet_inputs = self._unet_inputs(text, branches, given.guidance_scale, B)
+        residuals = self._residuals(params, resize_conditions(image, size), given)
+
+        def inputs(active, x_t, t):
+            *arguments, timestep_cond = unet_inputs(active, x_t, t)
+            return *arguments, *residuals(*arguments), timestep_cond
+
+        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
+        combine = partial(guide, **scales)
+        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
+        return x_0 if given.return_latents else self._decode(params, x_0)
+
+    def _residuals(self, params, image, given):
+        """The function of a step that gives the UNet's residuals: (sample, t, states, added).
+
+        It runs no ControlNet in steps in which none acts. In guess mode the rows after the first
+        branch, the text's, have residuals of zero.
+        """
+        B, is_several = len(image), isinstance(self.controlnet, FlaxMultiControlNetModel)
+        guess_mode = given.guess_mode or self.nets[0].global_pool_conditions
+        tree = params["controlnet"]
+        variables = {"params": self.controlnet.params_of(tree) if is_several else tree}
+        scale = jnp.asarray(given.controlnet_conditioning_scale, jnp.float32).reshape(-1)
+        acts, timesteps = self._steps_of_control(given)
+
+        def compute(scale, sample, t, states, added):
+            rows = B if guess_mode else len(sample)
+            inputs = jax.tree.map(lambda x: x[:rows], (sample, states, added))
+            images = jnp.concatenate([image] * (rows // B))
+            if is_several:
+                scale = list(jnp.broadcast_to(scale, len(self.nets)))
+            elif len(scale) > 1:
+                scale = jnp.tile(scale, rows // B)
+            found = self.controlnet.apply(
+                *(variables, inputs[0], t, inputs[1], images, scale),
+                return_dict=False,
+                added_cond_kwargs=inputs[2],
+                guess_mode=guess_mode,
+            )
+            missing = len(sample) - rows
+            return jax.tree.map(lambda x: jnp.pad(x, ((0, missing), *((0, 0),) * 3)), found)
+
+        def residuals(sample, t, states, added):
+            arguments = sample, t, states, added
+            if acts.all():
+                return compute(scale, *arguments)
+            active = jnp.asarray(acts, jnp.float32)[jnp.argmax(jnp.asarray(timesteps) == t)]
+            zeros = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, scale, *arguments)
+            )
+            run = partial(compute, scale * active, *arguments)
+            return jax.lax.cond(active.any(), run, lambda: zeros)
+
+        return residuals
+
+    def _steps_of_control(self, given):
+        """(which ControlNet acts in each step, bool (steps, ControlNets); the steps' timesteps).
+
+        NumPy arrays. PNDM visits a timestep twice, and the loop knows only the timestep.
+        """
+        steps = {name: getattr(given, name) for name in ("num_inference_steps", "timesteps")}
+        with jax.ensure_compile_time_eval():
+            state = timesteps_of(self.scheduler, self.scheduler.create_state(), steps)
+            timesteps = np.asarray(state.timesteps)
+        n = len(timesteps)
+        starts, ends = (
+            np.array(self._one_for_each(name, getattr(given, name)))
+            for name in ("control_guidance_start", "control_guidance_end")
+        )
+        first, last = np.arange(n)[:, None] / n, np.arange(1, n + 1)[:, None] / n
+        acts = (first >= starts) & (last <= ends)
+        _, i, same = np.unique(timesteps, return_index=True, return_inverse=True)
+        if (acts != acts[i][same]).any():
+            raise ValueError(
+                f"control_guidance_start={starts.tolist()} or control_guidance_end="
+                f"{ends.tolist()} falls between the two evaluations that "
+                f"{type(self.scheduler).__name__} makes at one timestep; change it by "
+                f"{1 / n:.2g}"
+            )
+        return acts, timesteps
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionControlNetPipeline(
+    WithControlNet, StableDiffusionFamily, FlaxDiffusionPipeline, TextToImage
+):
+    """Text and an image as its condition in, image out, with Stable Diffusion 1.x and 2.x.
+
+    See TextToImage for what is compiled in; fields as of StableDiffusionParts, and controlnet.
+    """
+
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel
+    tokenizer: Any
+    unet: FlaxUNet2DConditionModel
+    controlnet: FlaxControlNetModel | FlaxMultiControlNetModel | list | tuple
+    scheduler: FlaxSchedulerMixin
+    safety_checker: Any = None
+    feature_extractor: Any = None
+    dtype: DTypeLike = jnp.float32
+    controlnet_sources: tuple | None = field(default=None, kw_only=True)
+
+    torch_class_name = "StableDiffusionControlNetPipeline"
+    remedy_for_xl = "open it with FlaxStableDiffusionXLControlNetPipeline"
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxStableDiffusionXLControlNetPipeline(WithControlNet, XLParts, TextToImage):
+    """Text and an image as its condition in, image out, with SDXL; see XLParts."""
+
+    controlnet: FlaxControlNetModel | FlaxMultiControlNetModel | list | tuple = field(kw_only=True)
+    controlnet_sources: tuple | None = field(default=None, kw_only=True)
+
+    torch_class_name = "StableDiffusionXLControlNetPipeline"
+
+
+def as_list(controlnet):
+    """One ControlNet or several, as a list."""
+    return list(controlnet) if isinstance(controlnet, list | tuple) else [controlnet]
+
+
+def read_module(path, index, revision, dtype, **hub_options):
+    """The ControlNets of a pipeline directory, without weights; index: its model_index.json."""
+    if not has(index, "controlnet"):
+        raise ValueError(
+            f"{path} has no ControlNet; give controlnet=, a FlaxControlNetModel, or the directory "
+            "or hub id of one"
+        )
+    options = {"subfolder": "controlnet", "revision": revision, **hub_options}
+    if index["controlnet"][1] == FlaxMultiControlNetModel.torch_class_name:
+        configs = FlaxMultiControlNetModel.load_config(path, **options)
+        return FlaxMultiControlNetModel.from_config(configs, dtype)
+    return FlaxControlNetModel.from_config(path, dtype=dtype, **options)
+
+
+def resize_conditions(image, size):
+    """Conditions (..., C, H, W) in [0, 1] resized to size (height, width) by Lanczos."""
+    if size == image.shape[-2:]:
+        return image
+    flat = image.reshape(-1, *image.shape[-3:])
+    resized = (resize(2 * flat - 1, size) + 1) / 2
+    return resized.reshape(*image.shape[:-2], *size)
