@@ -71,8 +71,9 @@ class Config:
     output: Path | None = None
     edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
     num_inference_steps: int = 50  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249
-    timesteps: tuple[int, ...] = ()
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
+    # ays, the ten of Align-Your-Steps for the model's family
+    timesteps: tuple[int | Literal["ays"], ...] = ()
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # similarity to the input, >= 0
@@ -82,6 +83,9 @@ class Config:
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
+    # is a directory, hub id or file
+    unet_delta: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
     embedding: tuple[str, ...] = ()
@@ -270,7 +274,8 @@ def run(config):
         (config.guidance_scale, config.image_guidance_scale),
     )
     outputs, inputs = zip(*((edit.output, edit.input) for edit in edits))
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
+    ays = checked.pipeline_type.ays_timesteps
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, ays)
     preview = preview_files(
         config.preview,
         config.preview_decoder,
@@ -292,6 +297,7 @@ def run(config):
         preview,
         partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
         config.embedding,
+        config.unet_delta,
     )
     instructions = [edit.instruction for edit in edits]
     pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])

@@ -38,6 +38,7 @@ from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype
+from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import check_model
@@ -47,6 +48,7 @@ from editing.metrics import Clip
 from editing.report import grid_rows, write_report
 from editing.results import (
     RESULTS,
+    delta_checksum,
     embedding_checksum,
     find_row,
     load_results,
@@ -78,13 +80,17 @@ class Config:
     image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
     seeds: tuple[int, ...] = (0,)  # seeds of the noise
     num_inference_steps: int = 50  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249
-    timesteps: tuple[int, ...] = ()
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
+    # ays, the ten of Align-Your-Steps for the model's family
+    timesteps: tuple[int | Literal["ays"], ...] = ()
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     resolution: int | None = None  # pixels, longer side; default: the models'
     scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
+    # is a directory, hub id or file
+    unet_delta: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into all models: FILE or FILE:WEIGHT
     # textual-inversion files or hub ids, whose token instructions may have: FILE or FILE:TOKEN
     embedding: tuple[str, ...] = ()
@@ -175,17 +181,20 @@ def settings_of_results(config, pairs, resolution, factor):
     """What all rows of results.json have in common, by name."""
     devices = jax.local_devices()[: len(pairs)]
     accelerate = parse(config.accelerate)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
     return {
         "num_pairs": len(pairs),
         "num_truths": sum(pair.truth is not None for pair in pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),
-        "num_inference_steps": len(config.timesteps) or config.num_inference_steps,
+        "num_inference_steps": steps["num_inference_steps"],
         "resolution": resolution,
         "multiple of sides": factor,
         "scheduler": config.scheduler,
         "timesteps": list(config.timesteps) or None,
         "eta": config.eta,
         "timestep_spacing": config.timestep_spacing,
+        "unet_delta": list(config.unet_delta) or None,
+        "checksum of the difference": delta_checksum(config.unet_delta),
         "lora": list(config.lora) or None,
         "checksum of the LoRAs": lora_checksum(config.lora),
         "embedding": list(config.embedding) or None,

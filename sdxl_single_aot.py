@@ -42,7 +42,7 @@ from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
-from diffusers_flax.pipelines.calls import check_steps, timestep_options
+from diffusers_flax.pipelines.calls import AYS_SDXL, check_steps, timestep_options
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
@@ -67,8 +67,9 @@ class Config:
     num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
     seed: int = 33  # seed of the noise
     num_inference_steps: int = 25  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249
-    timesteps: tuple[int, ...] = ()
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
+    # ays, the ten of Align-Your-Steps for the model's family
+    timesteps: tuple[int | Literal["ays"], ...] = ()
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
@@ -80,6 +81,9 @@ class Config:
     # what the UNet predicts; default: the scheduler's config
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
     unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
+    # is a directory, hub id or file
+    unet_delta: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
     embedding: tuple[str, ...] = ()
@@ -184,7 +188,7 @@ def run(config):
     outputs = image_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
 
     # 1. Load
     pipeline, branches = open_pipeline(config, steps)
@@ -193,7 +197,11 @@ def run(config):
     height, width = pipeline.image_size(config.height, config.width)
     planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
     params = pipeline.load_params(
-        config.pretrained_model_name_or_path, config.revision, config.variant, lora=config.lora
+        config.pretrained_model_name_or_path,
+        config.revision,
+        config.variant,
+        lora=config.lora,
+        unet_delta=config.unet_delta,
     )
 
     # 2. Cast

@@ -125,7 +125,7 @@ def check_model(
         side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
         resolution = factor * (max(side) if isinstance(side, list) else side)
     found, state = choose_scheduler(configs["scheduler"], model, scheduler, timestep_spacing)
-    steps = timestep_options(num_inference_steps, timesteps, eta)
+    steps = timestep_options(num_inference_steps, timesteps, eta, pipeline_type.ays_timesteps)
     check_steps(found, state, steps, accelerate, edit_branches(*guidance_scales))
     return CheckedModel(pipeline_type, factor, resolution, found)
 
@@ -140,6 +140,7 @@ def load_model(
     preview=None,
     plan=lambda pipeline: "",
     embedding=(),
+    unet_delta=(),
 ):
     """Read a model.
 
@@ -152,6 +153,7 @@ def load_model(
         plan: called with the pipeline before the weights are read; returns a line to print after
             that, or "".
         embedding: files with new tokens, see loading.embeddings.Embeddings.
+        unet_delta: difference to add to the UNet, see loading.deltas.UnetDelta.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
@@ -165,7 +167,7 @@ def load_model(
         embeddings=embedding,
     )
     planned = plan(pipeline)
-    params = pipeline.load_params(model, lora=lora)
+    params = pipeline.load_params(model, lora=lora, unet_delta=unet_delta)
     cast_params(pipeline, params)
     if planned:
         tqdm.write(planned, file=sys.stderr)

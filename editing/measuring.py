@@ -182,7 +182,9 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
     replicate_params(params, devices)
 
     number = list(results["models"]).index(model)
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
+    steps = timestep_options(
+        config.num_inference_steps, config.timesteps, config.eta, pipeline.ays_timesteps
+    )
     flops = {}  # of an edit, by the branches of guidance for which the program is compiled
     for guidance_scale, image_guidance_scale, seed in todo:
         scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
@@ -244,6 +246,7 @@ def load_largest(model, checked, todo, sizes, config):
         config.accelerate,
         plan=partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
         embedding=config.embedding,
+        unet_delta=config.unet_delta,
     )
 
 

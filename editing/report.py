@@ -24,6 +24,7 @@ SAMPLING_FLAGS = (
     "timesteps",
     "eta",
     "timestep_spacing",
+    "unet_delta",
     "lora",
     "embedding",
     "accelerate",

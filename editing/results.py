@@ -5,6 +5,7 @@ import os
 import zlib
 from pathlib import Path
 
+from diffusers_flax.loading.deltas import split_specs, unet_files
 from diffusers_flax.loading.directories import INDEX_NAME, PARTS
 from diffusers_flax.loading.embeddings import find_embedding, split_token
 from diffusers_flax.loading.files import write_text
@@ -85,6 +86,13 @@ def model_checksum(model):
 def lora_checksum(specs):
     """What identifies the weights of LoRA files, CRC-32; None: there are none."""
     files = [find_lora(split_weight(spec)[0]) for spec in specs]
+    return files_checksum(files) if files else None
+
+
+def delta_checksum(specs):
+    """What identifies the weights of --unet_delta, CRC-32; None: there are none."""
+    sources, _ = split_specs(specs)
+    files = [file for source in sources for file in unet_files(source)]
     return files_checksum(files) if files else None
 
 

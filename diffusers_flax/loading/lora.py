@@ -153,8 +153,10 @@ class Loras:
             )
 
 
-def split_weight(spec):
-    """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0)."""
+def split_weight(
+    spec, flag="--lora", write="write FILE or FILE:WEIGHT, such as style.safetensors:0.8"
+):
+    """FILE or FILE:WEIGHT of a flag -> (FILE, WEIGHT or 1.0); write: what an error advises."""
     source, colon, weight = str(spec).rpartition(":")
     if not colon or "/" in weight or "\\" in weight:
         return str(spec), 1.0
@@ -163,7 +165,7 @@ def split_weight(spec):
     except ValueError:
         weight = math.nan
     if not source or not math.isfinite(weight):
-        raise ValueError(f"--lora {spec}: write FILE or FILE:WEIGHT, such as style.safetensors:0.8")
+        raise ValueError(f"{flag} {spec}: {write}")
     return source, weight
 
 

@@ -19,6 +19,7 @@ import diffusers_flax
 from diffusers_flax.acceleration.plans import Acceleration, parse
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
+from diffusers_flax.loading.deltas import UnetDelta
 from diffusers_flax.loading.directories import (
     INDEX_NAME,
     PART_FILES,
@@ -177,6 +178,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         accelerate=(),
         preview=None,
         embeddings=(),
+        unet_delta=(),
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -194,6 +196,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             preview: Preview, to show the images while they are made.
             embeddings: textual-inversion files, FILE or FILE:TOKEN, whose tokens prompts may have;
                 see loading.embeddings.Embeddings.
+            unet_delta: (DISTILLED, BASE) or (DISTILLED, "BASE:WEIGHT"), UNets whose difference is
+                added to the UNet's weights; see loading.deltas.UnetDelta.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read. safety_checker, a
@@ -234,7 +238,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             **hub_options,
         )
         given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
-        params = pipeline.load_params(path, revision, variant, from_pt, given, lora, **hub_options)
+        options = dict(lora=lora, unet_delta=unet_delta) | hub_options
+        params = pipeline.load_params(path, revision, variant, from_pt, given, **options)
         pipeline.quantize_params(params)
         return pipeline, params
 
@@ -300,12 +305,17 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         from_pt=False,
         given=(),
         lora=(),
+        unet_delta=(),
         **hub_options,
     ):
         """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
         loras = Loras([lora] if isinstance(lora, str | Path) else lora)
+        if unet_delta and "unet" in given:
+            raise ValueError("unet_delta needs the UNet's weights, which unet= replaces; leave one")
+        delta = UnetDelta(unet_delta, self.unet.config, **hub_options)
 
         def convert(part, name, x):
+            x = delta.fold(name, x) if part == "unet" else x
             return self.embeddings.extend(part, name, loras.fold(part, name, x))
 
         params = {"scheduler": self.scheduler.create_state()}
@@ -323,6 +333,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 options |= {"from_pt": from_pt, "convert": partial(convert, name)}
                 _, params[name] = type(module).from_pretrained(source, **options, **hub_options)
         loras.require_folded()
+        delta.require_folded()
         if self.tiny_vae is not None:
             _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(
                 self.tiny_vae_source, **hub_options

@@ -26,6 +26,9 @@ GENERATE = (
     *("num_inference_steps", "height", "width", "guidance_scale", "latents", "neg_prompt_ids"),
     *("return_latents", "guidance_rescale", "branches", "timesteps", "eta"),
 )
+# Align-Your-Steps (arXiv 2404.14507): timesteps to visit in 10 steps, of Stable Diffusion and SDXL.
+AYS_SD = (999, 850, 736, 645, 545, 455, 343, 233, 124, 24)
+AYS_SDXL = (999, 845, 730, 587, 443, 310, 193, 116, 53, 13)
 # None unless named here.
 DEFAULTS = {
     "num_inference_steps": 50,
@@ -99,8 +102,22 @@ def with_options(*names, **defaults):
     return decorate
 
 
-def timestep_options(num_inference_steps, timesteps, eta):
-    """The options of _generate that choose the steps; timesteps win over num_inference_steps."""
+def timestep_options(num_inference_steps, timesteps, eta, ays=AYS_SD):
+    """The options of _generate that choose the steps; timesteps win over num_inference_steps.
+
+    Args:
+        num_inference_steps, eta: of a call.
+        timesteps: of a call, integers or "ays"; a flag's tuple of them.
+        ays: the timesteps that "ays" stands for, AYS_SD or AYS_SDXL.
+
+    Raises:
+        ValueError: timesteps is another text, or has "ays" among others.
+    """
+    words = (timesteps,) if isinstance(timesteps, str) else timesteps
+    if words is not None and any(isinstance(word, str) for word in words):
+        if tuple(words) != ("ays",):
+            raise ValueError(f"timesteps={timesteps!r} must be integers, or ays alone")
+        timesteps = ays
     timesteps = None if timesteps is None else tuple(np.asarray(timesteps).tolist()) or None
     num_inference_steps = len(timesteps) if timesteps else num_inference_steps
     return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)

@@ -16,6 +16,7 @@ from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.unet import guidance_embedding
 from diffusers_flax.pipelines.calls import (
     ARRAYS,
+    AYS_SD,
     CALL,
     GENERATE,
     check_arrays,
@@ -71,6 +72,8 @@ class Generation:
     of arrays, `_generate`.
     """
 
+    ays_timesteps = AYS_SD  # what timesteps="ays" stands for
+
     def __call__(self, **given):
         """Make a batch of images; compiles at the first call of each size, see the class.
 
@@ -114,7 +117,8 @@ class Generation:
             guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
                 that guidance adds; 0: off.
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249).
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
             eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
             controlnet_conditioning_scale: factor of a ControlNet's residuals, a number, or an array
                 of one per image; for several ControlNets a number or a list of one for each.
@@ -137,7 +141,8 @@ class Generation:
         check_arrays(self, jit, arrays)
         if jit:
             arrays = to_host(arrays)
-        options = timestep_options(given["num_inference_steps"], given["timesteps"], given["eta"])
+        steps = (given[name] for name in ("num_inference_steps", "timesteps", "eta"))
+        options = timestep_options(*steps, self.ays_timesteps)
         options |= self._range_options(options["num_inference_steps"], given)
         images = (given.get(name) for name in ("image", "masked_image"))
         image_shape = next((image.shape for image in images if image is not None), None)

@@ -35,7 +35,7 @@ from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import MODULES, TEXT_ENCODERS, FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
+from diffusers_flax.pipelines.calls import AYS_SDXL, CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage
 from diffusers_flax.pipelines.image_to_image import (
     RANGE,
@@ -72,6 +72,7 @@ class XLParts(FlaxDiffusionPipeline):
 
     text_axes = 2  # of one image's prompt_ids
     tiny_vae_name = TINY_VAES[1]
+    ays_timesteps = AYS_SDXL
 
     @classmethod
     def parts_of(cls, path, index):

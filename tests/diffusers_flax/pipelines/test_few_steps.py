@@ -17,7 +17,10 @@ import sdxl_single
 import sdxl_single_aot
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import timestep_options
+from diffusers_flax.pipelines.calls import AYS_SDXL, timestep_options
+from diffusers_flax.pipelines.instruct_pix2pix_xl import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+)
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -25,6 +28,8 @@ from diffusers_flax.schedulers.factory import make_scheduler
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 TIMESTEPS = (999, 749, 499, 249)
+AYS = (999, 850, 736, 645, 545, 455, 343, 233, 124, 24)
+AYS_XL = (999, 845, 730, 587, 443, 310, 193, 116, 53, 13)
 SHAPE = (4, 8, 8)
 
 
@@ -76,9 +81,10 @@ def test_distilled_unet_is_pytorchs(models):
                 {"num_inference_steps": 4, "guidance_scale": 0.0},
             ),
             ("distilled", "lcm", {}, {"num_inference_steps": 4, "guidance_scale": 8.5}),
+            ("plain", "dpmsolver++", {}, {"timesteps": "ays", "guidance_scale": 5.0}),
         ),
     ],
-    ids=["lcm", "tcd", "lightning", "distilled"],
+    ids=["lcm", "tcd", "lightning", "distilled", "ays"],
 )
 def test_images_are_those_of_pytorch(models, monkeypatch, model, scheduler, options, steps):
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(models[model])
@@ -96,7 +102,9 @@ def test_images_are_those_of_pytorch(models, monkeypatch, model, scheduler, opti
         module = f"diffusers.schedulers.scheduling_{name}.randn_tensor"
         monkeypatch.setattr(module, lambda *_, **__: next(fresh))
     size = dict(height=32, width=32, latents=torch.from_numpy(noises[0]), output_type="np")
-    theirs_steps = {k: list(v) if k == "timesteps" else v for k, v in steps.items()}
+    theirs_steps = steps
+    if timesteps := {"ays": AYS}.get(steps.get("timesteps"), steps.get("timesteps")):
+        theirs_steps = steps | {"timesteps": list(timesteps)}
     expected = theirs("a red panda", **theirs_steps, **size).images
 
     prompt_ids = pipeline.prepare_inputs("a red panda")
@@ -144,6 +152,18 @@ def test_timesteps_may_be_an_array():
         "eta": None,
     }
     assert timestep_options(5, (999.5,), None)["timesteps"] == (999.5,)  # the scheduler refuses it
+
+
+def test_align_your_steps():
+    """Ten timesteps of the model's family."""
+    for timesteps in ("ays", ("ays",)):
+        steps = timestep_options(5, timesteps, None)
+        assert steps == {"num_inference_steps": 10, "timesteps": AYS, "eta": None}
+    assert timestep_options(5, ("ays",), None, AYS_SDXL)["timesteps"] == AYS_XL
+    assert FlaxStableDiffusionXLInstructPix2PixPipeline.ays_timesteps == AYS_XL
+    for wrong in ("asy", ("ays", 999), (999, "ays")):
+        with pytest.raises(ValueError, match="must be integers, or ays alone"):
+            timestep_options(5, wrong, None)
 
 
 @pytest.mark.slow

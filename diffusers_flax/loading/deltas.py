@@ -1,0 +1,173 @@
+"""What distillation changed in a UNet, added to another UNet while it is read.
+
+    delta = ("latent-consistency/lcm-sdxl", "stabilityai/stable-diffusion-xl-base-1.0")
+    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(
+        "diffusers/sdxl-instructpix2pix-768", unet_delta=delta
+    )
+
+An edit model whose UNet began as BASE edits in the few steps of DISTILLED:
+W + WEIGHT (W_distilled - W_base).
+
+Source: the code of quickjkee/instruct-pix2pix-distill; for sums of such differences, task
+arithmetic (arXiv 2212.04089).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+
+from diffusers_flax.loading.hub import fetch_file, fetch_source, locate, place_in_words
+from diffusers_flax.loading.lora import split_weight
+from diffusers_flax.loading.weights import find_weights, read_weights, torch_to_flax
+from diffusers_flax.messages import first_names, warn_once
+
+FLAG = "--unet_delta"
+WRITE = "write DISTILLED BASE or DISTILLED BASE:WEIGHT, the UNet after distillation and before"
+CONV_IN = "conv_in/kernel"  # an edit model's takes further channels after the noisy latents
+GUIDANCE_EMBEDDING = "time_embedding/cond_proj/kernel"  # of the guidance scale, in LCM's UNets
+
+
+class Stored(NamedTuple):
+    """A parameter in a file."""
+
+    shape: tuple
+    read: Callable  # () -> NumPy array
+
+
+class UnetDelta:
+    """The difference of two UNets, added to a model's UNet while that is read.
+
+    Tensors of both are read one at a time.
+
+    Args:
+        specs: (DISTILLED, BASE) or (DISTILLED, "BASE:WEIGHT"), or nothing. Each is a directory or
+            hub id of a UNet or of a pipeline, or a file of a UNet's weights. WEIGHT multiplies the
+            difference, default 1.
+        config: of the model's UNet.
+        **hub_options: see take_hub_options.
+
+    Raises:
+        ValueError: a source is missing, damaged, or no UNet.
+    """
+
+    def __init__(self, specs, config, **hub_options):
+        sources, self.weight = split_specs(specs)
+        self.folded = set()
+        # DISTILLED first
+        self.stored = {source: open_unet(source, config, **hub_options) for source in sources}
+
+    def fold(self, name, x):
+        """A parameter of the UNet with the difference added, in the dtype of x; the sum is float32.
+
+        Args:
+            name: of the parameter, joined by "/".
+            x: NumPy array.
+
+        Raises:
+            ValueError: DISTILLED or BASE lacks the parameter, or has another shape.
+        """
+        if not self.stored:
+            return x
+        for source, stored in self.stored.items():
+            shape = stored[name].shape if name in stored else None
+            widened = name == CONV_IN and shape and shape[2] < x.shape[2]
+            wanted = (*x.shape[:2], shape[2], x.shape[3]) if widened else x.shape
+            if shape != wanted:
+                what = f"of shape {shape}, the model's is {x.shape}" if shape else "missing"
+                raise ValueError(
+                    f"{FLAG} {source} is of another family than the model: its {name} is {what}; "
+                    "take the UNets that the model's family began with"
+                )
+        self.folded.add(name)
+        distilled, base = (np.asarray(s[name].read(), np.float32) for s in self.stored.values())
+        if distilled.shape != base.shape:
+            raise ValueError(
+                f"{FLAG} {' '.join(self.stored)}: their {name} differ in shape, {distilled.shape} "
+                f"and {base.shape}; take the UNet that DISTILLED began as"
+            )
+        delta = np.float32(self.weight) * (distilled - base)
+        if delta.shape != x.shape:  # the noisy latents are the first channels
+            channels = x.shape[2] - delta.shape[2]
+            delta = np.pad(delta, ((0, 0), (0, 0), (0, channels), (0, 0)))
+        return (np.asarray(x, np.float32) + delta).astype(x.dtype)
+
+    def require_folded(self):
+        """Raise a ValueError if DISTILLED or BASE has parameters that the model lacks.
+
+        LCM's embedding of the guidance scale is left out, as public code does: an edit model has
+        two scales.
+        """
+        for source, stored in self.stored.items():
+            names = stored.keys() - self.folded
+            if GUIDANCE_EMBEDDING in names:
+                warn_once(f"{FLAG} {source}: {GUIDANCE_EMBEDDING} is left out, the model lacks it")
+            if rest := sorted(names - {GUIDANCE_EMBEDDING}):
+                raise ValueError(
+                    f"{FLAG} {source} is of another family than the model, which lacks "
+                    f"{first_names(rest)}"
+                )
+
+
+def split_specs(specs):
+    """([DISTILLED, BASE], WEIGHT) of specs, see UnetDelta; ([], 1.0) of none."""
+    given = f"{FLAG} {' '.join(map(str, specs))}"
+    if len(specs) not in (0, 2):
+        raise ValueError(f"{given}: {WRITE}")
+    if not specs:
+        return [], 1.0
+    base, weight = split_weight(specs[1], FLAG, WRITE)
+    sources = [str(specs[0]), base]
+    if sources[0] == sources[1]:
+        raise ValueError(f"{given} is no difference; {WRITE}")
+    return sources, weight
+
+
+def open_unet(source, config, **hub_options):
+    """{name of a parameter: Stored} of a UNet; arguments as for unet_files."""
+    stored = {}
+    for file in unet_files(source, **hub_options):
+        stored |= stored_parameters(file)
+    return stored
+
+
+def unet_files(source, **hub_options):
+    """The files with the weights of a UNet.
+
+    Args:
+        source: directory or hub id of a UNet or of a pipeline, or a file of a UNet's weights.
+        **hub_options: see take_hub_options.
+
+    Raises:
+        ValueError: there are none.
+    """
+    repository, name = locate(FLAG, source)
+    if name is not None:
+        return [Path(fetch_source(FLAG, source, **hub_options))]
+    is_pipeline = fetch_file(repository, "config.json", "unet", None, **hub_options) is not None
+    place = {"subfolder": "unet" if is_pipeline else None, "revision": None}
+    fetch = partial(fetch_file, repository, **place, **hub_options)
+    where = f"{FLAG} {place_in_words(repository, **place)}"
+    return find_weights(fetch, "diffusion_pytorch_model", None, False, where)
+
+
+def stored_parameters(file):
+    """{name of a parameter: Stored} of one file; a safetensors file is read when Stored.read is."""
+    if file.suffix != ".safetensors":
+        return {name: Stored(x.shape, partial(np.asarray, x)) for name, x in read_weights(file)}
+    tensors = safe_open(file, "np", backend="pread")
+    stored = {}
+    for key in tensors.keys():  # noqa: SIM118 - not a dict
+        # An array without memory shows the parameter's name and axes.
+        shape = np.broadcast_to(np.float32(0), tensors.get_slice(key).get_shape())
+        name, axes = torch_to_flax(key, shape)
+        stored[name] = Stored(axes.shape, partial(read_parameter, tensors, key))
+    return stored
+
+
+def read_parameter(tensors, key):
+    """The parameter that a tensor of a safetensors file becomes."""
+    return torch_to_flax(key, tensors.get_tensor(key))[1]

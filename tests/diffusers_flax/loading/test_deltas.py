@@ -1,0 +1,194 @@
+"""--unet_delta against PyTorch's pipelines with the same sum of weights."""
+
+import shutil
+from functools import partial
+
+import diffusers
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax.traverse_util import flatten_dict
+from helpers import PROMPTS, edit_with_torch, edit_with_torch_xl, psnr, random_inputs
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import edit_cli
+import evaluate_edits
+import sdxl_single
+from diffusers_flax import FlaxDiffusionPipeline
+from diffusers_flax.loading.weights import torch_to_flax
+from diffusers_flax.messages import warn_once
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+SCALES = dict(guidance_scale=3.0, image_guidance_scale=1.5)
+
+
+def make_models(folder, make, weight=1.0):
+    """An edit model, a base model, a distilled UNet that embeds the guidance, and the sum.
+
+    Args:
+        folder: of the four directories.
+        make: (folder, edits, seed) of a tiny model.
+        weight: of the difference in the sum.
+    """
+    edit, base = make(folder / "edit", True, 0), make(folder / "base", False, 1)
+    distilled, summed = folder / "distilled", shutil.copytree(edit, folder / "sum")
+    config = diffusers.UNet2DConditionModel.load_config(base / "unet")
+    torch.manual_seed(2)
+    unet = diffusers.UNet2DConditionModel.from_config(config, time_cond_proj_dim=8)
+    unet.save_pretrained(distilled)
+    weights = load_file(summed / "unet" / WEIGHTS)
+    theirs, ours = load_file(distilled / WEIGHTS), load_file(base / "unet" / WEIGHTS)
+    for name, x in weights.items():
+        x[(slice(None), slice(0, 4)) if name == "conv_in.weight" else ...] += weight * (
+            theirs[name] - ours[name]
+        )
+    save_file(weights, summed / "unet" / WEIGHTS, {"format": "pt"})
+    return edit, base, distilled, summed
+
+
+def make_sd(folder, edits, seed):
+    return make_tiny_pipeline(folder, in_channels=8 if edits else 4, seed=seed)
+
+
+def make_xl(folder, edits, seed):
+    return make_tiny_xl(folder, edits=edits, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "edit_theirs", "factor", "steps"),
+    [
+        (make_sd, edit_with_torch, 4, 20),
+        pytest.param(make_xl, edit_with_torch_xl, 8, 8, marks=pytest.mark.slow),
+    ],
+    ids=["sd", "sdxl"],
+)
+def test_edits_are_those_of_pytorch(tmp_path, caplog, make, edit_theirs, factor, steps):
+    """Half of the difference; the first convolution's goes to the noisy latents."""
+    warn_once.cache_clear()
+    edit, base, distilled, summed = make_models(tmp_path, make, 0.5)
+    images, latents = random_inputs(2, 32, 48, factor)
+    expected = edit_theirs(summed, PROMPTS[:2], images, latents, **SCALES)
+    delta = (distilled, f"{base}:0.5")
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(edit, unet_delta=delta)
+    assert "cond_proj/kernel is left out, the model lacks it" in caplog.text
+    wanted = dict(
+        torch_to_flax(name, x.numpy()) for name, x in load_file(summed / "unet" / WEIGHTS).items()
+    )
+    for name, x in flatten_dict(params["unet"], sep="/").items():
+        np.testing.assert_allclose(x, wanted[name], rtol=1e-6, atol=1e-7, err_msg=name)
+    inputs = pipeline.prepare_inputs(PROMPTS[:2], images)
+    call = partial(pipeline, num_inference_steps=steps, latents=latents, **SCALES)
+    found = call(*inputs, params, jax.random.key(0)).images
+    assert psnr(found, expected) > 60
+
+
+@pytest.mark.slow
+def test_sources_and_their_types(tmp_path):
+    """A pipeline, a UNet's directory, files, shards; the sum is float32 for any dtypes."""
+    edit, base, distilled, _ = make_models(tmp_path, make_xl)
+    open_with = partial(FlaxDiffusionPipeline.from_pretrained, edit)
+    expected = open_with(unet_delta=(distilled, base))[1]["unet"]
+    unet = diffusers.UNet2DConditionModel.from_pretrained(base / "unet")
+    unet.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    torch.save(load_file(distilled / WEIGHTS), tmp_path / "distilled.bin")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    for sources in (
+        (str(distilled / WEIGHTS), base / "unet"),
+        (tmp_path / "distilled.bin", f"{tmp_path / 'shards'}:1"),
+    ):
+        found = open_with(unet_delta=sources)[1]["unet"]
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+    halves = {}
+    for folder, dtype in ((distilled, torch.float16), (base / "unet", torch.bfloat16)):
+        half = {name: x.to(dtype) for name, x in load_file(folder / WEIGHTS).items()}
+        halves[dtype] = tmp_path / f"{str(dtype)[6:]}.safetensors"
+        save_file(half, halves[dtype])
+    found = open_with(unet_delta=tuple(halves.values()))[1]["unet"]["conv_out"]["kernel"]
+    kernels = [load_file(x)["conv_out.weight"].float().numpy() for x in halves.values()]
+    before = load_file(edit / "unet" / WEIGHTS)["conv_out.weight"].numpy()
+    _, wanted = torch_to_flax("conv_out.weight", before + (kernels[0] - kernels[1]))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    assert found.dtype == np.float32 and kernels[1].astype(ml_dtypes.bfloat16).any()
+
+
+@pytest.mark.slow
+def test_programs_add_it(tmp_path):
+    """The same images as with the sum; --timesteps ays and a LoRA's scheduler beside it."""
+    edit, base, distilled, summed = make_models(tmp_path, make_xl)
+    images, _ = random_inputs(1, 40, 56, 8)
+    Image.fromarray((images[0] * 255).astype(np.uint8)).save(tmp_path / "in.png")
+    delta = ["--unet_delta", str(distilled), str(base)]
+    common = ["--scheduler", "lcm", "--timesteps", "ays", "--compilation_cache_dir="]
+    pixels = []
+    for name, flags in (("with", [str(edit), *delta]), ("sum", [str(summed)])):
+        out = tmp_path / f"{name}.png"
+        args = ["--input", str(tmp_path / "in.png"), "--edit", "red", "--output", str(out)]
+        edit_cli.main(["--model", *flags, *args, "--resolution", "56", *common])
+        pixels.append(np.asarray(Image.open(out), np.float32))
+    assert np.abs(pixels[0] - pixels[1]).max() <= 1
+
+    changed = {}
+    for name, flags in (("plain", []), ("with", delta)):
+        out = tmp_path / f"{name}-text.png"
+        args = ["--pretrained_model_name_or_path", str(base), "--num_images", "1", *flags]
+        sdxl_single.main([*args, "--prompt", "red", "--output", str(out), *common])
+        changed[name] = np.asarray(Image.open(out), np.float32)
+    assert np.abs(changed["plain"] - changed["with"]).max() > 1
+
+
+@pytest.mark.slow
+def test_evaluations_record_it(tmp_path):
+    edit, base, distilled, _ = make_models(tmp_path, make_sd)
+    images, _ = random_inputs(2, 32, 32, 4)
+    rows = []
+    for i, image in enumerate(images):
+        Image.fromarray((image * 255).astype(np.uint8)).save(tmp_path / f"{i}.png")
+        rows.append(f'{{"input": "{i}.png", "edit": "red", "truth": "{i}.png"}}')
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    args = f"--model {edit} --pairs_jsonl {tmp_path}/pairs.jsonl --output_dir {tmp_path}/out"
+    args += " --resolution 32 --clip_model= --compilation_cache_dir= --scheduler lcm"
+    args += f" --timesteps ays --unet_delta {distilled} {base}:0.5"
+    evaluate_edits.main(args.split())
+    text = (tmp_path / "out" / "results.json").read_text()
+    assert f"{base}:0.5" in text and '"num_inference_steps": 10' in text
+    assert "--timesteps ays" in (tmp_path / "out" / "results.md").read_text()
+
+
+@pytest.mark.slow
+def test_wrong_differences_are_one_line(tmp_path, capsys):
+    edit, base, distilled, _ = make_models(tmp_path, make_xl)
+    sd = make_tiny_pipeline(tmp_path / "sd", in_channels=4)
+    wide = diffusers.UNet2DConditionModel.from_config(
+        diffusers.UNet2DConditionModel.load_config(base / "unet"), cross_attention_dim=64
+    )
+    wide.save_pretrained(tmp_path / "wide")
+    (tmp_path / "empty").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
+    args = ["--model", str(edit), "--input", str(tmp_path / "in.png"), "--edit", "make it red"]
+    for delta, message in (
+        ([distilled], f"--unet_delta {distilled}: write DISTILLED BASE or DISTILLED BASE:WEIGHT"),
+        ([distilled, f"{base}:x"], f"--unet_delta {base}:x: write DISTILLED BASE"),
+        ([base, base], "is no difference"),
+        ([sd, base], f"--unet_delta {sd} is of another family than the model: its "),
+        ([distilled, tmp_path / "wide"], "of shape (64, 16), the model's is (48, 16)"),
+        ([distilled, tmp_path / "empty"], f"no weights in --unet_delta {tmp_path / 'empty'}"),
+        ([tmp_path / "no.safetensors", base], "no.safetensors does not exist; check the path"),
+        ([tmp_path / "in.png", base], "in.png cannot be read as weights"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            edit_cli.main([*args, "--unet_delta", *map(str, delta), "--compilation_cache_dir="])
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and message in error, error
+    pipeline, _ = FlaxDiffusionPipeline.from_pretrained(edit)
+    with pytest.raises(ValueError, match="which unet= replaces"):
+        FlaxDiffusionPipeline.from_pretrained(
+            edit, unet=pipeline.unet, unet_delta=(distilled, base)
+        )
