@@ -74,7 +74,6 @@ from benchmarks.rows import (
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
 from demo.evaluate import load_edits, measure_edits, read_held_out_edits
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -84,6 +83,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 )
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import make_scheduler, scheduler_from_pretrained
 
 Technique = Literal[tuple(ACCELERATIONS)]

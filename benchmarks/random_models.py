@@ -8,10 +8,10 @@ import numpy as np
 
 from benchmarks.rows import ROOT
 from diffusers_flax.loading.files import write_json
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.euler import FlaxEulerDiscreteScheduler
 
 TOKENIZER = ROOT / "demo" / "base_model" / "tokenizer"

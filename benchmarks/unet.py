@@ -56,8 +56,8 @@ from benchmarks.rows import (
     run_benchmark,
     write_rows,
 )
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 SD15_EDIT = SD15["unet"] | {"in_channels": 8}
 TEXT_LENGTH = 77

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
 from diffusers_flax.loading.configs import ConfigMixin
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.tiny_vae import (
     TINY_VAES,
     FlaxAutoencoderTiny,
@@ -34,6 +33,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import choose_scheduler
 from tpu.programs import param_shapes, replicated_shapes
 

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 
 from safetensors import safe_open
 
-from diffusers_flax.loading.published_configs import (
+from diffusers_flax.loading.weights import as_array, damage, read_safetensors
+from diffusers_flax.messages import first_names, reason_of, warn_once
+from diffusers_flax.published_configs import (
     COSXL_ENTRIES,
     COSXL_SCHEDULER,
     cosxl_scheduler,
 )
-from diffusers_flax.loading.weights import as_array, damage, read_safetensors
-from diffusers_flax.messages import first_names, reason_of, warn_once
 
 INDEX_NAME, SCHEDULER_FILE = "model_index.json", "scheduler_config.json"
 SINGLE_FILE_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")

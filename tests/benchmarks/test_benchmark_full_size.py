@@ -25,8 +25,8 @@ from benchmarks import full_size
 from benchmarks.full_size import run_command
 from benchmarks.random_models import TEXT_ENCODER, UNET, VAE
 from benchmarks.rows import rows_of
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 
 def test_shapes_are_stable_diffusions():

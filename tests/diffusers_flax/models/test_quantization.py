@@ -12,10 +12,10 @@ import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from diffusers_flax.loading.lora import add_lora
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.models.blocks import BasicTransformerBlock, Conv, Dense, ResnetBlock2D
 from diffusers_flax.models.quantization import quantize
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from tpu.programs import LIBTPU_ENVIRONMENT, find_slice, slice_devices
 from training.sharding import combine
 

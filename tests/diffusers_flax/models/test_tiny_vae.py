@@ -11,9 +11,9 @@ import torch
 from diffusers import AutoencoderTiny
 from flax.traverse_util import unflatten_dict
 
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.loading.weights import torch_to_flax
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 FLOAT32_PSNR = 100  # dB
 BFLOAT16_PSNR = 30

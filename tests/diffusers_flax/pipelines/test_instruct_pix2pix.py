@@ -20,12 +20,12 @@ from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
 
 from diffusers_flax.images import to_rgb
-from diffusers_flax.loading.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     edit_branches,
     pixels_per_latent,
 )
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.

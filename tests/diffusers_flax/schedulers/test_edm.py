@@ -10,7 +10,7 @@ import torch
 from helpers import slow
 from trajectories import NOISE, START, assert_same_trajectory, model
 
-from diffusers_flax.loading.published_configs import COSXL_SCHEDULER, cosxl_scheduler
+from diffusers_flax.published_configs import COSXL_SCHEDULER, cosxl_scheduler
 from diffusers_flax.schedulers.euler import FlaxEDMEulerScheduler
 from diffusers_flax.schedulers.factory import (
     scheduler_from_config,
