@@ -18,11 +18,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError
 
 from diffusers_flax.loading.hub import fetch_file, fetch_source, locate, place_in_words
 from diffusers_flax.loading.lora import split_weight
-from diffusers_flax.loading.weights import find_weights, read_weights, torch_to_flax
+from diffusers_flax.loading.single_file import SINGLE_FILE_SUFFIXES, SingleFile, check_content
+from diffusers_flax.loading.weights import (
+    SafetensorsFile,
+    damage,
+    find_weights,
+    read_weights,
+    torch_to_flax,
+)
 from diffusers_flax.messages import first_names, warn_once
 
 FLAG = "--unet_delta"
@@ -45,8 +52,8 @@ class UnetDelta:
 
     Args:
         specs: (DISTILLED, BASE) or (DISTILLED, "BASE:WEIGHT"), or nothing. Each is a directory or
-            hub id of a UNet or of a pipeline, or a file of a UNet's weights. WEIGHT multiplies the
-            difference, default 1.
+            hub id of a UNet or of a pipeline, or a file of a UNet or of a whole model. WEIGHT
+            multiplies the difference, default 1.
         config: of the model's UNet.
         **hub_options: see take_hub_options.
 
@@ -127,9 +134,22 @@ def split_specs(specs):
 
 
 def open_unet(source, config, **hub_options):
-    """{name of a parameter: Stored} of a UNet; arguments as for unet_files."""
+    """{name of a parameter: Stored} of a UNet.
+
+    Args:
+        source, hub_options: as for unet_files.
+        config: of the UNet, for a file of the original layout.
+    """
+    files = unet_files(source, **hub_options)
+    _, name = locate(FLAG, source)
+    if name is not None and name.endswith(SINGLE_FILE_SUFFIXES):
+        file = SingleFile(files[0]).as_part("unet")
+        check_content(FLAG, file)
+        if not file.is_converted:
+            read = partial(file.read_part, "unet", dict(config))
+            return stored_arrays(read_weights(files[0], read))
     stored = {}
-    for file in unet_files(source, **hub_options):
+    for file in files:
         stored |= stored_parameters(file)
     return stored
 
@@ -138,7 +158,8 @@ def unet_files(source, **hub_options):
     """The files with the weights of a UNet.
 
     Args:
-        source: directory or hub id of a UNet or of a pipeline, or a file of a UNet's weights.
+        source: directory or hub id of a UNet or of a pipeline, or a file of a UNet or of a whole
+            model.
         **hub_options: see take_hub_options.
 
     Raises:
@@ -157,17 +178,24 @@ def unet_files(source, **hub_options):
 def stored_parameters(file):
     """{name of a parameter: Stored} of one file; a safetensors file is read when Stored.read is."""
     if file.suffix != ".safetensors":
-        return {name: Stored(x.shape, partial(np.asarray, x)) for name, x in read_weights(file)}
-    tensors = safe_open(file, "np", backend="pread")
+        return stored_arrays(read_weights(file))
+    try:
+        tensors = SafetensorsFile(file)
+    except SafetensorError as error:
+        raise ValueError(damage(file, error)) from error
     stored = {}
-    for key in tensors.keys():  # noqa: SIM118 - not a dict
+    for key, shape in tensors.shapes.items():
         # An array without memory shows the parameter's name and axes.
-        shape = np.broadcast_to(np.float32(0), tensors.get_slice(key).get_shape())
-        name, axes = torch_to_flax(key, shape)
+        name, axes = torch_to_flax(key, np.broadcast_to(np.float32(0), shape))
         stored[name] = Stored(axes.shape, partial(read_parameter, tensors, key))
     return stored
 
 
+def stored_arrays(arrays):
+    """{name of a parameter: Stored} of (name, array) pairs, whose arrays may be memory maps."""
+    return {name: Stored(x.shape, partial(np.asarray, x)) for name, x in arrays}
+
+
 def read_parameter(tensors, key):
-    """The parameter that a tensor of a safetensors file becomes."""
-    return torch_to_flax(key, tensors.get_tensor(key))[1]
+    """The parameter that a tensor of a SafetensorsFile becomes."""
+    return torch_to_flax(key, tensors.read(key))[1]

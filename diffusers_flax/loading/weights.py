@@ -238,19 +238,38 @@ def damage(file, error):
 
 def read_safetensors(file):
     """Yield (name, NumPy array) of a safetensors file."""
-    # pread: the pages of a memory map would stay in memory next to the copies.
-    with safe_open(file, "np", backend="pread") as tensors, open(file, "rb") as raw:
-        header_size = int.from_bytes(raw.read(8), "little")
-        header = json.loads(raw.read(header_size))
-        for key in tensors.keys():  # noqa: SIM118 - not a dict
-            entry = header[key]
-            if entry["dtype"] not in FLOAT8:
-                yield key, tensors.get_tensor(key)
-                continue
-            start, end = entry["data_offsets"]
-            raw.seek(8 + header_size + start)
+    tensors = SafetensorsFile(file)
+    for key in tensors.shapes:
+        yield key, tensors.read(key)
+
+
+class SafetensorsFile:
+    """A safetensors file whose tensors are read one at a time.
+
+    Attributes:
+        shapes: {name: shape}, in the file's order.
+    """
+
+    def __init__(self, file):
+        # pread: the pages of a memory map would stay in memory next to the copies.
+        self.file, self.tensors = file, safe_open(file, "np", backend="pread")
+        with open(file, "rb") as raw:
+            header_size = int.from_bytes(raw.read(8), "little")
+            self.header = json.loads(raw.read(header_size))
+        self.start = 8 + header_size
+        names = self.tensors.keys()
+        self.shapes = {name: tuple(self.header[name]["shape"]) for name in names}
+
+    def read(self, key):
+        """A tensor as a NumPy array."""
+        entry = self.header[key]
+        if entry["dtype"] not in FLOAT8:
+            return self.tensors.get_tensor(key)
+        start, end = entry["data_offsets"]
+        with open(self.file, "rb") as raw:
+            raw.seek(self.start + start)
             array = np.frombuffer(raw.read(end - start), FLOAT8[entry["dtype"]])
-            yield key, array.reshape(entry["shape"])
+        return array.reshape(entry["shape"])
 
 
 def _read_bin(file):

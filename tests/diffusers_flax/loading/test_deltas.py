@@ -5,7 +5,6 @@ from functools import partial
 
 import diffusers
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from flax.traverse_util import flatten_dict
 from helpers import PROMPTS, edit_with_torch, edit_with_torch_xl, psnr, random_inputs
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from original_layout import original_layout, write_single_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
@@ -97,10 +97,13 @@ def test_sources_and_their_types(tmp_path):
     unet = diffusers.UNet2DConditionModel.from_pretrained(base / "unet")
     unet.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     torch.save(load_file(distilled / WEIGHTS), tmp_path / "distilled.bin")
+    whole = original_layout(base)
+    files = [write_single_file(tmp_path / f"base{end}", whole) for end in (".safetensors", ".ckpt")]
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     for sources in (
         (str(distilled / WEIGHTS), base / "unet"),
         (tmp_path / "distilled.bin", f"{tmp_path / 'shards'}:1"),
+        *((distilled, file) for file in files),
     ):
         found = open_with(unet_delta=sources)[1]["unet"]
         jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -115,7 +118,13 @@ def test_sources_and_their_types(tmp_path):
     before = load_file(edit / "unet" / WEIGHTS)["conv_out.weight"].numpy()
     _, wanted = torch_to_flax("conv_out.weight", before + (kernels[0] - kernels[1]))
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
-    assert found.dtype == np.float32 and kernels[1].astype(ml_dtypes.bfloat16).any()
+    assert found.dtype == np.float32
+    float8 = {name: x.to(torch.float8_e4m3fn) for name, x in load_file(distilled / WEIGHTS).items()}
+    save_file(float8, tmp_path / "float8.safetensors")
+    found = open_with(unet_delta=(tmp_path / "float8.safetensors", distilled))[1]["unet"]
+    rounding = float8["conv_out.weight"].float() - load_file(distilled / WEIGHTS)["conv_out.weight"]
+    _, wanted = torch_to_flax("conv_out.weight", before + rounding.numpy())
+    np.testing.assert_allclose(found["conv_out"]["kernel"], wanted, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow
