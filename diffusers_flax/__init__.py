@@ -65,6 +65,7 @@ NAMES = {  # by module
         "DPMSolverMultistepSchedulerState",
         "FlaxDPMSolverMultistepScheduler",
         "FlaxDPMSolverMultistepSchedulerOutput",
+        "FlaxEDMDPMSolverMultistepScheduler",
     ),
     "schedulers.lcm": (
         "FlaxLCMScheduler",

@@ -1,4 +1,4 @@
-"""FlaxDPMSolverMultistepScheduler: DPM-Solver++ of order 1, 2 or 3."""
+"""FlaxDPMSolverMultistepScheduler: DPM-Solver++ of order 1, 2 or 3, also for models of EDM."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,14 @@ from diffusers_flax.schedulers.base import (
     append,
     timestep_grid,
 )
-from diffusers_flax.schedulers.euler import KARRAS_CHOOSES, SigmaScheduler, vp_scales, weighted_sum
+from diffusers_flax.schedulers.euler import (
+    EDM_DEFAULTS,
+    KARRAS_CHOOSES,
+    EDMScheduler,
+    SigmaScheduler,
+    vp_scales,
+    weighted_sum,
+)
 from diffusers_flax.schedulers.noise_schedule import CommonSchedulerState, to_device
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
@@ -133,7 +140,13 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             raise ValueError(
                 f"num_inference_steps={num_inference_steps} visits a timestep twice; take fewer"
             )
-        timesteps, sigmas = timesteps[first_step:], sigmas[first_step:]
+        alpha_t = 1 / np.sqrt(sigmas**2 + 1)
+        return self._steps(timesteps, sigmas, alpha_t, num_inference_steps, first_step)
+
+    def _steps(self, timesteps, sigmas, alpha_t, num_inference_steps, first_step):
+        """The plan of a run, see _plan; alpha_t: of x_t = alpha_t (x0 + sigma eps), like sigmas."""
+        timesteps = timesteps[first_step:]
+        sigmas, alpha_t = sigmas[first_step:], alpha_t[first_step:]
         is_short_run = self.config.lower_order_final and num_inference_steps < 15
         weights = [
             [
@@ -142,7 +155,6 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             ]
             for i in range(len(timesteps))
         ]
-        alpha_t = 1 / np.sqrt(sigmas**2 + 1)
         return {
             "timesteps": timesteps,
             "sigmas": sigmas,
@@ -196,6 +208,11 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
     def _memory(self, shape):
         return {"model_outputs": jnp.zeros((self.config.solver_order, *shape), jnp.float32)}
 
+    def _noise_kept(self, sigma, next_sigma):
+        _, sigma_t = vp_scales(sigma)
+        _, next_sigma_t = vp_scales(next_sigma)
+        return next_sigma_t / sigma_t
+
     def convert_model_output(self, state, model_output, timestep, sample):
         """The clean sample that the model predicts at a timestep of the run, float32."""
         sigma = state.sigmas[self._position(state, timestep)]
@@ -225,9 +242,8 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         weights = state.x0_weights[
             i, jnp.minimum(state.lower_order_nums, self.config.solver_order - 1)
         ]
-        _, sigma_t = vp_scales(state.sigmas[i])
-        _, next_sigma_t = vp_scales(state.sigmas[i + 1])
-        x_prev = next_sigma_t / sigma_t * x_t + weighted_sum(weights, model_outputs)
+        noise_kept = self._noise_kept(state.sigmas[i], state.sigmas[i + 1])
+        x_prev = noise_kept * x_t + weighted_sum(weights, model_outputs)
         state = state.replace(
             model_outputs=model_outputs,
             lower_order_nums=jnp.minimum(state.lower_order_nums + 1, self.config.solver_order),
@@ -235,3 +251,35 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         )
         output = FlaxDPMSolverMultistepSchedulerOutput(x_prev.astype(sample.dtype), state)
         return output if return_dict else output.to_tuple()
+
+
+class FlaxEDMDPMSolverMultistepScheduler(EDMScheduler, FlaxDPMSolverMultistepScheduler):
+    """DPM-Solver++ for models that EDM preconditions, as FlaxDPMSolverMultistepScheduler."""
+
+    defaults = EDM_DEFAULTS | {
+        "solver_order": 2,
+        "thresholding": False,
+        "dynamic_thresholding_ratio": 0.995,
+        "sample_max_value": 1.0,
+        "algorithm_type": "dpmsolver++",
+        "solver_type": "midpoint",
+        "lower_order_final": True,
+        "euler_at_final": False,
+        "final_sigmas_type": "zero",
+    }
+    arguments = tuple(defaults)
+    choices = EDMScheduler.choices | {
+        "solver_order": (1, 2, 3),
+        "solver_type": ("midpoint", "heun"),
+        "algorithm_type": ("dpmsolver++",),
+        "thresholding": (False,),
+    }
+
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        timesteps, sigmas = self._run(num_inference_steps)
+        alpha_t = np.ones_like(sigmas)
+        plan = self._steps(timesteps, sigmas, alpha_t, num_inference_steps, first_step)
+        return plan | {"init_noise_sigma": self.init_noise_sigma}
+
+    def _noise_kept(self, sigma, next_sigma):
+        return next_sigma / sigma

@@ -276,36 +276,42 @@ class FlaxEulerAncestralDiscreteScheduler(FlaxEulerDiscreteScheduler):
         return x_0 + next_sigma**2 / sigma * eps + fresh * draw_noise()
 
 
-class FlaxEDMEulerScheduler(FlaxEulerDiscreteScheduler):
-    """Euler steps for models that EDM preconditions, such as CosXL.
+# The options that EDM's schedulers have in common.
+EDM_DEFAULTS = {
+    "sigma_min": 0.002,
+    "sigma_max": 80.0,
+    "sigma_data": 0.5,  # standard deviation of x_0
+    "sigma_schedule": "karras",
+    "num_train_timesteps": 1000,  # noise levels in training
+    "prediction_type": "epsilon",
+    "rho": 7.0,
+}
+
+
+class EDMScheduler(SigmaScheduler):
+    """Common to the schedulers of models that EDM preconditions, such as CosXL.
 
     The model takes c_in x_t and the timestep log(sigma) / 4; x_0 is c_skip x_t + c_out F, where F
     is its output and x_t = x_0 + sigma eps. prediction_type v_prediction has the sign of c_out that
     makes F the velocity of x_0 / sigma_data; epsilon has the paper's.
 
-    Source: Karras et al. (arXiv 2206.00364), table 1 and algorithm 1 without its second-order
-    correction. Names, defaults and the start at sqrt(sigma_max^2 + 1): PyTorch diffusers.
+    Source: Karras et al. (arXiv 2206.00364), table 1. Names, defaults and the start at
+    sqrt(sigma_max^2 + 1): PyTorch diffusers.
     """
 
-    defaults = {  # noqa: RUF012 - see FlaxSchedulerMixin
-        "sigma_min": 0.002,
-        "sigma_max": 80.0,
-        "sigma_data": 0.5,  # standard deviation of x_0
-        "sigma_schedule": "karras",
-        "num_train_timesteps": 1000,  # noise levels in training
-        "prediction_type": "epsilon",
-        "rho": 7.0,
-        "final_sigmas_type": "zero",
-    }
     first_arguments = ()
-    arguments = tuple(defaults)
-    choices = {  # noqa: RUF012
+    choices = {  # noqa: RUF012 - see FlaxSchedulerMixin
         "sigma_schedule": ("karras", "exponential"),
         "prediction_type": ("epsilon", "v_prediction"),
         "final_sigmas_type": ("zero", "sigma_min"),
     }
     takes_timesteps = False
     _compatibles = ()
+
+    @property
+    def init_noise_sigma(self):
+        """Standard deviation of the noise to start from."""
+        return float(np.hypot(self.config.sigma_max, 1))
 
     @property
     def vp_prediction_type(self):
@@ -325,34 +331,25 @@ class FlaxEDMEulerScheduler(FlaxEulerDiscreteScheduler):
         alphas = np.append(alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1])
         return tuple(table.astype(np.float32) for table in (alphas, 1 - alphas, alpha_bar))
 
-    def _init_noise_sigma(self, sigmas):
-        return float(np.hypot(self.config.sigma_max, 1))
-
-    def create_state(self, common=None):
-        """See FlaxEulerDiscreteScheduler.create_state; timesteps and sigmas are of the longest run.
-
-        common has the noise levels of training, see noise_schedule.edm_levels.
-        """
-        return (
-            super()
-            .create_state(common)
-            .replace(**{name: to_device(x) for name, x in self._plan(len(self), 0, None).items()})
-        )
-
-    def _plan(self, num_inference_steps, first_step, timesteps):
+    def _run(self, num_inference_steps):
+        """Falling (timesteps, sigmas) of a run; sigmas also have the level after its last step."""
         highest, lowest = self.config.sigma_max, self.config.sigma_min
         if self.config.sigma_schedule == "karras":
             sigmas = karras_sigmas(highest, lowest, num_inference_steps, self.config.rho)
         else:
             sigmas = np.geomspace(highest, lowest, num_inference_steps)
         final = sigmas[-1] if self.config.final_sigmas_type == "sigma_min" else 0
-        sigmas = sigmas[first_step:]
-        return {
-            "timesteps": np.log(sigmas) / 4,
-            "sigmas": np.append(sigmas, final),
-            "init_noise_sigma": self._init_noise_sigma(sigmas),
-            "step_index": 0,
-        }
+        return np.log(sigmas) / 4, np.append(sigmas, final)
+
+    def create_state(self, common=None):
+        """The state before set_timesteps; timesteps and sigmas are of the longest run.
+
+        common has the noise levels of training, see noise_schedule.edm_levels.
+        """
+        timesteps, sigmas = map(to_device, self._run(len(self)))
+        start = to_device(self.init_noise_sigma)
+        state = super().create_state(common)
+        return state.replace(timesteps=timesteps, sigmas=sigmas, init_noise_sigma=start)
 
     def _check_visited(self, num_inference_steps, timesteps):
         """All timesteps of a run are within the noise levels of training."""
@@ -374,9 +371,9 @@ class FlaxEDMEulerScheduler(FlaxEulerDiscreteScheduler):
 
     def add_noise(self, state, original_samples, noise, timesteps):
         """Noise clean samples to given timesteps, x0 + sigma eps; see FlaxSchedulerMixin."""
-        scaled = original_samples.astype(jnp.float32) / self.config.sigma_data
-        noisy = super().add_noise(state, scaled, noise, timesteps) * self.config.sigma_data
-        return noisy.astype(original_samples.dtype)
+        alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
+        sigma = self.config.sigma_data * sigma_t / alpha_t
+        return mix(1.0, original_samples, sigma, noise).astype(original_samples.dtype)
 
     def get_velocity(self, state, sample, noise, timesteps):
         """What a v-prediction model learns, the F whose c_skip x_t + c_out F is x_0."""
@@ -390,6 +387,25 @@ class FlaxEDMEulerScheduler(FlaxEulerDiscreteScheduler):
         sign = -1 if self.config.prediction_type == "v_prediction" else 1
         x_0 = c_skip * x_t + sign * c_out * model_output.astype(jnp.float32)
         return x_0, (x_t - x_0) / sigma
+
+
+class FlaxEDMEulerScheduler(EDMScheduler, FlaxEulerDiscreteScheduler):
+    """Euler steps for models that EDM preconditions.
+
+    Source: Karras et al. (arXiv 2206.00364), algorithm 1 without its second-order correction.
+    """
+
+    defaults = EDM_DEFAULTS | {"final_sigmas_type": "zero"}
+    arguments = tuple(defaults)
+
+    def _plan(self, num_inference_steps, first_step, timesteps):
+        timesteps, sigmas = self._run(num_inference_steps)
+        return {
+            "timesteps": timesteps[first_step:],
+            "sigmas": sigmas[first_step:],
+            "init_noise_sigma": self.init_noise_sigma,
+            "step_index": 0,
+        }
 
 
 class FlaxEDMTrainingScheduler(FlaxEDMEulerScheduler):

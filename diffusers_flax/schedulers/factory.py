@@ -1,10 +1,12 @@
 """Choosing a scheduler: by name, by the config of a model, and for training."""
 
-from diffusers_flax.messages import warn_once
 from diffusers_flax.schedulers.base import CONFIG_NAME, FlaxSchedulerMixin
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
+from diffusers_flax.schedulers.dpmsolver import (
+    FlaxDPMSolverMultistepScheduler,
+    FlaxEDMDPMSolverMultistepScheduler,
+)
 from diffusers_flax.schedulers.euler import (
     FlaxEDMEulerScheduler,
     FlaxEDMTrainingScheduler,
@@ -41,8 +43,12 @@ REPLACEABLE = (
     "UniPCMultistepScheduler",
 )
 
-# PyTorch's classes for models that EDM preconditions, such as CosXL: no other can take their place.
-EDM_CLASSES = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
+# What takes the place of a scheduler for a model that EDM preconditions, such as CosXL.
+EDM_SCHEDULERS = {
+    "euler": FlaxEDMEulerScheduler,
+    "dpmsolver++": FlaxEDMDPMSolverMultistepScheduler,
+}
+EDM_CLASSES = tuple(cls.__name__.removeprefix("Flax") for cls in EDM_SCHEDULERS.values())
 
 # The options that training depends on.
 TRAINING_OPTIONS = (*FIRST_ARGUMENTS, "prediction_type", "rescale_betas_zero_snr")
@@ -77,7 +83,7 @@ def scheduler_from_config(config, source, name=None, **changes):
 
     Raises:
         ValueError: the config is of a class that is not supported, unless name replaces one of
-            REPLACEABLE, or name replaces one of EDM_CLASSES; or as in from_config.
+            REPLACEABLE; it is of EDM and name is not in EDM_SCHEDULERS; or as in from_config.
     """
     by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in SCHEDULERS.values()}
     own = class_name(config)
@@ -96,18 +102,14 @@ def scheduler_from_config(config, source, name=None, **changes):
 
 def edm_scheduler(config, source, name, changes):
     """scheduler_from_config of one of EDM_CLASSES."""
-    own = class_name(config)
-    if name:
+    if name not in (None, *EDM_SCHEDULERS):
         raise ValueError(
-            f"--scheduler {name} has other noise levels than {own}, with which {source} was "
-            "trained; leave it out"
+            f"--scheduler {name} has other noise levels than EDM, with which {source} was trained; "
+            f"take {' or '.join(EDM_SCHEDULERS)}"
         )
-    if own != EDM_CLASSES[0]:
-        warn_once(
-            f"{source} has a {own}, which is not supported: {EDM_CLASSES[0]} takes its place, with "
-            "the same noise levels"
-        )
-    scheduler = FlaxEDMEulerScheduler.from_file_content(config, source, **changes)
+    by_class_name = dict(zip(EDM_CLASSES, EDM_SCHEDULERS.values()))
+    cls = EDM_SCHEDULERS[name] if name else by_class_name[class_name(config)]
+    scheduler = cls.from_file_content(config, source, **changes)
     return scheduler, scheduler.create_state()
 
 

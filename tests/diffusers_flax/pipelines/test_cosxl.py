@@ -118,10 +118,10 @@ def test_edit_cli_edits(folder, tmp_path, capsys):
     args = f"--model {folder} --input {tmp_path}/in.png --output {tmp_path}/out.png"
     args += " --resolution 56 --num_inference_steps 4"
     args = [*args.split(), "--edit", "make it red", "--compilation_cache_dir", ""]
-    edit_cli.main(args)
+    edit_cli.main([*args, "--scheduler", "dpmsolver++"])
     assert load_image(tmp_path / "out.png").size == (56, 40)
     for flags, message in (
-        ("--scheduler euler", "--scheduler euler has other noise levels than EDMEulerScheduler"),
+        ("--scheduler ddim", "--scheduler ddim has other noise levels than EDM, with which"),
         ("--timesteps 999 499", "--timesteps 999 499 cannot be chosen for a model of EDM"),
         ("--timestep_spacing trailing", "FlaxEDMEulerScheduler has no option timestep_spacing"),
     ):

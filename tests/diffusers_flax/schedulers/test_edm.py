@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import slow
-from trajectories import NOISE, START, assert_same_trajectory, model
+from trajectories import NOISE, SHAPE, START, assert_same_trajectory, model
 
 from diffusers_flax.published_configs import COSXL_SCHEDULER, cosxl_scheduler
+from diffusers_flax.schedulers.dpmsolver import FlaxEDMDPMSolverMultistepScheduler
 from diffusers_flax.schedulers.euler import FlaxEDMEulerScheduler
 from diffusers_flax.schedulers.factory import (
     scheduler_from_config,
@@ -21,21 +22,34 @@ from diffusers_flax.schedulers.factory import (
 COSXL = {name: value for name, value in COSXL_SCHEDULER.items() if name != "_class_name"}
 
 
-def open_both(options, num_steps):
+def open_both(options, num_steps, cls=FlaxEDMEulerScheduler):
     """(PyTorch's scheduler, ours, our state) with timesteps set."""
-    theirs = diffusers.EDMEulerScheduler(**options)
+    theirs = getattr(diffusers, cls.__name__.removeprefix("Flax"))(**options)
     theirs.set_timesteps(num_steps)
-    ours = FlaxEDMEulerScheduler(**options)
-    return theirs, ours, ours.set_timesteps(ours.create_state(), num_steps)
+    ours = cls(**options)
+    return theirs, ours, ours.set_timesteps(ours.create_state(), num_steps, SHAPE)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [COSXL, *slow({}, {"sigma_data": 0.7, "final_sigmas_type": "sigma_min", "rho": 5.0})],
+    ("cls", "options"),
+    [
+        (FlaxEDMEulerScheduler, COSXL),
+        *slow(
+            (FlaxEDMEulerScheduler, {}),
+            (
+                FlaxEDMEulerScheduler,
+                {"sigma_data": 0.7, "final_sigmas_type": "sigma_min", "rho": 5.0},
+            ),
+            (FlaxEDMDPMSolverMultistepScheduler, COSXL),
+            (FlaxEDMDPMSolverMultistepScheduler, COSXL | {"solver_order": 3}),
+            (FlaxEDMDPMSolverMultistepScheduler, {"solver_type": "heun"}),
+            (FlaxEDMDPMSolverMultistepScheduler, {"final_sigmas_type": "sigma_min"}),
+        ),
+    ],
 )
-def test_whole_trajectories_match_pytorch(options):
+def test_whole_trajectories_match_pytorch(cls, options):
     for num_steps in (4, 20, 50):
-        theirs, ours, state = open_both(options, num_steps)
+        theirs, ours, state = open_both(options, num_steps, cls)
         np.testing.assert_allclose(state.timesteps, theirs.timesteps, atol=1e-6)
         np.testing.assert_allclose(state.sigmas, theirs.sigmas, rtol=1e-5)
         assert state.init_noise_sigma == pytest.approx(theirs.init_noise_sigma, rel=1e-6)
@@ -102,10 +116,17 @@ def test_training_targets_have_the_papers_loss():
 
 def test_wrong_uses_are_one_line():
     _, ours, state = open_both(COSXL, 3)
-    dpmsolver = COSXL_SCHEDULER | {"_class_name": "EDMDPMSolverMultistepScheduler"}
-    assert type(scheduler_from_config(dpmsolver, "MODEL")[0]) is FlaxEDMEulerScheduler
+    other = FlaxEDMDPMSolverMultistepScheduler
+    content = COSXL_SCHEDULER | {"_class_name": other.__name__.removeprefix("Flax")}
+    assert type(scheduler_from_config(content, "MODEL")[0]) is other
+    assert type(scheduler_from_config(content, "MODEL", "euler")[0]) is FlaxEDMEulerScheduler
+    scheduler, _ = scheduler_from_config(COSXL_SCHEDULER, "MODEL", "dpmsolver++")
+    assert type(scheduler) is other and scheduler.config.sigma_max == 120
     for wrong, message in (
-        (lambda: scheduler_from_config(COSXL_SCHEDULER, "MODEL", "ddim"), "--scheduler ddim has"),
+        (
+            lambda: scheduler_from_config(COSXL_SCHEDULER, "MODEL", "ddim"),
+            "--scheduler ddim has other",
+        ),
         (
             lambda: training_scheduler(COSXL_SCHEDULER | {"prediction_type": "epsilon"}, "MODEL"),
             "has EDM's prediction_type='epsilon', which cannot be trained",
