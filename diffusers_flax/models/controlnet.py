@@ -382,12 +382,22 @@ class FlaxMultiControlNetModel(nn.Module):
     def from_pretrained(
         cls, path, dtype=jnp.float32, *, subfolder="controlnet", revision=None, **options
     ):
-        """Read all ControlNets of a pipeline directory or hub id; see FlaxModelMixin."""
-        number = len(cls.load_config(path, subfolder, revision))
-        places = [f"{subfolder}{suffix(i)}" for i in range(number)]
+        """Read several ControlNets; see FlaxModelMixin.
+
+        path: a pipeline directory or hub id with all of them, or a sequence with the directory, hub
+        id or file of each.
+        """
         options |= {"dtype": dtype, "revision": revision}
+        if isinstance(path, list | tuple):
+            places = [{"pretrained_model_name_or_path": source} for source in path]
+        else:
+            number = len(cls.load_config(path, subfolder, revision))
+            places = [
+                {"pretrained_model_name_or_path": path, "subfolder": f"{subfolder}{suffix(i)}"}
+                for i in range(number)
+            ]
         load = FlaxControlNetModel.from_pretrained
-        nets, params = zip(*(load(path, subfolder=place, **options) for place in places))
+        nets, params = zip(*(load(**place, **options) for place in places))
         module = cls(nets)
         return module, module.params_of(params)
 

@@ -91,6 +91,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
+    # {part: what its from_pretrained takes} of parts whose weights are not in the directory.
+    part_sources: dict = field(default_factory=dict, kw_only=True)
     embeddings: Embeddings = field(default_factory=Embeddings, kw_only=True)  # of load_params
     # The programs of earlier calls, to log when a call compiles another.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
@@ -273,7 +275,9 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             raise ValueError(
                 f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
             )
-        parts, unet_source = dict(given or {}), None
+        more = cls._more_parts(path, revision, dtype, given or {}, index, **hub_options)
+        given, part_sources = dict(given or {}) | more[0], more[1]
+        parts, unet_source = dict(given), None
         if scheduler is not None:
             parts["scheduler"] = scheduler
         index, configs = cls.check(path, revision, parts, index, **hub_options)
@@ -287,15 +291,20 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             text_encoder = parts[TEXT_ENCODERS[name]]
             parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
         embeddings = Embeddings(embeddings, **hub_options)
-        embeddings.add_tokens(parts, given or {})
+        embeddings.add_tokens(parts, given)
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
-        settings |= {"embeddings": embeddings}
+        settings |= {"embeddings": embeddings, "part_sources": part_sources}
         if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
             tiny_vae = open_tiny_vae(source, parts["vae"], dtype, **hub_options)
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
         return cls(**parts, **absent, **settings, accelerate=accelerate, preview=preview)
+
+    @classmethod
+    def _more_parts(cls, path, revision, dtype, given, index, **hub_options):
+        """Parts that a class opens itself, and part_sources; arguments as of open."""
+        return {}, {}
 
     def load_params(
         self,
@@ -322,7 +331,10 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
         for name, module in vars(self).items():
-            if name in MODULES and name not in given and module is not None:
+            if name in self.part_sources:
+                options = {"from_pt": from_pt, **hub_options}
+                _, params[name] = type(module).from_pretrained(self.part_sources[name], **options)
+            elif name in MODULES and name not in given and module is not None:
                 source = pretrained_model_name_or_path
                 options = {"subfolder": name, "revision": revision, "variant": variant}
                 if name in TEXT_ENCODERS.values():

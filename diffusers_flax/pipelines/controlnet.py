@@ -10,13 +10,13 @@ An image, such as edges, depth or a pose, guides what the text describes:
     prompt_ids, image = pipeline.prepare_inputs("a red panda reading", Image.open("edges.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
 
-controlnet="CONTROLNET" reads the weights too. A list has several ControlNets, whose residuals are
-summed; params["controlnet"] is then a list too, and so is what prepare_image_inputs takes.
+controlnet="CONTROLNET", a directory, hub id or file, reads the weights too. A list has several
+ControlNets, whose residuals are summed; params["controlnet"] may then be a list too, and
+prepare_inputs takes a list with an image for each.
 
 Source: ControlNet (arXiv 2302.05543).
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from PIL import Image
 from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, TGate
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.loading.directories import has, read_index
+from diffusers_flax.loading.hub import open_source
 from diffusers_flax.models.clip import FlaxCLIPTextModel
 from diffusers_flax.models.controlnet import (
     FlaxControlNetModel,
@@ -54,9 +55,7 @@ SAME_AS_UNET = ("in_channels", "block_out_channels", "cross_attention_dim", "add
 class WithControlNet:
     """What the pipelines with ControlNets of Stable Diffusion and SDXL have in common.
 
-    A subclass has the fields controlnet, a FlaxControlNetModel or a list of several, and
-    controlnet_sources, where from_pretrained reads their weights; None: in the pipeline's
-    directory, or they are given as modules.
+    A subclass has the field controlnet, a FlaxControlNetModel or a list of several.
     """
 
     def __post_init__(self):
@@ -92,65 +91,32 @@ class WithControlNet:
     # ------------------------------------------------------------ directories
 
     @classmethod
-    def open(
-        cls,
-        pretrained_model_name_or_path,
-        revision=None,
-        dtype=jnp.float32,
-        scheduler=None,
-        given=None,
-        accelerate=(),
-        preview=None,
-        index=None,
-        **hub_options,
-    ):
-        """See FlaxDiffusionPipeline.open; given["controlnet"] may be one module or several.
+    def _more_parts(cls, path, revision, dtype, given, index, **hub_options):
+        """See FlaxDiffusionPipeline; given["controlnet"] may be one module or several.
 
-        It may also be a directory or hub id, or several.
+        It may also be a directory, hub id or single file, or several.
         """
-        path, given = pretrained_model_name_or_path, dict(given or {})
-        index = read_index(path, revision, **hub_options) if index is None else index
-        controlnet, sources = given.get("controlnet"), None
+        controlnet = given.get("controlnet")
         if controlnet is None:
-            given["controlnet"] = read_module(path, index, revision, dtype, **hub_options)
-        elif parts := [x for x in as_list(controlnet) if isinstance(x, str | Path)]:
-            if len(parts) != len(as_list(controlnet)):
-                raise ValueError(
-                    "controlnet has directories or hub ids, and modules; give either, and put the "
-                    "modules' parameters into params['controlnet']"
-                )
-            sources = tuple(map(str, parts))
-            load = FlaxControlNetModel.load_config
-            nets = FlaxMultiControlNetModel.from_config(
-                [load(source, **hub_options) for source in sources], dtype
+            index = read_index(path, revision, **hub_options) if index is None else index
+            return {"controlnet": read_module(path, index, revision, dtype, **hub_options)}, {}
+        is_several = isinstance(controlnet, list | tuple)
+        nets = list(controlnet) if is_several else [controlnet]
+        are_sources = [isinstance(net, str | Path) for net in nets]
+        if not any(are_sources):
+            return {}, {}
+        if not all(are_sources):
+            raise ValueError(
+                "controlnet has directories or hub ids, and modules; give either, and put the "
+                "modules' parameters into params['controlnet']"
             )
-            is_several = isinstance(controlnet, list | tuple)
-            given["controlnet"] = nets if is_several else nets.nets[0]
-        options = (revision, dtype, scheduler, given, accelerate, preview, index)
-        pipeline = super().open(path, *options, **hub_options)
-        return dataclasses.replace(pipeline, controlnet_sources=sources)
-
-    def load_params(
-        self,
-        pretrained_model_name_or_path,
-        revision=None,
-        variant=None,
-        from_pt=False,
-        given=(),
-        lora=(),
-        **hub_options,
-    ):
-        """See FlaxDiffusionPipeline.load_params."""
-        sources = self.controlnet_sources
-        given = given if sources is None else (*given, "controlnet")
-        options = (revision, variant, from_pt, given, lora)
-        params = super().load_params(pretrained_model_name_or_path, *options, **hub_options)
-        if sources is not None:
-            load = partial(FlaxControlNetModel.from_pretrained, from_pt=from_pt, **hub_options)
-            loaded = [load(source)[1] for source in sources]
-            is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
-            params["controlnet"] = self.controlnet.params_of(loaded) if is_several else loaded[0]
-        return params
+        part = FlaxControlNetModel.single_file_part
+        sources = tuple(open_source("controlnet=", net, part, **hub_options) for net in nets)
+        configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
+        several = FlaxMultiControlNetModel.from_config(configs, dtype)
+        if is_several:
+            return {"controlnet": several}, {"controlnet": sources}
+        return {"controlnet": several.nets[0]}, {"controlnet": sources[0]}
 
     # ----------------------------------------------------------------- inputs
 
@@ -397,7 +363,6 @@ class FlaxStableDiffusionControlNetPipeline(
     safety_checker: Any = None
     feature_extractor: Any = None
     dtype: DTypeLike = jnp.float32
-    controlnet_sources: tuple | None = field(default=None, kw_only=True)
 
     torch_class_name = "StableDiffusionControlNetPipeline"
     remedy_for_xl = "open it with FlaxStableDiffusionXLControlNetPipeline"
@@ -408,22 +373,16 @@ class FlaxStableDiffusionXLControlNetPipeline(WithControlNet, XLParts, TextToIma
     """Text and an image as its condition in, image out, with SDXL; see XLParts."""
 
     controlnet: FlaxControlNetModel | FlaxMultiControlNetModel | list | tuple = field(kw_only=True)
-    controlnet_sources: tuple | None = field(default=None, kw_only=True)
 
     torch_class_name = "StableDiffusionXLControlNetPipeline"
-
-
-def as_list(controlnet):
-    """One ControlNet or several, as a list."""
-    return list(controlnet) if isinstance(controlnet, list | tuple) else [controlnet]
 
 
 def read_module(path, index, revision, dtype, **hub_options):
     """The ControlNets of a pipeline directory, without weights; index: its model_index.json."""
     if not has(index, "controlnet"):
         raise ValueError(
-            f"{path} has no ControlNet; give controlnet=, a FlaxControlNetModel, or the directory "
-            "or hub id of one"
+            f"{path} has no ControlNet; give controlnet=, a FlaxControlNetModel, or its directory, "
+            "hub id or file"
         )
     options = {"subfolder": "controlnet", "revision": revision, **hub_options}
     if index["controlnet"][1] == FlaxMultiControlNetModel.torch_class_name:
