@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from diffusers_flax.loading.configs import RUNTIME_FIELDS
 from diffusers_flax.loading.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import (
@@ -172,8 +173,11 @@ class CLIPFiles(FlaxModelMixin):
 
     @classmethod
     def own_config(cls, config):
-        """See FlaxModelMixin.own_config."""
-        return part_of_config(config, cls.config_part) if cls.config_part in config else config
+        """See FlaxModelMixin.own_config; leaves out what has no effect."""
+        if cls.config_part not in config:
+            return config
+        part = part_of_config(config, cls.config_part)
+        return {name: part[name] for name in entries_of_tower(cls) if name in part}
 
     @classmethod
     def path_in_tree(cls, path, config):
@@ -182,6 +186,11 @@ class CLIPFiles(FlaxModelMixin):
             return f"{cls.prefix}/{path}"
         is_other = path.split("/")[0] not in (cls.prefix, cls.projection)
         return None if is_other and cls.config_part in config else path
+
+
+def entries_of_tower(tower):
+    """The names of a module's entries in a config.json."""
+    return tower.__dataclass_fields__.keys() - RUNTIME_FIELDS
 
 
 def part_of_config(config, name):

@@ -19,7 +19,6 @@ from flax.core import FrozenDict
 from jax.typing import DTypeLike
 from PIL import Image
 
-from diffusers_flax.loading.configs import RUNTIME_FIELDS
 from diffusers_flax.loading.pretrained import FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip import (
@@ -33,6 +32,7 @@ from diffusers_flax.models.clip import (
     channels_last,
     check_images,
     dropout_rngs,
+    entries_of_tower,
     image_shape,
     part_of_config,
 )
@@ -90,11 +90,6 @@ class CLIPConfigs(FlaxModelMixin):
         for name, tower in self.towers.items():
             content[name] = {"model_type": tower.model_type, **getattr(self, name)}
         return content | {name: getattr(self, name) for name in self.own_entries}
-
-
-def entries_of_tower(tower):
-    """The names of a module's entries in a config.json."""
-    return tower.__dataclass_fields__.keys() - RUNTIME_FIELDS
 
 
 @flax.struct.dataclass
