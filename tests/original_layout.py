@@ -89,6 +89,24 @@ def unet_layout(tensors, layers_per_block):
     return {rename(name): x for name, x in tensors.items()}
 
 
+def controlnet_layout(tensors, layers_per_block):
+    """A ControlNet's state dict with the original names, without prefix."""
+    num_blocks = sum(
+        bool(re.fullmatch(r".*embedding\.blocks\.\d+\.bias", name)) for name in tensors
+    )
+    hints = {"conv_in": 0, "conv_out": 14} | {f"blocks.{i}": 2 * i + 2 for i in range(num_blocks)}
+    names = {f"controlnet_cond_embedding.{n}": f"input_hint_block.{i}" for n, i in hints.items()}
+    names |= {"controlnet_mid_block": "middle_block_out.0"}
+
+    def rename(name):
+        name = replace_names(name, names)
+        return re.sub(r"controlnet_down_blocks\.(\d+)", r"zero_convs.\1.0", name)
+
+    own = {rename(name): x for name, x in tensors.items() if name.startswith("controlnet_")}
+    rest = {name: x for name, x in tensors.items() if not name.startswith("controlnet_")}
+    return own | unet_layout(rest, layers_per_block)
+
+
 def vae_layout(tensors, levels):
     """A VAE's state dict with the original names: attention is 1x1 convolutions."""
     renamed = {}

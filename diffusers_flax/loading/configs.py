@@ -169,7 +169,7 @@ class FromSingleFile:
         """
         hub_options = take_hub_options(kwargs)
         source = open_source(
-            cls.__name__,
+            "the single file",
             pretrained_model_link_or_path,
             cls.single_file_part,
             config,

@@ -245,6 +245,8 @@ def check_content(flag, source):
             f"{given} is of the family {source.family}, which is not supported; supported are "
             f"{', '.join(FAMILIES.values())}"
         )
+    if source.part is None and source.family.startswith("controlnet"):
+        raise ValueError(f"{given} is a ControlNet; give it as one, with a whole model")
     if wanted not in found or (source.part is None and "" in found.values()):
         alone = " and ".join(IN_WORDS.get(part, part) for part in found)
         what = f"has {alone} alone" if found else f"has no model, but {first_names(list(names))}"

@@ -13,6 +13,7 @@ import pytest
 from helpers import slow
 from huggingface_hub import constants
 from local_server import LocalServer, send
+from original_layout import original_layout, write_single_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl, write_tokenizer
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
@@ -196,3 +197,28 @@ def test_a_hub_is_asked_again(use_hub, tmp_path, monkeypatch):
             FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
         state["asked"] -= hub.ASK_AGAIN_AFTER
         FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
+
+
+@pytest.mark.slow
+def test_a_single_file_of_the_hub(use_hub, tmp_path):
+    """By its place or its published address; configs of the family's model, then of the cache."""
+    default = tmp_path / "hub" / "stable-diffusion-v1-5" / "stable-diffusion-v1-5"
+    folder = make_tiny_pipeline(default, in_channels=4)
+    (tmp_path / "hub" / "someone" / "tiny" / "sub").mkdir(parents=True)
+    file = tmp_path / "hub" / "someone" / "tiny" / "sub" / "model.safetensors"
+    write_single_file(file, original_layout(folder))
+    names = [
+        "someone/tiny/sub/model.safetensors",
+        "https://huggingface.co/someone/tiny/blob/main/sub/model.safetensors",
+    ]
+    with ModelHub(tmp_path / "hub") as server:
+        use_hub(server.port)
+        for name in names:
+            pipeline, _ = FlaxDiffusionPipeline.from_single_file(name)
+            assert type(pipeline).__name__ == "FlaxStableDiffusionPipeline"
+        assert not any("unet/diffusion_pytorch_model" in path for path in server.requests)
+        count = len(server.requests)
+        FlaxDiffusionPipeline.from_single_file(names[1], local_files_only=True)
+        assert len(server.requests) == count
+        with pytest.raises(ValueError, match=r"neither the hub nor the cache has other\.ckpt"):
+            FlaxDiffusionPipeline.from_single_file("someone/tiny/other.ckpt")

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import pytest
 import torch
 from helpers import PROMPTS, psnr, random_inputs, slow
-from original_layout import add_averages, original_layout, vae_layout, write_single_file
+from original_layout import (
+    add_averages,
+    controlnet_layout,
+    original_layout,
+    vae_layout,
+    write_single_file,
+)
 from original_layout import read_part as read_directory
 from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -20,6 +26,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import diffusers_flax
 from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.single_file import SingleFile
+from diffusers_flax.models.controlnet import FlaxControlNetModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -267,6 +274,8 @@ def test_bad_files(tmp_path):
     refused(tmp_path / "half.ckpt", "may be an incomplete download")
     torch.save({"state_dict": unet, "hook": os.system}, tmp_path / "code.ckpt")
     refused(tmp_path / "code.ckpt", r"is a pickle that runs code when it is opened \(posix.system")
+    with pytest.raises(ValueError, match="has a UNet alone; give a file with a VAE"):
+        FlaxAutoencoderKL.from_single_file(tmp_path / "unet.safetensors", config=folder)
     refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
 
 
@@ -339,3 +348,34 @@ def test_cosxl_edit(tmp_path):
     image = torch.tensor(images).permute(0, 3, 1, 2)
     options |= dict(height=64, width=64, latents=torch.tensor(latents), output_type="np")
     assert psnr(found, theirs(PROMPTS[:1], image=image, **options).images) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["prefixed.pth", "bare.safetensors", "diffusers.safetensors"])
+def test_controlnet(tmp_path, layout):
+    """Each as PyTorch's class reads it, and equal to the directory."""
+    torch.manual_seed(0)
+    model = diffusers.ControlNetModel(
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=4,
+        cross_attention_dim=24,
+        conditioning_embedding_out_channels=(8, 8, 16, 16),
+    )
+    for parameter in model.parameters():  # of which zeros would hide mistakes
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "configs")
+    state, prefix = model.state_dict(), ""
+    if not layout.startswith("diffusers"):
+        prefix = "control_model." if layout.startswith("prefixed") else ""
+        state = controlnet_layout(state, 1)
+    state = {f"{prefix}{name}": x.contiguous() for name, x in state.items()}
+    file = write_single_file(tmp_path / layout, state)
+    controlnet, params = FlaxControlNetModel.from_single_file(file, config=tmp_path / "configs")
+    expected = FlaxControlNetModel.from_pretrained(tmp_path / "configs")
+    assert controlnet == expected[0] and equal_trees(params, expected[1])
+    theirs = diffusers.ControlNetModel.from_single_file(str(file), config=str(tmp_path / "configs"))
+    assert all((theirs.state_dict()[name] == x).all() for name, x in model.state_dict().items())
+    with pytest.raises(ValueError, match="is a ControlNet; give it as one, with a whole model"):
+        FlaxDiffusionPipeline.from_single_file(file, config=tmp_path / "configs")
