@@ -119,8 +119,7 @@ class SingleFile(str):
     @functools.cached_property
     def family(self):
         """A key of FAMILIES, or diffusers' name of another family."""
-        from diffusers.loaders.single_file_utils import infer_diffusers_model_type
-
+        infer_diffusers_model_type = original_layout(self).infer_diffusers_model_type
         names = self.shapes
         if self.prefixes.get("unet") == "":  # the names that diffusers knows have the prefix
             names = {f"{PREFIXES['unet'][0]}{name}": shape for name, shape in names.items()}
@@ -261,9 +260,18 @@ def check_content(flag, source):
 
 def default_configs(source):
     """The hub id of the published model whose configs a SingleFile has."""
-    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
+    places = original_layout(source).DIFFUSERS_DEFAULT_PIPELINE_PATHS
+    return places[source.family]["pretrained_model_name_or_path"]
 
-    return DIFFUSERS_DEFAULT_PIPELINE_PATHS[source.family]["pretrained_model_name_or_path"]
+
+def original_layout(file):
+    """diffusers' module that knows the original layout, imported in seconds; file: for the error."""
+    try:
+        from diffusers.loaders import single_file_utils
+    except ImportError as error:
+        message = f"reading {file} needs PyTorch and diffusers: pip install torch diffusers"
+        raise ImportError(message) from error
+    return single_file_utils
 
 
 def convert(part, prefix, tensors, config):
@@ -277,8 +285,7 @@ def convert(part, prefix, tensors, config):
     Returns:
         {name: torch tensor}.
     """
-    from diffusers.loaders import single_file_utils as original
-
+    original = original_layout("the file")
     if part == "unet":
         long_prefix = original.LDM_UNET_KEY
         tensors = {f"{long_prefix}{n.removeprefix(prefix)}": x for n, x in tensors.items()}
@@ -334,8 +341,7 @@ def _naming_damage(file):
 
 def _read_pickle(file):
     """The state dict of a .ckpt: tensors in the file's memory map; nothing in it is run."""
-    import torch
-
+    torch = original_layout(file).torch
     is_zip = zipfile.is_zipfile(file)  # PyTorch before 1.6 wrote no zip archives, not to be mapped
     with _naming_damage(file):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if is_zip else []
