@@ -472,13 +472,8 @@ def open_with_lora(name, pipeline_class, in_channels, config):
     if config["push_to_hub"]:
         hub_import = "from huggingface_hub import hf_hub_download\n"
         conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
-    return f"""\
-import torch
-from diffusers import {pipeline_class}, UNet2DConditionModel{vae_class}
-from diffusers.utils import load_image
-{hub_import}from safetensors.torch import load_file
-
-# The 4-channel UNet that create_modified_unet.py widened.
+    opens = "from_pretrained"
+    unet_code = f"""\
 unet = UNet2DConditionModel.from_pretrained(
     {base_model},
     subfolder="unet",
@@ -488,7 +483,27 @@ unet = UNet2DConditionModel.from_pretrained(
     {place}dtype=torch.float16,
 )
 unet.load_state_dict(load_file({conv_in}), strict=False)
-{vae_code}pipeline = {pipeline_class}.from_pretrained(
+"""
+    if Path(config["pretrained_model_name_or_path"]).is_file():
+        opens, place = "from_single_file", ""
+        if configs := config["config_name_or_path"]:
+            place = f"config={json.dumps(configs)}, "
+        unet_code = f"""\
+unet = UNet2DConditionModel.from_single_file(
+    {base_model}, {place}{'subfolder="unet", ' if place else ""}dtype=torch.float16
+)
+weights = unet.state_dict() | load_file({conv_in})
+unet = UNet2DConditionModel.from_config(unet.config, in_channels={in_channels})
+unet.to(torch.float16).load_state_dict(weights)
+"""
+    return f"""\
+import torch
+from diffusers import {pipeline_class}, UNet2DConditionModel{vae_class}
+from diffusers.utils import load_image
+{hub_import}from safetensors.torch import load_file
+
+# The 4-channel UNet that create_modified_unet.py widened.
+{unet_code}{vae_code}pipeline = {pipeline_class}.{opens}(
     {base_model}, unet=unet, {vae_argument}{place}dtype=torch.float16
 )
 pipeline.load_lora_weights({json.dumps(name)})"""

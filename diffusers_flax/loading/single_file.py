@@ -233,7 +233,9 @@ def check_content(flag, source):
     if any(LORA.search(name) for name in names):
         raise ValueError(f"{given} is a LoRA; give it as lora= or --lora, with a whole model")
     if names.keys() & EMBEDDING:
-        raise ValueError(f"{given} is a textual-inversion embedding, not a model")
+        raise ValueError(
+            f"{given} is a textual-inversion embedding; give it as embeddings= or --embedding"
+        )
     wanted, found = source.part or "unet", source.prefixes
     if source.is_converted and wanted in found:
         if source.part:
@@ -265,7 +267,7 @@ def default_configs(source):
 
 
 def original_layout(file):
-    """diffusers' module that knows the original layout, imported in seconds; file: for the error."""
+    """diffusers' module of the original layout, imported in seconds; file: for the error."""
     try:
         from diffusers.loaders import single_file_utils
     except ImportError as error:
