@@ -253,7 +253,8 @@ def check_content(flag, source):
         what = f"has {alone} alone" if found else f"has no model, but {first_names(list(names))}"
         raise ValueError(f"{given} {what}; give a file with {IN_WORDS.get(source.part, WHOLE)}")
     if source.use_ema_weights and not any(name.startswith(EMA_PREFIX) for name in names):
-        raise ValueError(f"{given} has no averages of the weights; leave out use_ema_weights")
+        option = "--use_ema_weights" if flag.startswith("--") else "use_ema_weights=True"
+        raise ValueError(f"{given} has no averages of the weights; leave out {option}")
     known = (*found.values(), EMA_PREFIX)
     rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
     if rest and source.part is None:

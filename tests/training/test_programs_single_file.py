@@ -189,7 +189,10 @@ def test_flags_without_effect(tmp_path, capsys):
     for flags, message in (
         ([str(folder), "--config_name_or_path", str(folder)], "goes with a model that is one file"),
         ([str(folder), "--use_ema_weights"], "--use_ema_weights goes with a UNet in one file"),
-        ([str(file), "--variant", "fp16"], "--variant fp16 goes with a directory or hub id"),
+        (
+            [str(file), "--variant", "fp16", "--config_name_or_path", str(folder)],
+            "--variant fp16 goes with a directory or hub id",
+        ),
         ([f"{folder}.ckpt"], "model.ckpt does not exist; check the path"),
         ([str(file), "--use_ema_weights"], "has no averages of the weights"),
         ([str(file), "--config_name_or_path", str(tmp_path)], f"{tmp_path} has no config.json"),
