@@ -171,7 +171,7 @@ class SingleFile(str):
             }
             if self.is_cosxl:
                 content["scheduler"] = ["diffusers", COSXL_SCHEDULER["_class_name"]]
-                content["is_cosxl_edit"] = self.in_channels == 8
+                content |= {"is_cosxl_edit": True} if self.in_channels == 8 else {}
         elif name == SCHEDULER_FILE and self.is_cosxl:
             content = cosxl_scheduler(read_tensors(self, COSXL_ENTRIES.values()))
         elif (subfolder or self.part) == "unet" and self.in_channels:

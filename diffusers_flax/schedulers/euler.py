@@ -315,7 +315,7 @@ class EDMScheduler(SigmaScheduler):
 
     @property
     def vp_prediction_type(self):
-        """See FlaxSchedulerMixin.vp_prediction_type; a ValueError if it would be none of these."""
+        """See FlaxSchedulerMixin.vp_prediction_type; a ValueError for options unlike CosXL's."""
         if (self.config.prediction_type, self.config.sigma_data) != ("v_prediction", 1):
             raise ValueError(
                 "previews and acceleration need a scheduler with prediction_type='v_prediction' "
