@@ -11,6 +11,7 @@ from diffusers_flax.loading.hub import (
     refuse_push_to_hub,
     take_hub_options,
 )
+from diffusers_flax.loading.single_file import SINGLE_FILE_SUFFIXES, SingleFile
 
 # Fields of a Flax module that are not part of its config.
 RUNTIME_FIELDS = {
@@ -177,6 +178,11 @@ class FromSingleFile:
             revision,
             **hub_options,
         )
+        if not isinstance(source, SingleFile):
+            raise ValueError(
+                f"{source} is not one of {', '.join(SINGLE_FILE_SUFFIXES)}; from_pretrained opens "
+                "directories and hub ids"
+            )
         dtype = {} if dtype is None else {"dtype": dtype}
         return cls.from_pretrained(source, **dtype, **kwargs, **hub_options)
 

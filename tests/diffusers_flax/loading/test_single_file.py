@@ -20,6 +20,7 @@ from original_layout import (
     write_single_file,
 )
 from original_layout import read_part as read_directory
+from PIL import Image
 from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
@@ -47,6 +48,8 @@ FAMILIES = {  # name: (make the directory, PyTorch's class, layout of the text e
     "inpainting": (partial(make_tiny_pipeline, in_channels=9), "Inpaint", "clip"),
     "xl": (make_tiny_xl, "XL", "clip"),
     "xl_edit": (partial(make_tiny_xl, edits=True), "XLInstructPix2Pix", "clip"),
+    "sd2_inpainting": (partial(make_tiny_pipeline, in_channels=9), "Inpaint", "open_clip"),
+    "xl_inpainting": (partial(make_tiny_xl, inpaints=True), "XLInpaint", "clip"),
     "refiner": (partial(make_tiny_xl, refiner=True), "XLImg2Img", "clip"),
 }
 
@@ -57,14 +60,19 @@ def equal_trees(a, b):
     return jax.tree.all(same)
 
 
-def make_file(tmp_path, family, name="model.safetensors", half=False):
-    """(PyTorch's class name, directory of the model, its single file)."""
+def make_file(tmp_path, family, variance=True):
+    """(PyTorch's class name, directory of the model, its single file).
+
+    variance: False makes a VAE whose posterior has none, as PyTorch draws from it.
+    """
     make, kind, clip = FAMILIES[family]
     folder = make(tmp_path / "configs")
     tensors = original_layout(folder, clip=clip)
-    if half:
-        tensors = {key: x.half() for key, x in tensors.items()}
-    return f"StableDiffusion{kind}Pipeline", folder, write_single_file(tmp_path / name, tensors)
+    if not variance:
+        tensors["first_stage_model.quant_conv.weight"][4:] = 0
+        tensors["first_stage_model.quant_conv.bias"][4:] = -40
+    file = write_single_file(tmp_path / "model.safetensors", tensors)
+    return f"StableDiffusion{kind}Pipeline", folder, file
 
 
 def torch_parts(pipeline):
@@ -135,6 +143,37 @@ def test_images_of_edits(tmp_path, family):
     expected = open_theirs(kind, file, folder)(
         PROMPTS[:1], image=image, latents=torch.tensor(latents), output_type="np", **options, **size
     ).images
+    assert psnr(found, expected) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["inpainting", "xl_inpainting", "refiner"])
+def test_images_from_images(tmp_path, family, monkeypatch):
+    """The refiner adds the same noise in both; inpainting of all steps begins with it."""
+    kind, folder, file = make_file(tmp_path, family, variance=False)
+    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
+    images, noise = random_inputs(1, 64, 64, 4 if family == "inpainting" else 8)
+    theirs = open_theirs(kind, file, folder)
+    steps = dict(num_inference_steps=8, guidance_scale=4.0)
+    given = {"image": torch.tensor(images).permute(0, 3, 1, 2)}
+    if family == "refiner":
+        steps["strength"] = 0.5
+        inputs, options = pipeline.prepare_inputs("make it red", images), {"noise": noise}
+        module = type(theirs).__module__
+        monkeypatch.setattr(f"{module}.randn_tensor", lambda *_, **__: torch.from_numpy(noise))
+    else:
+        mask = Image.new("L", (64, 64))
+        mask.paste(255, (16, 16, 48, 56))
+        given |= dict(mask_image=mask, latents=torch.tensor(noise), strength=1.0)
+        given |= dict(height=64, width=64)
+        prompt_ids, first, second = pipeline.prepare_inputs("make it red", images, mask)
+        inputs, options = (prompt_ids, first, second), {"latents": noise}
+        if family == "inpainting":  # the published order of the call
+            inputs = (prompt_ids, second, first)
+        else:
+            options["strength"] = 1.0
+    found = pipeline(*inputs, params, jax.random.key(3), **steps, **options).images
+    expected = theirs("make it red", output_type="np", **given, **steps).images
     assert psnr(found, expected) > 60
 
 
@@ -210,6 +249,8 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
         "sd2_v": "stabilityai/stable-diffusion-2-1",
         "edit": "timbrooks/instruct-pix2pix",
         "inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+        "sd2_inpainting": "stabilityai/stable-diffusion-2-inpainting",
+        "xl_inpainting": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
         "xl": "stabilityai/stable-diffusion-xl-base-1.0",
         "xl_edit": "stabilityai/stable-diffusion-xl-base-1.0",
         "refiner": "stabilityai/stable-diffusion-xl-refiner-1.0",
@@ -276,6 +317,7 @@ def test_bad_files(tmp_path):
     refused(tmp_path / "code.ckpt", r"is a pickle that runs code when it is opened \(posix.system")
     with pytest.raises(ValueError, match="has a UNet alone; give a file with a VAE"):
         FlaxAutoencoderKL.from_single_file(tmp_path / "unet.safetensors", config=folder)
+    refused(folder, f"{folder} is not one of .safetensors, .*; from_pretrained opens directories")
     refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
 
 

@@ -321,7 +321,7 @@ def test_hub_options_reach_every_part(folders, monkeypatch):
         asked.append({k: v for k, v in options.items() if k not in places})
         return fetch_file(path, name, *args, **options)
 
-    for module in ("models.base", "loading.configs", "loading.directories", "loading.hub"):
+    for module in ("models.base", "loading.hub"):
         monkeypatch.setattr(f"diffusers_flax.{module}.fetch_file", fetch)
     options = dict(cache_dir="/tmp", force_download=False, local_files_only=True, token=False)
     old_names = dict(use_auth_token=options.pop("token"), resume_download=True)
