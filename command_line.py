@@ -373,6 +373,18 @@ def check_seed(name, value):
         raise ValueError(f"--{name} {value} must be from 0 to {2**32 - 1}")
 
 
+def check_image_flags(config):
+    """Raise a ValueError for a flag of sdxl_single.py or sdxl_single_aot.py out of its range."""
+    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if not 0 <= config.guidance_scale < math.inf:
+        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
+    if not 0 <= config.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
+    check_seed("seed", config.seed)
+
+
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
     if path.is_dir():

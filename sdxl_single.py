@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from command_line import check_seed, image_files, list_prompts, print_files, run_main
+from command_line import check_image_flags, image_files, list_prompts, print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGES, image_grid
@@ -38,12 +38,7 @@ from diffusers_flax.images import check_finite_images, read_latents, save_image,
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
-from diffusers_flax.pipelines.calls import (
-    AYS_SDXL,
-    check_steps,
-    count_steps,
-    timestep_options,
-)
+from diffusers_flax.pipelines.calls import AYS_SDXL, check_steps, count_steps, timestep_options
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
@@ -116,37 +111,17 @@ def open_pipeline(config, steps, outputs):
     preview = preview_files(
         config.preview, config.preview_decoder, outputs, num_steps, config.seed, [config.grid]
     )
-    pipeline = FlaxStableDiffusionXLPipeline.open(
-        model,
-        revision,
-        dtype,
-        scheduler,
-        given,
-        config.accelerate,
-        preview,
-        embeddings=config.embedding,
-    )
+    added = dict(accelerate=config.accelerate, preview=preview, embeddings=config.embedding)
+    pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
     branches = pipeline.guidance_branches(config.guidance_scale)
     check_steps(scheduler, state, steps, pipeline.accelerate, branches)
     return pipeline, branches
 
 
-def check_flags(config):
-    """Raise a ValueError for invalid flags."""
-    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if not 0 <= config.guidance_scale < math.inf:
-        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
-    if not 0 <= config.guidance_rescale <= 1:
-        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
-    check_seed("seed", config.seed)
-    check_scheduler(config.scheduler)
-
-
 def run(config):
     """Check the flags, load the model, make the images and write them."""
-    check_flags(config)
+    check_image_flags(config)
+    check_scheduler(config.scheduler)
     config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
     use_compilation_cache(config.compilation_cache_dir)
     devices = jax.local_devices()
@@ -162,13 +137,9 @@ def run(config):
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
     planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
-    params = pipeline.load_params(
-        config.pretrained_model_name_or_path,
-        config.revision,
-        config.variant,
-        lora=config.lora,
-        unet_delta=config.unet_delta,
-    )
+    weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
+    model, revision = config.pretrained_model_name_or_path, config.revision
+    params = pipeline.load_params(model, revision, **weights)
 
     # 2. Cast
     cast_params(pipeline, params)

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from command_line import check_seed, image_files, list_prompts, print_files, run_main
+from command_line import check_image_flags, image_files, list_prompts, print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import no_compilation_cache
@@ -107,15 +107,8 @@ def open_pipeline(config, steps):
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, given)
     options = config.scheduler, config.timestep_spacing, config.prediction_type
     scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
-    pipeline = FlaxStableDiffusionXLPipeline.open(
-        model,
-        revision,
-        dtype,
-        scheduler,
-        given,
-        config.accelerate,
-        embeddings=config.embedding,
-    )
+    added = dict(accelerate=config.accelerate, embeddings=config.embedding)
+    pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
     branches = pipeline.guidance_branches(config.guidance_scale)
     check_steps(scheduler, state, steps, pipeline.accelerate, branches)
     return pipeline, branches
@@ -165,22 +158,10 @@ def aot_compile(pipeline, store, devices, arguments, options):
     return compiled, how
 
 
-def check_flags(config):
-    """Raise a ValueError for invalid flags."""
-    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if not 0 <= config.guidance_scale < math.inf:
-        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
-    if not 0 <= config.guidance_rescale <= 1:
-        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
-    check_seed("seed", config.seed)
-    check_scheduler(config.scheduler)
-
-
 def run(config):
     """Check the flags, load the model, make the images and write them."""
-    check_flags(config)
+    check_image_flags(config)
+    check_scheduler(config.scheduler)
     config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
@@ -196,13 +177,9 @@ def run(config):
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
     planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
-    params = pipeline.load_params(
-        config.pretrained_model_name_or_path,
-        config.revision,
-        config.variant,
-        lora=config.lora,
-        unet_delta=config.unet_delta,
-    )
+    weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
+    model, revision = config.pretrained_model_name_or_path, config.revision
+    params = pipeline.load_params(model, revision, **weights)
 
     # 2. Cast
     cast_params(pipeline, params)

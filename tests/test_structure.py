@@ -71,6 +71,16 @@ def test_lengths():
     assert {str(name): n for name, n in long.items() if n > 0} == {}
 
 
+def test_programs_that_read_like_the_published_guides_are_short():
+    limits = {
+        "sdxl_single.py": 200,
+        "sdxl_single_aot.py": 260,
+        "flax_train_instruct_pix2pix.py": 500,
+    }
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name in limits}
+    assert {name: n for name, n in lines.items() if n > limits[name]} == {}
+
+
 def test_imports():
     programs = {file.stem for file in code() if len(file.parts) == 1} - {"command_line"}
     ours = {*BELOW, *programs, "command_line", "tests", "benchmarks", "demo"}
