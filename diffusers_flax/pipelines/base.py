@@ -202,7 +202,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 added to the UNet's weights; see loading.deltas.UnetDelta.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. unet may also be a str, the
-                file, directory or hub id of a UNet, whose weights are read. safety_checker, a
+                file, directory or hub id of a UNet, whose weights are read; controlnet likewise,
+                or several, for the classes with ControlNets. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
                 the directory's own are not read, and without them images are not checked. And
                 cache_dir, force_download, local_files_only, token of

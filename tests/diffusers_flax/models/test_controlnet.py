@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import ControlNetModel, MultiControlNetModel, UNet2DConditionModel
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import slow
+from helpers import ROOT, slow
 
 from diffusers_flax.loading.weights import torch_to_flax
 from diffusers_flax.models.controlnet import FlaxControlNetModel, FlaxMultiControlNetModel
@@ -241,3 +241,26 @@ def test_wrong_inputs():
             FlaxControlNetModel(**SD1 | {entry: value}).init_weights(jax.random.key(0))
     with pytest.raises(ValueError, match="does not implement class_embed_type='timestep'"):
         FlaxControlNetModel.from_config({"class_embed_type": "timestep"})
+
+
+@pytest.mark.slow
+def test_parameter_tree_is_the_published_one():
+    """Of the class's default config with the text states of Stable Diffusion 1.5."""
+    found = FlaxControlNetModel(cross_attention_dim=768)._param_shapes()
+    published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
+    unet = {key: tuple(shape) for key, shape in published["sd15_unet"].items()}
+    wanted = {
+        key: shape
+        for key, shape in unet.items()
+        if not key.startswith(("up_blocks", "conv_norm_out", "conv_out"))
+    }
+    widths = [320] * 4 + [640] * 3 + [1280] * 5
+    layers = {f"controlnet_down_blocks_{i}": (1, 1, C, C) for i, C in enumerate(widths)}
+    layers["controlnet_mid_block"] = (1, 1, 1280, 1280)
+    sizes = [(3, 16), (16, 16), (16, 32), (32, 32), (32, 96), (96, 96), (96, 256), (256, 320)]
+    names = ["conv_in", *(f"blocks_{i}" for i in range(6)), "conv_out"]
+    for name, size in zip(names, sizes):
+        layers[f"controlnet_cond_embedding/{name}"] = (3, 3, *size)
+    for name, shape in layers.items():
+        wanted |= {f"{name}/kernel": shape, f"{name}/bias": shape[-1:]}
+    assert found == wanted

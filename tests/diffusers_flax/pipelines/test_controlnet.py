@@ -166,8 +166,15 @@ def test_guidance_that_stops_equals_pytorch(folders):
     for technique in ("deepcache", "fbcache", "tgate"):
         with pytest.raises(ValueError, match=f"--accelerate {technique} reuses features"):
             dataclasses.replace(ours, accelerate=technique)
-    merging = dataclasses.replace(ours, accelerate="tome:ratio=0.25")
-    assert psnr(merging(*inputs, params, jax.random.key(0), **options).images, found) > 15
+    options |= {"num_inference_steps": 12}
+    plain, merged, forecast, off = (
+        dataclasses.replace(ours, accelerate=technique)(
+            *inputs, params, jax.random.key(0), **options, controlnet_conditioning_scale=scale
+        ).images
+        for technique, scale in (("", 1), ("tome:ratio=0.25", 1), ("spectrum", 1), ("", 0))
+    )
+    for near in (merged, forecast):
+        assert psnr(plain, off) + 3 < psnr(plain, near) < 80
 
 
 @pytest.mark.slow
@@ -199,6 +206,16 @@ def test_all_devices_as_published(folders):
         p_ids, p_image, p_params, rng, controlnet_conditioning_scale=scales, jit=True, **options
     ).images
     assert np.abs(off - images).max() > 1e-2
+    two = dataclasses.replace(pipeline, controlnet=[controlnet, controlnet])
+    twice = {"controlnet": [controlnet_params] * 2}
+    images_of_two = np.stack([image, image], axis=1)
+    summed = two(
+        *(p_ids, shard(images_of_two), p_params | replicate(twice), rng),
+        controlnet_conditioning_scale=[0.25, 0.75],
+        jit=True,
+        **options,
+    ).images
+    np.testing.assert_allclose(summed, images, atol=1e-4)
     generate = jax.pmap(pipeline._generate, static_broadcasted_argnums=4)
     again = generate(p_ids, p_image, p_params, rng, 2, jnp.full(number, 7.5))
     np.testing.assert_allclose(again, images, atol=1e-5)
@@ -275,3 +292,21 @@ def test_mistakes(folders, tmp_path):
     assert two.prepare_image_inputs([images[0], images[0][0]]).shape == (2, 2, 3, 32, 64)
     odd = Image.new("RGB", (33, 70))
     assert pipeline.prepare_image_inputs(odd).shape == (1, 3, 68, 32)
+
+
+@pytest.mark.slow
+def test_single_file(folders, tmp_path, monkeypatch):
+    """controlnet= takes a file, whose config is the published one of its family."""
+    folder = folders["sd"]
+    file = tmp_path / "net.safetensors"
+    file.write_bytes((folder / "0" / "diffusion_pytorch_model.safetensors").read_bytes())
+    monkeypatch.setattr("diffusers_flax.loading.hub.default_configs", lambda found: folder / "0")
+    cls = FlaxStableDiffusionControlNetPipeline
+    pipeline, params = cls.from_pretrained(folder, controlnet=file)
+    from_folder, wanted = cls.from_pretrained(folder, controlnet=folder / "0")
+    assert pipeline.controlnet == from_folder.controlnet
+    jax.tree.map(np.testing.assert_array_equal, params["controlnet"], wanted["controlnet"])
+    _, several = cls.from_pretrained(folder, controlnet=[file, folder / "1"])
+    jax.tree.map(
+        np.testing.assert_array_equal, several["controlnet"]["nets_0"], wanted["controlnet"]
+    )
