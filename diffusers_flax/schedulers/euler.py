@@ -409,10 +409,10 @@ class FlaxEDMEulerScheduler(EDMScheduler, FlaxEulerDiscreteScheduler):
 
 
 class FlaxEDMTrainingScheduler(FlaxEDMEulerScheduler):
-    """The noise of training a model that EDM preconditions with v-prediction; its timesteps are the
-    indices of noise_schedule.edm_levels.
+    """The noise of training a model of EDM; timesteps are indices of noise_schedule.edm_levels.
 
-    A plain mean squared error of the velocity weights x_0 by 1 / c_out^2, as the paper does.
+    The model predicts v. A plain mean squared error of the velocity weights x_0 by 1 / c_out^2, as
+    the paper does.
 
     Source: Karras et al. (arXiv 2206.00364), equation 8.
     """
