@@ -10,11 +10,14 @@ import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
 
+import numpy as np
 import pytest
 from helpers import ROOT
+from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline
 
 import diffusers_flax
+from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.weights import read_weights
 
 LIBRARY = ROOT / "diffusers_flax"
@@ -118,10 +121,22 @@ def test_bin_files_name_what_they_need(tmp_path, monkeypatch):
         list(read_weights(tmp_path / "model.bin"))
 
 
+@pytest.mark.slow
+def test_single_files_name_what_they_need(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers.loaders", None)
+    file = tmp_path / "model.safetensors"
+    save_file({"model.diffusion_model.input_blocks.0.0.weight": np.ones((8, 4, 3, 3))}, file)
+    for name in (file, tmp_path / "model.ckpt"):
+        name.touch()
+        match = rf"{name.name} needs PyTorch and diffusers: pip install torch diffusers"
+        with pytest.raises(ImportError, match=match):
+            open_source("--model", str(name))
+
+
 def test_dependencies_are_the_imports():
     needed, extras = PROJECT["dependencies"], PROJECT["optional-dependencies"]
     assert imported_distributions() == distributions(needed) | distributions(
-        [*extras["torch"], *extras["captions"]]
+        [*extras["torch"], *extras["captions"], *extras["single-files"]]
     )
     scripts = (ROOT / "requirements.txt").read_text().splitlines()
     for requirements in (needed, *extras.values()):
