@@ -62,6 +62,9 @@ REST = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # of training: noise s
 LORA = re.compile(r"lora_(up|down|A|B|unet|te)|[._]lora[._]|hada_w|\.processor\.")
 EMBEDDING = {"emb_params", "string_to_param", "clip_g", "clip_l"}  # textual inversion
 WHOLE = "a whole model"
+# Entries of fine-tuned models, without a meaning of their tensors: what the UNet predicts, and that
+# the last training timestep had no signal.
+V_ENTRY, ZERO_SNR_ENTRY = "v_pred", "ztsnr"
 REFINER_FEATURES = 2560  # of pooled text and time ids: 1280 + 5 * 256
 # Objects of the training loop in files of PyTorch Lightning; they are not needed and not made.
 NOT_NEEDED = ("pytorch_lightning.", "lightning.")
@@ -174,6 +177,10 @@ class SingleFile(str):
                 content |= {"is_cosxl_edit": True} if self.in_channels == 8 else {}
         elif name == SCHEDULER_FILE and self.is_cosxl:
             content = cosxl_scheduler(read_tensors(self, COSXL_ENTRIES.values()))
+        elif name == SCHEDULER_FILE and V_ENTRY in self.shapes:
+            content = content | {"prediction_type": "v_prediction"}
+            if ZERO_SNR_ENTRY in self.shapes:
+                content["rescale_betas_zero_snr"] = True
         elif (subfolder or self.part) == "unet" and self.in_channels:
             content = content | {"in_channels": self.in_channels}
         return content

@@ -129,6 +129,24 @@ def test_images_from_text(tmp_path, family):
 
 
 @pytest.mark.slow
+def test_entries_that_say_what_the_unet_predicts(tmp_path):
+    """Of fine-tuned SDXL models; PyTorch's users give the scheduler by hand."""
+    kind, folder, file = make_file(tmp_path, "xl")
+    tensors = original_layout(folder) | {"v_pred": torch.ones(()), "ztsnr": torch.ones(())}
+    file = write_single_file(tmp_path / "v.safetensors", tensors)
+    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
+    latents = random_inputs(1, 64, 64, 8)[1]
+    options = dict(num_inference_steps=8, height=64, width=64, guidance_scale=4.0)
+    prompt_ids = pipeline.prepare_inputs("make it red")
+    found = pipeline(prompt_ids, params, jax.random.key(0), latents=latents, **options).images
+    theirs = open_theirs(kind, file, folder)
+    changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    theirs.scheduler = type(theirs.scheduler).from_config(theirs.scheduler.config, **changes)
+    options |= dict(latents=torch.tensor(latents), output_type="np")
+    assert psnr(found, theirs("make it red", **options).images) > 60
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["edit", "xl_edit"])
 def test_images_of_edits(tmp_path, family):
     kind, folder, file = make_file(tmp_path, family)
