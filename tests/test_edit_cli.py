@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import photo
 from PIL import Image, ImageOps
+from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline
 
 import edit_cli
@@ -122,6 +123,20 @@ def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypat
         now = np.asarray(Image.open(edit[2]), np.int16)
         assert np.abs(now - before).max() <= (1 if edit[2].endswith("png") else 4)
     assert len(jax.local_devices()) == 4
+
+
+@pytest.mark.slow
+def test_embedding_of_a_negative_prompt(model, input_images):
+    """Its vectors change the image, as a word of the prompt does."""
+    rng, file = np.random.default_rng(0), input_images / "bad.safetensors"
+    save_file({"emb_params": rng.normal(size=(4, 24)).astype(np.float32)}, file)
+    flags = ["--model", str(model), "--input", str(input_images / "a.png"), "--edit", "make it red"]
+    flags += ["--resolution", "32", "--num_inference_steps", "2", "--embedding", str(file)]
+    for name, negative in (("without", ""), ("with", "bad")):
+        output = ["--output", str(input_images / f"{name}.png"), "--negative_prompt", negative]
+        edit_cli.main([*flags, *output])
+    images = [np.asarray(load_image(input_images / f"{x}.png")) for x in ("without", "with")]
+    assert np.any(images[0] != images[1])
 
 
 def test_exif_orientation_is_applied(tmp_path):
