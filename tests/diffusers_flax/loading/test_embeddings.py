@@ -68,31 +68,27 @@ def files(tmp_path_factory):
     return paths
 
 
-def latents_of(theirs, size=32):
-    side = size // theirs.vae_scale_factor
+OPTIONS = dict(num_inference_steps=4, guidance_scale=12.0)
+SIZE = dict(height=32, width=32)
+
+
+def latents_of(theirs):
+    side = 32 // theirs.vae_scale_factor
     return torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(5))
 
 
-OPTIONS = dict(num_inference_steps=4, guidance_scale=12.0)
+def image_of(pipeline, params, prompt, negative, latents):
+    ids, neg_ids = pipeline.prepare_inputs(prompt), pipeline.prepare_text_inputs(negative)
+    inputs = dict(neg_prompt_ids=neg_ids, latents=latents.numpy())
+    return pipeline(ids, params, jax.random.key(0), **inputs, **SIZE, **OPTIONS).images
 
 
 def assert_same_images(pipeline, params, theirs, prompt, negative):
     """Above 60 dB, for a prompt and a negative prompt; returns our image."""
     theirs.set_progress_bar_config(disable=True)
-    latents = latents_of(theirs)
-    size = {"height": 32, "width": 32}
-    expected = theirs(
-        prompt, negative_prompt=negative, latents=latents, output_type="np", **size, **OPTIONS
-    ).images
-    ours = pipeline(
-        pipeline.prepare_inputs(prompt),
-        params=params,
-        prng_seed=jax.random.key(0),
-        neg_prompt_ids=pipeline.prepare_text_inputs(negative),
-        latents=latents.numpy(),
-        **size,
-        **OPTIONS,
-    ).images
+    given = dict(latents=latents_of(theirs), output_type="np")
+    expected = theirs(prompt, negative_prompt=negative, **given, **SIZE, **OPTIONS).images
+    ours = image_of(pipeline, params, prompt, negative, latents_of(theirs))
     assert psnr(ours, expected) > 60
     return ours
 
@@ -108,7 +104,7 @@ def test_images_are_those_of_pytorch(models, files):
     prompt = theirs.maybe_convert_prompt(PROMPT, theirs.tokenizer)
     ids = theirs.tokenizer(prompt, padding="max_length", return_tensors="pt").input_ids
     np.testing.assert_array_equal(pipeline.prepare_inputs(PROMPT), ids)
-    states = pipeline.text_encoder(ids.numpy(), params=params["text_encoder"])[0]
+    states = jax.jit(pipeline.text_encoder)(ids.numpy(), params=params["text_encoder"])[0]
     expected = theirs.text_encoder(ids)[0].detach()
     np.testing.assert_allclose(states, expected, atol=2e-5)
     image = assert_same_images(pipeline, params, theirs, PROMPT, NEGATIVE)
@@ -119,8 +115,7 @@ def test_images_are_those_of_pytorch(models, files):
     assert len(table) == pipeline.text_encoder.config.vocab_size == len(pipeline.tokenizer)
     plain, _ = FlaxDiffusionPipeline.from_pretrained(models["sd"])
     assert plain.description() != pipeline.description()
-    options = OPTIONS | dict(height=32, width=32, latents=latents_of(theirs).numpy())
-    without = pipeline(pipeline.prepare_inputs("a"), params, jax.random.key(0), **options).images
+    without = image_of(pipeline, params, "a", NEGATIVE, latents_of(theirs))
     assert psnr(image, without) < 50
 
 
