@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax.jax_utils import replicate
 from helpers import images_of, images_of_theirs, open_theirs, psnr, save_tiny_vae
 from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -302,7 +303,7 @@ def test_an_image_does_not_depend_on_its_batch_or_devices(models, spec):
     np.testing.assert_allclose(alone, together[1:2], atol=2e-4)
     again = pipeline(prompt_ids, params, keys, **options).images
     np.testing.assert_array_equal(together, again)
-    replicated = jax.tree.map(lambda x: jnp.stack([x] * 2), params)
+    replicated = replicate(params, jax.devices()[:2])
     split = (prompt_ids.reshape(2, 2, -1), replicated, keys.reshape(2, 2))
     on_two = pipeline(*split, **options, jit=True).images
     np.testing.assert_allclose(on_two.reshape(together.shape), together, atol=2e-4)
