@@ -31,7 +31,13 @@ from diffusers_flax.loading.directories import (
 )
 from diffusers_flax.loading.embeddings import Embeddings
 from diffusers_flax.loading.files import write_json
-from diffusers_flax.loading.hub import fetch_source, locate, refuse_push_to_hub, take_hub_options
+from diffusers_flax.loading.hub import (
+    fetch_source,
+    locate,
+    open_source,
+    refuse_push_to_hub,
+    take_hub_options,
+)
 from diffusers_flax.loading.lora import Loras
 from diffusers_flax.loading.tokenizer import load_tokenizer, tokenize
 from diffusers_flax.messages import warn_once
@@ -276,8 +282,12 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             raise ValueError(
                 f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
             )
-        more = cls._more_parts(path, revision, dtype, given or {}, index, **hub_options)
-        given, part_sources = dict(given or {}) | more[0], more[1]
+        given = dict(given or {})
+        if isinstance(given.get("unet"), str | Path):
+            configs = getattr(path, "configs", path)  # of a SingleFile
+            given["unet"] = open_source("unet=", given["unet"], "unet", configs, **hub_options)
+        more, part_sources = cls._more_parts(path, revision, dtype, given, index, **hub_options)
+        given |= more
         parts, unet_source = dict(given), None
         if scheduler is not None:
             parts["scheduler"] = scheduler

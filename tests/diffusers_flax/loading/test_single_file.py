@@ -239,6 +239,9 @@ def test_parts_alone(tmp_path, caplog):
         file = write_single_file(tmp_path / name, {k: x.contiguous() for k, x in tensors.items()})
         for configs in (folder, folder / part):
             assert equal_trees(of_part[part].from_single_file(file, configs)[1], expected[part])
+        if part == "unet":
+            _, params = FlaxDiffusionPipeline.from_pretrained(folder, unet=str(file))
+            assert equal_trees(params["unet"], expected["unet"])
     assert not caplog.messages
 
 
