@@ -119,6 +119,13 @@ class SingleFile(str):
         shape = self.unet_shape("input_blocks.0.0.weight", "conv_in.weight")
         return shape[1] if shape else None
 
+    @property
+    def purpose(self):
+        """What the UNet's input channels are for, as in pipelines' names; "": text to image."""
+        shape = self.unet_shape("out.2.weight", "conv_out.weight")
+        kinds = {2 * shape[0]: "InstructPix2Pix", 2 * shape[0] + 1: "Inpaint"} if shape else {}
+        return kinds.get(self.in_channels, "")
+
     @functools.cached_property
     def family(self):
         """A key of FAMILIES, or diffusers' name of another family."""
@@ -138,7 +145,7 @@ class SingleFile(str):
             encoder = self.prefixes.get("text_encoder_2", "")
             if pooled[1] == REFINER_FEATURES or encoder.startswith("conditioner.embedders.0."):
                 return "xl_refiner"
-            return "xl_inpaint" if self.in_channels == 9 else "xl_base"
+            return "xl_inpaint" if self.purpose == "Inpaint" else "xl_base"
         text = self.unet_shape("down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight")
         is_v2 = (
             self.prefixes.get("text_encoder", "").endswith("model.") or (text or (0, 0))[1] == 1024
@@ -164,8 +171,7 @@ class SingleFile(str):
             content: dict, of `configs`.
         """
         if name == INDEX_NAME:
-            kind = {8: "InstructPix2Pix", 9: "Inpaint"}.get(self.in_channels, "")
-            kind = "Img2Img" if self.family == "xl_refiner" else kind
+            kind = "Img2Img" if self.family == "xl_refiner" else self.purpose
             content = content | {
                 "_class_name": f"StableDiffusion{'XL' * self.is_xl}{kind}Pipeline",
                 "requires_safety_checker": False,
@@ -174,7 +180,7 @@ class SingleFile(str):
             }
             if self.is_cosxl:
                 content["scheduler"] = ["diffusers", COSXL_SCHEDULER["_class_name"]]
-                content |= {"is_cosxl_edit": True} if self.in_channels == 8 else {}
+                content |= {"is_cosxl_edit": True} if self.purpose == "InstructPix2Pix" else {}
         elif name == SCHEDULER_FILE and self.is_cosxl:
             content = cosxl_scheduler(read_tensors(self, COSXL_ENTRIES.values()))
         elif name == SCHEDULER_FILE and V_ENTRY in self.shapes:
