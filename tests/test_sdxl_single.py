@@ -106,7 +106,7 @@ def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch
     expected = images(made)
     devices = jax.local_devices()
     for num_devices in (1, 2):
-        monkeypatch.setattr(jax, "local_devices", lambda n=num_devices: devices[:n])
+        monkeypatch.setattr(jax, "local_devices", lambda n=num_devices, backend=None: devices[:n])
         output = tmp_path / str(num_devices)
         flags = [*flags_of(model, output), *OPTIONS, "--compilation_cache_dir", ""]
         sdxl_single.main(flags)
@@ -367,7 +367,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
         (  # images of 4 * 3 * 64 * 64 bytes, and more than a tenth of a megabyte of weights
             "--batch_size 8000 --prompt it",
             "32000 images of 64x64 pixels, 8000 at once on each of 4 cpu take at least 1.57 GB of "
-            "the 1 GB of this machine, of which the weights are 778 kB; lower --batch_size",
+            "the 1.00 GB of this machine, of which the weights are 778 kB; lower --batch_size",
         ),
         ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs an image"),
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
