@@ -245,7 +245,7 @@ def test_sdxl_scripts(tmp_path):
         (["--scheduler", "lcm", "--timestep_spacing", "trailing"], "has no effect with FlaxLCM"),
         (["--unet", "/no/such.safetensors"], "--unet /no/such.safetensors does not exist"),
         (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
-        (["--unet", "VAE"], "does not fit FlaxUNet2DConditionModel: missing: "),
+        (["--unet", "VAE"], "has a VAE alone; give a file with a UNet"),
         (
             ["--unet", "SD"],
             "the weights are of Stable Diffusion 1.x or 2.x, the config is of SDXL; m",
