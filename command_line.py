@@ -260,7 +260,7 @@ def with_flags(error: Exception, config: Any) -> str:
             return found[0]
         if given is True:
             return f"{start}--{name}" if text == "True" else found[0]
-        if text == str(given):
+        if text == str(given) or (text[:1] == "(" and values == ("ays",)):  # its timesteps
             return f"{start}--{name} {' '.join(map(str, values))}"
         return f"{start}--{name} {text}" if text in map(str, values) else found[0]
 

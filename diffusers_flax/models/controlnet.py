@@ -282,7 +282,8 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         if tuple(image.shape) != wanted:
             raise ValueError(
                 f"controlnet_cond has shape {tuple(image.shape)}; this ControlNet takes {wanted} "
-                f"(batch, channels, height, width) beside a sample of {shape[1]}x{shape[2]}"
+                f"(batch, channels, height, width) beside a sample of {shape[1]}x{shape[2]}: its "
+                f"conditioning_embedding_out_channels reduce sides to 1/{factor}, as the VAE must"
             )
         if self.controlnet_conditioning_channel_order == "bgr":
             image = image[:, ::-1]

@@ -347,8 +347,8 @@ class FlaxSchedulerMixin(ConfigMixin):
         name = type(self).__name__
         if not self.takes_timesteps:
             raise ValueError(
-                f"timesteps={timesteps} cannot be chosen with {name}; use DDPM, Euler, "
-                "DPM-Solver++, LCM or TCD, or leave them out"
+                f"timesteps={timesteps} cannot be chosen with {name}; take another scheduler, "
+                "ddpm, euler, dpmsolver++, lcm or tcd, or leave them out"
             )
         values = np.asarray(timesteps)
         if values.shape != (num_inference_steps,) or values.dtype.kind != "i":
