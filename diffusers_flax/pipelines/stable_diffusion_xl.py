@@ -81,7 +81,7 @@ class XLParts(FlaxDiffusionPipeline):
         if "XL" not in class_name:
             raise ValueError(
                 f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
-                f"Flax{class_name}"
+                f"{cls.__name__.replace('XL', '')}"
             )
         absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
         if absent and not issubclass(cls, ImageToImage):
