@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import safe_open
 
 from diffusers_flax.loading.hub import fetch_file, locate
+from diffusers_flax.loading.tokenizer import sequence_of
 from diffusers_flax.messages import first_names, reason_of, warn_once
 
 # Names of diffusers, in a directory or on the hub.
@@ -34,7 +35,7 @@ ENCODERS = {
 }
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 NO_TOKEN = ("emb_params", "*")  # names of vectors that are not the token
-FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}  # by width
+WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
 LORA = re.compile(r"lora_|[._]lora[._]|hada_w|lokr_|\.alpha$")
 MODEL = re.compile(r"\.(weight|bias)$|^state_dict$")
 TABLE = "text_model/embeddings/token_embedding/embedding"
@@ -95,11 +96,10 @@ class Embeddings:
                 self.tokenizer = parts[TOKENIZERS[part]]
                 token, source = embedding.token, embedding.source
                 tokens = [token, *(f"{token}_{i}" for i in range(1, len(vectors)))]
-                known = self.tokenizer.get_vocab()
-                if exists := [x for x in (*tokens, f"{token}_1") if x in known]:
+                if reason := conflict(tokens, self.tokenizer):
                     raise ValueError(
-                        f"--embedding {source}: the tokenizer has the token {exists[0]} already; "
-                        f"name another one, such as {source.removesuffix(f':{token}')}:<{token}>"
+                        f"--embedding {source}: {reason}; name another one, such as "
+                        f"{source.removesuffix(f':{token}')}:<{token}>"
                     )
                 self.tokenizer.add_tokens(tokens)
                 ids = self.tokenizer.convert_tokens_to_ids(tokens)
@@ -141,6 +141,18 @@ class Embeddings:
                 )
 
 
+def conflict(tokens, tokenizer):
+    """Why a tokenizer cannot have an embedding's tokens [TOKEN, TOKEN_1, ...] too, or ""."""
+    known, added = tokenizer.get_vocab(), tokenizer.added_tokens_encoder
+    for x in (*tokens, f"{tokens[0]}_{len(tokens)}"):
+        if x in known:
+            return f"the tokenizer has the token {x} already"
+    for token in added:
+        if (following := f"{token}_{len(sequence_of(token, added))}") in tokens:
+            return f"its token {following} would be a further vector of {token}"
+    return ""
+
+
 def vectors_by_part(embedding, modules):
     """{part: vectors (n, D)} of an embedding for a model; a ValueError if it is for another.
 
@@ -177,7 +189,7 @@ def vectors_by_part(embedding, modules):
 
 def family_of(width):
     """The model family of a text encoder's width, in brackets, or ""."""
-    return f" ({FAMILIES[width]})" if width in FAMILIES else ""
+    return f" ({WIDTHS[width]})" if width in WIDTHS else ""
 
 
 # ---------------------------------------------------------------- files
@@ -231,8 +243,12 @@ def read_embeddings(spec, **hub_options):
 
     default = file.parent.name if file.name in FILES else file.stem
     if isinstance(content, dict) and "string_to_param" in content:  # of the web UI
-        params = dict(content["string_to_param"])
-        default = content.get("name") or default
+        params, default = content["string_to_param"], content.get("name") or default
+        if not isinstance(params, dict) or not isinstance(default, str):
+            raise ValueError(
+                f"{given} is not an embedding: its string_to_param is a {type(params).__name__}, "
+                f"its name a {type(default).__name__}; a dict of vectors and a str are needed"
+            )
         content = params["*"] if "*" in params else next(iter(params.values()), None)
     content = content if isinstance(content, dict) else {"*": content}
     check_names(given, content)
@@ -249,23 +265,31 @@ def read_embeddings(spec, **hub_options):
 
 
 def check_names(given, content):
-    """Raise a ValueError if a file's content is a LoRA, a model or nothing.
+    """Raise a ValueError if a file's content is a LoRA, a model, nothing, or has odd names.
 
     given: flag and file; content: {name: array}.
     """
-    if any(LORA.search(str(name)) for name in content):
+    if odd := [name for name in content if not isinstance(name, str)]:
+        raise ValueError(f"{given} is not an embedding: {odd[0]!r} is no token, which is a str")
+    if any(LORA.search(name) for name in content):
         raise ValueError(f"{given} is a LoRA; give it as --lora")
-    if not content or any(MODEL.search(str(name)) for name in content):
-        names = first_names(sorted(map(str, content)))
+    if not content or any(MODEL.search(name) for name in content):
+        names = first_names(sorted(content))
         raise ValueError(f"{given} is not an embedding; it has {names or 'nothing'}")
 
 
 def as_vectors(given, name, x):
-    """float32 (n, D) of an array or tensor (D,) or (n, D); a ValueError for anything else."""
+    """float32 (n, D) of finite floats (D,) or (n, D), an array; a ValueError for anything else."""
     if not hasattr(x, "shape") or not x.size or len(x.shape) not in (1, 2):
         shape = getattr(x, "shape", type(x).__name__)
         raise ValueError(f"{given} is not an embedding: its entry {name} is {shape}, not vectors")
-    return np.atleast_2d(np.asarray(x, np.float32))
+    if not np.issubdtype(x.dtype, np.floating):
+        raise ValueError(f"{given}: its entry {name} has {x.dtype} numbers; vectors have floats")
+    with np.errstate(over="ignore"):  # float64
+        x = x.astype(np.float32)
+    if not np.isfinite(x).all():
+        raise ValueError(f"{given}: its entry {name} has NaN or infinite numbers")
+    return np.atleast_2d(x)
 
 
 def content_of_safetensors(file):
@@ -288,7 +312,8 @@ def content_of_pickle(file):
 
     def as_arrays(value):
         if isinstance(value, torch.Tensor):
-            return value.detach().float().numpy()
+            value = value.detach()
+            return (value.float() if value.dtype.is_floating_point else value).numpy()
         if isinstance(value, dict | torch.nn.ParameterDict):
             return {name: as_arrays(x) for name, x in value.items()}
         return value

@@ -74,11 +74,14 @@ def tokenize(tokenizer, prompt, length):
 
 def sequences_of_tokens(tokenizer):
     """{id of TOKEN: ids of TOKEN, TOKEN_1, TOKEN_2, ...} of added tokens that have these."""
-    added, sequences = tokenizer.added_tokens_encoder, {}
-    for token, i in added.items():
-        sequence = [i]
-        while (following := f"{token}_{len(sequence)}") in added:
-            sequence.append(added[following])
-        if len(sequence) > 1:
-            sequences[i] = sequence
-    return sequences
+    added = tokenizer.added_tokens_encoder
+    sequences = {i: [added[x] for x in sequence_of(token, added)] for token, i in added.items()}
+    return {i: sequence for i, sequence in sequences.items() if len(sequence) > 1}
+
+
+def sequence_of(token, added):
+    """[TOKEN, TOKEN_1, TOKEN_2, ...], as far as `added`, names of tokens, has them."""
+    sequence = [token]
+    while (following := f"{token}_{len(sequence)}") in added:
+        sequence.append(following)
+    return sequence

@@ -261,6 +261,11 @@ class RunsCode:
         ("sd", "code.pt", "is damaged, or a pickle with code, which is refused; download it again"),
         ("sd", "cut.safetensors", r"cannot be read: SafetensorError: .*; download it again"),
         ("sd", "step.bin", "its entry step is int, not vectors"),
+        ("sd", "number.bin", "number.bin is not an embedding: 1 is no token, which is a str"),
+        ("sd", "list.pt", "its string_to_param is a list, its name a str; a dict of vectors and"),
+        ("sd", "named.pt", "its string_to_param is a dict, its name a int; a dict of vectors and"),
+        ("sd", "nan.bin", "its entry <x> has NaN or infinite numbers"),
+        ("sd", "whole.bin", "its entry <x> has int64 numbers; vectors have floats"),
         ("sd", "red.safetensors:re", r"has the token re already; name another one, such"),
         ("sd", "two.bin:<x>", "has the tokens <a>, <b>; leave out :TOKEN"),
         ("sd", "red.safetensors:", "write FILE or FILE:TOKEN, such as style.pt:<style>"),
@@ -281,6 +286,11 @@ def test_bad_files_in_one_line(models, tmp_path, family, name, message):
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "red.safetensors").read_bytes()[:60])
     torch.save({"<x>": vectors(1), "step": 3}, tmp_path / "step.bin")
     torch.save({"<a>": vectors(1), "<b>": vectors(1)}, tmp_path / "two.bin")
+    torch.save({1: vectors(1)}, tmp_path / "number.bin")
+    torch.save({"string_to_param": [vectors(1)], "name": "x"}, tmp_path / "list.pt")
+    torch.save({"string_to_param": {"*": vectors(1)}, "name": 5}, tmp_path / "named.pt")
+    torch.save({"<x>": vectors(1) * float("nan")}, tmp_path / "nan.bin")
+    torch.save({"<x>": vectors(1).long()}, tmp_path / "whole.bin")
     (tmp_path / "old.pt").write_bytes(pickle.dumps(RunsCode()))
     with pytest.raises(ValueError, match=message) as error:
         FlaxDiffusionPipeline.from_pretrained(models[family], embeddings=f"{tmp_path / name}")
@@ -295,6 +305,15 @@ def test_old_pickle_and_given_parts(models, files, tmp_path):
     twice = [files["web_ui.pt"], files["web_ui.pt"]]
     with pytest.raises(ValueError, match="the tokenizer has the token style already"):
         FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=twice)
+    torch.save(vectors(1), tmp_path / "plant.pt")
+    torch.save(vectors(2), tmp_path / "plant_1.pt")
+    both = [tmp_path / "plant.pt", tmp_path / "plant_1.pt"]
+    for order, text in (
+        (both, "its token plant_1 would be a further vector of plant; name another one"),
+        (both[::-1], "the tokenizer has the token plant_1 already; name another one"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=order)
     pipeline, _ = FlaxDiffusionPipeline.from_pretrained(models["sd"])
     with pytest.raises(ValueError, match="own text encoders and tokenizers; leave out tokenizer="):
         FlaxDiffusionPipeline.from_pretrained(
