@@ -33,7 +33,10 @@ from diffusers_flax.loading.weights import (
 from diffusers_flax.messages import first_names, warn_once
 
 FLAG = "--unet_delta"
-WRITE = "write DISTILLED BASE or DISTILLED BASE:WEIGHT, the UNet after distillation and before"
+WRITE = (
+    "write DISTILLED BASE or DISTILLED BASE:WEIGHT; DISTILLED is the distilled UNet, BASE the UNet "
+    "it was distilled from"
+)
 CONV_IN = "conv_in/kernel"  # an edit model's takes further channels after the noisy latents
 GUIDANCE_EMBEDDING = "time_embedding/cond_proj/kernel"  # of the guidance scale, in LCM's UNets
 
@@ -55,17 +58,21 @@ class UnetDelta:
             hub id of a UNet or of a pipeline, or a file of a UNet or of a whole model. WEIGHT
             multiplies the difference, default 1.
         config: of the model's UNet.
+        variant: of the file names of weights in directories; without such files the others are
+            read, with a warning.
         **hub_options: see take_hub_options.
 
     Raises:
         ValueError: a source is missing, damaged, or no UNet.
     """
 
-    def __init__(self, specs, config, **hub_options):
+    def __init__(self, specs, config, variant=None, **hub_options):
         sources, self.weight = split_specs(specs)
         self.folded = set()
         # DISTILLED first
-        self.stored = {source: open_unet(source, config, **hub_options) for source in sources}
+        self.stored = {
+            source: open_unet(source, config, variant, **hub_options) for source in sources
+        }
 
     def fold(self, name, x):
         """A parameter of the UNet with the difference added, in the dtype of x; the sum is float32.
@@ -121,6 +128,7 @@ class UnetDelta:
 
 def split_specs(specs):
     """([DISTILLED, BASE], WEIGHT) of specs, see UnetDelta; ([], 1.0) of none."""
+    specs = [specs] if isinstance(specs, str | Path) else specs
     given = f"{FLAG} {' '.join(map(str, specs))}"
     if len(specs) not in (0, 2):
         raise ValueError(f"{given}: {WRITE}")
@@ -133,14 +141,14 @@ def split_specs(specs):
     return sources, weight
 
 
-def open_unet(source, config, **hub_options):
+def open_unet(source, config, variant=None, **hub_options):
     """{name of a parameter: Stored} of a UNet.
 
     Args:
-        source, hub_options: as for unet_files.
+        source, variant, hub_options: as for unet_files.
         config: of the UNet, for a file of the original layout.
     """
-    files = unet_files(source, **hub_options)
+    files = unet_files(source, variant, **hub_options)
     _, name = locate(FLAG, source)
     if name is not None and name.endswith(SINGLE_FILE_SUFFIXES):
         file = SingleFile(files[0]).as_part("unet")
@@ -154,12 +162,13 @@ def open_unet(source, config, **hub_options):
     return stored
 
 
-def unet_files(source, **hub_options):
+def unet_files(source, variant=None, **hub_options):
     """The files with the weights of a UNet.
 
     Args:
         source: directory or hub id of a UNet or of a pipeline, or a file of a UNet or of a whole
             model.
+        variant: of the file names in a directory, see UnetDelta.
         **hub_options: see take_hub_options.
 
     Raises:
@@ -172,7 +181,7 @@ def unet_files(source, **hub_options):
     place = {"subfolder": "unet" if is_pipeline else None, "revision": None}
     fetch = partial(fetch_file, repository, **place, **hub_options)
     where = f"{FLAG} {place_in_words(repository, **place)}"
-    return find_weights(fetch, "diffusion_pytorch_model", None, False, where)
+    return find_weights(fetch, "diffusion_pytorch_model", variant, False, where)
 
 
 def stored_parameters(file):

@@ -313,14 +313,21 @@ class FlaxMultiControlNetModel(nn.Module):
         controlnet_cond,
         conditioning_scale=1.0,
         return_dict=True,
-        train=False,
-        added_cond_kwargs=None,
-        guess_mode=False,
+        **options,
     ):
-        """The sums of the ControlNets' residuals; as FlaxControlNetModel.__call__, but for:
+        """The sums of the ControlNets' residuals.
 
-        controlnet_cond: one image for each ControlNet, (B, nets, C, 8 H, 8 W), or a sequence.
-        conditioning_scale: a number for all, or a sequence of one for each.
+        Args:
+            controlnet_cond: one image for each ControlNet, (B, nets, C, 8 H, 8 W), or a sequence.
+            conditioning_scale: a number for all, or a sequence of one for each.
+            sample, timesteps, encoder_hidden_states, return_dict, **options: as for
+                FlaxControlNetModel.
+
+        Returns:
+            FlaxControlNetOutput.
+
+        Raises:
+            ValueError: numbers of images or scales differ from the ControlNets'.
         """
         images = controlnet_cond
         if not isinstance(images, list | tuple):
@@ -334,10 +341,7 @@ class FlaxMultiControlNetModel(nn.Module):
                 "scales; give one of each for each ControlNet"
             )
         outputs = [
-            net(
-                *(sample, timesteps, encoder_hidden_states, image, scale),
-                *(False, train, added_cond_kwargs, guess_mode),
-            )
+            net(sample, timesteps, encoder_hidden_states, image, scale, False, **options)
             for net, image, scale in zip(self.nets, images, scales)
         ]
         down, middle = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *outputs)

@@ -332,7 +332,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         loras = Loras([lora] if isinstance(lora, str | Path) else lora)
         if unet_delta and "unet" in given:
             raise ValueError("unet_delta needs the UNet's weights, which unet= replaces; leave one")
-        delta = UnetDelta(unet_delta, self.unet.config, **hub_options)
+        delta = UnetDelta(unet_delta, self.unet.config, variant, **hub_options)
 
         def convert(part, name, x):
             x = delta.fold(name, x) if part == "unet" else x

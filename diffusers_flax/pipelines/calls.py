@@ -54,7 +54,7 @@ ARRAYS = (*INPUTS, "latents", "noise", "neg_prompt_ids")
 def signature_of(names, defaults):
     """The signature of a method with these arguments; defaults win over DEFAULTS.
 
-    INPUTS have no default, except those that follow arguments with defaults: None.
+    INPUTS have no default, or None, if an argument with a default stands before.
     """
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     parameters = [inspect.Parameter("self", kind)]

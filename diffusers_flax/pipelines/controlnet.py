@@ -44,7 +44,7 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, StableDiffusionFamily
 from diffusers_flax.pipelines.calls import published_call, timesteps_of, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage
-from diffusers_flax.pipelines.sampling import guide, keys_per_image, resize, starting_noise
+from diffusers_flax.pipelines.sampling import resize
 from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -62,6 +62,13 @@ class WithControlNet:
         if isinstance(self.controlnet, list | tuple):
             nets = FlaxMultiControlNetModel(tuple(self.controlnet))
             object.__setattr__(self, "controlnet", nets)
+        kinds = [type(net) for net in self.nets]
+        if not kinds or any(not issubclass(kind, FlaxControlNetModel) for kind in kinds):
+            found = ", ".join(kind.__name__ for kind in kinds) or "an empty list"
+            raise ValueError(
+                f"controlnet is {found}; give a FlaxControlNetModel, its directory, hub id or "
+                "file, or a list of several"
+            )
         for net in self.nets:
             both = {name: (getattr(net, name), getattr(self.unet, name)) for name in SAME_AS_UNET}
             both["layers_per_block"] = [x.per_block("layers_per_block") for x in (net, self.unet)]
@@ -113,6 +120,8 @@ class WithControlNet:
         part = FlaxControlNetModel.single_file_part
         sources = tuple(open_source("controlnet=", net, part, **hub_options) for net in nets)
         configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
+        for source, config in zip(sources, configs):
+            FlaxControlNetModel.check_class(config, source)
         several = FlaxMultiControlNetModel.from_config(configs, dtype)
         if is_several:
             return {"controlnet": several}, {"controlnet": sources}
@@ -245,35 +254,15 @@ class WithControlNet:
         Returns:
             As TextToImage._generate.
         """
-        branches = given.branches or self.guidance_branches(given.guidance_scale)
-        B = len(prompt_ids)
-        if len(image) != B:
+        if len(image) != len(prompt_ids):
             raise ValueError(
                 f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
                 "batch; prepare_inputs makes both"
             )
         size = self.image_size(given.height, given.width, image.shape)
-        shape = self.latent_shape(B, *size)
-        keys = keys_per_image(prng_seed, B)
-        schedule = self._schedule(
-            given.num_inference_steps,
-            shape,
-            timesteps=given.timesteps,
-            denoising_end=given.denoising_end,
-        )
-        x_t = starting_noise(given.latents, keys, shape) * schedule[0].init_noise_sigma
-        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, shape)
-        unet_inputs = self._unet_inputs(text, branches, given.guidance_scale, B)
+        given.height, given.width = size
         residuals = self._residuals(params, resize_conditions(image, size), given)
-
-        def inputs(active, x_t, t):
-            *arguments, timestep_cond = unet_inputs(active, x_t, t)
-            return *arguments, *residuals(*arguments), timestep_cond
-
-        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
-        combine = partial(guide, **scales)
-        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
-        return x_0 if given.return_latents else self._decode(params, x_0)
+        return self._text_to_image(prompt_ids, params, prng_seed, given, residuals)
 
     def _residuals(self, params, image, given):
         """The function of a step that gives the UNet's residuals: (sample, t, states, added).

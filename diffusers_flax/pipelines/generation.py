@@ -411,6 +411,10 @@ class TextToImage(Generation):
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
             float32 (B, 4, H / 8, W / 8).
         """
+        return self._text_to_image(prompt_ids, params, prng_seed, given)
+
+    def _text_to_image(self, prompt_ids, params, prng_seed, given, residuals=None):
+        """See _generate; residuals: None, or a ControlNet's function, see WithControlNet."""
         branches = given.branches or self.guidance_branches(given.guidance_scale)
         shape = self.latent_shape(len(prompt_ids), given.height, given.width)
         keys = keys_per_image(prng_seed, len(prompt_ids))
@@ -422,7 +426,8 @@ class TextToImage(Generation):
         )
         x_t = starting_noise(given.latents, keys, shape) * schedule[0].init_noise_sigma
         text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, shape)
-        inputs = self._unet_inputs(text, branches, given.guidance_scale, len(x_t))
+        of_text = text, branches, given.guidance_scale
+        inputs = self._unet_inputs(*of_text, len(x_t), residuals=residuals)
         scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
         combine = partial(guide, **scales)
         x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
@@ -443,7 +448,9 @@ class TextToImage(Generation):
         states = self.text_encoder(ids, params=params["text_encoder"], return_dict=True)
         return states.last_hidden_state, None
 
-    def _unet_inputs(self, text, branches, guidance_scale, num_images, extra_channels=()):
+    def _unet_inputs(
+        self, text, branches, guidance_scale, num_images, extra_channels=(), residuals=None
+    ):
         """The function that makes the UNet's arguments in each step, `inputs` of _denoise.
 
         Args:
@@ -452,6 +459,7 @@ class TextToImage(Generation):
             guidance_scale: a UNet that is distilled with guidance embeds it.
             num_images: B.
             extra_channels: arrays (B, C, h, w) that join the UNet's input.
+            residuals: None, or a ControlNet's function of the arguments, for further ones.
         """
         timestep_cond = None
         if (dim := self.unet.config.time_cond_proj_dim) is not None:
@@ -461,7 +469,9 @@ class TextToImage(Generation):
         def inputs(active, x_t, t):
             model_input = jnp.concatenate([x_t, *extra_channels], axis=1)
             model_input = jnp.concatenate([model_input] * len(active))
-            return model_input, t, *rows_of_branches(text, branches, active), timestep_cond
+            arguments = model_input, t, *rows_of_branches(text, branches, active)
+            more = () if residuals is None else residuals(*arguments)
+            return *arguments, *more, timestep_cond
 
         return inputs
 

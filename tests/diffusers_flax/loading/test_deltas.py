@@ -108,6 +108,13 @@ def test_sources_and_their_types(tmp_path):
         found = open_with(unet_delta=sources)[1]["unet"]
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
+    shutil.copytree(distilled, tmp_path / "variant")
+    (tmp_path / "variant" / WEIGHTS).rename(
+        tmp_path / "variant" / WEIGHTS.replace(".", ".fp16.", 1)
+    )
+    found = open_with(unet_delta=(tmp_path / "variant", base), variant="fp16")[1]["unet"]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
     halves = {}
     for folder, dtype in ((distilled, torch.float16), (base / "unet", torch.bfloat16)):
         half = {name: x.to(dtype) for name, x in load_file(folder / WEIGHTS).items()}
@@ -197,6 +204,8 @@ def test_wrong_differences_are_one_line(tmp_path, capsys):
         error = capsys.readouterr().err.splitlines()[-1]
         assert stop.value.code == 2 and message in error, error
     pipeline, _ = FlaxDiffusionPipeline.from_pretrained(edit)
+    with pytest.raises(ValueError, match=f"--unet_delta {distilled}: write DISTILLED BASE or"):
+        FlaxDiffusionPipeline.from_pretrained(edit, unet_delta=str(distilled))
     with pytest.raises(ValueError, match="which unet= replaces"):
         FlaxDiffusionPipeline.from_pretrained(
             edit, unet=pipeline.unet, unet_delta=(distilled, base)

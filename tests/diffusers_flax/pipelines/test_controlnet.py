@@ -250,7 +250,7 @@ def test_saved_pipelines_open_in_pytorch(folders, family, tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes(folders, tmp_path):
+def test_mistakes(folders, caplog):
     folder = folders["sd"]
     cls = FlaxStableDiffusionControlNetPipeline
     with pytest.raises(ValueError, match="has no ControlNet; give controlnet="):
@@ -258,6 +258,15 @@ def test_mistakes(folders, tmp_path):
     with pytest.raises(ValueError, match=r"has cross_attention_dim=48, the UNet 24: they are of"):
         cls.from_pretrained(folder, controlnet=folders["xl"] / "0")
     net, net_params = FlaxControlNetModel.from_pretrained(folder / "0")
+    for wrong, text in (
+        (5, "controlnet is int; give a FlaxControlNetModel, its directory, hub id or file"),
+        ([], "controlnet is an empty list; give a FlaxControlNetModel"),
+        (folder / "unet", "is the config of UNet2DConditionModel, not of ControlNetModel"),
+    ):
+        caplog.clear()
+        with pytest.raises(ValueError, match=text):
+            cls.from_pretrained(folder, controlnet=wrong)
+        assert not caplog.records
     with pytest.raises(ValueError, match="give either"):
         cls.from_pretrained(folder, controlnet=[net, folder / "1"])
     with pytest.raises(ValueError, match="has no controlnet"):
