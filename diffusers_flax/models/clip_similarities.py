@@ -197,16 +197,10 @@ class FlaxCLIPModule(nn.Module, CLIPConfigs):
         return output if return_dict else output.to_tuple()
 
 
-class FlaxCLIPPreTrainedModel(FlaxPreTrainedModel):
-    """Base of FlaxCLIPModel; input_shape, None for the config's, has no effect."""
+class OfCLIPConfig(FlaxPreTrainedModel):
+    """Base of models whose configuration is a CLIPConfig; see CLIPConfigs."""
 
     config_class = FromTransformers("CLIPConfig")
-
-    def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
-        super().__init__(config, input_shape, seed, dtype, _do_init)
-        _, channels, *sides = image_shape(self.module.vision_config)
-        default = (1, 1), (1, *sides, channels)
-        self.input_shape = default if input_shape is None else input_shape
 
     @classmethod
     def _entries(cls, config):
@@ -215,6 +209,16 @@ class FlaxCLIPPreTrainedModel(FlaxPreTrainedModel):
     @classmethod
     def _entry_names(cls):
         return cls.module_class.own_entries
+
+
+class FlaxCLIPPreTrainedModel(OfCLIPConfig):
+    """Base of FlaxCLIPModel; input_shape, None for the config's, has no effect."""
+
+    def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
+        super().__init__(config, input_shape, seed, dtype, _do_init)
+        _, channels, *sides = image_shape(self.module.vision_config)
+        default = (1, 1), (1, *sides, channels)
+        self.input_shape = default if input_shape is None else input_shape
 
     def _apply(self, params, arrays, train, dropout_rng, **options):
         """Linen's apply of the module, with dropout if train."""
@@ -365,23 +369,14 @@ def normalize(rows):
     return rows / jnp.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
 
 
-class FlaxStableDiffusionSafetyChecker(FlaxPreTrainedModel):
+class FlaxStableDiffusionSafetyChecker(OfCLIPConfig):
     """Finds images that show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
 
-    config_class = FromTransformers("CLIPConfig")
     module_class = FlaxStableDiffusionSafetyCheckerModule
     main_input_name = "clip_input"
 
     def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
         super().__init__(config, input_shape or (1, 224, 224, 3), seed, dtype, _do_init)
-
-    @classmethod
-    def _entries(cls, config):
-        return cls.module_class.entries_of(config)
-
-    @classmethod
-    def _entry_names(cls):
-        return cls.module_class.own_entries
 
     def __call__(self, clip_input, params=None):
         """Find images that show a concept.
