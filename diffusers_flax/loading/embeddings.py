@@ -99,7 +99,7 @@ class Embeddings:
                 if reason := conflict(tokens, self.tokenizer):
                     raise ValueError(
                         f"--embedding {source}: {reason}; name another one, such as "
-                        f"{source.removesuffix(f':{token}')}:<{token}>"
+                        f"{source.removesuffix(f':{token}')}:<{token.strip() or 'style'}>"
                     )
                 self.tokenizer.add_tokens(tokens)
                 ids = self.tokenizer.convert_tokens_to_ids(tokens)
@@ -143,6 +143,8 @@ class Embeddings:
 
 def conflict(tokens, tokenizer):
     """Why a tokenizer cannot have an embedding's tokens [TOKEN, TOKEN_1, ...] too, or ""."""
+    if not tokens[0].strip():
+        return "its token is blank"
     known, added = tokenizer.get_vocab(), tokenizer.added_tokens_encoder
     for x in (*tokens, f"{tokens[0]}_{len(tokens)}"):
         if x in known:

@@ -262,6 +262,7 @@ class RunsCode:
         ("sd", "cut.safetensors", r"cannot be read: SafetensorError: .*; download it again"),
         ("sd", "step.bin", "its entry step is int, not vectors"),
         ("sd", "number.bin", "number.bin is not an embedding: 1 is no token, which is a str"),
+        ("sd", "blank.bin", "its token is blank; name another one, such as .*blank.bin:<style>"),
         ("sd", "list.pt", "its string_to_param is a list, its name a str; a dict of vectors and"),
         ("sd", "named.pt", "its string_to_param is a dict, its name a int; a dict of vectors and"),
         ("sd", "nan.bin", "its entry <x> has NaN or infinite numbers"),
@@ -286,6 +287,7 @@ def test_bad_files_in_one_line(models, tmp_path, family, name, message):
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "red.safetensors").read_bytes()[:60])
     torch.save({"<x>": vectors(1), "step": 3}, tmp_path / "step.bin")
     torch.save({"<a>": vectors(1), "<b>": vectors(1)}, tmp_path / "two.bin")
+    torch.save({" ": vectors(1)}, tmp_path / "blank.bin")
     torch.save({1: vectors(1)}, tmp_path / "number.bin")
     torch.save({"string_to_param": [vectors(1)], "name": "x"}, tmp_path / "list.pt")
     torch.save({"string_to_param": {"*": vectors(1)}, "name": 5}, tmp_path / "named.pt")
