@@ -36,13 +36,15 @@ from training.latents import write_latents
 @dataclass(frozen=True)
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the VAE
-    pretrained_vae_model_name_or_path: str = ""  # another VAE; "": the model's own
+    # another VAE, directory, hub id or file; "": the model's own
+    pretrained_vae_model_name_or_path: str = ""
     train_data_dir: str = "data"  # directory of *.parquet shards
     output_dir: str = "latents"  # directory for the shards of latents
     overwrite_output_dir: bool = False  # replace latents in output_dir of other settings
     revision: str | None = None  # branch, tag or commit of a hub id
     variant: str | None = None  # variant of the VAE's files, e.g. fp16
-    config_name_or_path: str | None = None  # configs of one-file models; default: their family's
+    # configs of one-file models: a directory or hub id; default: their family's
+    config_name_or_path: str | None = None
     original_image_column: str = ""  # image to edit; "": original_image or input_image
     edited_image_column: str = ""  # image after the edit; "": edited_image
     edit_prompt_column: str = ""  # instruction; "": edit_prompt

@@ -40,7 +40,8 @@ class Config:
     subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # variant of the UNet's files, e.g. fp16
-    config_name_or_path: str | None = None  # configs of one-file models; default: their family's
+    # configs of one-file models: a directory or hub id; default: their family's
+    config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     overwrite_output_dir: bool = False  # replace a UNet in output_dir; other files are not changed
 

@@ -63,7 +63,8 @@ class Config:
     """Flags of the script."""
 
     model: str  # directory, hub id or file of an InstructPix2Pix model, SD or SDXL
-    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     input: tuple[Path, ...] = ()  # images
     edit: tuple[str, ...] = ()  # instructions: one per image, or one for all

@@ -64,7 +64,8 @@ class Config:
     """Flags of the script."""
 
     model: tuple[str, ...]  # directories, hub ids or files of InstructPix2Pix models, SD or SDXL
-    config_name_or_path: str | None = None  # configs of one-file models; default: their family's
+    # configs of one-file models: a directory or hub id; default: their family's
+    config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of one-file models: the averages of the UNet's weights
     # data: one of the two
     data_dir: str = ""  # directory of *.parquet shards of pairs that were not trained on

@@ -55,7 +55,8 @@ class Config:
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
     revision: str | None = None  # branch, tag or commit on the hub
     variant: str | None = None  # variant of the weights' files, e.g. fp16
-    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
     prompts_file: Path | None = None  # one prompt per line, replaces --prompt

@@ -96,7 +96,8 @@ class Train(trainer.Config, Target):
     # report; "" is tpu_compile_TPU_train.json in the current directory, unless it has other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
-    unet_model_name_or_path: str = ""  # the 8-channel UNet; "" is the pretrained one, widened
+    # the 8-channel UNet, directory or file; "" is the pretrained one, widened
+    unet_model_name_or_path: str = ""
 
 
 def training_model_shapes(config):

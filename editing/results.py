@@ -71,10 +71,14 @@ def find_row(rows, **key):
 
 
 def model_checksum(model):
-    """What identifies the weights of a model: CRC-32 of its directory, or the hub's commit."""
+    """What identifies the weights of a model: CRC-32 of its directory, or the hub's commit.
+
+    Of a file also what identifies its configs, from which parts that it lacks are read.
+    """
     if isinstance(model, SingleFile):
         averages = "-averages" if model.use_ema_weights else ""
-        return f"{files_checksum([Path(model)], Path(model).parent)}{averages}"
+        checksum = files_checksum([Path(model)], Path(model).parent)
+        return f"{checksum}{averages}-{model_checksum(model.configs)}"
     if not Path(model).is_dir():
         return fetch_file(model, INDEX_NAME, None, None).parent.name
     files = [Path(model, INDEX_NAME)]

@@ -33,8 +33,10 @@ def per_process(default: Any = MISSING) -> Any:
 class Config:
     # model; on resume, directories may change but not the weights in them
     pretrained_model_name_or_path: str = per_process()  # pipeline directory, hub id or file
-    unet_model_name_or_path: str = per_process()  # output of create_modified_unet.py
-    pretrained_vae_model_name_or_path: str = per_process("")  # another VAE; "": the model's own
+    # UNet with 8 input channels, such as create_modified_unet.py's: directory, hub id or file
+    unet_model_name_or_path: str = per_process()
+    # another VAE, directory, hub id or file; "": the model's own
+    pretrained_vae_model_name_or_path: str = per_process("")
     revision: str | None = may_change(None)  # branch, tag or commit of a hub id
     variant: str | None = may_change(None)  # variant of its files, e.g. fp16
     # configs of one-file models: a directory or hub id; default: their family's

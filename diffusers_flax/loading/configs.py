@@ -154,7 +154,7 @@ class FromSingleFile:
 
         Args:
             pretrained_model_link_or_path: a file, or one of the hub: "owner/name/FILE" or
-                "https://huggingface.co/owner/name/blob/main/FILE".
+                its address "https://huggingface.co/owner/name/blob/main/FILE".
             config: directory or hub id with the configs and the tokenizer; None: of the published
                 model of the file's family, from the hub or its cache.
             use_ema_weights: True reads the averages of the UNet's weights, if the file has them.

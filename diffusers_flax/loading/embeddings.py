@@ -21,7 +21,9 @@ import numpy as np
 from safetensors import safe_open
 
 from diffusers_flax.loading.hub import fetch_file, locate
+from diffusers_flax.loading.single_file import LORA
 from diffusers_flax.loading.tokenizer import sequence_of
+from diffusers_flax.loading.weights import code_in_pickle, code_refused
 from diffusers_flax.messages import first_names, reason_of, warn_once
 
 # Names of diffusers, in a directory or on the hub.
@@ -36,7 +38,6 @@ ENCODERS = {
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 NO_TOKEN = ("emb_params", "*")  # names of vectors that are not the token
 WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
-LORA = re.compile(r"lora_|[._]lora[._]|hada_w|lokr_|\.alpha$")
 MODEL = re.compile(r"\.(weight|bias)$|^state_dict$")
 TABLE = "text_model/embeddings/token_embedding/embedding"
 
@@ -236,11 +237,13 @@ def read_embeddings(spec, **hub_options):
     except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
         raise
     except Exception as error:  # the readers raise errors of many types for damaged bytes
-        is_pickle = isinstance(error, pickle.UnpicklingError)  # PyTorch explains how to run code
-        reason = "it is damaged, or a pickle with code, which is refused"
+        reason = reason_of(error)
+        if isinstance(error, pickle.UnpicklingError):  # PyTorch explains how to run code
+            code = [name for name in code_in_pickle(file) if not name.startswith("torch.")]
+            reason = f"it {code_refused(code)}" if code else "it is damaged"
         raise ValueError(
-            f"{given} cannot be read: {reason if is_pickle else reason_of(error)}; download it "
-            "again, or take the embedding's .safetensors"
+            f"{given} cannot be read: {reason}; download it again, or take the embedding's "
+            ".safetensors"
         ) from error
 
     default = file.parent.name if file.name in FILES else file.stem

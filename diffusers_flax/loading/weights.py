@@ -6,6 +6,7 @@ Writes safetensors with PyTorch's names.
 
 import json
 import mmap
+import pickletools
 import re
 import zipfile
 from functools import partial
@@ -22,8 +23,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from diffusers_flax.loading.files import read_json, write_json
-from diffusers_flax.messages import reason_of, warn_once
+from diffusers_flax.messages import first_names, reason_of, warn_once
 
+# PyTorch before 1.6 wrote pickles one after another: a magic number, the version, the machine, the
+# content, and the names of the storages, whose bytes follow.
+PICKLES_OF_OLD_FILES = 5
+TENSORS_NEED = re.compile(r"torch\.(_utils\._rebuild_\w+|\w*Storage)$|collections\.OrderedDict$")
 # By `weights_name`: the file names to look for, in this order.
 WEIGHT_FILES = {
     "diffusion_pytorch_model": (
@@ -234,6 +239,36 @@ def damage(file, error):
         f"{file} cannot be read as weights ({reason_of(error)}); it may be an incomplete "
         "download, a git-lfs pointer, or no weights at all: fetch it again"
     )
+
+
+def code_in_pickle(file):
+    """Names of the functions and classes that a PyTorch file needs besides tensors.
+
+    Nothing in it is run. Needs PyTorch.
+    """
+    import torch
+
+    if zipfile.is_zipfile(file):
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    names, words = [], []
+    with open(file, "rb") as stream:
+        try:
+            for _ in range(PICKLES_OF_OLD_FILES):
+                for operation, value, _ in pickletools.genops(stream):
+                    if operation.name == "GLOBAL":
+                        names.append(value.replace(" ", "."))
+                    elif operation.name == "STACK_GLOBAL":
+                        names.append(".".join(words[-2:]))
+                    elif isinstance(value, str):
+                        words.append(value)
+        except ValueError:  # it is over, or damaged
+            pass
+    return sorted({name for name in names if not TENSORS_NEED.match(name)})
+
+
+def code_refused(code):
+    """What to say about a pickle with code; code: from code_in_pickle."""
+    return f"is a pickle that runs code when it is opened ({first_names(code)}) and is refused"
 
 
 def read_safetensors(file):

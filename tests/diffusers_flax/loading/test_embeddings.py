@@ -258,7 +258,7 @@ class RunsCode:
         ("xl", "half.safetensors", "has vectors for text_encoder, and none for text_encoder_2 of"),
         ("sd", "lora.safetensors", "is a LoRA; give it as --lora"),
         ("sd", "model.safetensors", "is not an embedding; it has conv_in.weight"),
-        ("sd", "code.pt", "is damaged, or a pickle with code, which is refused; download it again"),
+        ("sd", "code.pt", "it is a pickle that runs code when it is opened"),
         ("sd", "cut.safetensors", r"cannot be read: SafetensorError: .*; download it again"),
         ("sd", "step.bin", "its entry step is int, not vectors"),
         ("sd", "number.bin", "number.bin is not an embedding: 1 is no token, which is a str"),

