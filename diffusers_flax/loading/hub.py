@@ -6,7 +6,7 @@ import os
 import re
 import time
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import httpx2
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -31,8 +31,10 @@ ASK_AGAIN_AFTER = 60  # seconds that an answer holds
 TRIES = 3  # of a hub that fails at once, a second apart
 _hub = {"asked": None, "answers": True}  # time.monotonic() of the question, and its result
 WEIGHTS_SUFFIXES = (*SINGLE_FILE_SUFFIXES, ".msgpack")
-HUB_HOSTS = ("huggingface.co", "hf.co")
-PLACE_ON_THE_HUB = re.compile(r"/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/(.+)")
+PLACE_ON_THE_HUB = re.compile(
+    r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/([^?#]+)"
+    r"(?:[?#].*)?"
+)
 # Classes that take the configs of a part, where a pipeline's from_pretrained takes its file alone.
 OPENS = {"controlnet": "FlaxControlNetModel", "unet": "FlaxUNet2DConditionModel"}
 # By the width of the text that cross-attention reads.
@@ -231,10 +233,8 @@ def open_source(
 
 def place_of_link(flag, source):
     """(repository, name of the file, revision) of a file's address on the hub; None: it is none."""
-    text = str(source)
-    link = urlsplit(text if "://" in text else f"https://{text}")
-    place = PLACE_ON_THE_HUB.fullmatch(link.path)
-    if link.hostname not in HUB_HOSTS or not place:
+    place = PLACE_ON_THE_HUB.fullmatch(str(source))
+    if not place:
         return None
     repository, revision, name = map(unquote, place.groups())
     if not name.endswith(SINGLE_FILE_SUFFIXES):

@@ -8,12 +8,14 @@ import types
 from functools import partial
 
 import diffusers
+import httpx2 as httpx
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from helpers import PROMPTS, psnr, random_inputs, slow
+from huggingface_hub.errors import RepositoryNotFoundError
 from original_layout import (
     add_averages,
     controlnet_layout,
@@ -28,6 +30,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
 import sdxl_single
+from diffusers_flax.loading import hub
 from diffusers_flax.loading.hub import check_configs, open_source, place_of_link
 from diffusers_flax.loading.single_file import (
     MOVED,
@@ -503,6 +506,7 @@ def test_addresses_of_files():
         "hf.co/a/b/resolve/refs%2Fpr%2F1/c.ckpt": ("a/b", "c.ckpt", "refs/pr/1"),
         "a/b/c.ckpt": None,
         "/models/a/b.ckpt": None,
+        "[new] model.ckpt": None,
     }.items():
         assert place_of_link("--model", link) == place
     with pytest.raises(ValueError, match=r"is not the address of one of \.safetensors"):
@@ -522,6 +526,22 @@ def test_configs_of_a_controlnet(tmp_path):
     match = "give config= of FlaxControlNetModel.from_single_file, a directory or hub id"
     with pytest.raises(ValueError, match=match):
         check_configs("controlnet=", source)
+
+
+def test_configs_that_the_hub_refuses(tmp_path, monkeypatch):
+    """Such as of a model that its author took from the hub."""
+
+    def refuse(*args, **kwargs):
+        response = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co/a"))
+        raise RepositoryNotFoundError("401 Client Error", response=response)
+
+    monkeypatch.setattr(hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(hub, "hub_answers", lambda *_: True)
+    unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
+    save_file(unet, tmp_path / "model.safetensors")
+    match = "has no configs, and .* the hub refuses it: 401 Client Error; give --config_name_or_pa"
+    with pytest.raises(ValueError, match=match):
+        open_source("--model", tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow
