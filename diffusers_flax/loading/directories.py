@@ -71,7 +71,8 @@ def read_parts(path, parts, revision=None, given=None, **hub_options):
         if part not in given
     }
     if missing := [f"{part}/{PART_FILES[part]}" for part, (_, file) in found.items() if not file]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; copy or download it again")
+        where = getattr(path, "configs", path)  # of a SingleFile
+        raise ValueError(f"{where} lacks {', '.join(missing)}; copy or download it again")
     configs = {part: content for part, (content, _) in found.items()}
     if "vae" in found and not isinstance(configs["vae"].get("block_out_channels"), list):
         raise ValueError(f"{found['vae'][1]} has no list block_out_channels; download it again")

@@ -261,7 +261,7 @@ def check_configs(flag, source, **hub_options):
         raise ValueError(
             f"{flag} {source} has no configs, and {found}; give {remedy}, a directory or hub id of "
             "the same family, or fetch configs and tokenizer with hf download "
-            f"{default_configs(source)} --include '*.json' '*.txt'"
+            f"{default_configs(source)} --include '*.json' --include '*.txt'"
         )
     theirs = content.get("cross_attention_dim")
     if source.part and isinstance(theirs, int) and source.text_width not in (None, theirs):
@@ -296,6 +296,8 @@ def with_single_files(config, model, part=None, **parts):
     """
     configs, revision = config.config_name_or_path, getattr(config, "revision", None)
     use_ema_weights = getattr(config, "use_ema_weights", False)
+    if configs and locate("--config_name_or_path", configs)[1]:
+        raise ValueError(f"--config_name_or_path {configs} is a file; give a directory or hub id")
     given, parts = getattr(config, model), {f: p for f, p in parts.items() if getattr(config, f)}
     names = given if isinstance(given, tuple) else (given,)
     of_main = use_ema_weights and "unet" not in parts.values()
