@@ -183,8 +183,9 @@ class FromSingleFile:
                 f"{source} is not one of {', '.join(SINGLE_FILE_SUFFIXES)}; from_pretrained opens "
                 "directories and hub ids"
             )
-        dtype = {} if dtype is None else {"dtype": dtype}
-        return cls.from_pretrained(source, **dtype, **kwargs, **hub_options)
+        if dtype is not None:  # models do not take None for their default
+            kwargs["dtype"] = dtype
+        return cls.from_pretrained(source, **kwargs, **hub_options)
 
 
 def lists_to_tuples(value):

@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class UnetDelta:
-    """The difference of two UNets, added to a model's UNet while that is read.
+    """The difference of two UNets, added to a model's UNet while the weights are read.
 
     Tensors of both are read one at a time.
 

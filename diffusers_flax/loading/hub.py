@@ -168,7 +168,7 @@ def locate(flag, source):
 
 
 def fetch_source(flag, source, **hub_options):
-    """Path of the file that a flag names, downloaded if necessary; else what it names.
+    """Path of the file that a flag names, downloaded if necessary; else the directory or hub id.
 
     flag, source: as for locate; hub_options: see take_hub_options.
     """
@@ -223,12 +223,16 @@ def open_source(
     found.configs = str(configs or default_configs(found))
     check_configs(flag, found, **hub_options)
     if not (configs or part) and found.configs == MOVED["v2"] and V_ENTRY not in found.shapes:
-        remedy = "--config_name_or_path" if flag.startswith("--") else "config="
         warn_once(
             f"{found} is read as a model that predicts v, as Stable Diffusion 2.1; if it predicts "
-            f"the noise, as its base model, give {remedy} {V2_BASE}"
+            f"the noise, as its base model, give {configs_option(flag)} {V2_BASE}"
         )
     return found
+
+
+def configs_option(flag):
+    """How to give a SingleFile's configs where it is given as `flag`, for errors."""
+    return "--config_name_or_path" if flag.startswith("--") else "config="
 
 
 def place_of_link(flag, source):
@@ -252,7 +256,7 @@ def check_configs(flag, source, **hub_options):
         content, _ = fetch_config(source, name, **hub_options)
     except HubRefusal as error:
         content, found = None, str(error)
-    remedy = "--config_name_or_path" if flag.startswith("--") else "config="
+    remedy = configs_option(flag)
     if flag.endswith("=") and source.part in OPENS:  # of a pipeline's from_pretrained
         remedy = f"config= of {OPENS[source.part]}.from_single_file"
     if content is None:

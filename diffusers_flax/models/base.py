@@ -220,10 +220,10 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         for file in files:
             for key, array in read_weights(file, read):
                 key = cls.path_in_tree(key, config)
-                if key is not None and part is not None and key not in expected:
-                    unexpected.append(key)  # left out, as by PyTorch's from_single_file
-                    continue
                 if key is None:
+                    continue
+                if part is not None and key not in expected:
+                    unexpected.append(key)  # left out, as by PyTorch's from_single_file
                     continue
                 array = array if convert is None else convert(key, array)
                 # A copy, so that a program may overwrite (donate) it.

@@ -22,6 +22,24 @@ from diffusers_flax.schedulers.euler import (
 from diffusers_flax.schedulers.noise_schedule import CommonSchedulerState, to_device
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
+# Config entries of the solver, and their values: for models of diffusion and of EDM alike.
+SOLVER_DEFAULTS = {
+    "solver_order": 2,
+    "thresholding": False,
+    "dynamic_thresholding_ratio": 0.995,
+    "sample_max_value": 1.0,
+    "algorithm_type": "dpmsolver++",
+    "solver_type": "midpoint",
+    "lower_order_final": True,
+    "euler_at_final": False,
+}
+SOLVER_CHOICES = {
+    "solver_order": (1, 2, 3),
+    "solver_type": ("midpoint", "heun"),
+    "algorithm_type": ("dpmsolver++",),
+    "thresholding": (False,),
+}
+
 
 @struct.dataclass
 class DPMSolverMultistepSchedulerState(SchedulerState):
@@ -55,14 +73,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
 
     defaults = DEFAULTS | {
         "timestep_spacing": "linspace",
-        "solver_order": 2,
-        "thresholding": False,
-        "dynamic_thresholding_ratio": 0.995,
-        "sample_max_value": 1.0,
-        "algorithm_type": "dpmsolver++",
-        "solver_type": "midpoint",
-        "lower_order_final": True,
-        "euler_at_final": False,
+        **SOLVER_DEFAULTS,
         "use_karras_sigmas": False,
         "sigma_min": None,  # diffusers' class lacks this option but reads it from the config
         "sigma_max": None,
@@ -82,13 +93,10 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "timestep_spacing",
     )
     choices = CHOICES | {
-        "solver_order": (1, 2, 3),
-        "solver_type": ("midpoint", "heun"),
-        "algorithm_type": ("dpmsolver++",),
+        **SOLVER_CHOICES,
         "final_sigmas_type": ("zero", "sigma_min"),
         # DDPM's values have no effect here; a learned one would double the model's channels.
         "variance_type": ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
-        "thresholding": (False,),
         "use_beta_sigmas": (False,),
         "use_dynamic_shifting": (False,),
         "use_exponential_sigmas": (False,),
@@ -257,23 +265,11 @@ class FlaxEDMDPMSolverMultistepScheduler(EDMScheduler, FlaxDPMSolverMultistepSch
     """DPM-Solver++ for models that EDM preconditions, as FlaxDPMSolverMultistepScheduler."""
 
     defaults = EDM_DEFAULTS | {
-        "solver_order": 2,
-        "thresholding": False,
-        "dynamic_thresholding_ratio": 0.995,
-        "sample_max_value": 1.0,
-        "algorithm_type": "dpmsolver++",
-        "solver_type": "midpoint",
-        "lower_order_final": True,
-        "euler_at_final": False,
+        **SOLVER_DEFAULTS,
         "final_sigmas_type": "zero",
     }
     arguments = tuple(defaults)
-    choices = EDMScheduler.choices | {
-        "solver_order": (1, 2, 3),
-        "solver_type": ("midpoint", "heun"),
-        "algorithm_type": ("dpmsolver++",),
-        "thresholding": (False,),
-    }
+    choices = EDMScheduler.choices | SOLVER_CHOICES
 
     def _plan(self, num_inference_steps, first_step, timesteps):
         timesteps, sigmas = self._run(num_inference_steps)
