@@ -6,7 +6,8 @@ measures in bfloat16, with random weights: Stable Diffusion 1.5's UNet at 512 pi
 forward and with the gradient of float32 parameters; optimizer steps at 256 pixels (16 pairs), with
 the average of the weights; an SDXL image at 1024 pixels, 20 steps, plain and with --accelerate
 deepcache:interval=2 guidance:stop=0.5; an edit at 512 pixels, 20 steps; and how far the
-edits of a tiny pipeline differ between GPU and CPU. PyTorch runs eager and through torch.compile.
+edits of a tiny pipeline differ between GPU and CPU. PyTorch runs eager; --pytorch eager compiled
+adds torch.compile, which takes two to three minutes for a row: measure a row or two at a time.
 
 First everything is compiled: our programs in threads, beside PyTorch's in the main thread. Then the
 rows are measured one after the other, contenders in turn, and each row is written as soon as it is
@@ -22,7 +23,7 @@ of 80 GB; a row that does not fit is left out.
 Needs PyTorch with CUDA and, for torch.compile, a C++ compiler. Tiny, on a CPU, in a few minutes; an
 empty --pytorch leaves PyTorch's contenders out:
 
-    python -m benchmarks.gpu --size tiny --pytorch eager --output gpu.json
+    python -m benchmarks.gpu --size tiny --output gpu.json
 
 Rows go to benchmarks/results/gpu.json.
 """

@@ -1,7 +1,7 @@
 """README's tables: what was measured, and what a TPU can do at best."""
 
 from benchmarks.rows import markdown_table
-from benchmarks.tables.cells import AT_SHARE, estimated_seconds, middle_start, results, seconds
+from benchmarks.tables.cells import AT_SHARE, estimated_seconds, results, seconds
 
 
 def to_pytorch(name: str, case: str) -> str:
@@ -17,11 +17,12 @@ def to_datasets() -> str:
     return f"{min(ratios):.1f} to {max(ratios):.1f} times as fast"
 
 
-def loading() -> str:
-    """Seconds of loading an executable, and of compiling it."""
-    names = ("AOT, executable kept", "AOT, first start")
-    loads, compiles = (middle_start(name)["compile_seconds"] for name in names)
-    return f"{loads:.2f} s instead of {compiles:.2f} s"
+def on_gpu() -> str:
+    """How many times as fast ours is as eager PyTorch on an H100."""
+    gpu = "NVIDIA H100 80GB HBM3"
+    cases = (f"{gpu} full_512 edit, 20 steps 1", f"{gpu} full_256 optimizer step 16")
+    ratios = [results("gpu")[x]["summary"]["torch eager"]["ours_times_as_fast"] for x in cases]
+    return f"{' and '.join(f'{x:.2f}' for x in ratios)} times as fast"
 
 
 def with_average() -> str:
@@ -58,14 +59,14 @@ def results_table() -> str:
             "python -m benchmarks.unet time --cases sd15_256 --rounds 4",
         ),
         (
+            "edit of 20 steps and training step, H100, bfloat16, to eager PyTorch",
+            on_gpu(),
+            "python -m benchmarks.gpu",
+        ),
+        (
             "data loader, to Hugging Face `datasets`",
             to_datasets(),
             "python -m benchmarks.data --output data.json",
-        ),
-        (
-            "SDXL executable, loading instead of compiling",
-            loading(),
-            "python -m benchmarks.full_size starts --rounds 3",
         ),
         (
             "EMA over the last fifth of a run: edit error",
