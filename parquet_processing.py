@@ -40,7 +40,7 @@ from tqdm import tqdm
 from command_line import check_image_file, run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair
-from dataloading.images import FORMATS, crop_square, decode_image
+from dataloading.images import FORMATS, crop_image, decode_image
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
     KNOWN_COLUMNS,
@@ -165,8 +165,8 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     """Draw pairs as (original, edited) with the prompt below, in a grid."""
     tiles = []
     for pair in pairs:
-        decoded = (decode_image(data, 2 * resolution) for data in pair[:2])
-        squares = (crop_square(pixels, resolution, "lanczos") for pixels in decoded)
+        decoded = (decode_image(data, (2 * resolution,) * 2) for data in pair[:2])
+        squares = (crop_image(pixels, (resolution,) * 2, "lanczos") for pixels in decoded)
         tiles.append(captioned(list(map(Image.fromarray, squares)), pair.prompt, max_lines=2))
     num_columns = max(1, round(math.sqrt(len(pairs) / 2)))
     return tile_grid(tiles, num_columns, margin=max(4, resolution // 32))

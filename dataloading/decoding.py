@@ -9,7 +9,7 @@ import numpy as np
 
 from dataloading.images import (
     crop_corner,
-    crop_square,
+    crop_image,
     decode_image,
     encoded_size,
     scaled_size,
@@ -99,17 +99,17 @@ def decode_pair(
 
     Args:
         pair: encoded pair.
-        out: original and edited images, contiguous uint8 (R, R, 3) each; overwritten.
+        out: original and edited images, contiguous uint8 (H, W, 3) each; overwritten.
         columns: column names for error messages.
         resample: "dct": libjpeg downscales large JPEGs by powers of two while decoding, Lanczos
             does the rest; "lanczos" (as in the paper) and "bicubic" (as at Hugging Face): libjpeg
             leaves at least a factor of 2 to the filter.
-        crop: position of the crop, see crop_square.
+        crop: position of the crop, see crop_image.
         flip: mirror left and right.
 
     Returns:
         The time ids of SDXL's micro-conditioning, float32 (2, 6), not mirrored and mirrored: height
-        and width of the edited image as stored, top and left of the crop in the scaled image, R, R.
+        and width of the edited image as stored, top and left of the crop in the scaled image, H, W.
 
     Raises:
         ValueError: the prompt or an image is missing or cannot be decoded; out is then undefined.
@@ -121,22 +121,22 @@ def decode_pair(
     for data, pixels, column in zip(pair[:2], out, columns[:2]):
         if data is None:
             raise ValueError(f"{column}: no image bytes in the shard")
-        resolution = len(pixels)
+        size = pixels.shape[:2]
         try:
-            min_side = resolution if resample == "dct" else 2 * resolution
-            decoded = decode_image(data, min_side, out=pixels)
-            square = crop_square(decoded, resolution, resample, crop)
+            min_size = size if resample == "dct" else (2 * size[0], 2 * size[1])
+            decoded = decode_image(data, min_size, out=pixels)
+            cropped = crop_image(decoded, size, resample, crop)
         except ValueError as error:
             raise ValueError(f"{column}: {error}") from error
         if flip:
             for c in range(3):  # five times faster than all channels at once
-                pixels[..., c] = square[:, ::-1, c]
+                pixels[..., c] = cropped[:, ::-1, c]
         else:
-            pixels[:] = square
-    height, width = scaled_size(*decoded.shape[:2], resolution)
-    top, left = crop_corner(height, width, resolution, crop)
-    lefts, size = (left, width - resolution - left), encoded_size(data)
-    return np.array([(*size, top, x, resolution, resolution) for x in lefts], np.float32)
+            pixels[:] = cropped
+    height, width = scaled_size(*decoded.shape[:2], size)
+    top, left = crop_corner(height, width, size, crop)
+    lefts, stored = (left, width - size[1] - left), encoded_size(data)
+    return np.array([(*stored, top, x, *size) for x in lefts], np.float32)
 
 
 def copy_latents(

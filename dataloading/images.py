@@ -53,14 +53,16 @@ def load_image(path):
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
-def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) -> np.ndarray:
+def decode_image(
+    data: bytes, min_size: tuple[int, int] = (0, 0), out: np.ndarray | None = None
+) -> np.ndarray:
     """Decode one image to upright RGB.
 
     Args:
         data: an encoded image, one of FORMATS. Upright JPEGs are decoded by simplejpeg, which
             releases the GIL.
-        min_side: a JPEG at least twice as large may be decoded at a half of its size or less, but
-            with no side below this; 0: full size.
+        min_size: (height, width): a JPEG at least twice as large may be decoded at a half of its
+            size or less, but not below this; (0, 0): full size.
         out: uint8 (h, w, 3), contiguous: used for the result if it has this size.
 
     Returns:
@@ -70,7 +72,7 @@ def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) 
         ValueError: the data are not an image, damaged, or of a mode that `to_rgb` does not support.
     """
     try:
-        return decode_upright(data, min_side, out)
+        return decode_upright(data, min_size, out)
     except UnidentifiedImageError:
         raise ValueError(f"no known image format ({len(data)} bytes)") from None
     except MemoryError:  # says nothing about the image
@@ -79,21 +81,21 @@ def decode_image(data: bytes, min_side: int = 0, out: np.ndarray | None = None) 
         raise ValueError(one_line(error, 200)) from error
 
 
-def decode_upright(data, min_side=0, out=None, formats=FORMATS):
+def decode_upright(data, min_size=(0, 0), out=None, formats=FORMATS):
     """decode_image without its one type of error; formats: that Pillow may decode, None: all."""
     if data.startswith(b"\xff\xd8"):
-        pixels = decode_jpeg(data, min_side, out)
+        pixels = decode_jpeg(data, min_size, out)
         if pixels is not None:
             return pixels
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=formats))
     return np.asarray(to_rgb(image))
 
 
-def decode_jpeg(data, min_side, out):
+def decode_jpeg(data, min_size, out):
     """Decode an upright RGB or grey JPEG by simplejpeg, which raises a warning of libjpeg.
 
     Args:
-        data, min_side, out: see decode_image.
+        data, min_size, out: see decode_image.
 
     Returns:
         uint8 (H, W, 3), or None: the JPEG is left to Pillow, which ignores warnings.
@@ -112,18 +114,19 @@ def decode_jpeg(data, min_side, out):
         if orientation != 1:
             simplejpeg.decode_jpeg(data, "Gray", min_height=1, min_width=1)
             return None
-        side = min_side if min(height, width) >= 2 * min_side else 0
-        size = simplejpeg.decode_jpeg_header(data, side, side)[:2]
+        is_large = height >= 2 * min_size[0] and width >= 2 * min_size[1]
+        h, w = min_size if is_large else (0, 0)
+        size = simplejpeg.decode_jpeg_header(data, h, w)[:2]
         fits = out is not None and out.shape[:2] == size
         return simplejpeg.decode_jpeg(
-            data, "RGB", min_height=side, min_width=side, buffer=out if fits else None
+            data, "RGB", min_height=h, min_width=w, buffer=out if fits else None
         )
     except ValueError as error:
         if any(loss in str(error) for loss in LOST_PIXELS):
             raise
         # A warning of the header hides warnings of the pixels; stray bytes at the end hide none.
         if (usual := with_usual_header(data)) != data:
-            decode_jpeg(usual, min_side, None)
+            decode_jpeg(usual, min_size, None)
         return None
 
 
@@ -168,33 +171,34 @@ def exif_orientation(data: bytes) -> int:
     return 1
 
 
-def scaled_size(height: int, width: int, resolution: int) -> tuple[int, int]:
-    """Height and width of an image whose shorter side is scaled to the resolution."""
-    scale = resolution / min(height, width)
-    return max(resolution, round(height * scale)), max(resolution, round(width * scale))
+def scaled_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of an image that is scaled until it just covers a size."""
+    scale = max(size[0] / height, size[1] / width)
+    return max(size[0], round(height * scale)), max(size[1], round(width * scale))
 
 
-def crop_corner(height: int, width: int, resolution: int, crop: float) -> tuple[int, int]:
-    """Top and left of the square that crop_square cuts out of a scaled image."""
-    return int(crop * (height - resolution + 1)), int(crop * (width - resolution + 1))
+def crop_corner(height: int, width: int, size: tuple[int, int], crop: float) -> tuple[int, int]:
+    """Top and left of what crop_image cuts out of a scaled image."""
+    return int(crop * (height - size[0] + 1)), int(crop * (width - size[1] + 1))
 
 
-def crop_square(
-    pixels: np.ndarray, resolution: int, resample: str = "dct", crop: float = 0.5
+def crop_image(
+    pixels: np.ndarray, size: tuple[int, int], resample: str = "dct", crop: float = 0.5
 ) -> np.ndarray:
-    """Scale the shorter side of an image to the resolution and cut a square out.
+    """Scale an image until it just covers a size, and cut that out.
 
-    Hugging Face's trainer squeezes the full image into the square instead; on the square images of
+    Hugging Face's trainer squeezes the full image into a square instead; on the square images of
     the public datasets both agree.
 
     Args:
         pixels: uint8 (H, W, 3).
-        resolution: side R of the square, pixels.
+        size: height h and width w of the result, pixels.
         resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
-        crop: in [0, 1), position of the square along the longer side; 0.5: the centre.
+        crop: in [0, 1), position of the cut along the side that is longer than the size; 0.5: the
+            centre.
 
     Returns:
-        uint8 (R, R, 3).
+        uint8 (h, w, 3).
 
     Raises:
         ValueError: one side is more than MAX_ASPECT times the other.
@@ -204,12 +208,12 @@ def crop_square(
             f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow: one side may be at most "
             f"{MAX_ASPECT} times the other; crop the image"
         )
-    height, width = scaled_size(*pixels.shape[:2], resolution)
+    height, width = scaled_size(*pixels.shape[:2], size)
     if pixels.shape[:2] != (height, width):
         image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
         pixels = np.asarray(image)
-    top, left = crop_corner(height, width, resolution, crop)
-    return pixels[top : top + resolution, left : left + resolution]
+    top, left = crop_corner(height, width, size, crop)
+    return pixels[top : top + size[0], left : left + size[1]]
 
 
 def num_usable_cores() -> int:

@@ -177,7 +177,7 @@ def check_image(path: Path) -> tuple[int, int] | str:
     """
     try:
         data = path.read_bytes()
-        decode_image(data, 16)  # raises a ValueError if the image is damaged
+        decode_image(data, (16, 16))  # raises a ValueError if the image is damaged
         height, width = encoded_size(data)
         if max(width, height) > MAX_ASPECT * min(width, height):
             return f"{width}x{height} is too narrow; the most is {MAX_ASPECT} to 1"

@@ -243,9 +243,9 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
         height, width, top, left = (int(x) for x in ids[:4])
         assert min(height, width) == box[2] - box[0]
         assert height <= image.height and width <= image.width
-        scaled = scaled_size(height, width, 64)
-        assert np.all(crop_corner(*scaled, 64, 0) <= np.array((top, left)))
-        assert np.all((top, left) <= np.array(crop_corner(*scaled, 64, 1 - 1e-9)))
+        scaled = scaled_size(height, width, (64, 64))
+        assert np.all(crop_corner(*scaled, (64, 64), 0) <= np.array((top, left)))
+        assert np.all((top, left) <= np.array(crop_corner(*scaled, (64, 64), 1 - 1e-9)))
         assert (*ids[4:], *mirrored[[0, 1, 2, 4, 5]]) == (64, 64, height, width, top, 64, 64)
         assert mirrored[3] == scaled[1] - 64 - left
         corners.add((top > 0, left > 0))

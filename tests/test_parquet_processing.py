@@ -27,7 +27,7 @@ import parquet_processing
 from dataloading import dataset as dataloading_dataset
 from dataloading import decoding
 from dataloading import shards as dataloading_shards
-from dataloading.images import crop_square, decode_image, encoded_size
+from dataloading.images import crop_image, decode_image, encoded_size
 from dataloading.order import epoch_order
 from dataloading.shards import Pair
 from diffusers_flax.captions import LINE_HEIGHT
@@ -115,11 +115,11 @@ def test_pixels_are_pillows(tmp_path, resample, image_format, height, width):
 
 def test_large_jpeg_is_scaled_while_decoding():
     data = encode(smooth(0, 256, 320), "JPEG", quality=100)
-    small = decode_image(data, min_side=64)
+    small = decode_image(data, min_size=(64, 64))
     assert 64 <= min(small.shape[:2]) <= 128
-    assert decode_image(data, min_side=129).shape == (256, 320, 3)
+    assert decode_image(data, min_size=(129, 129)).shape == (256, 320, 3)
     direct = Image.open(io.BytesIO(data)).resize((40, 32), Image.Resampling.LANCZOS)
-    error = np.asarray(direct)[:, 4:36].astype(int) - crop_square(small, 32, "lanczos")
+    error = np.asarray(direct)[:, 4:36].astype(int) - crop_image(small, (32, 32), "lanczos")
     assert np.abs(error).mean() < 1.0
 
 
@@ -217,7 +217,7 @@ def test_images_without_a_known_range_are_refused():
     with pytest.raises(
         ValueError, match=r"1x400 pixels are too narrow: .* at most 20 times the other; crop"
     ):
-        crop_square(np.zeros((400, 1, 3), np.uint8), 8)
+        crop_image(np.zeros((400, 1, 3), np.uint8), (8, 8))
 
 
 def test_upright_exif_takes_the_fast_way(monkeypatch):
@@ -225,7 +225,7 @@ def test_upright_exif_takes_the_fast_way(monkeypatch):
     exif = image.getexif()
     exif[0x0112], exif[0x010F] = 1, "camera"
     data = encode(image, "JPEG", exif=exif, quality=95)
-    assert b"Exif" in data and decode_image(data, min_side=32).shape == (32, 32, 3)
+    assert b"Exif" in data and decode_image(data, min_size=(32, 32)).shape == (32, 32, 3)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
@@ -258,7 +258,7 @@ def test_truncated_image_is_refused(kind):
         with pytest.raises(ValueError, match=r"\w"):
             decode_image(data[:end])
         with pytest.raises(ValueError, match=r"\w"):
-            decode_image(data[:end], min_side=8)
+            decode_image(data[:end], min_size=(8, 8))
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", b"\xff\xd8\xff\xe0" + bytes(50)])
@@ -311,10 +311,10 @@ def test_crop_reaches_both_ends():
     strip = Image.fromarray(np.repeat(np.arange(10, dtype=np.uint8)[None, :, None], 3, 2))
     strip = np.asarray(strip.resize((40, 4), Image.Resampling.NEAREST))
     first_columns = {
-        int(crop_square(strip, 4, crop=x)[0, 0, 0]) for x in np.linspace(0, 0.9999, 100)
+        int(crop_image(strip, (4, 4), crop=x)[0, 0, 0]) for x in np.linspace(0, 0.9999, 100)
     }
     assert first_columns == set(range(10))
-    assert crop_square(strip, 4, crop=0.9999)[0, -1, 0] == 9
+    assert crop_image(strip, (4, 4), crop=0.9999)[0, -1, 0] == 9
 
 
 # Order

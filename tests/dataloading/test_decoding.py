@@ -10,7 +10,7 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageOps
 
-from dataloading.images import crop_square, decode_image, encoded_size, load_image
+from dataloading.images import crop_image, decode_image, encoded_size, load_image
 from dataloading.pairs import check_image, write_pairs
 from dataloading.shards import KNOWN_COLUMNS, Cells
 from editing.held_out import HeldOutPair
@@ -68,7 +68,7 @@ def test_harmless_warnings_give_pillows_pixels(tmp_path, name, kind):
     pixels = by_pillow(data)
     np.testing.assert_array_equal(pixels, by_pillow(whole))
     np.testing.assert_array_equal(decode_image(data), pixels)
-    np.testing.assert_array_equal(decode_image(data, min_side=8), pixels)
+    np.testing.assert_array_equal(decode_image(data, min_size=(8, 8)), pixels)
     assert encoded_size(data) == pixels.shape[:2]
     path = tmp_path / "a.jpg"
     path.write_bytes(data)
@@ -81,9 +81,9 @@ def test_harmless_warnings_give_pillows_pixels(tmp_path, name, kind):
 def test_missing_pixels_are_refused_everywhere(tmp_path, name, kind):
     spoil, message = LOSSES[name]
     data = spoil(jpeg(**kind))
-    for min_side in (0, 8):
+    for side in (0, 8):
         with pytest.raises(ValueError, match=message):
-            decode_image(data, min_side)
+            decode_image(data, (side, side))
     path = tmp_path / "a.jpg"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=rf"a\.jpg cannot be read as an image: .*{message}"):
@@ -125,6 +125,6 @@ def test_warnings_do_not_count_as_damage(tmp_path, caplog):
     (batch,) = dataset
     assert set(batch["edit_prompt"]) == set(HARMLESS)
     assert dataset.num_bad == 1 and list(dataset.bad_rows) == [(shard.name, 4)]
-    expected = crop_square(by_pillow(jpeg()), 8)
+    expected = crop_image(by_pillow(jpeg()), (8, 8))
     for pixels in batch["original_pixel_values"]:
         assert np.abs(pixels.astype(int) - expected).max() <= 12  # scaled while decoding
