@@ -31,6 +31,8 @@ minutes if the server asks to wait (HTTP 429), for up to one minute if it does n
 
 import heapq
 import json
+import os
+import re
 import shlex
 import socket
 import sys
@@ -39,6 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx2
 from tqdm import tqdm
 
 from command_line import run_main
@@ -49,9 +52,9 @@ from dataloading.remote_shards import (
     read_url_list,
     unique_file_names,
 )
-from dataloading.workers import which_worker
 
 MAX_UNUSED_FRACTION = 0.05  # of the rows in every epoch; more prints a warning
+METADATA_TIMEOUT = 2  # seconds; the metadata server is on the host itself
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,75 @@ def check_flags(config):
         raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
     if config.output_dir.exists() and not config.output_dir.is_dir():
         raise ValueError(f"--output_dir {config.output_dir} is a file; name a directory")
+
+
+def vm_metadata(attribute):
+    """An attribute of this VM from Google's metadata server; None where there is none."""
+    host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/{attribute}"
+    options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": METADATA_TIMEOUT}
+    try:
+        response = httpx2.get(url, trust_env=False, **options)  # without a proxy
+    except httpx2.HTTPError:
+        return None
+    return response.text if response.status_code == 200 else None
+
+
+def tpu_worker():
+    """(index, count) of this host in its TPU slice or slices, None on other machines.
+
+    Source: jax._src.clusters.cloud_tpu_cluster, for the variables that GKE sets and the attributes
+    of TPU VMs: worker-network-endpoints is a,b,c; tpu-env has lines KEY: 'value'.
+    """
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+    index = os.environ.get("TPU_WORKER_ID")
+    if not (hosts and index):
+        index, hosts = vm_metadata("agent-worker-number"), vm_metadata("worker-network-endpoints")
+        if not (hosts and index):
+            return None
+    slices = os.environ
+    if "MEGASCALE_NUM_SLICES" not in slices:
+        tpu_env = vm_metadata("tpu-env") or ""
+        slices = dict(re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*)", tpu_env, re.MULTILINE))
+    try:
+        per_slice, index = len(hosts.split(",")), int(index)
+        slice_id = int(slices.get("MEGASCALE_SLICE_ID") or 0)
+        num_slices = int(slices.get("MEGASCALE_NUM_SLICES") or 1)
+        fits = 0 <= index < per_slice and 0 <= slice_id < num_slices
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"the TPU's environment says worker {index} of {hosts}, which is inconsistent; "
+            "give --worker and --num_workers"
+        )
+    return slice_id * per_slice + index, num_slices * per_slice
+
+
+def launcher_task():
+    """(index, count, launcher) of this process in a job of Slurm or Open MPI, or None."""
+    env = os.environ
+    for launcher, index, count, step in (
+        ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
+        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ):
+        if int(env.get(count, 1)) > 1:
+            if not (index in env and step in env):  # the batch script of Slurm is no task
+                raise ValueError(
+                    f"{launcher} has {env[count]} tasks and this process is none of them; start "
+                    "it with srun or mpirun, or give --worker and --num_workers"
+                )
+            return int(env[index]), int(env[count]), launcher
+    return None
+
+
+def which_worker(worker, num_workers):
+    """(index or None, count, source) of this worker: flags, the TPU's environment or a launcher."""
+    if num_workers is not None:
+        return worker, num_workers, "flags"
+    if found := tpu_worker():
+        return *found, "the TPU's environment"
+    return launcher_task() or (0, 1, "default")
 
 
 def run(config):

@@ -5,38 +5,19 @@
 Images are prepared as in InstructPix2Pix (arXiv 2211.09800).
 """
 
-import hashlib
-import logging
+import contextlib
 import math
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import pyarrow as pa
 
-from dataloading.decoding import Decoding
 from dataloading.images import RESAMPLING, num_usable_cores
 from dataloading.order import choose_num_parts, partition_rows
-from dataloading.shards import (
-    Cells,
-    Pair,
-    RowGroup,
-    gather_directories,
-    latents_metadata,
-    list_row_groups,
-    pair_at,
-    read_row_group,
-    shard_ids,
-    source_columns,
-    take_first_rows,
-)
+from dataloading.reading import BatchRow, StoredPairs, decode_batches
 from diffusers_flax.messages import differences
 
-MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
 MIN_LEFT_OUT = 0.01  # share of an epoch's pairs for which a better batch size is looked up
-logger = logging.getLogger(__name__)
 
 
 def register_with_torch(dataset_class: type) -> None:
@@ -54,7 +35,16 @@ def in_torch_worker() -> bool:
     return data is not None and data.get_worker_info() is not None
 
 
-class ParquetImagePairs:
+def refuse_torch_workers() -> None:
+    """Raise a ValueError in a worker of a torch DataLoader."""
+    if in_torch_worker():
+        raise ValueError(
+            "DataLoader's num_workers must be 0: ParquetImagePairs has its own threads; set "
+            "num_threads instead"
+        )
+
+
+class ParquetImagePairs(StoredPairs):
     """Batches of image pairs and instructions from a directory of parquet shards.
 
     One iteration yields one epoch of this process's batches; every process gets `len(self)` of
@@ -160,38 +150,37 @@ class ParquetImagePairs:
         check_options(process_index, process_count, resample, max_bad_fraction)
         num_parts = choose_num_parts(num_parts, batch_size, process_count)
 
-        columns = (original_image_column, edited_image_column, edit_prompt_column)
-        self.groups, directories = open_directories(train_data_dir, columns, all_gather)
-        self.directory_rows = [sum(rows for *_, rows in directory) for directory in directories]
-        if max_rows is not None:
-            share = max_rows // len(directories)
-            self.directory_rows = [min(rows, share) for rows in self.directory_rows]
-            self.groups = take_first_rows(self.groups, share)
-        self.num_rows = sum(self.directory_rows)  # over all processes
+        super().__init__(
+            train_data_dir,
+            (original_image_column, edited_image_column, edit_prompt_column),
+            dict(
+                resolution=resolution,
+                resample=resample,
+                random_crop=random_crop,
+                random_flip=random_flip,
+                micro_conditioning=micro_conditioning,
+            ),
+            max_rows=max_rows,
+            all_gather=all_gather,
+            max_bad_fraction=max_bad_fraction,
+        )
         check_enough_rows(self.directory_rows, batch_size, process_count, max_rows, train_data_dir)
         self._partition = partition_rows(
-            directories, self.directory_rows, batch_size, num_parts, process_index, process_count
+            self.directories,
+            self.directory_rows,
+            batch_size,
+            num_parts,
+            process_index,
+            process_count,
         )
-        self.latents = latents_metadata(self.groups[0].metadata)
-        self._decoding = Decoding(
-            resolution, resample, random_crop, random_flip, micro_conditioning, self.latents
-        )
-        for group in self.groups:
-            self._decoding.check(group)
-
-        self.train_data_dir, self.batch_size, self.seed = train_data_dir, batch_size, seed
+        self.epoch_rows = len(self) * batch_size * process_count
+        self.batch_size, self.seed = batch_size, seed
         self.num_parts, self.shuffle_buffer = num_parts, shuffle_buffer
         self.num_threads = num_threads or num_usable_cores()
-        self.prefetch_batches, self.max_bad_fraction = prefetch_batches, max_bad_fraction
-        self.num_seen = 0  # pairs yielded by this object
-        self.num_bad = 0  # replaced pairs among them
-        self.bad_rows: dict[tuple[str, int], str] = {}  # (shard, row) -> reason
+        self.prefetch_batches = prefetch_batches
         self.epoch = 0
         self._first_batch = 0  # at which the next iteration starts
         self._next_batch = 0  # position of state_dict
-        self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
-        self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
-        self._replacements: dict[int, Pair] = {}  # for row groups without a decodable pair
         self._stream_identity = {
             "seed": seed,
             "global_batch_size": batch_size * process_count,
@@ -202,9 +191,7 @@ class ParquetImagePairs:
             "random_flip": random_flip,
             "resample": resample,
             "max_rows": max_rows,
-            "columns": sorted({", ".join(source_columns(group)) for group in self.groups}),
-            "latents": self.latents and self.latents["vae"],
-            "data": hashlib.sha256(str(sorted(directories)).encode()).hexdigest()[:16],
+            **self.identity(),
         }
 
     def describe_epoch(self, multiple: int = 1) -> str:
@@ -270,167 +257,23 @@ class ParquetImagePairs:
         self._next_batch = self._first_batch
 
     def __iter__(self) -> Iterator[dict]:
-        if in_torch_worker():
-            raise ValueError(
-                "DataLoader's num_workers must be 0: ParquetImagePairs has its own threads; set "
-                "num_threads instead"
-            )
+        refuse_torch_workers()
         start, self._first_batch = self._first_batch, 0
         self._next_batch = start
         order, draws = self._partition.shuffle(
             [group.num_rows for group in self.groups], self.seed, self.epoch, self.shuffle_buffer
         )
-        encoded = self._read_batches(order[start:])
-
-        # One thread reads row groups and submits rows to the decoding threads.
-        reader = ThreadPoolExecutor(1, "parquet-read")
-        decoders = ThreadPoolExecutor(self.num_threads, "parquet-decode")
-
-        def start_batch() -> tuple[dict, list, list[Future]]:
-            rows = next(encoded)
-            batch = self._decoding.empty_batch(self.batch_size)
-            batch["edit_prompt"] = []
-            futures = [
-                decoders.submit(self._decode_row, batch, place, row, cells, draws[row])
-                for place, (row, cells) in enumerate(rows)
-            ]
-            return batch, rows, futures
-
-        try:
-            steps = range(start, len(self))
-            started = deque(reader.submit(start_batch) for _ in steps[: self.prefetch_batches])
-            for step in steps:
-                batch, rows, futures = started.popleft().result()
-                if step + self.prefetch_batches < len(self):
-                    started.append(reader.submit(start_batch))
-                for place, ((row, cells), future) in enumerate(zip(rows, futures)):
-                    try:
-                        prompt = future.result()
-                    except ValueError as error:
-                        prompt = self._decode_replacement(
-                            batch, place, row, cells, draws[row], error
-                        )
-                    batch["edit_prompt"].append(prompt)
-                self.num_seen += self.batch_size
-                self._check_bad_fraction()
-                self._next_batch = step + 1
-                if self._next_batch == len(self):
+        encoded = (
+            [BatchRow(self, row, cells, draws[row]) for row, cells in rows]
+            for rows in self.read_batches([order[start:]])
+        )
+        batches = decode_batches(encoded, self.num_threads, self.prefetch_batches)
+        with contextlib.closing(batches):
+            for step, batch in enumerate(batches, start=start + 1):
+                self._next_batch = step
+                if step == len(self):
                     self.epoch, self._next_batch = self.epoch + 1, 0
                 yield batch
-        finally:  # also when the consumer stops early
-            reader.shutdown(cancel_futures=True)
-            decoders.shutdown(cancel_futures=True)
-            encoded.close()
-            pa.default_memory_pool().release_unused()
-
-    def _read_batches(self, order: np.ndarray) -> Iterator[list[tuple[int, Cells]]]:
-        """Yield, for each batch of `order` (num_batches, B), its rows with their row groups' cells.
-
-        A row group stays in memory from its first batch to its last. One row group is read ahead.
-        """
-        groups = np.searchsorted(self._first_rows, order, side="right") - 1
-        first_step, last_step = {}, {}
-        for step, needed in enumerate(groups.tolist()):
-            for g in needed:
-                first_step.setdefault(g, step)
-                last_step[g] = step
-        upcoming = deque(first_step.items())
-        loaded: dict[int, Future] = {}
-        newest_step = -1  # first step of the row group submitted last
-        loader = ThreadPoolExecutor(1, "parquet-row-group")
-        try:
-            for step, (rows, needed) in enumerate(zip(order.tolist(), groups.tolist())):
-                while upcoming and newest_step <= step:
-                    g, newest_step = upcoming.popleft()
-                    loaded[g] = loader.submit(read_row_group, self.groups[g], self._spare_buffers)
-                yield [(row, loaded[g].result()) for row, g in zip(rows, needed)]
-                for g in set(needed):
-                    if last_step[g] == step:
-                        del loaded[g]
-        finally:
-            loader.shutdown(cancel_futures=True)
-
-    def _locate(self, row: int) -> tuple[int, int]:
-        """Index of a row's row group, and the row's position in it."""
-        g = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        return g, row - int(self._first_rows[g])
-
-    def _decode_row(self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray) -> str:
-        """Decode a row into batch[...][place], cropped and flipped by draw; return its prompt."""
-        g, position = self._locate(row)
-        pair, columns = pair_at(cells, position), self.groups[g].columns
-        return self._decoding.decode(batch, place, pair, columns, draw)
-
-    def _decode_replacement(
-        self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray, error: ValueError
-    ) -> str:
-        """Count an undecodable row, decode a replacement into its place and return its prompt."""
-        g, position = self._locate(row)
-        self.num_bad += 1
-        self._record_bad_row(g, position, error)
-        if g in self._replacements:
-            pair, columns = self._replacements[g], self.groups[g].columns
-            return self._decoding.decode(batch, place, pair, columns, draw)
-        for candidate, candidate_cells in self._following_rows(row, cells):
-            h, candidate_position = self._locate(candidate)
-            if self._shard_and_row(h, candidate_position) in self.bad_rows:
-                continue
-            try:
-                pair = pair_at(candidate_cells, candidate_position)
-                prompt = self._decoding.decode(batch, place, pair, self.groups[h].columns, draw)
-            except ValueError as candidate_error:
-                self._record_bad_row(h, candidate_position, candidate_error)
-                continue
-            if h != g:  # no row of the row group is decodable: do not search it again
-                self._replacements[g] = pair
-            return prompt
-        raise ValueError(
-            f"none of the {self._first_rows[-1]} pairs of {self.train_data_dir} can be decoded "
-            f"({next(iter(self.bad_rows.values()))})"
-        )
-
-    def _following_rows(self, row: int, cells: Cells) -> Iterator[tuple[int, Cells]]:
-        """Yield all other rows, cyclically: first of the same row group, then of the next ones."""
-        own, position = self._locate(row)
-        first, count = int(self._first_rows[own]), self.groups[own].num_rows
-        for place in (*range(position + 1, count), *range(position)):
-            yield first + place, cells
-        for g in (*range(own + 1, len(self.groups)), *range(own)):
-            cells = read_row_group(self.groups[g])
-            for place in range(self.groups[g].num_rows):
-                yield int(self._first_rows[g]) + place, cells
-
-    def _shard_and_row(self, g: int, position: int) -> tuple[str, int]:
-        """(shard name, row of the shard) of a position in row group g."""
-        return self.groups[g].path.name, self.groups[g].first_row + position
-
-    def _record_bad_row(self, g: int, position: int, error: ValueError) -> None:
-        """Log an undecodable row the first time it occurs; raise if there are too many."""
-        name = self._shard_and_row(g, position)
-        if name not in self.bad_rows:
-            self.bad_rows[name] = str(error)
-            logger.warning("%s row %d: %s; another row takes its place", *name, error)
-        num_rows = int(self._first_rows[-1])
-        if len(self.bad_rows) > self.max_bad_fraction * max(num_rows, MIN_ROWS_FOR_BAD_FRACTION):
-            self._raise_too_many_bad(
-                f"{len(self.bad_rows)} of the {num_rows} pairs of {self.train_data_dir}"
-            )
-
-    def _raise_too_many_bad(self, count: str) -> None:
-        """Raise the ValueError for max_bad_fraction; count: e.g. "11 of the first 100 pairs"."""
-        (shard, row), reason = next(reversed(self.bad_rows.items()))
-        raise ValueError(
-            f"{count} cannot be decoded, more than --max_bad_fraction {self.max_bad_fraction} "
-            f"allows; for example {shard} row {row} ({reason}); check the directory with "
-            f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
-        )
-
-    def _check_bad_fraction(self) -> None:
-        """Raise a ValueError if more pairs were replaced than max_bad_fraction allows."""
-        epoch_rows = len(self) * self._stream_identity["global_batch_size"]
-        num_counted = max(self.num_seen, min(MIN_ROWS_FOR_BAD_FRACTION, epoch_rows))
-        if self.num_bad > self.max_bad_fraction * num_counted:
-            self._raise_too_many_bad(f"{self.num_bad} of the first {self.num_seen} pairs")
 
 
 def check_lowest(**values: tuple[int, int]) -> None:
@@ -478,29 +321,3 @@ def check_enough_rows(
         f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
         f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
     )
-
-
-def open_directories(
-    train_data_dir: str,
-    columns: tuple[str, str, str],
-    all_gather: Callable[[np.ndarray], np.ndarray] | None,
-) -> tuple[list[RowGroup], list[list[tuple[int, int, int]]]]:
-    """List the row groups of this process's directory, and the shards of all directories.
-
-    Args:
-        train_data_dir: directory of *.parquet files.
-        columns: see list_row_groups.
-        all_gather: see gather_directories.
-
-    Returns:
-        (row groups, result of gather_directories).
-    """
-    try:
-        groups = list_row_groups(train_data_dir, *columns)
-        shards = shard_ids(groups)
-    except BaseException:
-        if all_gather is not None:
-            # The other processes wait in gather_directories for this one.
-            all_gather(np.array([0], np.int32))
-        raise
-    return groups, gather_directories(shards, all_gather)

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 import parquet_processing
-from dataloading import dataset as dataloading_dataset
-from dataloading import decoding
+from dataloading import decoding, reading
 from dataloading import shards as dataloading_shards
 from dataloading.images import crop_image, decode_image, encoded_size
 from dataloading.order import epoch_order
@@ -713,7 +712,7 @@ def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
         most.append(len(alive))
         return cells
 
-    monkeypatch.setattr(dataloading_dataset, "read_row_group", watched)
+    monkeypatch.setattr(reading, "read_row_group", watched)
     for epoch in range(4):
         dataset = ParquetImagePairs(
             numbered, batch_size=num_parts, resolution=4, shuffle_buffer=window * num_parts,
@@ -836,7 +835,7 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
     seen, error = run(max_bad_fraction=0.1)  # more than ten of the 100 pairs of an epoch
     assert "11 of the first" in error or "12 of the first" in error
     assert "--max_bad_fraction 0.1" in error and "a.parquet row" in error
-    monkeypatch.setattr(dataloading_dataset, "MIN_ROWS_FOR_BAD_FRACTION", 1)
+    monkeypatch.setattr(reading, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     assert run(max_bad_fraction=0)[0] <= seen
 
 

@@ -703,14 +703,13 @@ def test_worker_by_launcher(shards, tmp_path, launcher):
 
 
 def test_runs_without_jax_and_the_library(shards, tmp_path, monkeypatch):
-    """script.py needs command_line.py, three files of dataloading/ and packages without jax."""
+    """script.py needs command_line.py, two files of dataloading/ and packages without jax."""
     for name in (
         "script.py",
         "command_line.py",
         "dataloading/__init__.py",
         "dataloading/remote_shards.py",
         "dataloading/retries.py",
-        "dataloading/workers.py",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

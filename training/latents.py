@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from command_line import check_writable
-from dataloading.dataset import MIN_ROWS_FOR_BAD_FRACTION
 from dataloading.decoding import decode_pair
 from dataloading.images import num_usable_cores
+from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION
 from dataloading.shards import (
     LATENTS,
     TIME_IDS,

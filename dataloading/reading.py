@@ -1,0 +1,328 @@
+"""Reading pairs by row: row groups ahead, in threads, with replacements for undecodable pairs.
+
+    pairs = StoredPairs("data", ("", "", ""), decoding)
+    for rows in pairs.read_batches([order]): ...
+
+dataset.py and mixture.py say which rows make up which batch.
+"""
+
+import hashlib
+import itertools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from dataloading.decoding import Decoding
+from dataloading.shards import (
+    Cells,
+    Pair,
+    RowGroup,
+    gather_directories,
+    latents_metadata,
+    list_row_groups,
+    pair_at,
+    read_row_group,
+    shard_ids,
+    source_columns,
+    take_first_rows,
+)
+
+MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
+logger = logging.getLogger(__name__)
+
+
+class ReadingPlan(NamedTuple):
+    """An order of batches and when its row groups are read; steps count over all orders."""
+
+    number: int  # of the order; 0 for all if row groups are kept
+    first_step: int
+    order: np.ndarray  # (num_batches, B), rows of the directory
+    groups: np.ndarray  # (num_batches, B), their row groups
+    readings: list[tuple[int, tuple[int, int]]]  # first step and (number, row group), sorted
+    last_steps: dict[int, int]  # row group -> the step after which it is freed
+
+
+class StoredPairs:
+    """The pairs of one directory: reads them ahead, decodes them, replaces undecodable ones.
+
+    Args:
+        train_data_dir: directory of *.parquet files.
+        columns: see list_row_groups.
+        decoding: the fields of Decoding but `latents`.
+        max_rows, all_gather, max_bad_fraction: see ParquetImagePairs.
+
+    Attributes:
+        groups: the row groups of this process's directory.
+        directories: see gather_directories.
+        directory_rows: rows of each directory.
+        num_rows: rows over all processes.
+        latents: latents_metadata of the shards, None if they have images.
+        epoch_rows: rows of a global epoch.
+        num_seen: pairs in the batches of this object so far.
+        num_bad: replaced pairs among them.
+        bad_rows: {(shard, row): reason}.
+    """
+
+    def __init__(
+        self,
+        train_data_dir: str,
+        columns: tuple[str, str, str],
+        decoding: dict,
+        *,
+        max_rows: int | None = None,
+        all_gather: Callable[[np.ndarray], np.ndarray] | None = None,
+        max_bad_fraction: float = 0.1,
+    ):
+        self.train_data_dir, self.max_bad_fraction = train_data_dir, max_bad_fraction
+        self.groups, self.directories = open_directories(train_data_dir, columns, all_gather)
+        self.directory_rows = [sum(rows for *_, rows in shards) for shards in self.directories]
+        self.latents = latents_metadata(self.groups[0].metadata)
+        if max_rows is not None:
+            share = max_rows // len(self.directories)
+            self.directory_rows = [min(rows, share) for rows in self.directory_rows]
+            self.groups = take_first_rows(self.groups, share)
+        self.num_rows = self.epoch_rows = sum(self.directory_rows)
+        self.num_seen = self.num_bad = 0
+        self.bad_rows: dict[tuple[str, int], str] = {}
+        self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
+        self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
+        self._replacements: dict[int, Pair] = {}  # for row groups without a decodable pair
+        self.decoding = Decoding(latents=self.latents, **decoding)
+        for group in self.groups:
+            self.decoding.check(group)
+
+    def identity(self) -> dict:
+        """What identifies the data, for state_dict."""
+        return {
+            "columns": sorted({", ".join(source_columns(group)) for group in self.groups}),
+            "latents": self.latents and self.latents["vae"],
+            "data": hashlib.sha256(str(sorted(self.directories)).encode()).hexdigest()[:16],
+        }
+
+    def read_batches(
+        self, orders: Iterable[np.ndarray], keep: bool = False
+    ) -> Iterator[list[tuple[int, Cells]]]:
+        """Yield, for each batch of the orders, its rows with their row groups' cells.
+
+        A row group stays in memory from its first batch in an order to its last. One row group is
+        read ahead, also of the next order.
+
+        Args:
+            orders: integers (num_batches, B) each, rows of the directory.
+            keep: keep all row groups in memory.
+        """
+        plans, plans_to_read = itertools.tee(self._plan_reading(orders, keep))
+        readings = itertools.chain.from_iterable(plan.readings for plan in plans_to_read)
+        loaded: dict[tuple[int, int], Future] = {}
+        newest_step = -1  # at which the row group submitted last is needed
+        loader = ThreadPoolExecutor(1, "parquet-row-group")
+        try:
+            for plan in plans:
+                for step, (rows, needed) in enumerate(
+                    zip(plan.order, plan.groups), plan.first_step
+                ):
+                    while newest_step <= step and (reading := next(readings, None)):
+                        newest_step, key = reading
+                        if key not in loaded:
+                            group = self.groups[key[1]]
+                            loaded[key] = loader.submit(read_row_group, group, self._spare_buffers)
+                    needed = needed.tolist()
+                    cells = [loaded[plan.number, g].result() for g in needed]
+                    yield list(zip(rows.tolist(), cells))
+                    del cells
+                    for g in set(needed):
+                        if plan.last_steps.get(g) == step:
+                            del loaded[plan.number, g]
+        finally:
+            loader.shutdown(cancel_futures=True)
+
+    def _plan_reading(self, orders: Iterable[np.ndarray], keep: bool) -> Iterator[ReadingPlan]:
+        """Yield the ReadingPlan of each order; arguments as for read_batches."""
+        first_step = 0
+        for number, order in enumerate(orders):
+            number *= not keep
+            groups = np.searchsorted(self._first_rows, order, side="right") - 1
+            used, firsts = np.unique(groups, return_index=True)
+            lasts = groups.size - 1 - np.unique(groups.ravel()[::-1], return_index=True)[1]
+            steps = first_step + np.stack([firsts, lasts]) // order.shape[1]
+            readings = [
+                (step, (number, g))
+                for _, step, g in sorted(zip(firsts.tolist(), steps[0].tolist(), used.tolist()))
+            ]
+            last_steps = {} if keep else dict(zip(used.tolist(), steps[1].tolist()))
+            yield ReadingPlan(number, first_step, order, groups, readings, last_steps)
+            first_step += len(order)
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """Index of a row's row group, and the row's position in it."""
+        g = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        return g, row - int(self._first_rows[g])
+
+    def decode_row(self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray) -> str:
+        """Decode a row into batch[...][place], cropped and flipped by draw; return its prompt."""
+        g, position = self._locate(row)
+        pair, columns = pair_at(cells, position), self.groups[g].columns
+        return self.decoding.decode(batch, place, pair, columns, draw)
+
+    def decode_replacement(
+        self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray, error: ValueError
+    ) -> str:
+        """Count an undecodable row, decode a replacement into its place and return its prompt."""
+        g, position = self._locate(row)
+        self.num_bad += 1
+        self._record_bad_row(g, position, error)
+        if g in self._replacements:
+            pair, columns = self._replacements[g], self.groups[g].columns
+            return self.decoding.decode(batch, place, pair, columns, draw)
+        for candidate, candidate_cells in self._following_rows(row, cells):
+            h, candidate_position = self._locate(candidate)
+            if self._shard_and_row(h, candidate_position) in self.bad_rows:
+                continue
+            try:
+                pair = pair_at(candidate_cells, candidate_position)
+                prompt = self.decoding.decode(batch, place, pair, self.groups[h].columns, draw)
+            except ValueError as candidate_error:
+                self._record_bad_row(h, candidate_position, candidate_error)
+                continue
+            if h != g:  # no row of the row group is decodable: do not search it again
+                self._replacements[g] = pair
+            return prompt
+        raise ValueError(
+            f"none of the {self._first_rows[-1]} pairs of {self.train_data_dir} can be decoded "
+            f"({next(iter(self.bad_rows.values()))})"
+        )
+
+    def _following_rows(self, row: int, cells: Cells) -> Iterator[tuple[int, Cells]]:
+        """Yield all other rows, cyclically: first of the same row group, then of the next ones."""
+        own, position = self._locate(row)
+        first, count = int(self._first_rows[own]), self.groups[own].num_rows
+        for place in (*range(position + 1, count), *range(position)):
+            yield first + place, cells
+        for g in (*range(own + 1, len(self.groups)), *range(own)):
+            cells = read_row_group(self.groups[g])
+            for place in range(self.groups[g].num_rows):
+                yield int(self._first_rows[g]) + place, cells
+
+    def _shard_and_row(self, g: int, position: int) -> tuple[str, int]:
+        """(shard name, row of the shard) of a position in row group g."""
+        return self.groups[g].path.name, self.groups[g].first_row + position
+
+    def _record_bad_row(self, g: int, position: int, error: ValueError) -> None:
+        """Log an undecodable row the first time it occurs; raise if there are too many."""
+        name = self._shard_and_row(g, position)
+        if name not in self.bad_rows:
+            self.bad_rows[name] = str(error)
+            logger.warning("%s row %d: %s; another row takes its place", *name, error)
+        num_rows = int(self._first_rows[-1])
+        if len(self.bad_rows) > self.max_bad_fraction * max(num_rows, MIN_ROWS_FOR_BAD_FRACTION):
+            self._raise_too_many_bad(
+                f"{len(self.bad_rows)} of the {num_rows} pairs of {self.train_data_dir}"
+            )
+
+    def _raise_too_many_bad(self, count: str) -> None:
+        """Raise the ValueError for max_bad_fraction; count: e.g. "11 of the first 100 pairs"."""
+        (shard, row), reason = next(reversed(self.bad_rows.items()))
+        raise ValueError(
+            f"{count} cannot be decoded, more than --max_bad_fraction {self.max_bad_fraction} "
+            f"allows; for example {shard} row {row} ({reason}); check the directory with "
+            f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
+        )
+
+    def count_seen(self, num_pairs: int) -> None:
+        """Add to num_seen; raise a ValueError for more replaced pairs than max_bad_fraction."""
+        self.num_seen += num_pairs
+        num_counted = max(self.num_seen, min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows))
+        if self.num_bad > self.max_bad_fraction * num_counted:
+            self._raise_too_many_bad(f"{self.num_bad} of the first {self.num_seen} pairs")
+
+
+class BatchRow(NamedTuple):
+    """A row of a batch before it is decoded."""
+
+    pairs: StoredPairs
+    row: int  # of the directory
+    cells: Cells  # of its row group
+    draw: np.ndarray  # (2,) in [0, 1): crop and flip
+
+
+def decode_batches(
+    encoded: Iterator[list[BatchRow]], num_threads: int, prefetch_batches: int
+) -> Iterator[dict]:
+    """Decode batches in threads.
+
+    One thread takes batches from `encoded` and submits their rows to the decoding threads.
+
+    Args:
+        encoded: generator of the rows of each batch.
+        num_threads: decoding threads.
+        prefetch_batches: batches decoded ahead of the consumer.
+
+    Yields:
+        Batches, see ParquetImagePairs.
+    """
+    reader = ThreadPoolExecutor(1, "parquet-read")
+    decoders = ThreadPoolExecutor(num_threads, "parquet-decode")
+
+    def start_batch() -> tuple[dict, list[BatchRow], list[Future]] | None:
+        rows = next(encoded, None)
+        if rows is None:
+            return None
+        batch = rows[0].pairs.decoding.empty_batch(len(rows))
+        batch["edit_prompt"] = []
+        futures = [
+            decoders.submit(pairs.decode_row, batch, place, *row)
+            for place, (pairs, *row) in enumerate(rows)
+        ]
+        return batch, rows, futures
+
+    try:
+        started = deque(reader.submit(start_batch) for _ in range(prefetch_batches))
+        while result := started.popleft().result():
+            started.append(reader.submit(start_batch))
+            batch, rows, futures = result
+            for place, ((pairs, *row), future) in enumerate(zip(rows, futures)):
+                try:
+                    prompt = future.result()
+                except ValueError as error:
+                    prompt = pairs.decode_replacement(batch, place, *row, error)
+                batch["edit_prompt"].append(prompt)
+            for pairs, num_pairs in Counter(row.pairs for row in rows).items():
+                pairs.count_seen(num_pairs)
+            del result, rows, futures  # and with them the cells
+            yield batch
+    finally:  # also when the consumer stops early
+        reader.shutdown(cancel_futures=True)
+        decoders.shutdown(cancel_futures=True)
+        encoded.close()
+        pa.default_memory_pool().release_unused()
+
+
+def open_directories(
+    train_data_dir: str,
+    columns: tuple[str, str, str],
+    all_gather: Callable[[np.ndarray], np.ndarray] | None,
+) -> tuple[list[RowGroup], list[list[tuple[int, int, int]]]]:
+    """List the row groups of this process's directory, and the shards of all directories.
+
+    Args:
+        train_data_dir: directory of *.parquet files.
+        columns: see list_row_groups.
+        all_gather: see gather_directories.
+
+    Returns:
+        (row groups, result of gather_directories).
+    """
+    try:
+        groups = list_row_groups(train_data_dir, *columns)
+        shards = shard_ids(groups)
+    except BaseException:
+        if all_gather is not None:
+            # The other processes wait in gather_directories for this one.
+            all_gather(np.array([0], np.int32))
+        raise
+    return groups, gather_directories(shards, all_gather)
