@@ -45,9 +45,9 @@ class Config:
     variant: str | None = None  # variant of the VAE's files, e.g. fp16
     # configs of one-file models: a directory or hub id; default: their family's
     config_name_or_path: str | None = None
-    original_image_column: str = ""  # image to edit; "": original_image or input_image
-    edited_image_column: str = ""  # image after the edit; "": edited_image
-    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # image after the edit; "": likewise
+    edit_prompt_column: str = ""  # instruction or several; "": likewise
     max_train_samples: int | None = None  # only the shards with the first N pairs; default: all
     resolution: int = 256  # side of the square images, pixels
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest

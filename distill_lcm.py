@@ -43,7 +43,7 @@ import numpy as np
 
 from command_line import check_scale, run_main
 from dataloading.dataset import ParquetImagePairs
-from dataloading.shards import KNOWN_COLUMNS
+from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.loading.lora import save_lora
@@ -101,9 +101,9 @@ class Config:
     image_guidance_scale: float = 1.5  # of the teacher: similarity to the input, >= 0
     # data
     train_data_dir: str = per_process("data")  # directory of *.parquet shards or of latents
-    original_image_column: str = ""  # image to edit; "": original_image or input_image
-    edited_image_column: str = ""  # image after the edit; "": edited_image
-    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # image after the edit; "": likewise
+    edit_prompt_column: str = ""  # instruction or several; "": likewise
     max_train_samples: int | None = None  # use the first N pairs only; None: all
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre
@@ -340,7 +340,7 @@ def open_dataset(shared: TrainingConfig):
         micro_conditioning=is_sdxl(shared),
         max_rows=shared.max_train_samples,
         num_threads=shared.dataloader_num_workers,
-        **{name: getattr(shared, name) for name in (*SAMPLE_FLAGS, *KNOWN_COLUMNS)},
+        **{name: getattr(shared, name) for name in (*SAMPLE_FLAGS, *COLUMN_FLAGS)},
     )
 
 

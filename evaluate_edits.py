@@ -71,9 +71,9 @@ class Config:
     data_dir: str = ""  # directory of *.parquet shards of pairs that were not trained on
     pairs_jsonl: Path | None = None  # lines {"input", "instruction", "truth", ...}, see above
     max_pairs: int | None = None  # use the first N pairs only; default: all
-    original_image_column: str = ""  # image to edit; "": original_image or input_image
-    edited_image_column: str = ""  # image after the edit, the truth; "": edited_image
-    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # image after the edit, the truth; "": likewise
+    edit_prompt_column: str = ""  # instruction; "": likewise
     original_prompt_column: str = ""  # caption of the image to edit; "": original_prompt
     edited_prompt_column: str = ""  # caption of the truth; "": edited_prompt
     # edits; all combinations of the three lists

@@ -37,7 +37,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
-from dataloading.shards import KNOWN_COLUMNS
+from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
@@ -282,7 +282,7 @@ def open_dataset(config: Config):
         )  # before hours of encoding
         write_latents(config, config.cache_latents)
         wait_for_all("latents are cached")
-    columns = {} if config.cache_latents else {n: getattr(config, n) for n in KNOWN_COLUMNS}
+    columns = {} if config.cache_latents else {n: getattr(config, n) for n in COLUMN_FLAGS}
     return ParquetImagePairs(
         config.cache_latents or config.train_data_dir,
         batch_size=config.train_batch_size // num_processes,

@@ -43,10 +43,12 @@ from dataloading.decoding import decode_pair
 from dataloading.images import FORMATS, crop_image, decode_image
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
-    KNOWN_COLUMNS,
+    COLUMN_FLAGS,
     Cells,
     Pair,
     RowGroup,
+    choose_instruction,
+    known_set,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -68,9 +70,9 @@ class Config:
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
     held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs
     seed: int = 0  # with --num_held_out: seed of the random choice
-    original_image_column: str = ""  # image to edit; "": original_image or input_image
-    edited_image_column: str = ""  # image after the edit; "": edited_image
-    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # image after the edit; "": likewise
+    edit_prompt_column: str = ""  # instruction or several; "": likewise
     num_checked: int = 2000  # rows to decode, sampled over all row groups; 0: all rows
     num_listed: int = 20  # unreadable rows to list, at most
     preview: str = "preview.png"  # file for an image of some pairs; "": none
@@ -79,7 +81,7 @@ class Config:
 
 
 def describe_shards(groups: list[RowGroup]) -> str:
-    """Summarise shards, rows, columns and row groups of a directory in a few lines."""
+    """Summarise shards, rows, known set, columns and row groups of a directory in a few lines."""
     shards = {group.path: group.metadata for group in groups}
     schema = next(iter(shards.values())).schema.to_arrow_schema()
     roles = dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
@@ -93,6 +95,7 @@ def describe_shards(groups: list[RowGroup]) -> str:
         [
             f"shards      {len(shards)}, {format_bytes(sum(p.stat().st_size for p in shards))}",
             f"rows        {sum(rows)}",
+            f"set         {describe_set(groups)}",
             "columns     "
             + "\n            ".join(
                 f"{field.name}: {field.type}"
@@ -104,6 +107,13 @@ def describe_shards(groups: list[RowGroup]) -> str:
             f"median {format_bytes(np.median(stored))}, max {format_bytes(max(stored))}",
         ]
     )
+
+
+def describe_set(groups: list[RowGroup]) -> str:
+    """Which public dataset the shards are taken for, and where their pairs are from."""
+    columns = sorted({group.columns for group in groups})
+    names = " and ".join(known_set(each) or "none of the known sets" for each in columns)
+    return f"{names}: from {' or '.join(f'{c[0]} to {c[1]} by {c[2]}' for c in columns)}"
 
 
 def check_pair(
@@ -167,7 +177,8 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     for pair in pairs:
         decoded = (decode_image(data, (2 * resolution,) * 2) for data in pair[:2])
         squares = (crop_image(pixels, (resolution,) * 2, "lanczos") for pixels in decoded)
-        tiles.append(captioned(list(map(Image.fromarray, squares)), pair.prompt, max_lines=2))
+        text = choose_instruction(pair.prompt, 0)
+        tiles.append(captioned(list(map(Image.fromarray, squares)), text, max_lines=2))
     num_columns = max(1, round(math.sqrt(len(pairs) / 2)))
     return tile_grid(tiles, num_columns, margin=max(4, resolution // 32))
 
@@ -186,7 +197,7 @@ def check_flags(config: Config) -> None:
             raise ValueError(
                 "--num_held_out N and --held_out_dir DIR go together; give both or none"
             )
-        unused, other = KNOWN_COLUMNS, "--train_data_dir; --pairs finds columns by their names"
+        unused, other = COLUMN_FLAGS, "--train_data_dir; --pairs finds columns by their names"
     else:
         unused = (
             "output_dir",
@@ -256,7 +267,10 @@ def describe_and_preview(config: Config) -> None:
             f"first error: {unreadable[0]}"
         )
     preview_pairs = preview_pairs[: config.num_preview]
-    print("prompts     " + "\n            ".join(repr(pair.prompt) for pair in preview_pairs))
+    prompts = (
+        pair.prompt if isinstance(pair.prompt, str) else [*pair.prompt] for pair in preview_pairs
+    )
+    print("prompts     " + "\n            ".join(map(repr, prompts)))
     if config.preview:
         save_image(draw_preview(preview_pairs, config.resolution), Path(config.preview))
         print(f"preview     {config.preview}")

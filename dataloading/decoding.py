@@ -14,7 +14,13 @@ from dataloading.images import (
     encoded_size,
     scaled_size,
 )
-from dataloading.shards import Pair, RowGroup, has_time_ids, latents_metadata
+from dataloading.shards import (
+    Pair,
+    RowGroup,
+    choose_instruction,
+    has_time_ids,
+    latents_metadata,
+)
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,18 @@ class Decoding:
         columns: tuple[str, str, str],
         draw: np.ndarray,
     ) -> str:
-        """Decode a pair into batch[...][place], cropped and flipped by draw; return its prompt.
+        """Decode a pair into batch[...][place], cropped and flipped by draw.
 
         Args:
             batch: of empty_batch.
             place: row of the batch.
             pair: encoded pair.
             columns: column names for error messages.
-            draw: (2,) in [0, 1): the crop, and the flip if it is below a half.
+            draw: (3,) in [0, 1): the crop, the flip if it is below a half, and which of several
+                instructions.
+
+        Returns:
+            The instruction.
         """
         out = tuple(batch[name][place] for name in self.image_specs())
         flip = self.random_flip and bool(draw[1] < 0.5)
@@ -84,7 +94,7 @@ class Decoding:
             time_ids = decode_pair(pair, out, columns, self.resample, crop, flip)
         if self.micro_conditioning:
             batch["time_ids"][place] = time_ids[int(flip)]
-        return pair.prompt
+        return choose_instruction(pair.prompt, draw[2])
 
 
 def decode_pair(

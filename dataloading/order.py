@@ -24,7 +24,7 @@ class Partition:
     def shuffle(
         self, group_rows: list[int], seed: int, epoch: int, shuffle_buffer: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw an epoch's order, crops and flips.
+        """Draw an epoch's order, crops, flips and instructions.
 
         Args:
             group_rows: number of rows of each row group of this process's directory.
@@ -32,7 +32,8 @@ class Partition:
 
         Returns:
             order: integers (num_batches, B), rows of the directory.
-            draws: (num_rows, 2) in [0, 1), the crop and the flip of each row.
+            draws: (num_rows, 3) in [0, 1): of each row the crop, the flip, and which of several
+                instructions.
         """
         slice_size = self.batch_size // self.num_parts  # rows of one part in a batch
         parts = epoch_order(
@@ -44,8 +45,12 @@ class Partition:
         )
         order = parts.reshape(self.num_parts, self.num_batches, slice_size).swapaxes(0, 1)
         order = order.reshape(self.num_batches, self.batch_size)[:, self.columns]
-        rng = np.random.default_rng([seed, epoch, 1, *self.shard_seed])
-        return order, rng.random((sum(group_rows), 2))
+        num_rows = sum(group_rows)
+        of_images, of_texts = (
+            np.random.default_rng([seed, epoch, purpose, *self.shard_seed]).random((num_rows, n))
+            for purpose, n in ((1, 2), (2, 1))
+        )
+        return order, np.hstack((of_images, of_texts))
 
 
 def choose_num_parts(num_parts: int, batch_size: int, process_count: int) -> int:

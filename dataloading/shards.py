@@ -7,6 +7,7 @@ for group in list_row_groups("data"):
 
 import hashlib
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,14 +20,32 @@ import pyarrow.parquet as pq
 
 from diffusers_flax.messages import one_line
 
-# Column names of public datasets, by the flag that selects another column.
-KNOWN_COLUMNS = {
-    "original_image_column": ("original_image", "input_image"),
-    "edited_image_column": ("edited_image",),
-    "edit_prompt_column": ("edit_prompt",),
-}
+
+class KnownSet(NamedTuple):
+    """A public dataset whose columns are found without flags."""
+
+    name: str  # on the hub, and for the direction of its pairs
+    original_image_column: str
+    edited_image_column: str
+    edit_prompt_column: str
+
+
+# Of two sets that fit a shard equally well, the first is chosen.
+KNOWN_SETS = (
+    KnownSet(
+        "timbrooks/instructpix2pix-clip-filtered", "original_image", "edited_image", "edit_prompt"
+    ),
+    KnownSet("fusing/instructpix2pix-1000-samples", "input_image", "edited_image", "edit_prompt"),
+    KnownSet("osunlp/MagicBrush", "source_img", "target_img", "instruction"),
+    KnownSet("BleachNick/UltraEdit", "source_image", "edited_image", "edit_prompt"),
+    KnownSet("UCSC-VLAA/HQ-Edit", "input_image", "output_image", "edit"),
+    KnownSet("UCSC-VLAA/HQ-Edit, inverse", "output_image", "input_image", "inverse_edit"),
+    KnownSet("TIGER-Lab/OmniEdit-Filtered-1.2M", "src_img", "edited_img", "edited_prompt_list"),
+)
+COLUMN_FLAGS = KnownSet._fields[1:]  # flags that select other columns
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
+MASK_COLUMNS = ("mask_img", "mask_image", "mask")  # names of columns of masks
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
@@ -35,12 +54,13 @@ READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chun
 
 
 class Pair(NamedTuple):
-    """One stored row: two encoded images and the instruction."""
+    """One stored row: two encoded images and the instruction, or several to draw from."""
 
     original: bytes | None
     edited: bytes | None
-    prompt: str | None
+    prompt: str | tuple[str, ...] | None
     time_ids: bytes | None = None  # of shards of latents
+    mask: bytes | None = None  # encoded image, see RowGroup
 
 
 class RowGroup(NamedTuple):
@@ -52,6 +72,7 @@ class RowGroup(NamedTuple):
     index: int  # in the shard
     first_row: int  # row of the shard at which it starts
     num_rows: int
+    mask_column: str = ""  # "": masks are not read
 
 
 def list_row_groups(
@@ -60,16 +81,18 @@ def list_row_groups(
     edited_image_column: str = "",
     edit_prompt_column: str = "",
     flag: str = "--train_data_dir",
+    mask_column: str | None = None,
 ) -> list[RowGroup]:
     """Open every shard of a directory, check its columns and list its row groups.
 
     Args:
         train_data_dir: directory of *.parquet files, read in the order of their names; hidden
             files do not count.
-        original_image_column: column of the image to edit; "": the names in KNOWN_COLUMNS.
+        original_image_column: column of the image to edit; "": of the nearest of KNOWN_SETS.
         edited_image_column: column of the edited image; "" likewise.
         edit_prompt_column: column of the instruction; "" likewise.
         flag: that names the directory, for error messages.
+        mask_column: column of the masks; "": one of MASK_COLUMNS. None: masks are not read.
 
     Returns:
         All row groups with at least one row, in order.
@@ -110,12 +133,15 @@ def list_row_groups(
     names = (original_image_column, edited_image_column, edit_prompt_column)
     groups = []
     for path, metadata in shards:
-        columns = find_columns(metadata.schema.to_arrow_schema(), path, *names)
+        schema = metadata.schema.to_arrow_schema()
+        columns, mask = find_columns(schema, path, *names), ""
+        if mask_column is not None:
+            mask = find_mask_column(schema, path, mask_column)
         first_row = 0
         for index in range(metadata.num_row_groups):
             num_rows = metadata.row_group(index).num_rows
             if num_rows:
-                groups.append(RowGroup(path, metadata, columns, index, first_row, num_rows))
+                groups.append(RowGroup(path, metadata, columns, index, first_row, num_rows, mask))
             first_row += num_rows
     if not groups:
         raise ValueError(
@@ -147,45 +173,116 @@ def source_columns(group: RowGroup) -> list[str]:
     return latents["columns"] if latents else list(group.columns)
 
 
+def nearest_sets(names: list[str], given: tuple[str, str, str]) -> list[KnownSet]:
+    """The known sets that have the most columns in common with a shard, the best one first.
+
+    Args:
+        names: of the shard's columns.
+        given: columns by flags, in the order of COLUMN_FLAGS; "": not given.
+    """
+
+    def fit(known: KnownSet) -> tuple[int, int]:
+        """Columns that the shard has, and of these the ones that were given."""
+        own = [(flag or column) in names for flag, column in zip(given, known[1:])]
+        return sum(own), sum(map(str.__eq__, given, known[1:]))
+
+    best = max(KNOWN_SETS, key=fit)
+    return [best] + [k for k in KNOWN_SETS if k is not best and fit(k)[0] == fit(best)[0]]
+
+
+def known_set(columns: tuple[str, str, str]) -> str:
+    """The name of the known set with these columns; "" if there is none."""
+    return next((known.name for known in KNOWN_SETS if known[1:] == columns), "")
+
+
 def find_columns(
     schema: pa.Schema, path: Path, original: str = "", edited: str = "", prompt: str = ""
 ) -> tuple[str, str, str]:
-    """Find the original, edited and prompt columns of a shard; "" tries the names in KNOWN_COLUMNS.
+    """Find the original, edited and prompt columns of a shard; "": of the nearest known set.
 
     Raises:
         ValueError: a column is missing, ambiguous or of the wrong type.
     """
-    found = []
-    for flag, given in zip(KNOWN_COLUMNS, (original, edited, prompt)):
-        names = (given,) if given else KNOWN_COLUMNS[flag]
-        name = next((name for name in names if name in schema.names), None)
-        if name is None:
+    given = (original, edited, prompt)
+    nearest = nearest_sets(schema.names, given)
+    columns = tuple(flag or column for flag, column in zip(given, nearest[0][1:]))
+    for flag, name in zip(COLUMN_FLAGS, columns):
+        if name not in schema.names:
+            names, known = [name], ""
+            if name not in given:
+                names = dict.fromkeys(getattr(known, flag) for known in nearest)
+                names = [name for name in names if name not in schema.names]
+                shorts = dict.fromkeys(k.name.split("/")[1].split(",")[0] for k in KNOWN_SETS)
+                known = f" (found without flags: the columns of {', '.join(shorts)})"
             raise ValueError(
                 f"{path} has no column {' or '.join(names)}; it has {', '.join(schema.names)}: "
-                f"choose one with --{flag}"
+                f"choose one with --{flag}{known}"
             )
-        if (count := schema.names.count(name)) > 1:
-            raise ValueError(
-                f"{path} has {count} columns named {name}; rename all but one, or choose another "
-                f"with --{flag}"
-            )
-        stored = kind = schema.field(name).type
-        if flag == "edit_prompt_column":
-            wanted, kinds = "text", TEXT_TYPES
-        else:
-            wanted = "encoded images (binary, or a struct with a binary field bytes)"
-            kinds = BINARY_TYPES
-            if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-                stored = kind.field("bytes").type
-        if pa.types.is_dictionary(stored):
-            stored = stored.value_type
-        if stored not in kinds:
-            raise ValueError(
-                f"{path}: column {name} is {kind}, not {wanted}; it has "
-                f"{', '.join(schema.names)}: choose another with --{flag}"
-            )
-        found.append(name)
-    return tuple(found)
+        check_column(schema, path, name, flag)
+    return columns
+
+
+def find_mask_column(schema: pa.Schema, path: Path, given: str = "") -> str:
+    """Find the column of a shard's masks; "" tries the names in MASK_COLUMNS.
+
+    Raises:
+        ValueError: it is missing, ambiguous or of the wrong type.
+    """
+    names = (given,) if given else MASK_COLUMNS
+    name = next((name for name in names if name in schema.names), None)
+    if name is None:
+        raise ValueError(
+            f"{path} has no column {' or '.join(names)}; it has {', '.join(schema.names)}: choose "
+            "one with --mask_column, or leave out --mask_loss_weight"
+        )
+    check_column(schema, path, name, "mask_column")
+    return name
+
+
+def check_column(schema: pa.Schema, path: Path, name: str, flag: str) -> None:
+    """Raise a ValueError if a column is there twice or has the wrong type for its flag."""
+    if (count := schema.names.count(name)) > 1:
+        raise ValueError(
+            f"{path} has {count} columns named {name}; rename all but one, or choose another with "
+            f"--{flag}"
+        )
+    kind = schema.field(name).type
+    if flag == "edit_prompt_column":
+        wanted, fits = "text or a list of texts", is_text(kind) or is_list_of_text(kind)
+    else:
+        wanted = (
+            "encoded images (binary, or a struct with a binary field bytes) or text with the paths "
+            "of their files"
+        )
+        fits = is_text(kind) or is_binary(kind)
+        if pa.types.is_struct(kind):
+            fields = {field.name: field.type for field in kind}
+            fits = is_binary(fields.get("bytes")) or is_text(fields.get("path"))
+    if not fits:
+        raise ValueError(
+            f"{path}: column {name} is {kind}, not {wanted}; it has {', '.join(schema.names)}: "
+            f"choose another with --{flag}"
+        )
+
+
+def is_text(kind: pa.DataType | None) -> bool:
+    """Whether values of a type are text, directly or in a dictionary."""
+    return getattr(kind, "value_type", kind) in TEXT_TYPES and not is_list(kind)
+
+
+def is_binary(kind: pa.DataType | None) -> bool:
+    """Whether values of a type are bytes, directly or in a dictionary."""
+    return getattr(kind, "value_type", kind) in BINARY_TYPES and not is_list(kind)
+
+
+def is_list(kind: pa.DataType | None) -> bool:
+    """Whether values of a type are lists, of any or of one length."""
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+
+
+def is_list_of_text(kind: pa.DataType) -> bool:
+    """Whether values of a type are lists of texts."""
+    return is_list(kind) and is_text(kind.value_type)
 
 
 class ImageColumn:
@@ -221,19 +318,67 @@ class ImageColumn:
     def __len__(self) -> int:
         return len(self._valid)
 
+    def is_complete(self) -> bool:
+        """Whether no row is null."""
+        return bool(self._valid.all())
+
     def __getitem__(self, row: int) -> bytes | None:
         if not self._valid[row]:
             return None
         return self._buffer[self._stops[row] : self._stops[row + 1]].tobytes()
 
 
+class ImageFiles:
+    """The images of a row group's column, of which some or all are files beside the shard."""
+
+    def __init__(self, stored: ImageColumn | None, paths: pa.ChunkedArray, folder: Path):
+        """stored: the images that the shard has; folder: of the shard, to which paths belong."""
+        self._stored, self._paths, self._folder = stored, paths, folder
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, row: int) -> bytes | None:
+        data = None if self._stored is None else self._stored[row]
+        path = self._paths[row].as_py()
+        return read_beside(self._folder, path) if data is None and path else data
+
+
+def read_beside(folder: Path, path: str) -> bytes:
+    """Read a file that a shard names.
+
+    A shard may come from anyone, so that files outside of its directory are not read. What the
+    user has linked into it counts as inside.
+
+    Args:
+        folder: directory of the shard.
+        path: relative to folder, or absolute.
+
+    Raises:
+        ValueError: the file is outside of folder or cannot be read.
+    """
+    root = os.path.abspath(folder)
+    file = os.path.normpath(os.path.join(root, path))
+    if not file.startswith(os.path.join(root, "")):
+        raise ValueError(
+            f"{path} is outside of {folder}; write paths relative to it, and link a directory of "
+            "images into it, or make shards with parquet_processing.py --pairs"
+        )
+    try:
+        with open(file, "rb") as opened:
+            return opened.read()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+
+
 class Cells(NamedTuple):
     """The encoded columns of a row group."""
 
-    originals: ImageColumn
-    edits: ImageColumn
+    originals: ImageColumn | ImageFiles
+    edits: ImageColumn | ImageFiles
     prompts: pa.ChunkedArray  # converted row by row, as a row may not be UTF-8
     time_ids: pa.ChunkedArray | None = None  # of shards of latents
+    masks: ImageColumn | ImageFiles | None = None
 
 
 def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Cells:
@@ -247,29 +392,18 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
         ValueError: the data are damaged.
     """
     spare = [] if spare is None else spare
-    stored = group.metadata.row_group(group.index)
-    sizes = {
-        c.path_in_schema: c.total_uncompressed_size
-        for c in map(stored.column, range(stored.num_columns))
-    }
-    columns = []
+    masks = [group.mask_column] * bool(group.mask_column)
     try:
         with pq.ParquetFile(
             group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
         ) as file:
-            for name in (*group.columns, *[TIME_IDS] * has_time_ids(group)):
-                # Of a struct only the field "bytes" is read.
-                is_struct = pa.types.is_struct(file.schema_arrow.field(name).type)
-                leaf = f"{name}.bytes" if is_struct else name
-                parts = file.iter_batches(READ_ROWS, [group.index], [leaf], use_threads=False)
-                # A column of its own may also be named leaf, and is then read too.
-                parts = (part.column(name) for part in parts)
-                if is_struct:
-                    parts = (pc.struct_field(part, "bytes") for part in parts)
-                if len(columns) < 2:
-                    columns.append(ImageColumn(parts, sizes[leaf], spare))
-                else:
-                    columns.append(pa.chunked_array(list(parts)))
+            images = [
+                read_images(file, group, name, spare) for name in (*group.columns[:2], *masks)
+            ]
+            texts = [
+                pa.chunked_array(list(read_column(file, group, name)))
+                for name in (group.columns[2], *[TIME_IDS] * has_time_ids(group))
+            ]
     except (pa.ArrowException, OSError) as error:
         remedy = "download it again"
         if latents_metadata(group.metadata) is not None:
@@ -278,21 +412,63 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
             f"{group.path}: row group {group.index} cannot be read ({one_line(error, 200)}); "
             f"delete the shard and {remedy}"
         ) from error
-    return Cells(*columns)
+    return Cells(*images[:2], *texts)._replace(masks=images[2] if masks else None)
+
+
+def read_images(
+    file: pq.ParquetFile, group: RowGroup, name: str, spare: list[np.ndarray]
+) -> ImageColumn | ImageFiles:
+    """Read a column of images; arguments as for read_row_group."""
+    kind, folder = file.schema_arrow.field(name).type, group.path.parent
+    if is_text(kind):
+        return ImageFiles(None, pa.chunked_array(list(read_column(file, group, name))), folder)
+    field, stored = "", None
+    if pa.types.is_struct(kind):
+        field = "bytes" if is_binary(dict((f.name, f.type) for f in kind).get("bytes")) else "path"
+    if field != "path":
+        leaf = f"{name}.{field}" if field else name
+        row_group = group.metadata.row_group(group.index)
+        chunks = map(row_group.column, range(row_group.num_columns))
+        num_bytes = {c.path_in_schema: c.total_uncompressed_size for c in chunks}[leaf]
+        stored = ImageColumn(read_column(file, group, name, field), num_bytes, spare)
+        has_paths = field and kind.get_field_index("path") >= 0
+        if stored.is_complete() or not (has_paths and is_text(kind.field("path").type)):
+            return stored
+    return ImageFiles(
+        stored, pa.chunked_array(list(read_column(file, group, name, "path"))), folder
+    )
+
+
+def read_column(
+    file: pq.ParquetFile, group: RowGroup, name: str, field: str = ""
+) -> Iterator[pa.Array]:
+    """Read a column of a row group, or only a field of its structs, READ_ROWS rows at a time."""
+    leaf = f"{name}.{field}" if field else name
+    for part in file.iter_batches(READ_ROWS, [group.index], [leaf], use_threads=False):
+        column = part.column(name)  # a column of its own may also be named leaf, and is read too
+        yield pc.struct_field(column, field) if field else column
 
 
 def pair_at(cells: Cells, position: int) -> Pair:
-    """One row of a row group.
+    """One row of a row group. A list that is empty or has a null is no instruction, as a null is.
 
     Raises:
-        ValueError: the instruction is not text.
+        ValueError: the instruction is not text, or the file of an image cannot be read.
     """
     try:
         prompt = cells.prompts[position].as_py()
     except UnicodeDecodeError as error:
         raise ValueError(f"the instruction is not UTF-8 ({error})") from error
+    if isinstance(prompt, list):
+        prompt = tuple(prompt) if prompt and None not in prompt else None
     time_ids = None if cells.time_ids is None else cells.time_ids[position].as_py()
-    return Pair(cells.originals[position], cells.edits[position], prompt, time_ids)
+    mask = None if cells.masks is None else cells.masks[position]
+    return Pair(cells.originals[position], cells.edits[position], prompt, time_ids, mask)
+
+
+def choose_instruction(prompt: str | tuple[str, ...], draw: float) -> str:
+    """The instruction of a pair, or one of several; draw: in [0, 1), 0 takes the first."""
+    return prompt if isinstance(prompt, str) else prompt[int(draw * len(prompt))]
 
 
 def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:

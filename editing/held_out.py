@@ -14,7 +14,13 @@ from PIL import Image
 
 from dataloading.images import decode_image
 from dataloading.lists import CAPTIONS, IMAGES, read_list
-from dataloading.shards import latents_metadata, list_row_groups
+from dataloading.shards import (
+    choose_instruction,
+    latents_metadata,
+    list_row_groups,
+    pair_at,
+    read_row_group,
+)
 from diffusers_flax.messages import one_line
 from editing.edits import fit_image
 from editing.metrics import CLIP_METRICS
@@ -109,7 +115,8 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
         max_pairs: read the first ones only; None: all.
 
     Returns:
-        List of HeldOutPair. Rows without image or instruction are left out, but count in index.
+        List of HeldOutPair. Rows without image or instruction are left out, but count in index. Of
+        several instructions the first is taken.
 
     Raises:
         ValueError: see list_row_groups; or a given column of captions is missing, or the shards
@@ -131,25 +138,31 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
                     f"with --{flag}"
                 )
             captions.append(given or default)
-        wanted = [*group.columns, *(name for name in captions if name in names)]
+        wanted = [name for name in captions if name in names]
         try:
+            cells = read_row_group(group)
             with pq.ParquetFile(group.path) as file:
-                rows = file.read_row_group(group.index, columns=wanted).to_pylist()
+                texts = file.read_row_group(group.index, columns=wanted).to_pydict()
         except Exception as error:  # damaged pages raise errors of many types
             raise ValueError(
                 f"{group.path} cannot be read: {one_line(error, 200)}; download it again"
             ) from error
-        for number, row in enumerate(rows):
+        for number in range(group.num_rows):
             if len(pairs) == max_pairs:
                 return pairs
-            original, truth = (row[name] for name in group.columns[:2])
-            original, truth = (x["bytes"] if isinstance(x, dict) else x for x in (original, truth))
-            instruction = row[group.columns[2]]
-            if original and instruction:
-                name = f"{group.path} row {group.first_row + number}"
-                texts = (row.get(caption) or None for caption in captions)
-                pair = (row_index, name, instruction, original, truth or None, *texts)
-                pairs.append(HeldOutPair(*pair))
+            name = f"{group.path} row {group.first_row + number}"
+            try:
+                pair = pair_at(cells, number)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            instruction = pair.prompt and choose_instruction(pair.prompt, 0)
+            if pair.original and instruction:
+                known = (
+                    texts[caption][number] or None if caption in texts else None
+                    for caption in captions
+                )
+                found = (row_index, name, instruction, pair.original, pair.edited or None, *known)
+                pairs.append(HeldOutPair(*found))
             row_index += 1
     if not pairs:
         raise ValueError(

@@ -1023,9 +1023,9 @@ def test_bad_folder(tmp_path, capsys, kind):
 
 
 def test_wrong_column_types(tmp_path):
-    table = pa.table({"original_image": ["text"], "edit_prompt": [1], "edited_image": [b"x"]})
+    table = pa.table({"original_image": [2], "edit_prompt": [1], "edited_image": [b"x"]})
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"original_image is string.*--original_image_column"):
+    with pytest.raises(ValueError, match=r"original_image is int64.*--original_image_column"):
         ParquetImagePairs(tmp_path, batch_size=1)
     with pytest.raises(ValueError, match=r"edit_prompt is int64.*--edit_prompt_column"):
         ParquetImagePairs(tmp_path, batch_size=1, original_image_column="edited_image")

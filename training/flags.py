@@ -44,9 +44,9 @@ class Config:
     use_ema_weights: bool = may_change(False)  # of a one-file UNet: the averages of its weights
     # data
     train_data_dir: str = per_process("data")  # directory of *.parquet shards, all or this host's
-    original_image_column: str = ""  # image to edit; "": original_image or input_image
-    edited_image_column: str = ""  # image after the edit; "": edited_image
-    edit_prompt_column: str = ""  # instruction; "": edit_prompt
+    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # image after the edit; "": likewise
+    edit_prompt_column: str = ""  # instruction or several; "": likewise
     max_train_samples: int | None = None  # use the first N pairs only; None: all
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre

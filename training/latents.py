@@ -26,6 +26,7 @@ from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION
 from dataloading.shards import (
     LATENTS,
     TIME_IDS,
+    is_list_of_text,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -83,7 +84,7 @@ def decode_into(out, group, cells, position, resample):
         resample: --image_interpolation_mode.
 
     Returns:
-        (instruction or None, time ids as bytes or None, error message or None).
+        (instruction or instructions or None, time ids as bytes or None, error message or None).
     """
     prompt = None
     try:
@@ -170,7 +171,9 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     Raises:
         ValueError: more pairs are undecodable than config.max_bad_fraction allows.
     """
-    types = pa.binary(), pa.binary(), pa.string(), pa.binary()
+    prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
+    text = pa.list_(pa.string()) if is_list_of_text(prompt_type) else pa.string()
+    types = pa.binary(), pa.binary(), text, pa.binary()
     schema = pa.schema(zip(LATENT_COLUMNS, types), {LATENTS: json.dumps(metadata)})
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from dataloading.images import crop_image, decode_image, encoded_size, load_image
 from dataloading.pairs import check_image, write_pairs
-from dataloading.shards import KNOWN_COLUMNS, Cells
+from dataloading.shards import COLUMN_FLAGS, Cells
 from editing.held_out import HeldOutPair
 from parquet_processing import ParquetImagePairs, check_pair
 
@@ -90,7 +90,7 @@ def test_missing_pixels_are_refused_everywhere(tmp_path, name, kind):
         load_image(path)
     assert message in check_image(path)
     with pytest.raises(ValueError, match=message):
-        check_pair(Cells([data], [data], pa.chunked_array([["x"]])), 0, tuple(KNOWN_COLUMNS))
+        check_pair(Cells([data], [data], pa.chunked_array([["x"]])), 0, tuple(COLUMN_FLAGS))
     with pytest.raises(ValueError, match=message):
         HeldOutPair(0, "a.jpg", "x", data).check()
 

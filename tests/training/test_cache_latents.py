@@ -16,6 +16,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from helpers import SIZE, config_of, read_metrics, run_main, write_shard
+from known_sets import write_known
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import cache_latents
@@ -104,6 +105,23 @@ def test_batches_are_flipped_as_images_are(model, data, kept):
             close(ours["original_latents"], original.mean)
             close(ours["edited_latents"], expected)
     assert images.num_bad == latents.num_bad > 0
+
+
+@pytest.mark.slow
+def test_all_instructions_of_a_pair_are_kept(model, tmp_path):
+    """Each epoch draws from them, as it does without cached latents."""
+    folder = write_known(tmp_path / "data", "TIGER-Lab/OmniEdit-Filtered-1.2M")
+    fill(config_for(model, folder, tmp_path / "latents"))
+    options = dict(batch_size=8, resolution=16, random_crop=False)
+    images, latents = (
+        ParquetImagePairs(str(path), **options) for path in (folder, tmp_path / "latents")
+    )
+    assert images.state_dict()["columns"] == latents.state_dict()["columns"]
+    epochs = [
+        [batch["edit_prompt"] for _ in range(4) for batch in dataset]
+        for dataset in (images, latents)
+    ]
+    assert epochs[0] == epochs[1] and len(set(map(tuple, map(sorted, epochs[0])))) > 1
 
 
 @pytest.mark.slow
