@@ -247,7 +247,7 @@ class BatchRow(NamedTuple):
     pairs: StoredPairs
     row: int  # of the directory
     cells: Cells  # of its row group
-    draw: np.ndarray  # (2,) in [0, 1): crop and flip
+    draw: np.ndarray  # (3,) in [0, 1), see Decoding.decode
 
 
 def decode_batches(
