@@ -233,6 +233,11 @@ class ParquetImagePairs(StoredPairs):
         """Select the epoch, from 0, of the next iteration."""
         self.epoch, self._first_batch, self._next_batch = epoch, 0, 0
 
+    def set_step(self, step: int) -> None:
+        """Select the first batch of the next iteration, counted from 0 over all epochs."""
+        self.epoch, self._first_batch = divmod(step, len(self))
+        self._next_batch = self._first_batch
+
     def state_dict(self) -> dict:
         """Position and identity of the stream of batches; the same on every process."""
         return {"epoch": self.epoch, "batch": self._next_batch, **self._stream_identity}

@@ -265,6 +265,7 @@ def decode_batches(
     Yields:
         Batches, see ParquetImagePairs.
     """
+    pool = pa.default_memory_pool()
     reader = ThreadPoolExecutor(1, "parquet-read")
     decoders = ThreadPoolExecutor(num_threads, "parquet-decode")
 
@@ -299,7 +300,7 @@ def decode_batches(
         reader.shutdown(cancel_futures=True)
         decoders.shutdown(cancel_futures=True)
         encoded.close()
-        pa.default_memory_pool().release_unused()
+        pool.release_unused()
 
 
 def open_directories(

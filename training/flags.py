@@ -43,11 +43,14 @@ class Config:
     config_name_or_path: str | None = per_process(None)
     use_ema_weights: bool = may_change(False)  # of a one-file UNet: the averages of its weights
     # data
-    train_data_dir: str = per_process("data")  # directory of *.parquet shards, all or this host's
+    # directory of *.parquet shards, all or this host's; of several each is a set to draw from
+    train_data_dir: tuple[str, ...] = per_process(("data",))
+    # of several sets: shares of each batch, in any unit; default: in proportion to their pairs
+    train_data_weights: tuple[float, ...] = may_change(())
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
-    max_train_samples: int | None = None  # use the first N pairs only; None: all
+    max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs

@@ -342,7 +342,7 @@ class Batches:
     """An endless iterator of batches on the devices, with prefetching.
 
     Args:
-        dataset: ParquetImagePairs.
+        dataset: ParquetImagePairs or Mixture.
         tokenize: list of prompts -> ids (B, T).
         start_step: number of steps whose batches were consumed before.
 
@@ -352,9 +352,7 @@ class Batches:
     """
 
     def __init__(self, dataset, tokenize, start_step=0):
-        epoch, batch = divmod(start_step, len(dataset))
-        position = {"epoch": epoch, "batch": batch}
-        dataset.load_state_dict(dataset.state_dict() | position)
+        dataset.set_step(start_step)
         self.num_bad, self.seconds_waited = 0, 0.0
         self.dataset = dataset
         self.stream = self._endless_batches(dataset, tokenize)

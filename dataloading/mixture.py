@@ -1,0 +1,414 @@
+"""Training batches from several directories of pairs, drawn by weight.
+
+    for batch in Mixture(["magicbrush", "ultraedit"], [1, 3], batch_size=16): ...
+
+`open_pairs` opens one directory or several.
+"""
+
+import contextlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloading.dataset import (
+    ParquetImagePairs,
+    check_lowest,
+    check_options,
+    refuse_torch_workers,
+    register_with_torch,
+)
+from dataloading.images import num_usable_cores
+from dataloading.order import Partition
+from dataloading.reading import BatchRow, StoredPairs, decode_batches
+from dataloading.shards import shard_files
+from diffusers_flax.messages import differences
+
+DRAWS_PER_COUNT = 4  # numbers that Philox makes from one value of its counter
+DRAWS_AT_ONCE = 1 << 20  # that count_draws makes, to save memory
+
+
+class Mixture:
+    """Batches of pairs from several directories ("sets"); each row is drawn from a set by weight.
+
+    Which set a row of a global batch comes from depends on the seed, the step and the row alone.
+    The j-th row drawn from a set is the j-th of the set's stream: all of its rows in the order of
+    ParquetImagePairs with one part, then all of them again in another order, and so on. Each pass
+    draws every row once. Sets may have different columns and sizes.
+
+    An iteration yields batches without end, as ParquetImagePairs does. The next iteration continues
+    after the last batch yielded.
+
+    If all processes have the same shards of a set, the stream has all of its rows, and a process
+    takes those that are drawn for its slice of the global batches: these are the same on any
+    number of processes. If each process has its own shards of a set, each has its own stream of
+    them, for the rows of its slice. Sets of both kinds may be mixed.
+
+    Undecodable pairs are replaced by pairs of the same set, as in ParquetImagePairs.
+
+    Memory: of each set the encoded pairs of a window of shuffle_buffer * share rows, share being
+    its share of the weights, plus up to two row groups, or the whole set if the window is longer;
+    one row group read ahead; `prefetch_batches` batches.
+
+    `state_dict()` is the position after the last batch yielded. A mixture with the same arguments
+    that loads it continues with the next batch, bit for bit.
+
+    Args:
+        train_data_dirs: directories of *.parquet files, all with images or all with latents of one
+            VAE and size.
+        weights: above 0, one for each directory; () draws in proportion to the sets' pairs.
+        original_image_column, edited_image_column, edit_prompt_column: apply to the sets that have
+            a column of this name, the other sets' columns are found by known names. "": likewise.
+        max_rows: use the first N rows of each set only, over all processes; None: all.
+        batch_size, resolution, seed, random_crop, random_flip, micro_conditioning, resample,
+            process_index, process_count, all_gather, num_threads, prefetch_batches, shuffle_buffer,
+            max_bad_fraction: see ParquetImagePairs.
+
+    Attributes:
+        sets: StoredPairs of each directory.
+        names: of the sets: the ends of their paths, as long as it takes to tell them apart.
+        shares: of the sets in a batch; their sum is 1.
+        latents: latents_metadata of the shards, None if they have images.
+
+    Raises:
+        ValueError: see ParquetImagePairs; also weights that do not fit, a directory named twice,
+            sets of images and of latents, or a set with fewer pairs than its share of a batch.
+    """
+
+    def __init__(
+        self,
+        train_data_dirs: Sequence[str],
+        weights: Sequence[float] = (),
+        *,
+        batch_size: int,
+        resolution: int = 256,
+        seed: int = 0,
+        random_crop: bool = True,
+        random_flip: bool = True,
+        micro_conditioning: bool = False,
+        resample: str = "dct",
+        original_image_column: str = "",
+        edited_image_column: str = "",
+        edit_prompt_column: str = "",
+        max_rows: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+        all_gather: Callable[[np.ndarray], np.ndarray] | None = None,
+        num_threads: int = 0,
+        prefetch_batches: int = 2,
+        shuffle_buffer: int = 4096,
+        max_bad_fraction: float = 0.1,
+    ):
+        register_with_torch(type(self))
+        check_lowest(
+            batch_size=(batch_size, 1),
+            resolution=(resolution, 1),
+            seed=(seed, 0),
+            max_rows=(1 if max_rows is None else max_rows, 1),
+            process_count=(process_count, 1),
+            num_threads=(num_threads, 0),
+            prefetch_batches=(prefetch_batches, 1),
+            shuffle_buffer=(shuffle_buffer, 0),
+        )
+        check_options(process_index, process_count, resample, max_bad_fraction)
+        check_sets(train_data_dirs, weights)
+        columns = (original_image_column, edited_image_column, edit_prompt_column)
+        decoding = dict(
+            resolution=resolution,
+            resample=resample,
+            random_crop=random_crop,
+            random_flip=random_flip,
+            micro_conditioning=micro_conditioning,
+        )
+        options = dict(max_rows=max_rows, all_gather=all_gather, max_bad_fraction=max_bad_fraction)
+        self.sets = [
+            StoredPairs(directory, columns, decoding, **options)
+            for directory, columns in zip(
+                train_data_dirs, columns_of_sets(train_data_dirs, columns)
+            )
+        ]
+        self.latents = self.sets[0].latents
+        weights = np.asarray(weights or [pairs.num_rows for pairs in self.sets], np.float64)
+        self.shares = (weights / weights.sum()).tolist()
+        self.train_data_dir = ", ".join(map(str, train_data_dirs))
+        self.names = distinct_names(train_data_dirs)
+        self.batch_size, self.global_batch_size = batch_size, batch_size * process_count
+        self.seed, self.shuffle_buffer = seed, shuffle_buffer
+        self.num_threads = num_threads or num_usable_cores()
+        self.prefetch_batches = prefetch_batches
+        # Of a global batch: this process's rows, and for each set the rows that draw from the
+        # stream that this process reads.
+        self._own_rows = range(process_index * batch_size, (process_index + 1) * batch_size)
+        everyones = range(self.global_batch_size)
+        self._drawing = [
+            everyones if len(pairs.directories) == 1 else self._own_rows for pairs in self.sets
+        ]
+        self._partitions = [
+            one_part(pairs, number, process_index) for number, pairs in enumerate(self.sets)
+        ]
+        self._check_sets_fit()
+        self._step = 0  # of the next batch
+        self._counted = 0, np.zeros(len(self.sets), np.int64)  # a step, and the draws before it
+        self._stream_identity = {
+            "seed": seed,
+            "global_batch_size": self.global_batch_size,
+            "shares": self.shares,
+            "shuffle_buffer": shuffle_buffer,
+            "resolution": resolution,
+            "random_crop": random_crop,
+            "random_flip": random_flip,
+            "resample": resample,
+            "max_rows": max_rows,
+            **{
+                name: [pairs.identity()[name] for pairs in self.sets]
+                for name in self.sets[0].identity()
+            },
+        }
+
+    def _check_sets_fit(self) -> None:
+        """Raise a ValueError for latents beside images, and for sets that are too small."""
+        first = self.sets[0]
+        for pairs, drawing, share in zip(self.sets, self._drawing, self.shares):
+            kinds = ["latents" if x.latents else "images" for x in (first, pairs)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"--train_data_dir {first.train_data_dir} has {kinds[0]} and "
+                    f"{pairs.train_data_dir} {kinds[1]}; give sets of one kind, latents of all "
+                    "sets are made with cache_latents.py"
+                )
+            for name in ("vae", "shape"):
+                if (first.latents or {}).get(name) != (pairs.latents or {}).get(name):
+                    raise ValueError(
+                        f"--train_data_dir {first.train_data_dir} and {pairs.train_data_dir} have "
+                        "latents of different VAEs or sizes; make them with one VAE and "
+                        "--resolution"
+                    )
+            rows, B = min(pairs.directory_rows), len(drawing)
+            if rows < share * B:
+                raise ValueError(
+                    f"--train_data_dir {pairs.train_data_dir} has {rows} pairs, but its weight "
+                    f"takes {share * B:.3g} of the {B} pairs of a batch; give "
+                    "it a lower weight, or lower --train_batch_size"
+                )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sets, over all processes."""
+        return sum(pairs.num_rows for pairs in self.sets)
+
+    @property
+    def num_bad(self) -> int:
+        """Replaced pairs in the batches of this object."""
+        return sum(pairs.num_bad for pairs in self.sets)
+
+    def describe_epoch(self, multiple: int = 1) -> str:
+        """Say how large the sets are, and what share of a batch and how many steps each takes."""
+        sets = [
+            f"{name} ({pairs.num_rows} pairs, {share:.1%} of a batch, a pass takes "
+            f"{math.ceil(pairs.num_rows / (share * self.global_batch_size))} steps)"
+            for name, pairs, share in zip(self.names, self.sets, self.shares)
+        ]
+        return f"a mixture of {', '.join(sets)}"
+
+    def passes(self, step: int) -> dict[str, float]:
+        """How often each set was gone through before a step, by the set's name."""
+        counts = self.count_draws(step).tolist()
+        rows = [partition.num_batches for partition in self._partitions]
+        return {name: count / n for name, count, n in zip(self.names, counts, rows)}
+
+    def count_draws(self, step: int) -> np.ndarray:
+        """The rows drawn from this process's stream of each set before a step."""
+        first, counts = self._counted
+        if step < first:
+            first, counts = 0, np.zeros_like(counts)
+        at_once = max(1, DRAWS_AT_ONCE // self.global_batch_size)
+        for start in range(first, step, at_once):
+            sets = self.draw_sets(start, min(at_once, step - start))
+            counts = counts + [
+                np.count_nonzero(sets[:, rows.start : rows.stop] == number)
+                for number, rows in enumerate(self._drawing)
+            ]
+        self._counted = step, counts
+        return counts
+
+    def draw_sets(self, first_step: int, num_steps: int) -> np.ndarray:
+        """The set of each row of global batches, integers (num_steps, global batch size)."""
+        counts_per_step = math.ceil(self.global_batch_size / DRAWS_PER_COUNT)
+        key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)
+        bits = np.random.Philox(key=key).advance(first_step * counts_per_step)
+        u = np.random.Generator(bits).random((num_steps, counts_per_step * DRAWS_PER_COUNT))
+        sets = np.zeros((num_steps, self.global_batch_size), np.int16)
+        for bound in itertools.accumulate(self.shares[:-1]):
+            sets += u[:, : self.global_batch_size] >= bound
+        return sets
+
+    def set_step(self, step: int) -> None:
+        """Select the first batch of the next iteration, counted from 0."""
+        self._step = step
+
+    def state_dict(self) -> dict:
+        """Position and identity of the stream of batches; the same on every process."""
+        return {"step": self._step, **self._stream_identity}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue the next iteration at the position of a `state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another stream; names all differences.
+        """
+        if different := differences(state, self._stream_identity):
+            raise ValueError(f"cannot resume the data: {'; '.join(different)}")
+        if not state["step"] >= 0:
+            raise ValueError(f"step={state['step']} is not a position in a stream of batches")
+        self._step = state["step"]
+
+    def __iter__(self) -> Iterator[dict]:
+        refuse_torch_workers()
+        batches = decode_batches(
+            self._read_batches(self._step), self.num_threads, self.prefetch_batches
+        )
+        with contextlib.closing(batches):
+            for batch in batches:
+                self._step += 1
+                yield batch
+
+    def _read_batches(self, first_step: int) -> Iterator[list[BatchRow]]:
+        """Yield the rows of this process's batches from a step on."""
+        streams = [
+            self._stream(number, int(count))
+            for number, count in enumerate(self.count_draws(first_step))
+        ]
+        try:
+            for step in itertools.count(first_step):
+                rows = []
+                for place, number in enumerate(self.draw_sets(step, 1)[0].tolist()):
+                    if place in self._drawing[number]:
+                        row = next(streams[number])  # also if another process decodes it
+                        if place in self._own_rows:
+                            rows.append(row)
+                yield rows
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def _stream(self, number: int, first: int) -> Iterator[BatchRow]:
+        """Yield the rows of a set from the first-th drawn on, pass after pass."""
+        pairs, partition, draws = self.sets[number], self._partitions[number], deque()
+        num_rows, buffer = partition.num_batches, self.shuffle_buffer * self.shares[number]
+        first_pass, skipped = divmod(first, num_rows)
+
+        def orders() -> Iterator[np.ndarray]:
+            group_rows = [group.num_rows for group in pairs.groups]
+            for number_of_pass in itertools.count(first_pass):
+                order, draws_of_pass = partition.shuffle(
+                    group_rows, self.seed, number_of_pass, buffer
+                )
+                draws.append(draws_of_pass)
+                yield order[skipped:] if number_of_pass == first_pass else order
+
+        # A window that has all rows needs all row groups at all times.
+        keep = buffer / partition.total_parts >= num_rows
+        place = skipped
+        for ((row, cells),) in pairs.read_batches(orders(), keep):
+            yield BatchRow(pairs, row, cells, draws[0][row])
+            place += 1
+            if place == num_rows:
+                draws.popleft()
+                place = 0
+
+
+def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
+    """The Partition of a set's passes: this process's rows of the set one after the other.
+
+    Args:
+        pairs: the set.
+        number: of the set, which makes its orders other than those of the sets beside it.
+        process_index: of this process.
+    """
+    num_rows, shard_seed = pairs.directory_rows[0], (number,)
+    if len(pairs.directories) > 1:  # the order belongs to the shards, whichever process has them
+        num_rows = pairs.directory_rows[process_index]
+        shard_seed += tuple(pairs.directories[process_index][0][:2])
+    return Partition(
+        num_batches=num_rows,
+        num_parts=1,
+        total_parts=len(pairs.directories),
+        batch_size=1,
+        columns=slice(1),
+        shard_seed=shard_seed,
+    )
+
+
+def check_sets(train_data_dirs: Sequence[str], weights: Sequence[float]) -> None:
+    """Raise a ValueError for directories or weights that do not fit together."""
+    if not train_data_dirs:
+        raise ValueError("--train_data_dir is empty; name a directory of *.parquet files")
+    paths = [Path(directory).resolve() for directory in train_data_dirs]
+    for directory, path in zip(train_data_dirs, paths):
+        if paths.count(path) > 1:
+            raise ValueError(
+                f"--train_data_dir {directory} is given {paths.count(path)} times; name it once, "
+                "and raise its weight with --train_data_weights"
+            )
+    if not weights:
+        return
+    given = f"--train_data_weights {' '.join(f'{weight:g}' for weight in weights)}"
+    if len(weights) != len(train_data_dirs):
+        raise ValueError(
+            f"{given} has {len(weights)} weights for {len(train_data_dirs)} --train_data_dir; "
+            "give one for each"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(
+            f"{given} must be above 0 and finite; leave a set out of --train_data_dir to draw "
+            "nothing from it"
+        )
+
+
+def columns_of_sets(
+    train_data_dirs: Sequence[str], columns: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    """The named columns that each set has; "" for others, which makes it find a known name.
+
+    A name that no set has is kept for all, so that their first one is refused.
+    """
+    names = []
+    for directory in train_data_dirs:
+        try:
+            names.append(set(pq.read_schema(shard_files(Path(directory))[0]).names))
+        except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
+            names.append(set())
+    known = set().union(*names)
+    return [
+        tuple(name if name in own or name not in known else "" for name in columns) for own in names
+    ]
+
+
+def distinct_names(directories: Sequence[str]) -> list[str]:
+    """The ends of paths, with as many components as it takes to tell them apart."""
+    parts = [Path(directory).resolve().parts for directory in directories]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def open_pairs(
+    train_data_dirs: Sequence[str], weights: Sequence[float] = (), **options
+) -> ParquetImagePairs | Mixture:
+    """Open one directory, or several as a mixture.
+
+    Args:
+        train_data_dirs, weights: as for Mixture.
+        options: of both classes.
+    """
+    check_sets(train_data_dirs, weights)
+    if len(train_data_dirs) == 1:
+        return ParquetImagePairs(train_data_dirs[0], **options)
+    return Mixture(train_data_dirs, weights, **options)
