@@ -30,7 +30,7 @@ from typing import Literal
 
 from command_line import ask_before_replacing, run_main
 from diffusers_flax.loading.hub import with_single_files
-from training.latents import write_latents
+from training.latents import latent_dirs, write_latents
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Config:
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the VAE
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = ""
-    train_data_dir: str = "data"  # directory of *.parquet shards
-    output_dir: str = "latents"  # directory for the shards of latents
+    train_data_dir: tuple[str, ...] = ("data",)  # directories of *.parquet shards
+    output_dir: str = "latents"  # for the shards of latents; a subdirectory for each of several
     overwrite_output_dir: bool = False  # replace latents in output_dir of other settings
     revision: str | None = None  # branch, tag or commit of a hub id
     variant: str | None = None  # variant of the VAE's files, e.g. fp16
@@ -48,7 +48,8 @@ class Config:
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
-    max_train_samples: int | None = None  # only the shards with the first N pairs; default: all
+    # only the shards with the first N pairs of each directory; default: all
+    max_train_samples: int | None = None
     resolution: int = 256  # side of the square images, pixels
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
@@ -61,9 +62,12 @@ def run(config):
     """Write the latents of all pairs."""
     vae_flag = {"pretrained_vae_model_name_or_path": "vae"}
     config = with_single_files(config, "pretrained_model_name_or_path", **vae_flag)
-    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, "*.parquet")
+    shards = "*.parquet" if len(config.train_data_dir) == 1 else "**/*.parquet"
+    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, shards)
     write_latents(config, config.output_dir, config.batch_size, config.overwrite_output_dir)
-    print(f"latents of {config.train_data_dir} are in {config.output_dir}")
+    output_dirs = latent_dirs(config.train_data_dir, config.output_dir)
+    for data_dir, output_dir in zip(config.train_data_dir, output_dirs):
+        print(f"latents of {data_dir} are in {output_dir}")
 
 
 def main(args=None):

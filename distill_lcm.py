@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import check_scale, run_main
-from dataloading.dataset import ParquetImagePairs
+from dataloading.mixture import open_pairs
 from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.hub import with_single_files
@@ -86,7 +86,7 @@ from training.sharding import (
 )
 
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
-SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as ParquetImagePairs' names
+SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as open_pairs' names
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,14 @@ class Config:
     guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # of the teacher: similarity to the input, >= 0
     # data
-    train_data_dir: str = per_process("data")  # directory of *.parquet shards or of latents
+    # directory of *.parquet shards or of latents; of several each is a set to draw from
+    train_data_dir: tuple[str, ...] = per_process(("data",))
+    # of several sets: shares of each batch, in any unit; default: in proportion to their pairs
+    train_data_weights: tuple[float, ...] = may_change(())
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
-    max_train_samples: int | None = None  # use the first N pairs only; None: all
+    max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
@@ -334,8 +337,9 @@ def load_teacher(shared: TrainingConfig):
 
 def open_dataset(shared: TrainingConfig):
     """Open --train_data_dir, of images or latents."""
-    return ParquetImagePairs(
+    return open_pairs(
         shared.train_data_dir,
+        shared.train_data_weights,
         batch_size=shared.train_batch_size,
         micro_conditioning=is_sdxl(shared),
         max_rows=shared.max_train_samples,

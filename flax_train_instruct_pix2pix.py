@@ -36,7 +36,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from command_line import run_main
-from dataloading.dataset import ParquetImagePairs
+from dataloading.mixture import open_pairs
 from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.messages import one_line
@@ -44,7 +44,7 @@ from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_flags, ema_plan
 from training.flags import PARTS_OF_FLAGS, Config, check_flags, check_schedules
-from training.latents import check_vae, write_latents
+from training.latents import check_vae, latent_dirs, write_latents
 from training.models import (
     check_models,
     encode_batch,
@@ -275,16 +275,18 @@ def train_step_options(config: Config):
 
 def open_dataset(config: Config):
     """Open --train_data_dir, or --cache_latents after writing its missing shards."""
-    num_processes = jax.process_count()
+    num_processes, directories = jax.process_count(), config.train_data_dir
     if config.cache_latents:
         check_models(
             config, open_modules(config, mixed_precision_dtype(config))
         )  # before hours of encoding
         write_latents(config, config.cache_latents)
         wait_for_all("latents are cached")
+        directories = latent_dirs(config.train_data_dir, config.cache_latents)
     columns = {} if config.cache_latents else {n: getattr(config, n) for n in COLUMN_FLAGS}
-    return ParquetImagePairs(
-        config.cache_latents or config.train_data_dir,
+    return open_pairs(
+        directories,
+        config.train_data_weights,
         batch_size=config.train_batch_size // num_processes,
         resolution=config.resolution,
         seed=config.seed,

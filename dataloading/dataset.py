@@ -233,6 +233,10 @@ class ParquetImagePairs(StoredPairs):
         """Select the epoch, from 0, of the next iteration."""
         self.epoch, self._first_batch, self._next_batch = epoch, 0, 0
 
+    def passes(self, step: int) -> dict[str, float]:
+        """How often each of several sets was gone through, see Mixture; here there is one."""
+        return {}
+
     def set_step(self, step: int) -> None:
         """Select the first batch of the next iteration, counted from 0 over all epochs."""
         self.epoch, self._first_batch = divmod(step, len(self))

@@ -8,6 +8,7 @@
 import contextlib
 import itertools
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -344,7 +345,7 @@ def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
     )
 
 
-def check_sets(train_data_dirs: Sequence[str], weights: Sequence[float]) -> None:
+def check_sets(train_data_dirs: Sequence[str], weights: Sequence[float] = ()) -> None:
     """Raise a ValueError for directories or weights that do not fit together."""
     if not train_data_dirs:
         raise ValueError("--train_data_dir is empty; name a directory of *.parquet files")
@@ -391,7 +392,8 @@ def columns_of_sets(
 
 def distinct_names(directories: Sequence[str]) -> list[str]:
     """The ends of paths, with as many components as it takes to tell them apart."""
-    parts = [Path(directory).resolve().parts for directory in directories]
+    # Without ".." and the root, as names are also those of subdirectories.
+    parts = [Path(os.path.abspath(directory)).parts[1:] for directory in directories]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):

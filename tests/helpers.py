@@ -193,7 +193,7 @@ def config_of(model, data, out, **options):
     folders = dict(
         pretrained_model_name_or_path=str(model),
         unet_model_name_or_path=str(Path(model) / "unet"),
-        train_data_dir=str(data),
+        train_data_dir=(str(data),),
         output_dir=str(out),
     )
     return trainer.Config(**folders | RUN | options)

@@ -263,7 +263,7 @@ def test_a_full_disk_of_a_program_with_inputs(tmp_path, monkeypatch):
     monkeypatch.setattr(command_line, "disk_space", lambda path: free[path.name])
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "read_only")
     config = SimpleNamespace(
-        train_data_dir=str(tmp_path / "in"),
+        train_data_dir=(str(tmp_path / "in"),),
         cache_latents=str(tmp_path / "read_only"),
         output_dir=tmp_path / "out",
         compilation_cache_dir=str(tmp_path / "other"),

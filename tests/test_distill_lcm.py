@@ -1,5 +1,6 @@
 """LCM-LoRA distillation: PyTorch and NumPy references, devices, the command line, bad input."""
 
+import itertools
 import json
 import os
 import shlex
@@ -93,8 +94,8 @@ def flags(model, data, out, *more):
         "guidance_scale": SCALES[0],
         "image_guidance_scale": SCALES[1],
     }
-    pairs = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return [*pairs, *map(str, more)]
+    given = {f"--{name}": str(value) for name, value in given.items() if f"--{name}" not in more}
+    return [*itertools.chain.from_iterable(given.items()), *map(str, more)]
 
 
 def lcm_scheduler(model):

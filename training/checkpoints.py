@@ -194,6 +194,7 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
         "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
         "columns of train_data_dir": data["columns"],
         "shards of train_data_dir": data["data"],
+        "shares of train_data_dir": data.get("shares"),  # of a mixture
         **checksums(frozen, params),
     }
 
@@ -421,7 +422,7 @@ def find_start(config, dataset, identity, plan, flags=None):
 
     Args:
         config: Config that check_flags has accepted.
-        dataset: ParquetImagePairs.
+        dataset: ParquetImagePairs or Mixture.
         identity: the run's run_identity.
         plan: EmaPlan.
         flags: as for TrainRun.

@@ -4,6 +4,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from dataloading.mixture import check_sets
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from training.ema import ema_flags, ema_plan
 
@@ -58,12 +59,14 @@ class Config:
     shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
     max_bad_fraction: float = may_change(0.1)  # stop if a larger fraction is undecodable
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
-    cache_latents: str = per_process("")  # directory for the VAE's latents; "": no cache
+    # directory for the VAE's latents, of several sets each in a subdirectory; "": no cache
+    cache_latents: str = per_process("")
     # training
     train_batch_size: int = 16  # global batch: pairs per optimizer step
     gradient_accumulation_steps: int = may_change(1)  # micro-batches per step
     max_train_steps: int = 15000  # optimizer steps
-    num_train_epochs: int | None = may_change(None)  # replaces max_train_steps; None: off
+    # replaces max_train_steps, with one train_data_dir; None: off
+    num_train_epochs: int | None = may_change(None)
     learning_rate: float = 5e-5  # peak of the schedule
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # decay after warm-up
     lr_warmup_steps: int = 0  # steps of linear warm-up from 0
@@ -209,6 +212,12 @@ def check_batch(config: Config, num_devices: int) -> None:
 
 def check_combinations(config: Config) -> None:
     """Raise a ValueError for flags that contradict each other."""
+    check_sets(config.train_data_dir, config.train_data_weights)
+    if config.num_train_epochs is not None and len(config.train_data_dir) > 1:
+        raise ValueError(
+            f"{flag(config, 'num_train_epochs')} goes with one --train_data_dir, as each set has "
+            "epochs of its own; give --max_train_steps"
+        )
     if config.num_train_epochs is not None and config.max_train_steps != Config.max_train_steps:
         raise ValueError(
             f"{flag(config, 'num_train_epochs')} and {flag(config, 'max_train_steps')} both set "

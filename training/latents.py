@@ -22,8 +22,10 @@ from tqdm import tqdm
 from command_line import check_writable
 from dataloading.decoding import decode_pair
 from dataloading.images import num_usable_cores
+from dataloading.mixture import check_sets, columns_of_sets, distinct_names
 from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION
 from dataloading.shards import (
+    COLUMN_FLAGS,
     LATENTS,
     TIME_IDS,
     is_list_of_text,
@@ -143,9 +145,9 @@ def latent_rows(encoded, decoded, config, bar, bad):
             bad.append(reason)
     if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
         raise ValueError(
-            f"{len(bad)} of the first {bar.n} pairs of {config.train_data_dir} cannot be "
-            f"decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; for "
-            f"example {bad[-1]}"
+            f"{len(bad)} of the first {bar.n} pairs of {', '.join(config.train_data_dir)} "
+            f"cannot be decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; "
+            f"for example {bad[-1]}"
         )
     return [
         (None, None, prompt, None)
@@ -244,11 +246,19 @@ def remove_leftovers(output_dir):
                 remove(path)
 
 
-def check_latent_flags(config, output_dir, batch_size):
+def latent_dirs(train_data_dirs, output_dir):
+    """The directory of each set's latents: output_dir, or of several sets subdirectories of it."""
+    if len(train_data_dirs) == 1:
+        return [output_dir]
+    return [str(Path(output_dir, name)) for name in distinct_names(train_data_dirs)]
+
+
+def check_latent_flags(config, output_dirs, batch_size):
     """Raise a ValueError for a number out of range, or a directory that cannot be written.
 
     Args:
-        config, output_dir, batch_size: as for write_latents.
+        config, batch_size: as for write_latents.
+        output_dirs: of latent_dirs.
     """
     positive = {name: getattr(config, name) for name in ("resolution", "max_train_samples")}
     for name, value in (positive | {"batch_size": batch_size}).items():
@@ -260,41 +270,43 @@ def check_latent_flags(config, output_dir, batch_size):
         )
     if not 0 <= config.max_bad_fraction <= 1:
         raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
-    if output_dir.resolve() == Path(config.train_data_dir).resolve():
-        raise ValueError(
-            f"{output_dir} is --train_data_dir; name another directory for the latents"
-        )
+    sources = [Path(directory).resolve() for directory in config.train_data_dir]
     flag = "cache_latents" if hasattr(config, "cache_latents") else "output_dir"
-    check_writable(f"--{flag} {output_dir}", output_dir)
+    for output_dir in map(Path, output_dirs):
+        if output_dir.resolve() in sources:
+            raise ValueError(
+                f"{output_dir} is --train_data_dir; name another directory for the latents"
+            )
+        check_writable(f"--{flag} {output_dir}", output_dir)
 
 
-def list_images(config, output_dir):
-    """The row groups of --train_data_dir; output_dir may contain their shards of latents only.
+def list_images(train_data_dir, columns, output_dir, max_train_samples):
+    """The row groups of a directory; output_dir may contain their shards of latents only.
 
     Args:
-        config, output_dir: as for write_latents.
+        train_data_dir: directory of shards of images.
+        columns: see list_row_groups.
+        output_dir: Path of the directory of their shards of latents.
+        max_train_samples: list the shards with the first N rows only; None: all.
 
     Raises:
         ValueError: train_data_dir has latents, or output_dir shards of other names.
     """
-    groups = list_row_groups(
-        config.train_data_dir,
-        config.original_image_column,
-        config.edited_image_column,
-        config.edit_prompt_column,
-    )
+    groups = list_row_groups(train_data_dir, *columns)
     if latents_metadata(groups[0].metadata) is not None:
         raise ValueError(
-            f"--train_data_dir {config.train_data_dir} already has latents; train on it directly"
+            f"--train_data_dir {train_data_dir} already has latents; train on it directly"
         )
     names = {group.path.name for group in groups}
     for path in shard_files(output_dir):
         if path.name not in names:
             raise ValueError(
-                f"{path} matches no shard in {config.train_data_dir}; name another directory, or "
-                "remove it"
+                f"{path} matches no shard in {train_data_dir}; name another directory, or remove it"
             )
-    return groups
+    if max_train_samples is None:
+        return groups
+    selected = {group.path for group in take_first_rows(groups, max_train_samples)}
+    return [group for group in groups if group.path in selected]
 
 
 def latent_settings(config, vae, params):
@@ -327,9 +339,10 @@ def missing_shards(output_dir, groups, settings, overwrite):
     """Prepare output_dir; return the shards to write, [(path, its row groups, its metadata)].
 
     Args:
-        output_dir, overwrite: as for write_latents.
+        output_dir: Path of the directory of the shards.
         groups: row groups of images.
         settings: of latent_settings.
+        overwrite: as for write_latents.
 
     Raises:
         ValueError: a shard was made with other settings, and overwrite is False.
@@ -380,22 +393,26 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False):
 
     Args:
         config: Config of cache_latents.py or of the trainer.
-        output_dir: directory of the shards.
+        output_dir: directory of the shards, see latent_dirs.
         batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
         overwrite: replace shards of latents that were made with other settings.
 
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
     """
-    output_dir = Path(output_dir)
-    check_latent_flags(config, output_dir, batch_size)
-    groups = list_images(config, output_dir)
+    check_sets(config.train_data_dir)
+    output_dirs = [Path(folder) for folder in latent_dirs(config.train_data_dir, output_dir)]
+    check_latent_flags(config, output_dirs, batch_size)
+    columns = [getattr(config, name) for name in COLUMN_FLAGS]
+    sets = zip(config.train_data_dir, columns_of_sets(config.train_data_dir, columns), output_dirs)
+    sets = [list_images(*paths, config.max_train_samples) for paths in sets]  # before the VAE
     vae, params = load_vae(config, mixed_precision_dtype(config), is_sdxl(config))
     settings = latent_settings(config, vae, params)
-    if config.max_train_samples is not None:
-        selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}
-        groups = [group for group in groups if group.path in selected]
-    missing = missing_shards(output_dir, groups, settings, overwrite)
+    missing = [
+        shard
+        for output_dir, groups in zip(output_dirs, sets)
+        for shard in missing_shards(output_dir, groups, settings, overwrite)
+    ]
     if not missing:
         return
     devices = jax.local_devices()
@@ -421,7 +438,7 @@ def check_vae(dataset, vae_params, config):
     """Raise a ValueError if a dataset's cached latents are of another VAE.
 
     Args:
-        dataset: ParquetImagePairs, of latents or images.
+        dataset: ParquetImagePairs or Mixture, of latents or images.
         vae_params: float32 NumPy arrays.
         config: Config, names the VAE in the error message.
     """

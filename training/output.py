@@ -65,7 +65,7 @@ def check_run_dir(config: Config) -> None:
         value = getattr(config, name)
         if value and Path(value).resolve().is_relative_to(output_dir.resolve()):
             raise ValueError(f"{given} is or contains {flag(config, name)}; name another directory")
-    if Path(config.train_data_dir).resolve() == output_dir.resolve():
+    if output_dir.resolve() in [Path(directory).resolve() for directory in config.train_data_dir]:
         raise ValueError(f"{given} is --train_data_dir too; name another directory")
     has_model = any((output_dir / name).exists() for name in FINAL_FILES)
     # A run with checkpoints that crashed while it wrote its final files leaves this one, too.

@@ -353,7 +353,8 @@ def write_model_card(
         metrics: last row of metrics.jsonl, or None.
         image: path of a validation grid relative to folder, or None.
     """
-    base_model, dataset = config["pretrained_model_name_or_path"], config["train_data_dir"]
+    base_model = config["pretrained_model_name_or_path"]
+    datasets = ", ".join(f"`{directory}`" for directory in config["train_data_dir"])
     is_lora = config.get("lora_rank") is not None and not config["merge_lora"]
     if is_lora:
         opening = open_with_lora(name, pipeline_class, in_channels, config)
@@ -376,7 +377,7 @@ python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
             "`edit_cli.py`.\n"
         )
     introduction = f"""\
-Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on `{dataset}` with JAX.
+Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {datasets} with JAX.
 
 {shown}
 ## Use

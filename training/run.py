@@ -393,7 +393,7 @@ class StepMetrics:
             "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
             "num_bad": self.total_bad(),
-        }
+        } | {f"passes/{name}": n for name, n in self.batches.dataset.passes(step).items()}
         self.unlogged.clear()
         self._restart_clock()
         return row

@@ -52,7 +52,7 @@ def measure_cost(folder, rounds, num_steps):
     config = trainer_config(folder)
     models, pipeline, frozen, params = load_models(config, jnp.float32)
     dataset = ParquetImagePairs(
-        config.train_data_dir,
+        *config.train_data_dir,
         batch_size=config.train_batch_size,
         resolution=config.resolution,
     )

@@ -51,7 +51,7 @@ def train_with_averages(config, programs, plans, pipeline, frozen, params):
         snapshots of the power averages: [(step, sigma_rel, float16 parameters)]).
     """
     dataset = ParquetImagePairs(
-        config.train_data_dir,
+        *config.train_data_dir,
         batch_size=config.train_batch_size,
         resolution=config.resolution,
         seed=config.seed,

@@ -91,6 +91,6 @@ def trainer_config(folder, **flags):
     return trainer.Config(
         pretrained_model_name_or_path=str(ROOT / "demo" / "base_model"),
         unet_model_name_or_path=str(folder / "unet"),
-        train_data_dir=str(folder / "data"),
+        train_data_dir=(str(folder / "data"),),
         **flags,
     )

@@ -41,7 +41,7 @@ def our_flags(config, sources):
         train_batch_size=size.pairs,
         resolution=size.train_resolution,
         mixed_precision="bf16",
-        train_data_dir="",
+        train_data_dir=(),
         ema="full",
     )
     images = Sdxl(

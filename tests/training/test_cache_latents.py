@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 def config_for(model, data, output_dir, **options):
     options = {"resolution": 16, "batch_size": 1, **options}
     names = ("pretrained_model_name_or_path", "train_data_dir", "output_dir")
-    return Config(**dict(zip(names, map(str, (model, data, output_dir)))), **options)
+    return Config(**dict(zip(names, (str(model), (str(data),), str(output_dir)))), **options)
 
 
 def fill(config):
@@ -284,6 +284,7 @@ def test_latents_of_other_settings_are_replaced_on_request(model, data, kept, tm
     config = config_for(model, data, new, image_interpolation_mode="bicubic")
     fill(config)
     flags = dataclasses.asdict(dataclasses.replace(config, output_dir=str(folder)))
+    flags["train_data_dir"] = data
     flags = [f"--{name}={value}" for name, value in flags.items() if value not in (None, False)]
     cache_latents.main([*flags, "--overwrite_output_dir"])
     files = {file.name: file.read_bytes() for file in new.iterdir()}

@@ -392,7 +392,7 @@ def card_of(folder, **changes):
         "command": "python flax_train_instruct_pix2pix.py --validation_prompt 'make it | red'",
         "config": {
             "pretrained_model_name_or_path": "stable-diffusion-v1-5/stable-diffusion-v1-5",
-            "train_data_dir": "data",
+            "train_data_dir": ("data",),
             "learning_rate": 5e-5,
             "resolution": 256,
             "validation_prompt": "make it\n| red",
@@ -444,7 +444,7 @@ def test_model_card_of_a_local_base_model(tmp_path):
         tmp_path,
         config={
             "pretrained_model_name_or_path": str(base),
-            "train_data_dir": "data",
+            "train_data_dir": ("data",),
             "resolution": 256,
         },
         metrics=None,

@@ -1107,7 +1107,7 @@ BAD_FLAGS = [
         "--output_dir out is or contains --pretrained_vae_model_name_or_path out/vae; name another",
     ),
     ({"output_dir": "."}, "--output_dir . is or contains --pretrained_model_name_or_path"),
-    ({"output_dir": "d", "train_data_dir": "./d"}, "--output_dir d is --train_data_dir too"),
+    ({"output_dir": "d", "train_data_dir": ("./d",)}, "--output_dir d is --train_data_dir too"),
     ({"learning_rate": float("inf")}, "--learning_rate inf must be above 0 and finite"),
 ]
 
@@ -1219,8 +1219,8 @@ BAD_FOLDERS = [
     ({"resolution": -6}, None, "--resolution -6 must be at least 1"),
     ({"resolution": 0}, None, "--resolution 0 must be at least 1"),
     ({"dataloader_num_workers": -1}, None, "workers -1 must be at least 0"),
-    ({"train_data_dir": NOWHERE}, None, f"--train_data_dir {NOWHERE} is not a dir"),
-    ({"train_data_dir": "model"}, None, "--train_data_dir model contains no *.parquet file"),
+    ({"train_data_dir": (NOWHERE,)}, None, f"--train_data_dir {NOWHERE} is not a dir"),
+    ({"train_data_dir": ("model",)}, None, "--train_data_dir model contains no *.parquet file"),
     ({}, columns_named("a", "b", "c"), "a.parquet has no column original_image or input_image"),
     ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
     ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
