@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from dataloading.images import RESAMPLING, num_usable_cores
-from dataloading.order import choose_num_parts, partition_rows
+from dataloading.order import choose_num_parts, format_size, partition_rows
 from dataloading.reading import BatchRow, StoredPairs, decode_batches
 from diffusers_flax.messages import differences
 
@@ -52,7 +52,7 @@ class ParquetImagePairs(StoredPairs):
     imported before the object is created, the object is a torch IterableDataset:
     `DataLoader(dataset, batch_size=None)`. A batch is a dict:
 
-        original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3)
+        original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3); (B, H, W, 3) with sizes
         edit_prompt: list of B strings
 
     or, for a directory written by cache_latents.py, with latents instead of images:
@@ -71,13 +71,20 @@ class ParquetImagePairs(StoredPairs):
     `num_parts` and `shuffle_buffer` (see `order.epoch_order`). They do not depend on the number of
     threads or, if all processes have the same shards, on the number of processes.
 
+    Sizes: with `sizes` every pair goes to the size with the aspect ratio nearest to that of its
+    image to edit, and a global batch has one size, the same on every process. A size with less than
+    a global batch of pairs is left out. The pairs of a size that do not fill a batch wait for the
+    next epoch, in which they are used.
+
     Undecodable pairs: the next decodable row of the same row group, cyclically, replaces the pair
     and gets its crop and flip. If the row group has none, the following row groups are searched.
+    With sizes only rows of the same size are searched.
     `num_bad` counts replaced pairs, `bad_rows` names undecodable rows, and each is logged once.
 
     Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
     groups, for each part that the process reads, and at most all of its shards; one row group read
-    ahead, one of its columns twice while it is read; `prefetch_batches` batches.
+    ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also
+    the encoded pairs that wait until their batch is full, less than a batch of each size.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -86,6 +93,7 @@ class ParquetImagePairs(StoredPairs):
         train_data_dir: directory of *.parquet files.
         batch_size: pairs per batch of this process.
         resolution: side R of the images, pixels.
+        sizes: heights and widths to choose from, of `order.bucket_sizes`; None: the square.
         seed: at least 0.
         random_crop: crop at a random position along the longer side, else in the centre. Latents
             need False.
@@ -117,6 +125,7 @@ class ParquetImagePairs(StoredPairs):
         *,
         batch_size: int,
         resolution: int = 256,
+        sizes: tuple[tuple[int, int], ...] | None = None,
         seed: int = 0,
         random_crop: bool = True,
         random_flip: bool = True,
@@ -155,6 +164,7 @@ class ParquetImagePairs(StoredPairs):
             (original_image_column, edited_image_column, edit_prompt_column),
             dict(
                 resolution=resolution,
+                sizes=sizes or ((resolution, resolution),),
                 resample=resample,
                 random_crop=random_crop,
                 random_flip=random_flip,
@@ -165,9 +175,14 @@ class ParquetImagePairs(StoredPairs):
             max_bad_fraction=max_bad_fraction,
         )
         check_enough_rows(self.directory_rows, batch_size, process_count, max_rows, train_data_dir)
+        self.num_threads = num_threads or num_usable_cores()
+        if sizes is not None:
+            self.choose_sizes(
+                batch_size, self.num_threads, process_index, process_count, all_gather
+            )
         self._partition = partition_rows(
             self.directories,
-            self.directory_rows,
+            self.size_rows,
             batch_size,
             num_parts,
             process_index,
@@ -176,7 +191,6 @@ class ParquetImagePairs(StoredPairs):
         self.epoch_rows = len(self) * batch_size * process_count
         self.batch_size, self.seed = batch_size, seed
         self.num_parts, self.shuffle_buffer = num_parts, shuffle_buffer
-        self.num_threads = num_threads or num_usable_cores()
         self.prefetch_batches = prefetch_batches
         self.epoch = 0
         self._first_batch = 0  # at which the next iteration starts
@@ -193,6 +207,8 @@ class ParquetImagePairs(StoredPairs):
             "max_rows": max_rows,
             **self.identity(),
         }
+        if sizes is not None:
+            self._stream_identity["sizes"] = " ".join(map(format_size, self.decoding.sizes))
 
     def describe_epoch(self, multiple: int = 1) -> str:
         """Say how many pairs an epoch uses, and a smaller batch that would leave out fewer.
@@ -209,7 +225,8 @@ class ParquetImagePairs(StoredPairs):
         sharing = processes if len(self.directory_rows) == 1 else 1  # processes per directory
 
         def num_used(size):
-            return min(self.directory_rows) // (size // processes * sharing) * size
+            batches = self.size_rows.min(axis=0) // (size // processes * sharing)
+            return int(batches.sum()) * size
 
         used, step = num_used(global_batch_size), math.lcm(multiple, processes)
         smaller = range(global_batch_size - step, (global_batch_size - 1) // 2, -step)
@@ -219,9 +236,14 @@ class ParquetImagePairs(StoredPairs):
             text += f" ({num_used(best)} with --train_batch_size {best})"
         return text
 
+    def describe_sizes(self) -> str:
+        """The sizes of the batches and their pairs over all processes: "384x640: 12 pairs, ..."."""
+        parts = zip(self.decoding.sizes, self.size_rows.sum(axis=0))
+        return ", ".join(f"{format_size(size)}: {count} pairs" for size, count in parts)
+
     def __len__(self) -> int:
         """Batches per epoch of every process."""
-        return self._partition.num_batches
+        return sum(self._partition.num_batches)
 
     def __getitem__(self, index):
         """Raise a TypeError: DataLoader indexes objects that are not registered with torch."""
@@ -269,12 +291,19 @@ class ParquetImagePairs(StoredPairs):
         refuse_torch_workers()
         start, self._first_batch = self._first_batch, 0
         self._next_batch = start
-        order, draws = self._partition.shuffle(
-            [group.num_rows for group in self.groups], self.seed, self.epoch, self.shuffle_buffer
+        order, read_steps, draws = self._partition.shuffle(
+            [group.num_rows for group in self.groups],
+            self.seed,
+            self.epoch,
+            self.shuffle_buffer,
+            self.directory_sizes,
         )
+        if self.directory_sizes:
+            found = self.read_waiting(order[start:], np.maximum(read_steps[start:] - start, 0))
+        else:
+            found = self.read_batches([order[start:]])
         encoded = (
-            [BatchRow(self, row, cells, draws[row]) for row, cells in rows]
-            for rows in self.read_batches([order[start:]])
+            [BatchRow(self, row, of_row, draws[row]) for row, of_row in rows] for rows in found
         )
         batches = decode_batches(encoded, self.num_threads, self.prefetch_batches)
         with contextlib.closing(batches):

@@ -3,9 +3,15 @@
 Source: InstructPix2Pix (arXiv 2211.09800); SDXL (arXiv 2307.01952), section 2.2, for time ids.
 """
 
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from dataloading.images import (
     crop_corner,
@@ -14,13 +20,24 @@ from dataloading.images import (
     encoded_size,
     scaled_size,
 )
+from dataloading.order import BUCKETS, format_size
 from dataloading.shards import (
     Pair,
     RowGroup,
     choose_instruction,
     has_time_ids,
     latents_metadata,
+    open_row_group,
+    read_column,
+    read_images,
 )
+from diffusers_flax.loading.files import save_whole
+from diffusers_flax.messages import one_line, warn_once
+
+SIZE = "size"  # column of shards of latents of several sizes: index in the list of sizes
+SIZES_DIR = ".image_sizes"  # subdirectory of a directory of shards, see stored_sizes
+SIZE_READERS = 4  # threads that read image sizes, at most: each holds the images of a row group
+FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 
 @dataclass(frozen=True)
@@ -28,9 +45,11 @@ class Decoding:
     """How pairs become arrays; for the options see ParquetImagePairs.
 
     latents: latents_metadata of the shards, None if they have images.
+    sizes: heights and widths of the batches' images.
     """
 
     resolution: int
+    sizes: tuple[tuple[int, int], ...]
     resample: str
     random_crop: bool
     random_flip: bool
@@ -39,27 +58,33 @@ class Decoding:
 
     def check(self, group: RowGroup) -> None:
         """Raise a ValueError if the options do not fit a row group."""
-        check_row_group(group, self.latents, self.resolution, self.resample, self.random_crop)
+        check_row_group(
+            group, self.latents, self.resolution, self.sizes, self.resample, self.random_crop
+        )
         if self.micro_conditioning and self.latents and not has_time_ids(group):
             raise ValueError(
                 f"{group.path} has no time ids of SDXL; delete the directory and make the "
                 "latents again"
             )
 
-    def image_specs(self) -> dict[str, tuple[tuple[int, ...], type]]:
-        """(shape, dtype) of a row of both images or latents, by their names in a batch."""
+    def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
+        """(shape, dtype) of a row of both images or latents, by their names in a batch.
+
+        Args:
+            size: index of the size.
+        """
         if self.latents:
-            h, w, C = self.latents["shape"]
+            h, w, C = latent_shape(self.latents, self.sizes[size])
             return {
                 "original_latents": ((h, w, C), np.float16),
                 "edited_latents": ((h, w, 2 * C), np.float16),
             }
-        pixels = ((self.resolution, self.resolution, 3), np.uint8)
+        pixels = ((*self.sizes[size], 3), np.uint8)
         return {"original_pixel_values": pixels, "edited_pixel_values": pixels}
 
-    def empty_batch(self, batch_size: int) -> dict[str, np.ndarray]:
-        """Arrays for batch_size pairs, without values."""
-        specs = self.image_specs()
+    def empty_batch(self, batch_size: int, size: int = 0) -> dict[str, np.ndarray]:
+        """Arrays for batch_size pairs, without values; size: index of the size."""
+        specs = self.image_specs(size)
         if self.micro_conditioning:
             specs["time_ids"] = ((6,), np.float32)
         return {name: np.empty((batch_size, *spec[0]), spec[1]) for name, spec in specs.items()}
@@ -177,18 +202,30 @@ def copy_latents(
     return np.frombuffer(pair.time_ids, np.float32).reshape(2, -1)
 
 
+def latent_shape(latents: dict, size: tuple[int, int]) -> tuple[int, int, int]:
+    """(h, w, C) of the latents of a size, of a shard's latents_metadata."""
+    if "sizes" in latents:
+        return tuple(latents["shape"][latents["sizes"].index(list(size))])
+    return tuple(latents["shape"])
+
+
 def check_row_group(
-    group: RowGroup, first: dict | None, resolution: int, resample: str, random_crop: bool
+    group: RowGroup,
+    first: dict | None,
+    resolution: int,
+    sizes: tuple[tuple[int, int], ...],
+    resample: str,
+    random_crop: bool,
 ) -> None:
     """Raise a ValueError if a row group's latents or images do not match the arguments.
 
     Args:
         group: the row group.
         first: latents_metadata of the first shard, which all shards must match.
-        resolution, resample, random_crop: arguments of ParquetImagePairs.
+        resolution, sizes, resample, random_crop: arguments of ParquetImagePairs.
     """
     latents = latents_metadata(group.metadata)
-    for name in ("vae", "shape"):
+    for name in ("vae", "shape", "sizes"):
         if (latents or {}).get(name) != (first or {}).get(name):
             raise ValueError(
                 f"{group.path.name} does not match the first shard in {group.path.parent}: one has "
@@ -208,3 +245,126 @@ def check_row_group(
                 f"{group.path.parent} contains latents of --{name} {latents[name]}, not {value}; "
                 f"use --{name} {latents[name]}, or another directory for new latents"
             )
+    if "sizes" not in latents and len(sizes) > 1:
+        raise ValueError(
+            f"{group.path.parent} contains latents of squares; leave out {BUCKETS}, or use another "
+            "directory for new latents"
+        )
+    stored = latents.get("sizes", sizes)
+    if not {*map(tuple, stored)} <= {*sizes}:
+        raise ValueError(
+            f"{group.path.parent} contains latents of several sizes; use {BUCKETS} "
+            f"{' '.join(map(format_size, stored))}, or another directory for new latents"
+        )
+
+
+def stored_sizes(
+    groups: list[RowGroup], num_threads: int, process_index: int = 0, process_count: int = 1
+) -> np.ndarray:
+    """Height and width of the image to edit of every row, upright, from the files' headers.
+
+    The first time this reads a column of all shards. The sizes of a shard are saved beside it, in
+    SIZES_DIR, if that can be written. Of latents they are the sizes that the images were scaled to.
+
+    Args:
+        groups: row groups of images or of latents, in the order of their shards.
+        num_threads: that read shards, up to SIZE_READERS.
+        process_index, process_count: of this process, and of all; if they share a directory they
+            start at different shards.
+
+    Returns:
+        Integers (N, 2); (0, 0): there is no image, or its header cannot be read.
+
+    Raises:
+        ValueError: a shard is damaged.
+    """
+    if latents := latents_metadata(groups[0].metadata):
+        if "sizes" not in latents:
+            num_rows = sum(group.num_rows for group in groups)
+            return np.full((num_rows, 2), latents["resolution"])
+        sizes = np.array(latents["sizes"])
+        return np.concatenate([sizes[read_size_column(group)] for group in groups])
+    shards = list({group.path: group for group in groups}.values())
+    sizes_of = {shard.path: load_sizes(shard) for shard in shards}
+    missing = [shard for shard in shards if sizes_of[shard.path] is None]
+    first = process_index * len(missing) // process_count
+    missing = missing[first:] + missing[:first]
+    if missing:
+        total = sum(shard.metadata.num_rows for shard in missing)
+        with tqdm(total=total, desc="image sizes", unit="row") as bar:
+
+            def read_shard(shard):
+                sizes = load_sizes(shard)  # another process may have read it
+                if sizes is None:
+                    sizes = read_sizes(shard)
+                    save_sizes(shard, sizes)
+                bar.update(len(sizes))
+                return sizes
+
+            with ThreadPoolExecutor(min(num_threads, SIZE_READERS)) as threads:
+                sizes_of |= zip([s.path for s in missing], threads.map(read_shard, missing))
+    return np.concatenate(
+        [sizes_of[g.path][g.first_row : g.first_row + g.num_rows] for g in groups]
+    )
+
+
+def read_size_column(group: RowGroup) -> np.ndarray:
+    """The indices of the sizes of a row group of latents."""
+    with open_row_group(group) as file:
+        parts = [part.to_numpy() for part in read_column(file, group, SIZE)]
+    return np.concatenate(parts)[: group.num_rows]
+
+
+def read_sizes(shard: RowGroup) -> np.ndarray:
+    """stored_sizes of a shard, of which one row group is given, read from its images."""
+    sizes, spare = np.zeros((shard.metadata.num_rows, 2), np.uint32), []
+    row = 0
+    for index in range(shard.metadata.num_row_groups):
+        group = shard._replace(index=index)
+        with open_row_group(group) as file:
+            images = read_images(file, group, group.columns[0], spare)
+        for position in range(len(images)):
+            with suppress(Exception):  # null, or damaged data, which make decoders raise anything
+                sizes[row] = encoded_size(images[position])
+            row += 1
+        del images
+    return sizes
+
+
+def end_checksum(path: Path) -> str:
+    """A CRC-32 of the end of a shard, where parquet keeps the statistics of all columns."""
+    with path.open("rb") as file:
+        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
+        return f"{zlib.crc32(file.read()):08x}"
+
+
+def sizes_file(shard: RowGroup) -> Path:
+    """The file with stored_sizes of a shard; its name identifies the shard's content and column."""
+    key = f"{shard.columns[0]} {shard.path.stat().st_size} {end_checksum(shard.path)}"
+    return shard.path.parent / SIZES_DIR / f"{shard.path.name}.{zlib.crc32(key.encode()):08x}.npy"
+
+
+def load_sizes(shard: RowGroup) -> np.ndarray | None:
+    """The saved stored_sizes of a shard, or None."""
+    with suppress(OSError, ValueError, EOFError):  # missing or damaged
+        sizes = np.load(sizes_file(shard))
+        if sizes.shape == (shard.metadata.num_rows, 2):
+            return sizes
+    return None
+
+
+def save_sizes(shard: RowGroup, sizes: np.ndarray) -> None:
+    """Save stored_sizes of a shard, if its directory can be written."""
+    path = sizes_file(shard)
+
+    def save(unfinished):
+        with open(unfinished, "wb") as file:
+            np.save(file, sizes)
+
+    try:
+        save_whole(path, save, shared=True)
+    except OSError as error:
+        warn_once(
+            f"the sizes of the images cannot be saved in {path.parent} ({one_line(error, 200)}); "
+            "the next start reads them again"
+        )

@@ -17,6 +17,7 @@ RESAMPLING = {
     "bicubic": Image.Resampling.BICUBIC,
 }
 ORIENTATION = ExifTags.Base.Orientation
+EXIF_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # Pillow reads all of them
 EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
 MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
 # Formats that Pillow may decode; others run external programs.
@@ -148,16 +149,21 @@ def with_usual_header(data):
 
 
 def encoded_size(data: bytes) -> tuple[int, int]:
-    """Height and width of an encoded image that decode_image has decoded, upright, at full size."""
+    """Height and width of an encoded image, upright, at full size, from its header.
+
+    Damaged data make it raise anything.
+    """
     if data.startswith(b"\xff\xd8"):
         with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
             height, width = simplejpeg.decode_jpeg_header(data)[:2]
             is_turned = exif_orientation(data) in (5, 6, 7, 8)
             return (width, height) if is_turned else (height, width)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    is_turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
-    if image.format == "TIFF":  # Pillow has applied it
-        is_turned = False
+    # Pillow decodes a whole PNG to look for its EXIF, and has applied that of a TIFF.
+    has_exif = image.format != "TIFF" and (
+        image.format != "PNG" or any(marker in data for marker in EXIF_OF_PNG)
+    )
+    is_turned = has_exif and image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
     return (image.width, image.height) if is_turned else (image.height, image.width)
 
 

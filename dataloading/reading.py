@@ -12,12 +12,14 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from dataloading.decoding import Decoding
+from dataloading.decoding import Decoding, stored_sizes
+from dataloading.order import BUCKETS, choose_sizes, count_sizes, format_size
 from dataloading.shards import (
     Cells,
     Pair,
@@ -66,6 +68,10 @@ class StoredPairs:
         num_seen: pairs in the batches of this object so far.
         num_bad: replaced pairs among them.
         bad_rows: {(shard, row): reason}.
+        size_of: (rows,), the size of each row, as an index in decoding.sizes.
+        size_rows: (directories, sizes), numbers of rows.
+        directory_sizes: after choose_sizes, of each directory the rows of its row groups, and for
+            each row the index of its size.
     """
 
     def __init__(
@@ -91,10 +97,64 @@ class StoredPairs:
         self.bad_rows: dict[tuple[str, int], str] = {}
         self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
         self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
-        self._replacements: dict[int, Pair] = {}  # for row groups without a decodable pair
+        # For row groups without a decodable pair, of a size.
+        self._replacements: dict[tuple[int, int], Pair] = {}
         self.decoding = Decoding(latents=self.latents, **decoding)
         for group in self.groups:
             self.decoding.check(group)
+        self.size_of = np.zeros(self._first_rows[-1], int)
+        self.size_rows = np.array(self.directory_rows)[:, None]
+        self.directory_sizes = None
+
+    def choose_sizes(
+        self,
+        batch_size: int,
+        num_threads: int,
+        process_index: int,
+        process_count: int,
+        all_gather: Callable[[np.ndarray], np.ndarray] | None,
+    ) -> None:
+        """Find the sizes that have a batch of pairs, and each pair's, see order.choose_sizes.
+
+        Args:
+            batch_size: pairs per batch of a process.
+            num_threads: that read headers of images.
+            process_index, process_count, all_gather: see ParquetImagePairs.
+
+        Raises:
+            ValueError: a shard is damaged, or latents have a size of less than a batch.
+        """
+        if len(self.directories) == 1:
+            batch_size, all_gather = batch_size * process_count, None
+        group_rows = np.array([group.num_rows for group in self.groups], np.int32)
+        try:
+            image_sizes = stored_sizes(self.groups, num_threads, process_index, process_count)
+        except BaseException:
+            if all_gather is not None:  # the other processes wait for this one
+                gather_rows(group_rows[:0], all_gather)
+            raise
+        group_rows, image_sizes = (
+            [x] if all_gather is None else gather_rows(x, all_gather)
+            for x in (group_rows, image_sizes)
+        )
+        sizes, size_of = choose_sizes(image_sizes, self.decoding.sizes, batch_size)
+        if self.latents:
+            self._check_latent_sizes(np.concatenate(image_sizes), sizes, np.concatenate(size_of))
+        self.decoding = replace(self.decoding, sizes=sizes)
+        self.size_of = size_of[process_index if len(size_of) > 1 else 0]
+        self.size_rows = count_sizes(size_of, len(sizes))
+        self.directory_sizes = [(rows.tolist(), of) for rows, of in zip(group_rows, size_of)]
+
+    def _check_latent_sizes(self, stored: np.ndarray, sizes: tuple, size_of: np.ndarray) -> None:
+        """Raise a ValueError if a size of latents is not among the sizes, for its few pairs."""
+        is_other = (np.array(sizes)[size_of] != stored).any(axis=1)
+        if is_other.any():
+            (few, *_), counts = np.unique(stored[is_other], axis=0, return_counts=True)
+            raise ValueError(
+                f"{self.train_data_dir} has latents of {format_size(few)} for {counts[0]} pairs, "
+                "which are less than a batch; lower --train_batch_size, or make the latents again "
+                f"with {BUCKETS} {' '.join(map(format_size, sizes))}"
+            )
 
     def identity(self) -> dict:
         """What identifies the data, for state_dict."""
@@ -141,6 +201,54 @@ class StoredPairs:
         finally:
             loader.shutdown(cancel_futures=True)
 
+    def read_waiting(
+        self, order: np.ndarray, read_steps: np.ndarray
+    ) -> Iterator[list[tuple[int, Pair | ValueError]]]:
+        """Yield, for each batch of an order, its rows with their pairs, or what is wrong with them.
+
+        Pairs are copied out of their row group when they are read and wait for their batch. So a
+        rare size keeps no row group in memory. One row group is read ahead.
+
+        Args:
+            order: integers (num_batches, B), rows of the directory.
+            read_steps: (num_batches, B), the batch at which each row is read, at most its own.
+        """
+        groups = np.searchsorted(self._first_rows, order, side="right") - 1
+        readings: list[dict[int, list[int]]] = [{} for _ in order]  # rows of each step, by group
+        last_steps = {}
+        for step, row, g in sorted(zip(*(x.ravel().tolist() for x in (read_steps, order, groups)))):
+            readings[step].setdefault(g, []).append(row)
+            last_steps[g] = step
+        upcoming = deque(dict.fromkeys(itertools.chain.from_iterable(readings)))
+        loaded: dict[int, Future] = {}
+        newest = None  # row group submitted last
+        waiting: dict[int, Pair | ValueError] = {}
+        loader = ThreadPoolExecutor(1, "parquet-row-group")
+        try:
+            for step, rows in enumerate(order.tolist()):
+                for g, rows_to_read in readings[step].items():
+                    while upcoming and newest in (None, g):
+                        newest = upcoming.popleft()
+                        loaded[newest] = loader.submit(
+                            read_row_group, self.groups[newest], self._spare_buffers
+                        )
+                    cells = loaded[g].result()
+                    for row in rows_to_read:
+                        waiting[row] = self._pair_or_error(row, cells)
+                    del cells
+                    if last_steps[g] == step:
+                        del loaded[g]
+                yield [(row, waiting.pop(row)) for row in rows]
+        finally:
+            loader.shutdown(cancel_futures=True)
+
+    def _pair_or_error(self, row: int, cells: Cells) -> Pair | ValueError:
+        """The encoded pair of a row, or why it cannot be read."""
+        try:
+            return pair_at(cells, self._locate(row)[1])
+        except ValueError as error:
+            return error
+
     def _plan_reading(self, orders: Iterable[np.ndarray], keep: bool) -> Iterator[ReadingPlan]:
         """Yield the ReadingPlan of each order; arguments as for read_batches."""
         first_step = 0
@@ -163,25 +271,40 @@ class StoredPairs:
         g = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         return g, row - int(self._first_rows[g])
 
-    def decode_row(self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray) -> str:
+    def decode_row(
+        self, batch: dict, place: int, row: int, found: Cells | Pair | ValueError, draw: np.ndarray
+    ) -> str:
         """Decode a row into batch[...][place], cropped and flipped by draw; return its prompt."""
         g, position = self._locate(row)
-        pair, columns = pair_at(cells, position), self.groups[g].columns
-        return self.decoding.decode(batch, place, pair, columns, draw)
+        if isinstance(found, ValueError):
+            raise found
+        pair = pair_at(found, position) if isinstance(found, Cells) else found
+        return self.decoding.decode(batch, place, pair, self.groups[g].columns, draw)
 
     def decode_replacement(
-        self, batch: dict, place: int, row: int, cells: Cells, draw: np.ndarray, error: ValueError
+        self,
+        batch: dict,
+        place: int,
+        row: int,
+        found: Cells | Pair | ValueError,
+        draw: np.ndarray,
+        error: ValueError,
     ) -> str:
         """Count an undecodable row, decode a replacement into its place and return its prompt."""
         g, position = self._locate(row)
+        size = int(self.size_of[row])
         self.num_bad += 1
         self._record_bad_row(g, position, error)
-        if g in self._replacements:
-            pair, columns = self._replacements[g], self.groups[g].columns
+        if (g, size) in self._replacements:
+            pair, columns = self._replacements[g, size], self.groups[g].columns
             return self.decoding.decode(batch, place, pair, columns, draw)
+        cells = found if isinstance(found, Cells) else read_row_group(self.groups[g])
         for candidate, candidate_cells in self._following_rows(row, cells):
             h, candidate_position = self._locate(candidate)
-            if self._shard_and_row(h, candidate_position) in self.bad_rows:
+            if (
+                self.size_of[candidate] != size
+                or self._shard_and_row(h, candidate_position) in self.bad_rows
+            ):
                 continue
             try:
                 pair = pair_at(candidate_cells, candidate_position)
@@ -190,11 +313,11 @@ class StoredPairs:
                 self._record_bad_row(h, candidate_position, candidate_error)
                 continue
             if h != g:  # no row of the row group is decodable: do not search it again
-                self._replacements[g] = pair
+                self._replacements[g, size] = pair
             return prompt
         raise ValueError(
-            f"none of the {self._first_rows[-1]} pairs of {self.train_data_dir} can be decoded "
-            f"({next(iter(self.bad_rows.values()))})"
+            f"none of the {np.sum(self.size_of == size)} pairs of {self.train_data_dir} can be "
+            f"decoded ({next(iter(self.bad_rows.values()))})"
         )
 
     def _following_rows(self, row: int, cells: Cells) -> Iterator[tuple[int, Cells]]:
@@ -246,7 +369,7 @@ class BatchRow(NamedTuple):
 
     pairs: StoredPairs
     row: int  # of the directory
-    cells: Cells  # of its row group
+    found: Cells | Pair | ValueError  # its row group's cells; or its pair, or what is wrong with it
     draw: np.ndarray  # (3,) in [0, 1), see Decoding.decode
 
 
@@ -273,7 +396,8 @@ def decode_batches(
         rows = next(encoded, None)
         if rows is None:
             return None
-        batch = rows[0].pairs.decoding.empty_batch(len(rows))
+        pairs, row = rows[0][:2]
+        batch = pairs.decoding.empty_batch(len(rows), pairs.size_of[row])
         batch["edit_prompt"] = []
         futures = [
             decoders.submit(pairs.decode_row, batch, place, *row)
@@ -301,6 +425,22 @@ def decode_batches(
         decoders.shutdown(cancel_futures=True)
         encoded.close()
         pool.release_unused()
+
+
+def gather_rows(
+    array: np.ndarray, all_gather: Callable[[np.ndarray], np.ndarray]
+) -> list[np.ndarray]:
+    """The arrays (n, ...) of all processes, of different lengths n, as int32.
+
+    Raises:
+        ValueError: a process has no rows, as it cannot read its data.
+    """
+    counts = np.reshape(all_gather(np.array([len(array)], np.int32)), -1)
+    if counts.min() == 0:
+        raise ValueError(f"process {counts.argmin()} cannot read its shards; see its error")
+    padded = np.zeros((counts.max(), *array.shape[1:]), np.int32)
+    padded[: len(array)] = array
+    return [rows[:count] for rows, count in zip(all_gather(padded), counts)]
 
 
 def open_directories(

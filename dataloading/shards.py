@@ -10,6 +10,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -393,17 +394,23 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
     """
     spare = [] if spare is None else spare
     masks = [group.mask_column] * bool(group.mask_column)
+    with open_row_group(group) as file:
+        images = [read_images(file, group, name, spare) for name in (*group.columns[:2], *masks)]
+        texts = [
+            pa.chunked_array(list(read_column(file, group, name)))
+            for name in (group.columns[2], *[TIME_IDS] * has_time_ids(group))
+        ]
+    return Cells(*images[:2], *texts)._replace(masks=images[2] if masks else None)
+
+
+@contextmanager
+def open_row_group(group: RowGroup) -> Iterator[pq.ParquetFile]:
+    """A context with the open shard of a row group; errors of reading become a ValueError."""
     try:
         with pq.ParquetFile(
             group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
         ) as file:
-            images = [
-                read_images(file, group, name, spare) for name in (*group.columns[:2], *masks)
-            ]
-            texts = [
-                pa.chunked_array(list(read_column(file, group, name)))
-                for name in (group.columns[2], *[TIME_IDS] * has_time_ids(group))
-            ]
+            yield file
     except (pa.ArrowException, OSError) as error:
         remedy = "download it again"
         if latents_metadata(group.metadata) is not None:
@@ -412,7 +419,6 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
             f"{group.path}: row group {group.index} cannot be read ({one_line(error, 200)}); "
             f"delete the shard and {remedy}"
         ) from error
-    return Cells(*images[:2], *texts)._replace(masks=images[2] if masks else None)
 
 
 def read_images(

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from command_line import check_writable
-from dataloading.decoding import decode_pair
+from dataloading.decoding import decode_pair, end_checksum
 from dataloading.images import num_usable_cores
 from dataloading.mixture import check_sets, columns_of_sets, distinct_names
 from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION
@@ -45,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
-FOOTER_BYTES = 1 << 16  # at the end of a shard of images, for its checksum
 STALE_SECONDS = 24 * 3600  # age at which an unfinished file is removed
 
 
@@ -212,12 +210,9 @@ def check_existing_shard(path, metadata):
 
 def describe_source(path, groups):
     """Identify a shard of images by its size, end, rows and columns."""
-    with path.open("rb") as file:
-        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
-        end = zlib.crc32(file.read())
     return {
         "source_bytes": path.stat().st_size,
-        "source_end": f"{end:08x}",
+        "source_end": end_checksum(path),
         "rows": groups[0].metadata.num_rows,
         "columns": list(groups[0].columns),
     }
