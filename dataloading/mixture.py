@@ -121,6 +121,7 @@ class Mixture:
         columns = (original_image_column, edited_image_column, edit_prompt_column)
         decoding = dict(
             resolution=resolution,
+            sizes=((resolution, resolution),),
             resample=resample,
             random_crop=random_crop,
             random_flip=random_flip,
@@ -219,7 +220,7 @@ class Mixture:
     def passes(self, step: int) -> dict[str, float]:
         """How often each set was gone through before a step, by the set's name."""
         counts = self.count_draws(step).tolist()
-        rows = [partition.num_batches for partition in self._partitions]
+        rows = [sum(partition.num_batches) for partition in self._partitions]
         return {name: count / n for name, count, n in zip(self.names, counts, rows)}
 
     def count_draws(self, step: int) -> np.ndarray:
@@ -300,13 +301,13 @@ class Mixture:
     def _stream(self, number: int, first: int) -> Iterator[BatchRow]:
         """Yield the rows of a set from the first-th drawn on, pass after pass."""
         pairs, partition, draws = self.sets[number], self._partitions[number], deque()
-        num_rows, buffer = partition.num_batches, self.shuffle_buffer * self.shares[number]
+        num_rows, buffer = sum(partition.num_batches), self.shuffle_buffer * self.shares[number]
         first_pass, skipped = divmod(first, num_rows)
 
         def orders() -> Iterator[np.ndarray]:
             group_rows = [group.num_rows for group in pairs.groups]
             for number_of_pass in itertools.count(first_pass):
-                order, draws_of_pass = partition.shuffle(
+                order, _, draws_of_pass = partition.shuffle(
                     group_rows, self.seed, number_of_pass, buffer
                 )
                 draws.append(draws_of_pass)
@@ -336,12 +337,13 @@ def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
         num_rows = pairs.directory_rows[process_index]
         shard_seed += tuple(pairs.directories[process_index][0][:2])
     return Partition(
-        num_batches=num_rows,
+        num_batches=(num_rows,),
         num_parts=1,
         total_parts=len(pairs.directories),
         batch_size=1,
         columns=slice(1),
-        shard_seed=shard_seed,
+        shard_seeds=(shard_seed,),
+        directory=0,
     )
 
 
