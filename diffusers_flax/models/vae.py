@@ -25,6 +25,8 @@ from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
 from diffusers_flax.outputs import ModelOutput
 
+OVERLAP = 0.25  # of a tile and the next one, PyTorch's tile_overlap_factor
+
 
 @jax.tree_util.register_pytree_with_keys_class
 class FlaxDiagonalGaussianDistribution:
@@ -301,18 +303,8 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         sample = jnp.zeros((1, self.in_channels, size, size))
         return self.init(rng, sample)["params"]
 
-    def encode(self, sample, deterministic=True, return_dict=True):
-        """The posterior over latents of images.
-
-        Args:
-            sample: images (B, in_channels, H, W) in [-1, 1]; H and W multiples of
-                2 ** (len(block_out_channels) - 1).
-            deterministic: part of the published signature; there is no dropout.
-            return_dict: False returns a plain tuple.
-
-        Returns:
-            FlaxAutoencoderKLOutput; latent_dist is channels-last and float32.
-        """
+    def moments(self, sample):
+        """The encoder's output of images as for encode: (B, h, w, 2 * latent_channels)."""
         if sample.ndim != 4 or sample.shape[1] != self.in_channels:
             raise ValueError(
                 f"sample has shape {tuple(sample.shape)}, this VAE encodes "
@@ -325,9 +317,21 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
                 "resize or crop it first"
             )
         moments = self.encoder(jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1)))
-        if self.use_quant_conv:
-            moments = self.quant_conv(moments)
-        posterior = FlaxDiagonalGaussianDistribution(moments)
+        return self.quant_conv(moments) if self.use_quant_conv else moments
+
+    def encode(self, sample, deterministic=True, return_dict=True):
+        """The posterior over latents of images.
+
+        Args:
+            sample: images (B, in_channels, H, W) in [-1, 1]; H and W multiples of
+                2 ** (len(block_out_channels) - 1).
+            deterministic: part of the published signature; there is no dropout.
+            return_dict: False returns a plain tuple.
+
+        Returns:
+            FlaxAutoencoderKLOutput; latent_dist is channels-last and float32.
+        """
+        posterior = FlaxDiagonalGaussianDistribution(self.moments(sample))
         return FlaxAutoencoderKLOutput(posterior) if return_dict else (posterior,)
 
     def decode(self, latents, deterministic=True, return_dict=True):
@@ -362,3 +366,139 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
             posterior.sample(self.make_rng("gaussian")) if sample_posterior else posterior.mode()
         )
         return self.decode(jnp.transpose(latents, (0, 3, 1, 2)), deterministic, return_dict)
+
+
+def check_tile(vae, tile):
+    """Raise a ValueError for the side of a tile, pixels, that does not divide into latents."""
+    least = round(2 ** (len(vae.block_out_channels) - 1) / OVERLAP)
+    if tile < least or tile % least:
+        raise ValueError(
+            f"a tile of {tile} pixels is not a multiple of {least}; try "
+            f"{max(1, round(tile / least)) * least}"
+        )
+
+
+def default_tile(vae):
+    """The side of a tile that PyTorch's enable_tiling takes, pixels: config.sample_size."""
+    size = vae.sample_size
+    return size[0] if isinstance(size, (list, tuple)) else size
+
+
+def tiled_encode(vae, params, sample, tile):
+    """Encode images in overlapping tiles, so that memory does not grow with the image.
+
+    The result differs from encode: norms and the attention in the middle see one tile.
+
+    Args:
+        vae: FlaxAutoencoderKL.
+        params: its parameters.
+        sample: as for encode; an image of at most one tile is encoded as a whole.
+        tile: side of a tile, pixels; see check_tile.
+
+    Returns:
+        As encode.
+
+    Source: PyTorch diffusers' AutoencoderKL._tiled_encode.
+    """
+    check_tile(vae, tile)
+    factor = 2 ** (len(vae.block_out_channels) - 1)
+
+    def moments(image):
+        return vae.apply({"params": params}, image, method=vae.moments)
+
+    if max(sample.shape[2:]) <= tile:
+        found = moments(sample)
+    else:
+        found = map_tiles(moments, sample, (2, 3), tile, tile // factor)
+    return FlaxAutoencoderKLOutput(FlaxDiagonalGaussianDistribution(found))
+
+
+def tiled_decode(vae, params, latents, tile):
+    """Decode latents in overlapping tiles; see tiled_encode.
+
+    Args:
+        vae: FlaxAutoencoderKL.
+        params: its parameters.
+        latents: unscaled, (B, latent_channels, h, w).
+        tile: side of a tile, pixels of the image; see check_tile.
+
+    Returns:
+        As decode.
+
+    Source: PyTorch diffusers' AutoencoderKL.tiled_decode.
+    """
+    check_tile(vae, tile)
+    size = tile // 2 ** (len(vae.block_out_channels) - 1)
+
+    def image(latents):
+        decoded = vae.apply({"params": params}, latents, method=vae.decode).sample
+        return jnp.transpose(decoded, (0, 2, 3, 1))
+
+    if max(latents.shape[2:]) <= size:
+        found = image(latents)
+    else:
+        found = map_tiles(image, latents, (2, 3), size, tile)
+    return FlaxDecoderOutput(jnp.transpose(found, (0, 3, 1, 2)))
+
+
+def map_tiles(function, x, axes, size, out_size):
+    """Apply a function to overlapping tiles of x, one after the other, and blend the results.
+
+    Args:
+        function: (B, C, h, w) -> (B, h', w', C'), where sizes scale as out_size / size.
+        x: (B, C, H, W).
+        axes: of x that are tiled.
+        size: side of a tile of x; a tile at the end may be smaller.
+        out_size: side of its result.
+
+    Returns:
+        (B, H', W', C').
+    """
+    stride, extent = int(size * (1 - OVERLAP)), int(out_size * OVERLAP)
+    bounds = [
+        [(start, min(start + size, x.shape[axis])) for start in range(0, x.shape[axis], stride)]
+        for axis in axes
+    ]
+    by_shape = {}  # tiles of one shape share a loop, which is compiled once
+    for i, (top, bottom) in enumerate(bounds[0]):
+        for j, (left, right) in enumerate(bounds[1]):
+            by_shape.setdefault((bottom - top, right - left), []).append((i, j, top, left))
+    tiles = {}
+    for (height, width), places in by_shape.items():
+        corners = jnp.array([(top, left) for *_, top, left in places])
+
+        def tile_at(corner, height=height, width=width):
+            start, lengths = (0, 0, *corner), (*x.shape[:2], height, width)
+            return function(jax.lax.dynamic_slice(x, start, lengths))
+
+        results = jax.lax.map(tile_at, corners)
+        tiles |= {(i, j): results[n] for n, (i, j, *_) in enumerate(places)}
+    rows = []
+    for i in range(len(bounds[0])):
+        row = []
+        for j in range(len(bounds[1])):
+            if i:
+                tiles[i, j] = fade(tiles[i - 1, j], tiles[i, j], extent, 1)
+            if j:
+                tiles[i, j] = fade(tiles[i, j - 1], tiles[i, j], extent, 2)
+            kept = out_size - extent
+            row.append(tiles[i, j][:, :kept, :kept])
+        rows.append(jnp.concatenate(row, 2))
+    return jnp.concatenate(rows, 1)
+
+
+def fade(first, second, extent, axis):
+    """The second tile, whose beginning along an axis fades in over the end of the first.
+
+    Args:
+        first, second: tiles, (B, h, w, C).
+        extent: length of the overlap; less if a tile is shorter.
+        axis: 1 or 2.
+    """
+    extent = min(first.shape[axis], second.shape[axis], extent)
+    shape = [extent if i == axis else 1 for i in range(4)]
+    weight = (jnp.arange(extent) / extent).astype(second.dtype).reshape(shape)
+    end = jax.lax.slice_in_dim(first, first.shape[axis] - extent, None, axis=axis)
+    beginning = jax.lax.slice_in_dim(second, 0, extent, axis=axis)
+    rest = jax.lax.slice_in_dim(second, extent, None, axis=axis)
+    return jnp.concatenate((end * (1 - weight) + beginning * weight, rest), axis)

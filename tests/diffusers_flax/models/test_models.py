@@ -23,7 +23,12 @@ from diffusers_flax.models.clip import (
     FlaxCLIPTextModule,
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL, FlaxDiagonalGaussianDistribution
+from diffusers_flax.models.vae import (
+    FlaxAutoencoderKL,
+    FlaxDiagonalGaussianDistribution,
+    tiled_decode,
+    tiled_encode,
+)
 
 TOLERANCE = 2e-4  # of the largest output, float32
 BF16_TOLERANCE = 5e-2  # bfloat16 has 8 bits: 0.4% per rounding, and dozens of roundings
@@ -403,6 +408,32 @@ def test_vae_decodes_channels_last_latents_as_well():
     assert np.array_equal(first, last)
 
 
+@pytest.mark.parametrize(
+    ("height", "width", "tile"),
+    [
+        (56, 40, 32),
+        pytest.param(80, 24, 32, marks=pytest.mark.slow),
+        pytest.param(36, 100, 16, marks=pytest.mark.slow),
+        pytest.param(32, 28, 32, marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_tiled_vae_equals_pytorch(height, width, tile):
+    """Also with tiles at the ends that are smaller, and an image of one tile."""
+    theirs, ours, params = vae_pair({})
+    theirs.enable_tiling()
+    theirs.tile_sample_min_size, theirs.tile_latent_min_size = tile, tile // 4
+    x = torch.rand(2, 3, height, width) * 2 - 1
+    expected = theirs.encode(x).latent_dist
+    decoded = theirs.decode(expected.mode()).sample
+    posterior = jax.jit(partial(tiled_encode, ours, tile=tile))(params, to_jax(x)).latent_dist
+    assert error(jnp.transpose(posterior.mode(), (0, 3, 1, 2)), expected.mode()) < TOLERANCE
+    assert error(jnp.transpose(posterior.std, (0, 3, 1, 2)), expected.std) < TOLERANCE
+    image = jax.jit(partial(tiled_decode, ours, tile=tile))(params, to_jax(expected.mode())).sample
+    assert image.shape == (2, 3, height, width)
+    assert error(image, decoded) < TOLERANCE
+
+
 def test_vae_refuses_wrong_inputs():
     _, ours, params = vae_pair({})
     with pytest.raises(ValueError, match="30x32 is not divisible by 4"):
@@ -411,6 +442,8 @@ def test_vae_refuses_wrong_inputs():
         ours.apply({"params": params}, jnp.zeros((1, 32, 32, 3)), method=ours.encode)
     with pytest.raises(ValueError, match=r"this VAE decodes \(batch, 4"):
         ours.apply({"params": params}, jnp.zeros((1, 8, 32, 8)), method=ours.decode)
+    with pytest.raises(ValueError, match="a tile of 24 pixels is not a multiple of 16; try 32"):
+        tiled_decode(ours, params, jnp.zeros((1, 4, 32, 32)), 24)
     with pytest.raises(ValueError, match="only DownEncoderBlock2D is"):
         FlaxAutoencoderKL(down_block_types=("AttnDownEncoderBlock2D",)).init_weights(
             jax.random.key(0)
