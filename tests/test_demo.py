@@ -346,8 +346,8 @@ def test_families_are_trained_and_compared(tmp_path):
     assert rows.keys() >= {*names, *(f"baseline {name}" for name in baselines)}
     for family in ("sd", "sdxl"):
         row, summary = (rows[f"{family} {what}"] for what in ("seed 0", "summary"))
-        assert [step for step, _ in row["loss_curve"]] == [10, 20]
-        assert row["final_loss"] == row["loss_curve"][1][1] == summary["final_loss"]["mean"]
+        assert [step for step, _ in row["loss_curve"]] == [1, 10, 20]
+        assert row["final_loss"] == row["loss_curve"][-1][1] == summary["final_loss"]["mean"]
         assert row["train_seconds"] > 0 and row["num_pairs"] == 72
         (edit,) = row["edits"]
         assert edit["guidance_scale"] == 2 and all(edit[x] > 0 for x in compare_families.METRICS)

@@ -378,12 +378,6 @@ def check_tile(vae, tile):
         )
 
 
-def default_tile(vae):
-    """The side of a tile that PyTorch's enable_tiling takes, pixels: config.sample_size."""
-    size = vae.sample_size
-    return size[0] if isinstance(size, (list, tuple)) else size
-
-
 def tiled_encode(vae, params, sample, tile):
     """Encode images in overlapping tiles, so that memory does not grow with the image.
 
