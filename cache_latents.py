@@ -14,7 +14,8 @@ With the demo's model and data, in two minutes on a CPU:
 
 Each shard of images gives a shard of latents with the same name and rows. `original_image` is the
 mode of the VAE's posterior, `edited_image` its mean and standard deviation; both are stored for the
-image and for its mirror image, in float16, 49 kB per pair at 256 pixels. `edit_prompt` is copied.
+image and for its mirror image, in float16, 49 kB per pair at 256 pixels. `edit_prompt` is copied,
+all of it where a pair has several. With --cache_masks, `mask` is the mask at the latents' size.
 Images are cropped to the central square. In every step, training draws new samples of the edited
 images' latents, as without the cache. Undecodable pairs are logged and stored as nulls; training
 replaces them as usual.
@@ -48,6 +49,8 @@ class Config:
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
+    cache_masks: bool = False  # also store masks, for training with --mask_loss_weight
+    mask_column: str = ""  # with cache_masks: masks; "": mask_img, mask_image or mask
     # only the shards with the first N pairs of each directory; default: all
     max_train_samples: int | None = None
     resolution: int = 256  # side of the square images, pixels
@@ -64,7 +67,15 @@ def run(config):
     config = with_single_files(config, "pretrained_model_name_or_path", **vae_flag)
     shards = "*.parquet" if len(config.train_data_dir) == 1 else "**/*.parquet"
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, shards)
-    write_latents(config, config.output_dir, config.batch_size, config.overwrite_output_dir)
+    if config.mask_column and not config.cache_masks:
+        raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
+    write_latents(
+        config,
+        config.output_dir,
+        config.batch_size,
+        config.overwrite_output_dir,
+        config.mask_column if config.cache_masks else None,
+    )
     output_dirs = latent_dirs(config.train_data_dir, config.output_dir)
     for data_dir, output_dir in zip(config.train_data_dir, output_dirs):
         print(f"latents of {data_dir} are in {output_dir}")

@@ -43,7 +43,7 @@ from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_flags, ema_plan
-from training.flags import PARTS_OF_FLAGS, Config, check_flags, check_schedules
+from training.flags import PARTS_OF_FLAGS, Config, check_flags, check_schedules, masks_to_read
 from training.latents import check_vae, latent_dirs, write_latents
 from training.models import (
     check_models,
@@ -114,7 +114,18 @@ def conditioning_dropout(keys, text, null_text, image_latents, rate):
 
 
 def diffusion_loss(
-    params, unet, scheduler, scheduler_state, x_0, condition, text, noise, timesteps, snr_gamma=None
+    params,
+    unet,
+    scheduler,
+    scheduler_state,
+    x_0,
+    condition,
+    text,
+    noise,
+    timesteps,
+    snr_gamma=None,
+    mask=None,
+    mask_loss_weight=1.0,
 ):
     """Mean squared error of the UNet's prediction of noise, or of v if the scheduler says so.
 
@@ -130,6 +141,10 @@ def diffusion_loss(
         timesteps: (B,) integers in [0, num_train_timesteps).
         snr_gamma: > 0, 5 in the paper; the loss in terms of x_0 is weighted by
             min(SNR, snr_gamma). None: equal weights for noise or v.
+        mask: uint8 (B, H, W), 255 where the image may change; H, W are multiples of h, w. None:
+            all latents weigh the same.
+        mask_loss_weight: > 0, weight of the latents inside the mask to the ones outside. The mean
+            weight of a sample is 1.
 
     Returns:
         The mean loss, a float32 scalar.
@@ -147,7 +162,14 @@ def diffusion_loss(
         added["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": text["time_ids"]}
     t = scheduler.model_timesteps(scheduler_state, timesteps)
     prediction = unet.apply({"params": params}, x_in, t, text["states"], **added).sample
-    error = jnp.square(prediction.astype(jnp.float32) - target).mean(axis=(1, 2, 3))  # (B,)
+    error = jnp.square(prediction.astype(jnp.float32) - target)  # (B, C, h, w)
+    if mask is not None:
+        B, _, h, w = x_0.shape
+        blocks = mask.reshape(B, h, mask.shape[1] // h, w, mask.shape[2] // w)
+        inside = jnp.round(blocks.astype(jnp.float32).mean(axis=(2, 4))) / 255  # as when cached
+        weight = 1 + (mask_loss_weight - 1) * inside  # (B, h, w)
+        error = error * (weight / weight.mean(axis=(1, 2), keepdims=True))[:, None]
+    error = error.mean(axis=(1, 2, 3))  # (B,)
     if snr_gamma is None:
         return error.mean()
     alpha_bar = scheduler_state.common.alphas_cumprod[timesteps]
@@ -170,6 +192,7 @@ def train_step(
     axes,
     dropout_rate,
     snr_gamma=None,
+    mask_loss_weight=1.0,
     max_grad_norm=1.0,
     num_micro_batches=1,
     gather=gather,
@@ -190,7 +213,7 @@ def train_step(
         tx: element-wise optax optimizer, such as Adam; others would see only one shard.
         axes: shard_axes of the UNet's parameters.
         dropout_rate: see conditioning_dropout.
-        snr_gamma: see diffusion_loss.
+        snr_gamma, mask_loss_weight: see diffusion_loss; 1: the batch needs no "mask".
         max_grad_norm: gradients with a larger global norm are scaled down to it.
         num_micro_batches: gradient accumulation steps, a divisor of B; saves activation memory.
         gather: (shards, axes, dtype) -> parameters; gather_by_block needs less memory.
@@ -239,6 +262,8 @@ def train_step(
                 noise,
                 timesteps,
                 snr_gamma,
+                None if mask_loss_weight == 1 else batch["mask"],
+                mask_loss_weight,
             )
 
         return jax.value_and_grad(loss_fn)(state.params)
@@ -265,6 +290,7 @@ def train_step_options(config: Config):
     return dict(
         dropout_rate=config.conditioning_dropout_prob,
         snr_gamma=config.snr_gamma,
+        mask_loss_weight=config.mask_loss_weight,
         max_grad_norm=config.max_grad_norm,
         num_micro_batches=config.gradient_accumulation_steps,
         gather=partial(gather_by_block, blocks=CHECKPOINTED_BLOCKS)
@@ -280,10 +306,12 @@ def open_dataset(config: Config):
         check_models(
             config, open_modules(config, mixed_precision_dtype(config))
         )  # before hours of encoding
-        write_latents(config, config.cache_latents)
+        write_latents(config, config.cache_latents, mask_column=masks_to_read(config))
         wait_for_all("latents are cached")
         directories = latent_dirs(config.train_data_dir, config.cache_latents)
-    columns = {} if config.cache_latents else {n: getattr(config, n) for n in COLUMN_FLAGS}
+    columns = {n: getattr(config, n) for n in COLUMN_FLAGS} | {"mask_column": masks_to_read(config)}
+    if config.cache_latents:  # their columns have the known names
+        columns = {name: column and "" for name, column in columns.items()}
     return open_pairs(
         directories,
         config.train_data_weights,

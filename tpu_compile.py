@@ -195,6 +195,9 @@ def train_job(config, devices):
     else:
         images = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
         batch |= {"original_pixel_values": images, "edited_pixel_values": images}
+    if config.mask_loss_weight != 1:
+        pixels = batch.get("edited_pixel_values", batch.get("edited_latents"))
+        batch["mask"] = jax.ShapeDtypeStruct(pixels.shape[:-1], jnp.uint8)
     frozen = replicated_shapes(frozen, n)
     state = state_shapes(params, tx, axes, n)
     average = state.params  # an average is sharded like the parameters

@@ -60,7 +60,9 @@ class ParquetImagePairs(StoredPairs):
         original_latents: float16 (B, h, w, C)
         edited_latents: float16 (B, h, w, 2 C)
 
-    and, with micro_conditioning, `time_ids`, float32 (B, 6), see `decoding.decode_pair`.
+    and, with micro_conditioning, `time_ids`, float32 (B, 6), see `decoding.decode_pair`; with
+    mask_column, `mask`, uint8 (B, R, R) or (B, h, w), 255 where a pair's image may change, 0 for
+    pairs without a mask.
 
     Order: an epoch has `num_parts` parts, and a global batch concatenates equal slices of them. If
     all processes have the same shards, the parts cover all rows, and process i takes the i-th equal
@@ -101,6 +103,7 @@ class ParquetImagePairs(StoredPairs):
         micro_conditioning: also yield the time ids of SDXL.
         resample: "dct", "lanczos" or "bicubic", see `decoding.decode_pair`.
         original_image_column, edited_image_column, edit_prompt_column: "" finds the known names.
+        mask_column: also yield masks; "" finds the known names. None: none.
         max_rows: use the first N rows only, over all processes; None: all.
         process_index, process_count: `jax.process_index()` and `jax.process_count()`.
         num_parts: a divisor of the global batch size; 0: the greatest common divisor of the global
@@ -134,6 +137,7 @@ class ParquetImagePairs(StoredPairs):
         original_image_column: str = "",
         edited_image_column: str = "",
         edit_prompt_column: str = "",
+        mask_column: str | None = None,
         max_rows: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
@@ -169,7 +173,9 @@ class ParquetImagePairs(StoredPairs):
                 random_crop=random_crop,
                 random_flip=random_flip,
                 micro_conditioning=micro_conditioning,
+                masks=mask_column is not None,
             ),
+            mask_column=mask_column,
             max_rows=max_rows,
             all_gather=all_gather,
             max_bad_fraction=max_bad_fraction,

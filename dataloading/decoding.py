@@ -3,6 +3,7 @@
 Source: InstructPix2Pix (arXiv 2211.09800); SDXL (arXiv 2307.01952), section 2.2, for time ids.
 """
 
+import math
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,11 @@ import numpy as np
 from tqdm import tqdm
 
 from dataloading.images import (
+    MAX_ASPECT_ERROR,
     crop_corner,
     crop_image,
     decode_image,
+    decode_mask,
     encoded_size,
     scaled_size,
 )
@@ -46,6 +49,7 @@ class Decoding:
 
     latents: latents_metadata of the shards, None if they have images.
     sizes: heights and widths of the batches' images.
+    masks: whether batches have masks; 0 for pairs without one.
     """
 
     resolution: int
@@ -55,6 +59,7 @@ class Decoding:
     random_flip: bool
     micro_conditioning: bool
     latents: dict | None
+    masks: bool = False
 
     def check(self, group: RowGroup) -> None:
         """Raise a ValueError if the options do not fit a row group."""
@@ -87,6 +92,8 @@ class Decoding:
         specs = self.image_specs(size)
         if self.micro_conditioning:
             specs["time_ids"] = ((6,), np.float32)
+        if self.masks:
+            specs["mask"] = (next(iter(specs.values()))[0][:2], np.uint8)
         return {name: np.empty((batch_size, *spec[0]), spec[1]) for name, spec in specs.items()}
 
     def decode(
@@ -119,6 +126,11 @@ class Decoding:
             time_ids = decode_pair(pair, out, columns, self.resample, crop, flip)
         if self.micro_conditioning:
             batch["time_ids"][place] = time_ids[int(flip)]
+        if self.masks and self.latents:
+            copy_mask(pair, batch["mask"][place], flip)
+        elif self.masks:
+            stored = tuple(time_ids[0, :2])
+            place_mask(pair, batch["mask"][place], stored, self.resample, crop, flip)
         return choose_instruction(pair.prompt, draw[2])
 
 
@@ -172,6 +184,57 @@ def decode_pair(
     top, left = crop_corner(height, width, size, crop)
     lefts, stored = (left, width - size[1] - left), encoded_size(data)
     return np.array([(*stored, top, x, *size) for x in lefts], np.float32)
+
+
+def place_mask(
+    pair: Pair,
+    out: np.ndarray,
+    size: tuple[float, float],
+    resample: str,
+    crop: float,
+    flip: bool,
+) -> None:
+    """Decode a pair's mask into out, scaled, cropped and flipped as its images.
+
+    Args:
+        pair: encoded pair; without a mask, out becomes 0.
+        out: uint8 (H, W); overwritten.
+        size: height and width of the edited image as stored.
+        resample, crop, flip: see decode_pair.
+
+    Raises:
+        ValueError: the mask cannot be decoded, or has another aspect ratio.
+    """
+    if pair.mask is None:
+        out[:] = 0
+        return
+    try:
+        mask = decode_mask(pair.mask)
+        if abs(math.log(mask.shape[0] * size[1] / (mask.shape[1] * size[0]))) > MAX_ASPECT_ERROR:
+            raise ValueError(
+                f"{mask.shape[1]}x{mask.shape[0]} pixels, the edited image has "
+                f"{size[1]:.0f}x{size[0]:.0f}; give both the same aspect ratio"
+            )
+        mask = crop_image(mask, out.shape, resample, crop)
+    except ValueError as error:
+        raise ValueError(f"mask: {error}") from error
+    out[:] = mask[:, ::-1] if flip else mask
+
+
+def reduce_mask(mask: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Average a mask over the pixels of each latent: uint8 (H, W) -> (height, width), rounded."""
+    H, W = mask.shape
+    blocks = mask.reshape(height, H // height, width, W // width)
+    return np.rint(blocks.mean(axis=(1, 3))).astype(np.uint8)
+
+
+def copy_mask(pair: Pair, out: np.ndarray, flip: bool) -> None:
+    """Copy a mask of cache_latents.py, of reduce_mask, into out, uint8 (h, w); 0 without one."""
+    if pair.mask is None:
+        out[:] = 0
+        return
+    mask = np.frombuffer(pair.mask, np.uint8).reshape(out.shape)
+    out[:] = mask[:, ::-1] if flip else mask
 
 
 def copy_latents(

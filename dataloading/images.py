@@ -19,6 +19,7 @@ RESAMPLING = {
 ORIENTATION = ExifTags.Base.Orientation
 EXIF_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # Pillow reads all of them
 EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
+MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
 # Formats that Pillow may decode; others run external programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -72,14 +73,51 @@ def decode_image(
     Raises:
         ValueError: the data are not an image, damaged, or of a mode that `to_rgb` does not support.
     """
+    return with_one_error(decode_upright, data, min_size, out)
+
+
+def with_one_error(decode, data, *args):
+    """Call decode(data, *args); its errors become ValueErrors of one line."""
     try:
-        return decode_upright(data, min_size, out)
+        return decode(data, *args)
     except UnidentifiedImageError:
         raise ValueError(f"no known image format ({len(data)} bytes)") from None
     except MemoryError:  # says nothing about the image
         raise
     except Exception as error:  # damaged data make decoders raise anything
         raise ValueError(one_line(error, 200)) from error
+
+
+def decode_mask(data: bytes) -> np.ndarray:
+    """Decode a mask: white may change, black may not.
+
+    Of an image with transparent pixels these may change, as in the masks of MagicBrush and DALL-E,
+    which are the image with a hole; unless all opaque pixels are white, as if drawn on nothing.
+
+    Args:
+        data: an encoded image, one of FORMATS.
+
+    Returns:
+        uint8 (H, W), upright; 255 where the image may change.
+
+    Raises:
+        ValueError: as for decode_image.
+    """
+    return with_one_error(decode_upright_mask, data)
+
+
+def decode_upright_mask(data):
+    """decode_mask without its one type of error."""
+    if data.startswith(b"\xff\xd8"):
+        return np.asarray(Image.fromarray(decode_upright(data)).convert("L"))
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
+    if image.has_transparency_data:
+        rgba = np.asarray(image.convert("RGBA"))
+        opaque = rgba[..., 3] == 255
+        if not opaque.all():
+            is_drawing = opaque.any() and (rgba[opaque] == 255).all()
+            return rgba[..., 3] if is_drawing else 255 - rgba[..., 3]
+    return np.asarray(to_rgb(image).convert("L"))
 
 
 def decode_upright(data, min_size=(0, 0), out=None, formats=FORMATS):

@@ -27,7 +27,7 @@ from dataloading.dataset import (
 from dataloading.images import num_usable_cores
 from dataloading.order import Partition
 from dataloading.reading import BatchRow, StoredPairs, decode_batches
-from dataloading.shards import shard_files
+from dataloading.shards import MASK_COLUMNS, shard_files
 from diffusers_flax.messages import differences
 
 DRAWS_PER_COUNT = 4  # numbers that Philox makes from one value of its counter
@@ -65,6 +65,7 @@ class Mixture:
         weights: above 0, one for each directory; () draws in proportion to the sets' pairs.
         original_image_column, edited_image_column, edit_prompt_column: apply to the sets that have
             a column of this name, the other sets' columns are found by known names. "": likewise.
+        mask_column: likewise, and at least one set must have masks. None: no masks.
         max_rows: use the first N rows of each set only, over all processes; None: all.
         batch_size, resolution, seed, random_crop, random_flip, micro_conditioning, resample,
             process_index, process_count, all_gather, num_threads, prefetch_batches, shuffle_buffer,
@@ -96,6 +97,7 @@ class Mixture:
         original_image_column: str = "",
         edited_image_column: str = "",
         edit_prompt_column: str = "",
+        mask_column: str | None = None,
         max_rows: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
@@ -126,12 +128,15 @@ class Mixture:
             random_crop=random_crop,
             random_flip=random_flip,
             micro_conditioning=micro_conditioning,
+            masks=mask_column is not None,
         )
         options = dict(max_rows=max_rows, all_gather=all_gather, max_bad_fraction=max_bad_fraction)
         self.sets = [
-            StoredPairs(directory, columns, decoding, **options)
-            for directory, columns in zip(
-                train_data_dirs, columns_of_sets(train_data_dirs, columns)
+            StoredPairs(directory, columns, decoding, mask_column=mask_column, **options)
+            for directory, columns, mask_column in zip(
+                train_data_dirs,
+                columns_of_sets(train_data_dirs, columns),
+                masks_of_sets(train_data_dirs, mask_column),
             )
         ]
         self.latents = self.sets[0].latents
@@ -380,16 +385,37 @@ def columns_of_sets(
 
     A name that no set has is kept for all, so that their first one is refused.
     """
-    names = []
-    for directory in train_data_dirs:
-        try:
-            names.append(set(pq.read_schema(shard_files(Path(directory))[0]).names))
-        except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
-            names.append(set())
+    names = list(map(column_names, train_data_dirs))
     known = set().union(*names)
     return [
         tuple(name if name in own or name not in known else "" for name in columns) for own in names
     ]
+
+
+def masks_of_sets(train_data_dirs: Sequence[str], mask_column: str | None) -> list[str | None]:
+    """The mask_column of list_row_groups for each set; None for a set without masks.
+
+    If no set has the column, all are given it, so that their first one is refused.
+    """
+    names = list(map(column_names, train_data_dirs))
+    is_wanted = mask_column in set().union(*names) if mask_column else mask_column is not None
+    masks = [
+        mask_column if mask_column in own else "" if own.intersection(MASK_COLUMNS) else None
+        for own in names
+    ]
+    return (
+        masks
+        if is_wanted and any(mask is not None for mask in masks)
+        else [mask_column] * len(masks)
+    )
+
+
+def column_names(directory: str) -> set[str]:
+    """The columns of a directory's first shard; none if it cannot be read."""
+    try:
+        return set(pq.read_schema(shard_files(Path(directory))[0]).names)
+    except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
+        return set()
 
 
 def distinct_names(directories: Sequence[str]) -> list[str]:

@@ -31,7 +31,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from command_line import ask_before_replacing
-from dataloading.images import FORMATS, MAX_ASPECT, decode_image, encoded_size, num_usable_cores
+from dataloading.images import (
+    FORMATS,
+    MAX_ASPECT,
+    MAX_ASPECT_ERROR,
+    decode_image,
+    encoded_size,
+    num_usable_cores,
+)
 from dataloading.lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import remove
@@ -51,7 +58,6 @@ HELD_OUT_LIST = "edits.jsonl"
 SHARDS = "train-*-of-*.parquet"
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
-MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 ROW_GROUP_ROWS = 100
 ROW_GROUP_BYTES = 32 << 20
 SHARD_BYTES = 256 << 20

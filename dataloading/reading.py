@@ -56,6 +56,7 @@ class StoredPairs:
         train_data_dir: directory of *.parquet files.
         columns: see list_row_groups.
         decoding: the fields of Decoding but `latents`.
+        mask_column: see list_row_groups.
         max_rows, all_gather, max_bad_fraction: see ParquetImagePairs.
 
     Attributes:
@@ -80,12 +81,15 @@ class StoredPairs:
         columns: tuple[str, str, str],
         decoding: dict,
         *,
+        mask_column: str | None = None,
         max_rows: int | None = None,
         all_gather: Callable[[np.ndarray], np.ndarray] | None = None,
         max_bad_fraction: float = 0.1,
     ):
         self.train_data_dir, self.max_bad_fraction = train_data_dir, max_bad_fraction
-        self.groups, self.directories = open_directories(train_data_dir, columns, all_gather)
+        self.groups, self.directories = open_directories(
+            train_data_dir, columns, mask_column, all_gather
+        )
         self.directory_rows = [sum(rows for *_, rows in shards) for shards in self.directories]
         self.latents = latents_metadata(self.groups[0].metadata)
         if max_rows is not None:
@@ -446,20 +450,21 @@ def gather_rows(
 def open_directories(
     train_data_dir: str,
     columns: tuple[str, str, str],
+    mask_column: str | None,
     all_gather: Callable[[np.ndarray], np.ndarray] | None,
 ) -> tuple[list[RowGroup], list[list[tuple[int, int, int]]]]:
     """List the row groups of this process's directory, and the shards of all directories.
 
     Args:
         train_data_dir: directory of *.parquet files.
-        columns: see list_row_groups.
+        columns, mask_column: see list_row_groups.
         all_gather: see gather_directories.
 
     Returns:
         (row groups, result of gather_directories).
     """
     try:
-        groups = list_row_groups(train_data_dir, *columns)
+        groups = list_row_groups(train_data_dir, *columns, mask_column=mask_column)
         shards = shard_ids(groups)
     except BaseException:
         if all_gather is not None:

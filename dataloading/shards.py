@@ -47,6 +47,7 @@ COLUMN_FLAGS = KnownSet._fields[1:]  # flags that select other columns
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 MASK_COLUMNS = ("mask_img", "mask_image", "mask")  # names of columns of masks
+MASK = "mask"  # column of shards of latents: uint8 (h, w), see decoding.reduce_mask
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
@@ -93,7 +94,8 @@ def list_row_groups(
         edited_image_column: column of the edited image; "" likewise.
         edit_prompt_column: column of the instruction; "" likewise.
         flag: that names the directory, for error messages.
-        mask_column: column of the masks; "": one of MASK_COLUMNS. None: masks are not read.
+        mask_column: column of the masks; "": one of MASK_COLUMNS, of latents MASK. None: masks are
+            not read.
 
     Returns:
         All row groups with at least one row, in order.
@@ -137,7 +139,14 @@ def list_row_groups(
         schema = metadata.schema.to_arrow_schema()
         columns, mask = find_columns(schema, path, *names), ""
         if mask_column is not None:
-            mask = find_mask_column(schema, path, mask_column)
+            is_latents = latents_metadata(metadata) is not None
+            mask = MASK if is_latents else find_mask_column(schema, path, mask_column)
+            if mask not in schema.names:
+                raise ValueError(
+                    f"{path} has latents without masks, which --mask_loss_weight needs; make them "
+                    "in another directory, by training with --cache_latents or with "
+                    "cache_latents.py --cache_masks"
+                )
         first_row = 0
         for index in range(metadata.num_row_groups):
             num_rows = metadata.row_group(index).num_rows
@@ -169,9 +178,11 @@ def has_time_ids(group: RowGroup) -> bool:
 
 
 def source_columns(group: RowGroup) -> list[str]:
-    """The columns of the dataset that a row group was made from, also if it contains latents."""
+    """The columns of the dataset that are read, also if the row group contains their latents."""
     latents = latents_metadata(group.metadata)
-    return latents["columns"] if latents else list(group.columns)
+    if latents is None:
+        return [*group.columns, *[group.mask_column] * bool(group.mask_column)]
+    return latents["columns"] + [latents["mask_column"]] * bool(group.mask_column)
 
 
 def nearest_sets(names: list[str], given: tuple[str, str, str]) -> list[KnownSet]:

@@ -17,7 +17,7 @@ import ctypes
 import json
 import shutil
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import numpy as np
 from diffusers_flax.loading.directories import INDEX_NAME
 from diffusers_flax.messages import differences, one_line
 from training.ema import Averages, start_average
-from training.flags import final_file, fixed_flags, flag
+from training.flags import Config, final_file, fixed_flags, flag
 from training.models import checksums
 from training.processes import check_agreement, from_process_0, on_process_0, wait_for_all
 from training.sharding import TrainState, replicate, shard, shard_axes, start_state
@@ -199,6 +199,12 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
     }
 
 
+def new_flags(identity):
+    """The defaults of the flags in a run_identity, which older checkpoints do not have."""
+    defaults = {f.name: f.default for f in fields(Config) if f.default is not MISSING}
+    return {name: defaults[name] for name in identity if name in defaults}
+
+
 def newest_run(config):
     """The checkpoint that --resume_from_checkpoint latest continues, (Checkpoints, step, run).
 
@@ -287,7 +293,7 @@ def find_checkpoint(config, identity):
     num_steps = saved["max_train_steps"]
     current = json.loads(json.dumps(identity))  # tuples become lists
     current["max_train_steps"] = num_steps  # see refuse_length
-    different = differences(saved, dict.fromkeys(saved) | current)
+    different = differences(new_flags(current) | saved, dict.fromkeys(saved) | current)
     is_finished = resume_from == "latest" and has_newer_model(config, checkpoint)
     refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, is_finished)
     if is_finished and config.overwrite_output_dir:

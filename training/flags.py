@@ -51,6 +51,8 @@ class Config:
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
+    # mask of what may change, read for mask_loss_weight; "": mask_img, mask_image or mask
+    mask_column: str = ""
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
     random_crop: bool = True  # crop at a random position, else in the centre
@@ -76,6 +78,7 @@ class Config:
     adam_epsilon: float = 1e-8  # added to the root of the second moment
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
     snr_gamma: float | None = None  # min-SNR loss weighting, 5 in the paper; None: off
+    mask_loss_weight: float = 1.0  # of the loss inside the mask to outside; 1: masks are not read
     # probability of dropping text, image or both, for each of the three; at most 1/3; 0: off
     conditioning_dropout_prob: float = 0.05
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
@@ -159,6 +162,11 @@ def profiled_steps(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
+def masks_to_read(config: Config) -> str | None:
+    """The mask_column of ParquetImagePairs: None, if masks do not change the loss."""
+    return None if config.mask_loss_weight == 1 else config.mask_column
+
+
 def check_flags(config: Config, num_devices: int) -> None:
     """Raise a ValueError for invalid flags; training.output.check_run_dir checks --output_dir."""
     check_numbers(config)
@@ -183,6 +191,8 @@ def check_numbers(config: Config) -> None:
             raise ValueError(f"{flag(config, name)} must be at least 0")
     if config.snr_gamma is not None and not 0 < config.snr_gamma < float("inf"):
         raise ValueError(f"{flag(config, 'snr_gamma')} must be above 0 and finite; 5 is usual")
+    if not 0 < config.mask_loss_weight < float("inf"):
+        raise ValueError(f"{flag(config, 'mask_loss_weight')} must be above 0 and finite; try 3")
     if not 0 <= config.seed < 2**32:
         raise ValueError(f"{flag(config, 'seed')} must be from 0 to 4294967295")
     if not 0 <= config.conditioning_dropout_prob <= 1 / 3:
@@ -231,6 +241,10 @@ def check_combinations(config: Config) -> None:
         raise ValueError(
             f"{flag(config, 'ema_snapshot_steps')} must be a multiple of "
             f"{flag(config, 'ema_every')}"
+        )
+    if config.mask_column and config.mask_loss_weight == 1:
+        raise ValueError(
+            f"{flag(config, 'mask_column')} goes with --mask_loss_weight, for example 3"
         )
     if config.gather_by_block and not config.gradient_checkpointing:
         raise ValueError("--gather_by_block goes with --gradient_checkpointing; add it")

@@ -19,13 +19,14 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from command_line import check_writable
-from dataloading.decoding import decode_pair, end_checksum
+from dataloading.decoding import decode_pair, end_checksum, place_mask, reduce_mask
 from dataloading.images import num_usable_cores
-from dataloading.mixture import check_sets, columns_of_sets, distinct_names
+from dataloading.mixture import check_sets, columns_of_sets, distinct_names, masks_of_sets
 from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION
 from dataloading.shards import (
     COLUMN_FLAGS,
     LATENTS,
+    MASK,
     TIME_IDS,
     is_list_of_text,
     latents_metadata,
@@ -73,7 +74,7 @@ def vae_checksum(params):
     return f"{tree_checksum(params):08x}"
 
 
-def decode_into(out, group, cells, position, resample):
+def decode_into(out, group, cells, position, resample, latent_size):
     """Decode a pair; an undecodable one is no error, as its row is stored without latents.
 
     Args:
@@ -82,27 +83,34 @@ def decode_into(out, group, cells, position, resample):
         cells: its cells, of read_row_group.
         position: row of the group.
         resample: --image_interpolation_mode.
+        latent_size: height and width of the latents.
 
     Returns:
-        (instruction or instructions or None, time ids as bytes or None, error message or None).
+        (instruction or instructions or None, time ids as bytes or None, mask at the size of the
+        latents as bytes or None, error message or None).
     """
-    prompt = None
+    prompt = mask = None
     try:
         pair = pair_at(cells, position)
         prompt = pair.prompt
         time_ids = decode_pair(pair, out, group.columns, resample, 0.5, False)
+        if group.mask_column:
+            pixels = np.empty(out[0].shape[:2], np.uint8)
+            place_mask(pair, pixels, tuple(time_ids[0, :2]), resample, 0.5, False)
+            mask = reduce_mask(pixels, *latent_size).tobytes()
     except ValueError as error:
-        return prompt, None, f"{group.path.name} row {group.first_row + position}: {error}"
-    return prompt, time_ids.tobytes(), None
+        return prompt, None, None, f"{group.path.name} row {group.first_row + position}: {error}"
+    return prompt, time_ids.tobytes(), mask, None
 
 
-def encode_group(group, encode, batch_size, config, threads):
+def encode_group(group, encode, batch_size, config, threads, latent_size):
     """Encode a row group; each batch is decoded while the devices encode the batch before it.
 
     Args:
         group: row group of images.
         encode, batch_size, config: as for write_latent_shard.
         threads: executor that decodes.
+        latent_size: height and width of the latents.
 
     Yields:
         (encode's result, [decode_into's result for every pair]) of a batch.
@@ -112,7 +120,11 @@ def encode_group(group, encode, batch_size, config, threads):
         positions = range(start, min(start + batch_size, group.num_rows))
         pixels = np.zeros((2, batch_size, R, R, 3), np.uint8)
         decode = partial(
-            decode_into, group=group, cells=cells, resample=config.image_interpolation_mode
+            decode_into,
+            group=group,
+            cells=cells,
+            resample=config.image_interpolation_mode,
+            latent_size=latent_size,
         )
         decoded = [
             threads.submit(decode, tuple(pixels[:, i]), position=position)
@@ -126,7 +138,7 @@ def encode_group(group, encode, batch_size, config, threads):
 
 
 def latent_rows(encoded, decoded, config, bar, bad):
-    """Wait for a batch of encode_group; return its rows, tuples of LATENT_COLUMNS.
+    """Wait for a batch of encode_group; return its rows, tuples of LATENT_COLUMNS and the mask.
 
     Args:
         encoded, decoded: of encode_group.
@@ -148,10 +160,10 @@ def latent_rows(encoded, decoded, config, bar, bad):
             f"for example {bad[-1]}"
         )
     return [
-        (None, None, prompt, None)
+        (None, None, prompt, None, None)
         if reason
-        else (original.tobytes(), edited.tobytes(), prompt, time_ids)
-        for original, edited, (prompt, time_ids, reason) in zip(originals, edits, decoded)
+        else (original.tobytes(), edited.tobytes(), prompt, time_ids, mask)
+        for original, edited, (prompt, time_ids, mask, reason) in zip(originals, edits, decoded)
     ]
 
 
@@ -173,19 +185,23 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     """
     prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
     text = pa.list_(pa.string()) if is_list_of_text(prompt_type) else pa.string()
-    types = pa.binary(), pa.binary(), text, pa.binary()
-    schema = pa.schema(zip(LATENT_COLUMNS, types), {LATENTS: json.dumps(metadata)})
+    names = LATENT_COLUMNS + (MASK,) * bool(groups[0].mask_column)
+    types = pa.binary(), pa.binary(), text, pa.binary(), pa.binary()
+    schema = pa.schema(zip(names, types), {LATENTS: json.dumps(metadata)})
+    size = metadata["shape"][:2]
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
 
     def save(unfinished):
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
             for group in groups:
                 rows = []
-                for encoded, decoded in encode_group(group, encode, batch_size, config, threads):
+                for encoded, decoded in encode_group(
+                    group, encode, batch_size, config, threads, size
+                ):
                     rows += latent_rows(encoded, decoded, config, bar, bad)
                     with contextlib.suppress(OSError):  # unsupported by some file systems
                         os.utime(unfinished)  # for remove_leftovers
-                columns = [pa.array(column, type_) for column, type_ in zip(zip(*rows), types)]
+                columns = [pa.array(*column) for column in zip(zip(*rows), types)][: len(names)]
                 writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
 
     save_whole(path, save, shared=True)
@@ -210,12 +226,14 @@ def check_existing_shard(path, metadata):
 
 def describe_source(path, groups):
     """Identify a shard of images by its size, end, rows and columns."""
-    return {
+    source = {
         "source_bytes": path.stat().st_size,
         "source_end": end_checksum(path),
         "rows": groups[0].metadata.num_rows,
         "columns": list(groups[0].columns),
     }
+    mask_column = groups[0].mask_column  # latents with masks also serve runs that read none
+    return source | ({"mask_column": mask_column} if mask_column else {})
 
 
 def group_by_shard(groups):
@@ -275,19 +293,19 @@ def check_latent_flags(config, output_dirs, batch_size):
         check_writable(f"--{flag} {output_dir}", output_dir)
 
 
-def list_images(train_data_dir, columns, output_dir, max_train_samples):
+def list_images(train_data_dir, columns, mask_column, output_dir, max_train_samples):
     """The row groups of a directory; output_dir may contain their shards of latents only.
 
     Args:
         train_data_dir: directory of shards of images.
-        columns: see list_row_groups.
+        columns, mask_column: see list_row_groups.
         output_dir: Path of the directory of their shards of latents.
         max_train_samples: list the shards with the first N rows only; None: all.
 
     Raises:
         ValueError: train_data_dir has latents, or output_dir shards of other names.
     """
-    groups = list_row_groups(train_data_dir, *columns)
+    groups = list_row_groups(train_data_dir, *columns, mask_column=mask_column)
     if latents_metadata(groups[0].metadata) is not None:
         raise ValueError(
             f"--train_data_dir {train_data_dir} already has latents; train on it directly"
@@ -383,7 +401,7 @@ def encoder_on(devices, vae, params):
     return lambda *images: program(params, *jax.device_put(images, sharded))
 
 
-def write_latents(config, output_dir, batch_size=None, overwrite=False):
+def write_latents(config, output_dir, batch_size=None, overwrite=False, mask_column=None):
     """Write all missing shards of latents.
 
     Args:
@@ -391,6 +409,7 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False):
         output_dir: directory of the shards, see latent_dirs.
         batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
         overwrite: replace shards of latents that were made with other settings.
+        mask_column: also store masks, see masks_of_sets; None: none.
 
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
@@ -399,7 +418,12 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False):
     output_dirs = [Path(folder) for folder in latent_dirs(config.train_data_dir, output_dir)]
     check_latent_flags(config, output_dirs, batch_size)
     columns = [getattr(config, name) for name in COLUMN_FLAGS]
-    sets = zip(config.train_data_dir, columns_of_sets(config.train_data_dir, columns), output_dirs)
+    sets = zip(
+        config.train_data_dir,
+        columns_of_sets(config.train_data_dir, columns),
+        masks_of_sets(config.train_data_dir, mask_column),
+        output_dirs,
+    )
     sets = [list_images(*paths, config.max_train_samples) for paths in sets]  # before the VAE
     vae, params = load_vae(config, mixed_precision_dtype(config), is_sdxl(config))
     settings = latent_settings(config, vae, params)

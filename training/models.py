@@ -106,6 +106,7 @@ def encode_batch(batch, frozen, models):
         batch: {"input_ids"} integers (B, T), for SDXL (B, 2, T) and {"time_ids"} (B, 6); and either
             {"original_pixel_values", "edited_pixel_values"} uint8 (B, R, R, 3), or from
             cache_latents.py {"original_latents"} (B, h, w, C), {"edited_latents"} (B, h, w, 2 C).
+            {"mask"}, see diffusion_loss, is not encoded.
         frozen: {"vae", "text_encoder"} parameters; cached latents need no "vae".
         models: Models.
 

@@ -1,0 +1,272 @@
+"""--mask_loss_weight: masks with their pairs, the weighted loss, cached latents, accumulation."""
+
+import io
+import itertools
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import config_of, read_metrics, run_main
+from known_sets import SCHEMAS, half_mask, known_rows, png, write_known
+from PIL import Image
+from tiny_models import make_tiny_xl
+
+import cache_latents
+import flax_train_instruct_pix2pix as trainer
+from dataloading.decoding import reduce_mask
+from dataloading.images import decode_mask
+from dataloading.mixture import open_pairs
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from parquet_processing import ParquetImagePairs
+
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
+ULTRA, MAGIC = "BleachNick/UltraEdit", "osunlp/MagicBrush"
+
+
+class LinearUnet:
+    """A UNet whose prediction is the latents times a parameter."""
+
+    dtype = jnp.float32
+
+    def apply(self, params, x_in, t, states, **added):
+        return SimpleNamespace(sample=x_in[:, :4] * params["params"])
+
+
+@pytest.mark.parametrize("snr_gamma", [None, 5.0])
+def test_the_weighted_loss_is_numpys(snr_gamma):
+    """Also its gradient; a mask that is white, black or missing changes nothing."""
+    rng = np.random.default_rng(0)
+    B, h, w, factor, weight = 5, 4, 6, 8, 3.5
+    scheduler = FlaxDDPMScheduler()
+    state = scheduler.create_state()
+    x_0, noise = (jnp.asarray(rng.standard_normal((B, 4, h, w)), jnp.float32) for _ in range(2))
+    timesteps = jnp.asarray(rng.integers(0, 1000, B))
+    mask = rng.integers(0, 256, (B, h * factor, w * factor), np.uint8)
+    mask[1], mask[2], mask[3] = 0, 255, 255 * (np.arange(w * factor) < 20)
+    arguments = (LinearUnet(), scheduler, state, x_0, x_0, {"states": None}, noise, timesteps)
+
+    def loss(params, **options):
+        return trainer.diffusion_loss(params, *arguments, snr_gamma, **options)
+
+    x_t = np.asarray(scheduler.add_noise(state, x_0, noise, timesteps))
+    alpha_bar = np.asarray(state.common.alphas_cumprod)[timesteps]
+    snr = alpha_bar / (1 - alpha_bar)
+    of_sample = np.ones(B) if snr_gamma is None else np.minimum(1, snr_gamma / snr)
+    inside = np.stack([reduce_mask(each, h, w) for each in mask]) / 255
+    weights = 1 + (weight - 1) * inside
+    weights /= weights.mean(axis=(1, 2), keepdims=True)
+    np.testing.assert_allclose(weights.mean(axis=(1, 2)), 1)
+    assert len(np.unique(weights[1])) == len(np.unique(weights[2])) == 1
+    error = (0.7 * x_t - noise) ** 2 * weights[:, None]
+    expected = (error.mean(axis=(1, 2, 3)) * of_sample).mean()
+    slope = 2 * (0.7 * x_t - noise) * x_t * weights[:, None]
+    value, gradient = jax.value_and_grad(partial(loss, mask=mask, mask_loss_weight=weight))(0.7)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, (slope.mean(axis=(1, 2, 3)) * of_sample).mean(), rtol=1e-4)
+    plain = loss(0.7)
+    for constant in (0, 255):
+        found = loss(0.7, mask=np.full_like(mask, constant), mask_loss_weight=weight)
+        np.testing.assert_allclose(found, plain, rtol=1e-6)
+    assert abs(value - plain) > 1e-3
+
+
+def masks_of(kind):
+    left = np.zeros((6, 8), np.uint8)
+    left[:, :4] = 255
+    white, hole = Image.fromarray(left), Image.fromarray(np.full((6, 8, 3), 90, np.uint8))
+    hole.putalpha(Image.fromarray(255 - left))
+    drawing = Image.new("RGBA", (8, 6))
+    drawing.paste("white", (0, 0, 4, 6))
+    turned = white.rotate(90, expand=True)
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    jpeg = io.BytesIO()
+    white.resize((64, 48), Image.Resampling.NEAREST).save(jpeg, "JPEG", quality=100)
+    return {
+        "white": png(white),
+        "RGB": png(white.convert("RGB")),
+        "1 bit": png(white.convert("1")),
+        "16 bits": png(Image.fromarray(left.astype(np.uint16) * 257)),
+        "palette": png(white.convert("P")),
+        "transparent, as in MagicBrush": png(hole),
+        "opaque alpha": png(Image.merge("RGBA", [white] * 3 + [Image.new("L", (8, 6), 255)])),
+        "white on nothing": png(drawing),
+        "turned": file.getvalue(),
+        "JPEG": jpeg.getvalue(),
+    }[kind]
+
+
+KINDS = (
+    *("white", "RGB", "1 bit", "16 bits", "palette", "transparent, as in MagicBrush"),
+    *("opaque alpha", "white on nothing", "turned", "JPEG"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_convention_of_masks(kind):
+    mask = decode_mask(masks_of(kind))
+    assert mask.dtype == np.uint8
+    H, W = mask.shape
+    assert (mask[:, : W // 2] >= 250).all() and (mask[:, W // 2 :] <= 5).all()
+    if kind != "JPEG":
+        assert (H, W) == (6, 8)
+
+
+def write_pairs_with_masks(folder, count=24, size=(24, 40)):
+    """Pairs whose edited image is white exactly where the mask is."""
+    rng, rows = np.random.default_rng(0), []
+    for n in range(count):
+        small = np.kron(rng.integers(0, 2, (3, 5)), np.ones((8, 8))) * 255
+        mask = small.astype(np.uint8)[: size[0], : size[1]]
+        rgb = np.repeat(mask[..., None], 3, -1)
+        rows.append({"original_image": png(rgb), "edited_image": png(rgb), "edit_prompt": str(n)})
+        rows[-1]["mask_image"] = None if n % 6 == 0 else png(mask)
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    return folder
+
+
+def test_masks_are_cropped_and_flipped_with_their_pairs(tmp_path):
+    folder = write_pairs_with_masks(tmp_path / "data")
+    dataset = ParquetImagePairs(folder, batch_size=8, resolution=16, mask_column="")
+    for _ in range(2):
+        for batch in dataset:
+            assert batch["mask"].shape == (8, 16, 16) and batch["mask"].dtype == np.uint8
+            for mask, edited, prompt in zip(
+                batch["mask"], batch["edited_pixel_values"], batch["edit_prompt"]
+            ):
+                np.testing.assert_array_equal(mask, 0 if int(prompt) % 6 == 0 else edited[..., 0])
+    identity = dataset.state_dict()
+    assert identity["columns"] == ["original_image, edited_image, edit_prompt, mask_image"]
+    plain = ParquetImagePairs(folder, batch_size=8, resolution=16)
+    assert "mask" not in next(iter(plain))
+    with pytest.raises(ValueError, match=r"columns was .*, mask_image"):
+        plain.load_state_dict(identity)
+
+
+def test_sets_with_and_without_masks(tmp_path):
+    """In a mixture the pairs of a set without masks weigh the same everywhere."""
+    names = (ULTRA, "fusing/instructpix2pix-1000-samples", MAGIC)
+    folders = [write_known(tmp_path / str(n), name) for n, name in enumerate(names)]
+    options = dict(batch_size=8, resolution=8, random_crop=False, random_flip=False)
+    mixture = open_pairs(folders, (1, 1, 1), mask_column="", **options)
+    shares = Counter()
+    for batch in itertools.islice(mixture, 20):
+        assert batch["mask"].shape == (8, 8, 8)
+        for mask in batch["mask"]:
+            assert (mask[:, 4:] < 40).all()  # scaled down, so that the edge is soft
+            shares[bool((mask[:, :3] > 200).all())] += 1
+    # Half of UltraEdit's rows and all of MagicBrush's have a mask: the half of 160, give or take
+    # three standard deviations.
+    assert shares.total() == 160 and abs(shares[True] - 80) < 19
+    mixture = open_pairs(folders, (1, 1, 1), mask_column="mask_img", **options)
+    assert [pairs.groups[0].mask_column for pairs in mixture.sets] == ["mask_image", "", "mask_img"]
+    for given, words in {
+        "gone": "no column gone",
+        "": "no column mask_img or mask_image or mask;",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            open_pairs(folders[1:2], mask_column=given, **options)
+    with pytest.raises(ValueError, match="0.* has no column gone"):
+        open_pairs(folders, mask_column="gone", **options)
+
+
+def test_bad_masks_are_bad_rows(tmp_path):
+    rows = known_rows(ULTRA, 8)
+    for n, data in enumerate((b"bad", half_mask("white", (16, 32)), half_mask("white", (64, 64)))):
+        rows[n]["mask_image"] = {"bytes": data, "path": None}
+    table = pa.Table.from_pylist(rows, pa.schema(SCHEMAS[ULTRA][0]))
+    pq.write_table(table, tmp_path / "a.parquet")
+    options = dict(batch_size=8, resolution=8, max_bad_fraction=1)
+    dataset = ParquetImagePairs(tmp_path, mask_column="mask_image", **options)
+    list(dataset)
+    assert dataset.bad_rows == {
+        ("a.parquet", 0): "mask: no known image format (3 bytes)",
+        ("a.parquet", 1): "mask: 32x16 pixels, the edited image has 16x16; give both the same "
+        "aspect ratio",
+    }
+    dataset = ParquetImagePairs(tmp_path, **options)
+    list(dataset)
+    assert not dataset.bad_rows  # masks are not even read
+    for given, words in {"gone": "no column gone", "clip_sim_source": "double"}.items():
+        with pytest.raises(ValueError, match=f"{words}.*--mask_column"):
+            ParquetImagePairs(tmp_path, mask_column=given, **options)
+
+
+def losses(folder):
+    return [row["loss"] for row in read_metrics(folder)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [ULTRA, MAGIC])
+def test_masks_change_the_loss(model, tmp_path, monkeypatch, capsys, name):
+    """The run with masks differs, its accumulation agrees, and it resumes only as itself."""
+    data = write_known(tmp_path / "data", name)
+    config = config_of(model, data, tmp_path / "a", max_train_steps=3, mask_loss_weight=4.0)
+    run_main(config, monkeypatch)
+    found = losses(tmp_path / "a")
+    assert len(found) == 3 and np.isfinite(found).all()
+    plain = replace(config, output_dir=str(tmp_path / "b"), mask_loss_weight=1.0)
+    run_main(plain, monkeypatch)
+    assert abs(losses(tmp_path / "b")[0] / found[0] - 1) > 1e-4
+    with pytest.raises(SystemExit):
+        run_main(replace(config, mask_loss_weight=3.0, max_train_steps=4), monkeypatch)
+    assert "mask_loss_weight was 4.0 and is 3.0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"lora_rank": 2}], ids=str)
+def test_masks_with_accumulation_and_lora(model, tmp_path, monkeypatch, options):
+    data = write_known(tmp_path / "data", ULTRA)
+    results = []
+    for n, more in enumerate(({}, options)):
+        base = dict(max_train_steps=3, mask_loss_weight=4.0, train_batch_size=8)
+        if "lora_rank" in options:
+            more = options | ({"mask_loss_weight": 2.0} if n else {})
+        run_main(config_of(model, data, tmp_path / str(n), **base | more), monkeypatch)
+        results.append(losses(tmp_path / str(n)))
+    if "lora_rank" in options:
+        assert results[0] != results[1]
+    else:
+        np.testing.assert_allclose(*results, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_xl", [False, True])
+def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
+    """Images and latents give the same losses; latents without masks are refused."""
+    if is_xl:
+        model = make_tiny_xl(tmp_path / "xl")
+    data = write_known(tmp_path / "data", MAGIC)
+    options = dict(max_train_steps=3, mask_loss_weight=4.0, random_crop=False)
+    run_main(config_of(model, data, tmp_path / "a", **options), monkeypatch)
+    cached = options | {"cache_latents": str(tmp_path / "latents")}
+    run_main(config_of(model, data, tmp_path / "b", **cached), monkeypatch)
+    np.testing.assert_allclose(losses(tmp_path / "b"), losses(tmp_path / "a"), rtol=2e-3)
+    schema = pq.read_schema(next((tmp_path / "latents").glob("*.parquet")))
+    assert schema.names[-1] == "mask"
+
+    # The same latents serve a run without masks.
+    run_main(
+        config_of(model, data, tmp_path / "c", **cached | {"mask_loss_weight": 1.0}), monkeypatch
+    )
+    without = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
+    without += ["--resolution", "16", "--output_dir", str(tmp_path / "without")]
+    cache_latents.main(without)
+    assert pq.read_schema(next((tmp_path / "without").glob("*.parquet"))).names[-1] == "time_ids"
+    bad = config_of(model, tmp_path / "without", tmp_path / "d", **options)
+    with pytest.raises(SystemExit):
+        run_main(bad, monkeypatch)
+    assert "has latents without masks, which --mask_loss_weight needs" in capsys.readouterr().err
+    cache_latents.main([*without, "--cache_masks", "--overwrite_output_dir"])
+    run_main(bad, monkeypatch)
+    np.testing.assert_allclose(losses(tmp_path / "d"), losses(tmp_path / "b"), rtol=1e-6)
