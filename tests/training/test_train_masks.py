@@ -176,7 +176,7 @@ def test_sets_with_and_without_masks(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=words):
             open_pairs(folders[1:2], mask_column=given, **options)
-    with pytest.raises(ValueError, match="0.* has no column gone"):
+    with pytest.raises(ValueError, match=r"0.* has no column gone"):
         open_pairs(folders, mask_column="gone", **options)
 
 
