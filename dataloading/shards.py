@@ -180,9 +180,10 @@ def has_time_ids(group: RowGroup) -> bool:
 def source_columns(group: RowGroup) -> list[str]:
     """The columns of the dataset that are read, also if the row group contains their latents."""
     latents = latents_metadata(group.metadata)
-    if latents is None:
-        return [*group.columns, *[group.mask_column] * bool(group.mask_column)]
-    return latents["columns"] + [latents["mask_column"]] * bool(group.mask_column)
+    columns, mask_column = group.columns, group.mask_column
+    if latents is not None:
+        columns, mask_column = latents["columns"], latents.get("mask_column")
+    return [*columns, *[mask_column] * bool(group.mask_column)]
 
 
 def nearest_sets(names: list[str], given: tuple[str, str, str]) -> list[KnownSet]:

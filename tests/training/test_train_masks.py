@@ -245,7 +245,7 @@ def test_masks_with_accumulation_and_lora(model, tmp_path, monkeypatch, options)
 def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
     """Images and latents give the same losses; latents without masks are refused."""
     if is_xl:
-        model = make_tiny_xl(tmp_path / "xl")
+        model = make_tiny_xl(tmp_path / "xl", edits=True)
     data = write_known(tmp_path / "data", MAGIC)
     options = dict(max_train_steps=3, mask_loss_weight=4.0, random_crop=False)
     run_main(config_of(model, data, tmp_path / "a", **options), monkeypatch)
