@@ -221,10 +221,10 @@ def place_mask(
     out[:] = mask[:, ::-1] if flip else mask
 
 
-def reduce_mask(mask: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Average a mask over the pixels of each latent: uint8 (H, W) -> (height, width), rounded."""
+def reduce_mask(mask: np.ndarray, factor: int) -> np.ndarray:
+    """Average a mask over the pixels of each latent, rounded; factor: pixels along a side."""
     H, W = mask.shape
-    blocks = mask.reshape(height, H // height, width, W // width)
+    blocks = mask.reshape(H // factor, factor, W // factor, factor)
     return np.rint(blocks.mean(axis=(1, 3))).astype(np.uint8)
 
 

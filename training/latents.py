@@ -74,7 +74,7 @@ def vae_checksum(params):
     return f"{tree_checksum(params):08x}"
 
 
-def decode_into(out, group, cells, position, resample, latent_size):
+def decode_into(out, group, cells, position, resample, factor):
     """Decode a pair; an undecodable one is no error, as its row is stored without latents.
 
     Args:
@@ -83,7 +83,7 @@ def decode_into(out, group, cells, position, resample, latent_size):
         cells: its cells, of read_row_group.
         position: row of the group.
         resample: --image_interpolation_mode.
-        latent_size: height and width of the latents.
+        factor: pixels per latent, along a side.
 
     Returns:
         (instruction or instructions or None, time ids as bytes or None, mask at the size of the
@@ -97,20 +97,20 @@ def decode_into(out, group, cells, position, resample, latent_size):
         if group.mask_column:
             pixels = np.empty(out[0].shape[:2], np.uint8)
             place_mask(pair, pixels, tuple(time_ids[0, :2]), resample, 0.5, False)
-            mask = reduce_mask(pixels, *latent_size).tobytes()
+            mask = reduce_mask(pixels, factor).tobytes()
     except ValueError as error:
         return prompt, None, None, f"{group.path.name} row {group.first_row + position}: {error}"
     return prompt, time_ids.tobytes(), mask, None
 
 
-def encode_group(group, encode, batch_size, config, threads, latent_size):
+def encode_group(group, encode, batch_size, config, threads, factor):
     """Encode a row group; each batch is decoded while the devices encode the batch before it.
 
     Args:
         group: row group of images.
         encode, batch_size, config: as for write_latent_shard.
         threads: executor that decodes.
-        latent_size: height and width of the latents.
+        factor: pixels per latent, along a side.
 
     Yields:
         (encode's result, [decode_into's result for every pair]) of a batch.
@@ -124,7 +124,7 @@ def encode_group(group, encode, batch_size, config, threads, latent_size):
             group=group,
             cells=cells,
             resample=config.image_interpolation_mode,
-            latent_size=latent_size,
+            factor=factor,
         )
         decoded = [
             threads.submit(decode, tuple(pixels[:, i]), position=position)
@@ -188,7 +188,7 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     names = LATENT_COLUMNS + (MASK,) * bool(groups[0].mask_column)
     types = pa.binary(), pa.binary(), text, pa.binary(), pa.binary()
     schema = pa.schema(zip(names, types), {LATENTS: json.dumps(metadata)})
-    size = metadata["shape"][:2]
+    factor = metadata["resolution"] // metadata["shape"][0]
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
 
     def save(unfinished):
@@ -196,7 +196,7 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
             for group in groups:
                 rows = []
                 for encoded, decoded in encode_group(
-                    group, encode, batch_size, config, threads, size
+                    group, encode, batch_size, config, threads, factor
                 ):
                     rows += latent_rows(encoded, decoded, config, bar, bad)
                     with contextlib.suppress(OSError):  # unsupported by some file systems

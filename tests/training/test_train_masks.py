@@ -59,7 +59,7 @@ def test_the_weighted_loss_is_numpys(snr_gamma):
     alpha_bar = np.asarray(state.common.alphas_cumprod)[timesteps]
     snr = alpha_bar / (1 - alpha_bar)
     of_sample = np.ones(B) if snr_gamma is None else np.minimum(1, snr_gamma / snr)
-    inside = np.stack([reduce_mask(each, h, w) for each in mask]) / 255
+    inside = np.stack([reduce_mask(each, factor) for each in mask]) / 255
     weights = 1 + (weight - 1) * inside
     weights /= weights.mean(axis=(1, 2), keepdims=True)
     np.testing.assert_allclose(weights.mean(axis=(1, 2)), 1)
