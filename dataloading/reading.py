@@ -363,9 +363,12 @@ class StoredPairs:
     def count_seen(self, num_pairs: int) -> None:
         """Add to num_seen; raise a ValueError for more replaced pairs than max_bad_fraction."""
         self.num_seen += num_pairs
-        num_counted = max(self.num_seen, min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows))
-        if self.num_bad > self.max_bad_fraction * num_counted:
-            self._raise_too_many_bad(f"{self.num_bad} of the first {self.num_seen} pairs")
+        # Later passes count nothing twice: an end and a beginning may both have all bad rows.
+        num_bad = min(self.num_bad, len(self.bad_rows))
+        num_seen = min(self.num_seen, int(self._first_rows[-1]))
+        num_counted = max(num_seen, min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows))
+        if num_bad > self.max_bad_fraction * num_counted:
+            self._raise_too_many_bad(f"{num_bad} of the first {self.num_seen} pairs")
 
 
 class BatchRow(NamedTuple):

@@ -206,7 +206,7 @@ def flags_of(config):
         if isinstance(value, bool):
             args.append(f"--{name}" if value else f"--no_{name}")
         elif isinstance(value, tuple):
-            args += [f"--{name}", *value] if value else []
+            args += [f"--{name}", *map(str, value)] if value else []
         else:
             args.append(f"--{name}={value}")
     return args

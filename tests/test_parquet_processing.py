@@ -6,10 +6,8 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +19,18 @@ import skimage.data
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered_shards import (
+    EDITED,
+    IMAGE,
+    ORIGINAL,
+    encode,
+    on_processes,
+    plain,
+    prompts_of,
+    same,
+    write_numbered,
+    write_shard,
+)
 from PIL import Image, ImageOps
 
 import parquet_processing
@@ -34,15 +44,6 @@ from editing.held_out import pairs_of_shards
 from parquet_processing import ParquetImagePairs
 
 SCRIPT = Path(parquet_processing.__file__)
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-ORIGINAL, EDITED = "original_pixel_values", "edited_pixel_values"
-
-
-def encode(pixels, image_format="PNG", **options):
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    file = io.BytesIO()
-    image.save(file, image_format, **options)
-    return file.getvalue()
 
 
 def smooth(seed, height=24, width=24):
@@ -50,32 +51,6 @@ def smooth(seed, height=24, width=24):
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
     return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
-
-
-def plain(value):
-    """A PNG of one colour that identifies its row."""
-    return encode(np.full((20, 20, 3), value, np.uint8))
-
-
-def write_shard(path, rows, names=("original_image", "edit_prompt", "edited_image"), **options):
-    """Write rows of (original bytes, prompt, edited bytes) as public datasets store them."""
-    originals, prompts, edits = zip(*rows) if rows else ((), (), ())
-    cells = [
-        pa.array([{"bytes": data, "path": None} for data in originals], IMAGE),
-        pa.array(prompts, pa.string()),
-        pa.array([{"bytes": data, "path": None} for data in edits], IMAGE),
-    ]
-    pq.write_table(pa.table(dict(zip(names, cells))), path, **options)
-
-
-def write_numbered(folder, shard_rows, row_group_size=8):
-    """Write shards whose n-th row, over all shards, has prompt str(n) and colours n and 255 - n."""
-    first = 0
-    for k, count in enumerate(shard_rows):
-        rows = [(plain(n % 256), str(n), plain(255 - n % 256)) for n in range(first, first + count)]
-        write_shard(folder / f"shard-{k}.parquet", rows, row_group_size=row_group_size)
-        first += count
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -432,40 +407,6 @@ def test_small_dataset_is_shuffled_uniformly_and_leaves_out_other_rows_each_epoc
 
 
 # Several processes, and resuming
-
-
-def on_processes(make, process_count):
-    """Call make(process_index, all_gather) in one thread per process; return results or errors."""
-    barrier = threading.Barrier(process_count)
-    told = [None] * process_count
-
-    def run(process_index):
-        def all_gather(array):
-            told[process_index] = np.asarray(array)
-            barrier.wait(10)
-            everything = np.stack(told)
-            barrier.wait(10)
-            return everything
-
-        try:
-            return make(process_index, all_gather)
-        except ValueError as error:
-            return error
-
-    with ThreadPoolExecutor(process_count) as pool:
-        return list(pool.map(run, range(process_count)))
-
-
-def same(batch, other):
-    return (
-        batch["edit_prompt"] == other["edit_prompt"]
-        and np.array_equal(batch[ORIGINAL], other[ORIGINAL])
-        and np.array_equal(batch[EDITED], other[EDITED])
-    )
-
-
-def prompts_of(batches):
-    return [prompt for batch in batches for prompt in batch["edit_prompt"]]
 
 
 @settings(max_examples=25, deadline=None)

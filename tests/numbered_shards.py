@@ -1,0 +1,80 @@
+"""Shards whose rows are known by their prompts and colours, and loaders that read them."""
+
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+COLUMNS = ("original_image", "edit_prompt", "edited_image")
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+ORIGINAL, EDITED = "original_pixel_values", "edited_pixel_values"
+
+
+def encode(pixels, image_format="PNG", **options):
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    file = io.BytesIO()
+    image.save(file, image_format, **options)
+    return file.getvalue()
+
+
+def plain(value):
+    """A PNG of one colour that identifies its row."""
+    return encode(np.full((20, 20, 3), value, np.uint8))
+
+
+def write_shard(path, rows, names=COLUMNS, **options):
+    """Write rows of (original bytes, prompt, edited bytes) as public datasets store them."""
+    originals, prompts, edits = zip(*rows) if rows else ((), (), ())
+    cells = [
+        pa.array([{"bytes": data, "path": None} for data in originals], IMAGE),
+        pa.array(prompts, pa.string()),
+        pa.array([{"bytes": data, "path": None} for data in edits], IMAGE),
+    ]
+    pq.write_table(pa.table(dict(zip(names, cells))), path, **options)
+
+
+def write_numbered(folder, shard_rows, row_group_size=8, first=0, names=COLUMNS):
+    """Write shards whose rows have prompts str(n), from first on, and colours n and 255 - n."""
+    for k, count in enumerate(shard_rows):
+        rows = [(plain(n % 256), str(n), plain(255 - n % 256)) for n in range(first, first + count)]
+        write_shard(folder / f"shard-{k}.parquet", rows, names, row_group_size=row_group_size)
+        first += count
+    return folder
+
+
+def on_processes(make, process_count):
+    """Call make(process_index, all_gather) in one thread per process; return results or errors."""
+    barrier = threading.Barrier(process_count)
+    told = [None] * process_count
+
+    def run(process_index):
+        def all_gather(array):
+            told[process_index] = np.asarray(array)
+            barrier.wait(10)
+            everything = np.stack(told)
+            barrier.wait(10)
+            return everything
+
+        try:
+            return make(process_index, all_gather)
+        except ValueError as error:
+            return error
+
+    with ThreadPoolExecutor(process_count) as pool:
+        return list(pool.map(run, range(process_count)))
+
+
+def same(batch, other):
+    return (
+        batch["edit_prompt"] == other["edit_prompt"]
+        and np.array_equal(batch[ORIGINAL], other[ORIGINAL])
+        and np.array_equal(batch[EDITED], other[EDITED])
+    )
+
+
+def prompts_of(batches):
+    return [prompt for batch in batches for prompt in batch["edit_prompt"]]
