@@ -63,7 +63,7 @@ class Config:
     urls: Path | None = None  # instead of dataset: file with lines "URL [SIZE [SHA256]]"
     output_dir: Path = Path("plan")  # directory for the plan
     config: str | None = None  # configuration; default: the only one, or "default"
-    split: str = "train"  # split of the dataset
+    split: str = "train"  # split of the dataset, or a pattern of names such as "FreeForm_*"
     revision: str | None = None  # branch, tag or commit; default: conversion, else main
     worker: int | None = None  # this worker's index, from 0; needs --num_workers
     num_workers: int | None = None  # number of workers; without --worker, the index is detected

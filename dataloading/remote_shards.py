@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
+from fnmatch import fnmatchcase
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import PurePosixPath
@@ -39,7 +40,7 @@ def list_dataset_shards(dataset, config, split, revision):
     Args:
         dataset: OWNER/NAME.
         config: see select_split.
-        split: name.
+        split: name, or a pattern of names.
         revision: branch, tag or commit of the repository's files; None prefers the conversion.
 
     Returns:
@@ -67,11 +68,7 @@ def list_dataset_shards(dataset, config, split, revision):
                 "--config, --split or --revision, or a list of addresses with --urls"
             )
         print(f"using the repository's files ({found_revision}): {reason}")
-        names = (PurePosixPath(entry["path"]).name for entry in selected)
-        totals = {int(match[2]) for name in names if (match := NUMBERED_NAME.fullmatch(name))}
-        if len(totals) == 1 and totals != {len(selected)}:
-            text = f"warning: {len(selected)} shards, but their names announce {totals.pop()}"
-            print(text, file=sys.stderr)
+        warn_of_missing_shards(selected)
     rows = [
         manifest_row(
             hf_hub_url(dataset, entry["path"], repo_type="dataset", revision=found_revision),
@@ -81,6 +78,21 @@ def list_dataset_shards(dataset, config, split, revision):
         for entry in selected
     ]
     return rows, f"{source} ({found_revision})"
+
+
+def warn_of_missing_shards(entries):
+    """Print a warning if names such as train-00000-of-00031 announce more or fewer shards.
+
+    Args:
+        entries: as for select_split, of one split or several.
+    """
+    names = (PurePosixPath(entry["path"]).name for entry in entries)
+    announced = {match.group(1, 2) for name in names if (match := NUMBERED_NAME.fullmatch(name))}
+    prefixes = {prefix for prefix, _ in announced}
+    num_found, num_announced = len(entries), sum(int(total) for _, total in announced)
+    if announced and len(prefixes) == len(announced) and num_found != num_announced:
+        text = f"warning: {num_found} shards, but their names announce {num_announced}"
+        print(text, file=sys.stderr)
 
 
 def list_tree(dataset, revision):
@@ -147,7 +159,7 @@ def select_split(entries, classify, config, split):
         entries: files as list_tree returns them.
         classify: classify_converted or classify_original.
         config: name; None selects the only config, or "default" among several.
-        split: name.
+        split: name, or a pattern of names such as FreeForm_*.
 
     Returns:
         (entries, None), or ([], reason why there are none).
@@ -169,12 +181,16 @@ def select_split(entries, classify, config, split):
     if config not in configs:
         return [], f"no configuration {config}, but {names}"
     splits = configs[config]
-    if partial_files := splits.get(f"partial-{split}"):
+    truncated = [name for name in splits if fnmatchcase(name, f"partial-{split}")]
+    if truncated:
+        partial_files = splits[truncated[0]]
         folder = PurePosixPath(partial_files[0]["path"]).parent
         return [], f"only the first part of split {split} ({len(partial_files)} files in {folder})"
-    if split not in splits:
-        return [], f"no split {split} in configuration {config}, but {', '.join(splits)}"
-    return splits[split], None
+    selected = [name for name in splits if fnmatchcase(name, split)]
+    if not selected:
+        names = textwrap.shorten(", ".join(splits), 500, placeholder=" ...")
+        return [], f"no split {split} in configuration {config}, but {names}"
+    return [entry for name in selected for entry in splits[name]], None
 
 
 def manifest_row(url, size, sha256):

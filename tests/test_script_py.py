@@ -334,6 +334,41 @@ def test_incomplete_upload_is_told(hub, capsys):
     assert "3 shards, but their names announce 4" in capsys.readouterr().err
 
 
+def test_layouts_of_the_known_sets(hub, capsys):
+    """The default takes the train split only; several splits are chosen by a pattern."""
+    magic = [f"data/train-{n:05d}-of-00003-{n:016x}.parquet" for n in range(3)]
+    magic_dev = [f"data/dev-{n:05d}-of-00002-{n + 9:016x}.parquet" for n in range(2)]
+    omni = [f"data/{split}-{n:05d}-of-00002.parquet" for split in ("dev", "train") for n in (0, 1)]
+    ultra = [f"data/FreeForm_{k}-{n:05d}-of-00002.parquet" for k in range(3) for n in (0, 1)]
+    regions = [f"data/RegionBase-{n:05d}-of-00002.parquet" for n in (0, 1)]
+    sets = {
+        "osunlp/MagicBrush": magic + magic_dev,
+        "TIGER-Lab/OmniEdit-Filtered-1.2M": omni,
+        "BleachNick/UltraEdit": ultra,
+        "BleachNick/UltraEdit_Region_Based_100k": regions,
+    }
+    for name, paths in sets.items():
+        hub.add(name, dict.fromkeys([*paths, "README.md"], parquet()))
+
+    def planned(name, *flags):
+        files = plan("--dataset", name, *flags)
+        return [file["url"].partition("/resolve/main/")[2] for file in files]
+
+    assert planned("osunlp/MagicBrush") == magic
+    assert planned("osunlp/MagicBrush", "--split", "dev") == magic_dev
+    assert planned("TIGER-Lab/OmniEdit-Filtered-1.2M") == omni[2:]
+    assert planned("BleachNick/UltraEdit", "--split", "FreeForm_*") == ultra
+    assert planned("BleachNick/UltraEdit", "--split", "FreeForm_[01]") == ultra[:4]
+    assert planned("BleachNick/UltraEdit_Region_Based_100k", "--split", "RegionBase") == regions
+    assert "warning" not in capsys.readouterr().err
+    error = error_of(capsys, "--dataset", "BleachNick/UltraEdit")
+    assert "no split train in configuration default, but FreeForm_0, FreeForm_1" in error
+    # The hub's conversion has the first part of a set only.
+    converted = {"default/partial-train/0000.parquet": parquet()}
+    hub.add("osunlp/MagicBrush", converted, remote_shards.CONVERTED_REF)
+    assert planned("osunlp/MagicBrush") == planned("osunlp/MagicBrush", "--split", "t*n") == magic
+
+
 def test_names_do_not_collide(hub, tmp_path):
     hub.add("a/b", {"data/x-y/train.parquet": 1, "data/x/y-train.parquet": 2})
     rows = plan("--dataset=a/b", "--num_workers=1", "--config=x-y")
