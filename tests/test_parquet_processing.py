@@ -4,9 +4,11 @@ import gc
 import io
 import json
 import socket
+import struct
 import subprocess
 import sys
 import weakref
+import zlib
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -122,6 +124,35 @@ def test_scaling_while_decoding_is_close_to_the_filter(tmp_path, side):
             assert any(np.array_equal(batch[name], pixels) for pixels in either)
 
 
+def sixteen_bit_png(values):
+    """A PNG of 16 bits a value, which Pillow does not write; values: (H, W, C)."""
+    height, width, channels = values.shape
+
+    def chunk(name, data):
+        check = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + check
+
+    colour_type = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def sixteen_bit_tiff(values):
+    """An RGB TIFF of 16 bits a value, likewise."""
+    height, width, _ = values.shape
+    pixels = values.astype("<u2").tobytes()
+    tags = {256: width, 257: height, 258: 0, 259: 1, 262: 2, 273: 0, 277: 3, 278: height}
+    tags[279] = len(pixels)
+    after = 8 + 2 + 12 * len(tags) + 4  # first come the bits of each channel, then the pixels
+    tags |= {258: after, 273: after + 6}
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
+    entries[2] = struct.pack("<HHII", 258, 3, 3, after)
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries) + bytes(4)
+    return head + struct.pack("<HHH", 16, 16, 16) + pixels
+
+
 def test_every_kind_of_image():
     pixels = smooth(3, 20, 28)
     image = Image.fromarray(pixels)
@@ -134,6 +165,14 @@ def test_every_kind_of_image():
     sixteen = grey.astype(np.uint16) * 257
     see_through = encode(palette, transparency=bytes(range(64)))
     cmyk = encode(image.convert("CMYK"), "JPEG", quality=95)
+    adobe = cmyk.index(b"\xff\xee")
+    unmarked = cmyk[:adobe] + cmyk[adobe + 2 + int.from_bytes(cmyk[adobe + 2 : adobe + 4]) :]
+    flat = Image.new("RGB", (8, 8), (200, 40, 90))
+    wide = pixels.astype(np.uint16) * 257
+    opaque = np.full((*grey.shape, 1), 65535, np.uint16)
+    bits = np.asarray(image.convert("1").convert("RGB"))
+    more = {"save_all": True, "append_images": [Image.fromarray(255 - pixels)]}
+    first = Image.open(io.BytesIO(encode(image, "GIF"))).convert("RGB")
 
     def on_white(input_image):
         rgba = np.asarray(input_image.convert("RGBA"), np.float64)
@@ -151,6 +190,20 @@ def test_every_kind_of_image():
         (encode(pixels, exif=turned), np.rot90(pixels, -1)),
         (encode(pixels, "TIFF"), pixels),
         (cmyk, np.asarray(Image.open(io.BytesIO(cmyk)).convert("RGB"))),
+        (unmarked, np.asarray(Image.open(io.BytesIO(cmyk)).convert("RGB"))),
+        (encode(flat.convert("CMYK"), "JPEG", quality=100), np.asarray(flat)),
+        (encode(image.convert("CMYK"), "TIFF"), pixels),
+        (encode(sixteen, "TIFF"), np.stack([grey] * 3, -1)),
+        (sixteen_bit_png(wide), pixels),
+        (sixteen_bit_png(np.concatenate([wide, opaque], -1)), pixels),
+        (sixteen_bit_png(np.concatenate([wide[..., :1], opaque], -1)), pixels[..., [0] * 3]),
+        (sixteen_bit_tiff(wide), pixels),
+        (encode(image.convert("1")), bits),
+        (encode(image.convert("1"), "TIFF"), bits),
+        (encode(image, "GIF", **more), np.asarray(first)),
+        (encode(image, "PNG", **more), pixels),  # APNG
+        (encode(image, "WEBP", lossless=True, **more), pixels),
+        (encode(image, "TIFF", **more), pixels),
     ]
     blended = (encode(alpha), see_through)  # Pillow may round differently
     for data, expected in exact:
