@@ -44,6 +44,7 @@ from dataloading.images import FORMATS, crop_image, decode_image
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
     COLUMN_FLAGS,
+    MASK_COLUMNS,
     Cells,
     Pair,
     RowGroup,
@@ -84,7 +85,9 @@ def describe_shards(groups: list[RowGroup]) -> str:
     """Summarise shards, rows, known set, columns and row groups of a directory in a few lines."""
     shards = {group.path: group.metadata for group in groups}
     schema = next(iter(shards.values())).schema.to_arrow_schema()
-    roles = dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
+    mask = next((name for name in MASK_COLUMNS if name in schema.names), "")
+    roles = {mask: "mask, read for --mask_loss_weight"}
+    roles |= dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
     rows = [group.num_rows for group in groups]
     stored = [
         sum(row_group.column(c).total_compressed_size for c in range(row_group.num_columns))

@@ -200,9 +200,9 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
 
 
 def new_flags(identity):
-    """The defaults of the flags in a run_identity, which older checkpoints do not have."""
+    """The defaults of the flags in a run_identity, which older checkpoints do not have, as JSON."""
     defaults = {f.name: f.default for f in fields(Config) if f.default is not MISSING}
-    return {name: defaults[name] for name in identity if name in defaults}
+    return json.loads(json.dumps({name: defaults[name] for name in identity if name in defaults}))
 
 
 def newest_run(config):

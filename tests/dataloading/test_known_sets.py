@@ -37,6 +37,7 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
     columns = SCHEMAS[name][1]
     assert f"set         {name}: from {columns[0]} to {columns[1]} by {columns[2]}\n" in out
     assert f"{columns[0]}: struct<bytes: binary, path: string>  <- original image" in out
+    assert ("  <- mask, read for" in out) == (name in ("osunlp/MagicBrush", "BleachNick/UltraEdit"))
     assert preview.exists() and "unreadable  0 of 8 rows" in out
     assert ("list<element: string>  <- prompt" in out) == ("OmniEdit" in name)
 

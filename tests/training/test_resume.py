@@ -745,6 +745,18 @@ def test_a_finished_run_is_replaced_only_if_it_cannot_go_on(tmp_path, capsys):
     assert find(tmp_path, 30, overwrite_output_dir=True) == 30
 
 
+def test_a_checkpoint_from_before_a_flag_has_its_default(tmp_path):
+    small_run(tmp_path, 20, 30, final="", parts=())
+    config = trainer.Config("", "", output_dir=str(tmp_path))
+    identity = {"max_train_steps": 30, "seed": 3}
+    flags = {"mask_loss_weight": 1.0, "train_data_weights": (), "mask_column": ""}
+    checkpoints, step, _ = find_checkpoint(config, identity | flags)
+    checkpoints.close()
+    assert step == 20
+    with pytest.raises(ValueError, match=r"another run: mask_loss_weight was 1\.0 and is 3\.0"):
+        find_checkpoint(config, identity | flags | {"mask_loss_weight": 3.0})
+
+
 def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
     """The model may be older than the run; a copy of the directory does not keep its time."""
     small_run(tmp_path, 20, 30)
