@@ -204,6 +204,10 @@ def test_bytes_of_what_is_held(model, ema, num_averages):
     scheduler = 4 * (4 * 1000 + 2)  # betas, alphas, their product, timesteps; sigma, index
     assert held["frozen models"] == 2 * elements(frozen) + scheduler
     assert held["batches"] == 3 * 2 * (2 * 16 * 16 * 3 + 77 * 4)  # in use and two ahead, 2 pairs
+    if ema == "none":
+        masked = replace(config, mask_loss_weight=3.0)
+        batches = tpu_compile.train_job(masked, jax.devices()).held["batches"]
+        assert num_bytes(batches) - held["batches"] == 3 * 2 * 16 * 16
     assert job.updates_per_step == num_averages
     assert (job.update is None) == (num_averages == 0)
 
