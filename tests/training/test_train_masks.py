@@ -145,6 +145,14 @@ def test_masks_are_cropped_and_flipped_with_their_pairs(tmp_path):
                 batch["mask"], batch["edited_pixel_values"], batch["edit_prompt"]
             ):
                 np.testing.assert_array_equal(mask, 0 if int(prompt) % 6 == 0 else edited[..., 0])
+    wide = ParquetImagePairs(
+        folder, batch_size=8, resolution=16, mask_column="", sizes=((16, 24), (16, 16))
+    )
+    for batch in wide:
+        assert batch["mask"].shape == (8, 16, 24)
+        with_mask = [int(prompt) % 6 != 0 for prompt in batch["edit_prompt"]]
+        edited = batch["edited_pixel_values"][with_mask, ..., 0]
+        np.testing.assert_array_equal(batch["mask"][with_mask], edited)
     identity = dataset.state_dict()
     assert identity["columns"] == ["original_image, edited_image, edit_prompt, mask_image"]
     plain = ParquetImagePairs(folder, batch_size=8, resolution=16)
