@@ -83,21 +83,23 @@ def to_array(image):
     return array.astype(np.float32) * 2 - 1
 
 
-def prepare_masks(mask):
+def prepare_masks(mask, feather=0):
     """Masks as float32 (B, 1, H, W) of 0 (keep) and 1 (repaint).
 
     Args:
-        mask: mask or list of masks of one size: PIL of any mode, or array (H, W), or arrays
-            (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
+        mask: mask or list of masks of one size: PIL of any mode, see white_part, or array (H, W),
+            or arrays (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
             repainted.
+        feather: width in pixels of a ramp from 0 to 1 inside of the part that is repainted, along
+            its border with the rest; 0: a hard edge.
 
     Raises:
-        ValueError: sizes differ, or it is not a mask.
+        ValueError: sizes differ, or it is not a mask; feather is negative.
     """
     is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
     masks = []
     for one in mask if is_batch else [mask]:
-        array = np.asarray(one.convert("L") if isinstance(one, Image.Image) else one)
+        array = white_part(one) if isinstance(one, Image.Image) else np.asarray(one)
         if array.ndim != 2:
             raise ValueError(f"a mask has shape {array.shape}; as an array it is (H, W)")
         if array.dtype == np.uint8:
@@ -110,7 +112,43 @@ def prepare_masks(mask):
         masks.append(array >= 0.5)
     if len({mask.shape for mask in masks}) != 1:
         raise ValueError("the masks of a batch must have one size; resize them, or call per size")
-    return np.stack(masks)[:, None].astype(np.float32)
+    return np.stack([ramp(mask, feather) for mask in masks])[:, None]
+
+
+def white_part(mask):
+    """Where a PIL image of a mask is white, bool (H, W).
+
+    White are values of 128 and more, or transparent parts, as in MagicBrush: the image to edit with
+    a hole. If all that is not transparent is white, it is paint on an empty layer, and the paint
+    counts.
+    """
+    if mask.has_transparency_data:
+        rgba = np.asarray(mask.convert("RGBA"))
+        hole = rgba[..., 3] < 128
+        if hole.any():
+            is_paint = not hole.all() and (rgba[~hole] >= 128).all()
+            return ~hole if is_paint else hole
+    if mask.mode == "I" and mask.getextrema()[1] < 256:
+        return np.asarray(mask) >= 128
+    return np.asarray(to_rgb(mask).convert("L")) >= 128
+
+
+def ramp(inside, feather):
+    """Weights of a mask, float32 (H, W): 0 outside, and inside up to 1 at a distance from the rest.
+
+    Args:
+        inside: bool (H, W).
+        feather: pixels inside of the border that get less than 1. The edge of the image is no
+            border.
+    """
+    if feather < 0:
+        raise ValueError(f"mask_feather={feather} must be 0 or more pixels; 0 is a hard edge")
+    if feather == 0 or inside.all():
+        return inside.astype(np.float32)
+    from scipy.ndimage import distance_transform_edt  # not for most images
+
+    distance = distance_transform_edt(inside)  # from a pixel's centre to the next one outside
+    return np.minimum(distance / (feather + 1), 1).astype(np.float32)
 
 
 def save_image(image, path, software=None):
@@ -218,6 +256,33 @@ def pair_up(first, second, first_name="prompts", second_name="images"):
         )
     B = max(sizes)
     return np.repeat(first, B // sizes[0], axis=0), np.repeat(second, B // sizes[1], axis=0)
+
+
+def pair_with_masks(prompt_ids, image, mask, factor=1, feather=0):
+    """Repeat a single prompt, image or mask for many of the rest.
+
+    Args:
+        prompt_ids: int32 (B, 77), SDXL (B, 2, 77).
+        image: (B, C, H, W), or latents.
+        mask, feather: see prepare_masks.
+        factor: pixels per side of the image's pixels or latents.
+
+    Returns:
+        (prompt_ids, image, mask), mask float32 (B, 1, H, W) from 0 to 1.
+
+    Raises:
+        ValueError: numbers or sizes differ, or it is not a mask.
+    """
+    mask = prepare_masks(mask, feather)
+    height, width = (side * factor for side in image.shape[2:])
+    if mask.shape[2:] != (height, width):
+        raise ValueError(
+            f"image is {height}x{width} and mask {mask.shape[2]}x{mask.shape[3]} (height x "
+            "width); resize one of them"
+        )
+    image, mask = pair_up(image, mask, "images", "masks")
+    prompt_ids, image = pair_up(prompt_ids, image)
+    return prompt_ids, image, pair_up(prompt_ids, mask)[1]
 
 
 def check_finite_images(images, which, lora=()):

@@ -84,7 +84,9 @@ class Generation:
                 prepare_inputs; image to image also takes scaled latents (B, 4, h, w), as from
                 output_type="latent". For ControlNets the condition, in [0, 1], as from
                 prepare_image_inputs: (B, 3, H, W), for several (B, ControlNets, 3, H, W).
-            mask: for inpainting, float32 (B, 1, H, W), 1 where the image is repainted.
+            mask: for inpainting, float32 (B, 1, H, W), 1 where the image is repainted. For edits
+                weights from 0, where the image stays as it is, to 1, where it may change; None: it
+                may change everywhere.
             masked_image: for inpainting, float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted,
                 or scaled latents; read by a UNet of 9 channels.
             params: from from_pretrained; with jit replicated. Without jit the call runs where
@@ -281,7 +283,17 @@ class Generation:
         return jax.tree.map(jnp.asarray, constants), scales
 
     def _denoise(
-        self, params, schedule, x_t, keys, branches, inputs, combine, eta, after_step=None
+        self,
+        params,
+        schedule,
+        x_t,
+        keys,
+        branches,
+        inputs,
+        combine,
+        eta,
+        after_step=None,
+        finish=lambda images: images,
     ):
         """x_0 of x_t.
 
@@ -295,11 +307,15 @@ class Generation:
                 arrays hold all rows of one branch, then all rows of the next.
             combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
                 (B, C, h, w).
+            finish: changes the decoded images of previews.
         """
         state, scales = schedule
         watch = None
         if self.preview:
-            tiny_decode = partial(decode, self.tiny_vae, params["tiny_vae"])
+
+            def tiny_decode(x_0):
+                return finish(decode(self.tiny_vae, params["tiny_vae"], x_0))
+
             prediction_type = self.scheduler.vp_prediction_type
             watch = self.preview.watch(tiny_decode, prediction_type, scales, keys)
         if self.accelerate:

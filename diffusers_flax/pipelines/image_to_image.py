@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from diffusers_flax.images import pair_up, prepare_images, prepare_masks
+from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage, check_channels
 from diffusers_flax.pipelines.sampling import (
@@ -268,33 +268,6 @@ class Inpainting(ImageToImage):
                     f"prompt_ids has shape {prompt_ids.shape}, mask {mask.shape}, {name} "
                     f"{shape}; they need one batch and one size; prepare_inputs makes them"
                 )
-
-
-def pair_with_masks(prompt_ids, image, mask, factor):
-    """Repeat a single prompt, image or mask for many of the rest.
-
-    Args:
-        prompt_ids: int32 (B, 77), SDXL (B, 2, 77).
-        image: (B, C, H, W), or latents.
-        mask: see prepare_masks.
-        factor: pixels per side of the image's pixels or latents.
-
-    Returns:
-        (prompt_ids, image, mask), mask float32 (B, 1, H, W) of 0 and 1.
-
-    Raises:
-        ValueError: numbers or sizes differ, or it is not a mask.
-    """
-    mask = prepare_masks(mask)
-    height, width = (side * factor for side in image.shape[2:])
-    if mask.shape[2:] != (height, width):
-        raise ValueError(
-            f"image is {height}x{width} and mask {mask.shape[2]}x{mask.shape[3]} (height x "
-            "width); resize one of them"
-        )
-    image, mask = pair_up(image, mask, "images", "masks")
-    prompt_ids, image = pair_up(prompt_ids, image)
-    return prompt_ids, image, pair_up(prompt_ids, mask)[1]
 
 
 def blank(image, mask, size):

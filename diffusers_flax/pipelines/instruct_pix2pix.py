@@ -4,30 +4,39 @@
     prompt_ids, image = pipeline.prepare_inputs("make it red", Image.open("in.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0)).images    # (1, H, W, 3), [0, 1]
 
+An edit of a part of the image, the white part of a mask; all other pixels stay as they are:
+
+    prompt_ids, image, mask = pipeline.prepare_inputs("make it red", image, Image.open("mask.png"))
+    images = pipeline(prompt_ids, image, params, jax.random.key(0), mask=mask).images
+
 On several devices, each with an equal part of the images:
 
     p_params = flax.jax_utils.replicate(params)
     prompt_ids, image = flax.training.common_utils.shard((prompt_ids, image))
     images = pipeline(prompt_ids, image, p_params, key, jit=True).images  # (devices, B, H, W, 3)
 
-Source: InstructPix2Pix (arXiv 2211.09800).
+Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arXiv 2206.02779).
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.acceleration.plans import TGate
-from diffusers_flax.images import pair_up, prepare_images
+from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
 from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts
 from diffusers_flax.pipelines.calls import published_call, with_options
 from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.sampling import (
+    keep_outside,
     keys_per_image,
+    latent_mask,
+    paste,
     rescale_guidance,
     resize,
     rows_of_branches,
@@ -153,32 +162,49 @@ class InstructPix2Pix:
                 "--accelerate tgate is for text to image; for edits take guidance:stop=0.6"
             )
 
-    def prepare_inputs(self, prompt, image):
+    def prepare_inputs(self, prompt, image, mask=None, mask_feather=0):
         """Turn instructions and images into arrays; a single one of either is repeated.
 
         Args:
             prompt: str or list of str.
             image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
                 or arrays (B, H, W, 3); uint8, or float in [0, 1].
+            mask: one or as many, of the images' size, white (1) where an image may change; see
+                images.prepare_masks. None: everywhere.
+            mask_feather: pixels inside of the white part, along its border, in which the edit fades
+                in.
 
         Returns:
-            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1].
+            (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1]; with a mask
+            (prompt_ids, image, mask), the last float32 (B, 1, H, W) from 0 to 1.
 
         Raises:
-            ValueError: numbers of prompts and images differ, sizes differ, or it is not an image.
+            ValueError: numbers of prompts, images and masks differ, sizes differ, it is not an
+                image, or a mask has no white.
         """
-        return pair_up(self.prepare_text_inputs(prompt), prepare_images(image))
+        prompt_ids, image = self.prepare_text_inputs(prompt), prepare_images(image)
+        if mask is None:
+            return pair_up(prompt_ids, image)
+        prompt_ids, image, mask = pair_with_masks(prompt_ids, image, mask, feather=mask_feather)
+        if not mask.any((1, 2, 3)).all():
+            raise ValueError("a mask has no white, so nothing may change; white may change")
+        return prompt_ids, image, mask
 
     __call__ = published_call(
         Generation.__call__,
         *("prompt_ids", "image", "params", "prng_seed", "num_inference_steps", "guidance_scale"),
         *("image_guidance_scale", "height", "width", "latents", "neg_prompt_ids", "return_dict"),
-        *("jit", "output_type", "guidance_rescale", "timesteps", "eta"),
+        *("jit", "output_type", "guidance_rescale", "timesteps", "eta", "mask"),
     )
 
     def _check_inputs(self, given):
         if given["image"].dtype == np.uint8:
             raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")
+        if (mask := given["mask"]) is not None and getattr(mask, "dtype", None) != np.float32:
+            raise ValueError(
+                f"mask is of type {getattr(mask, 'dtype', type(mask).__name__)}; prepare_inputs "
+                "makes it float32 from 0 to 1"
+            )
 
     def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
         """The branches of guidance to compute; see edit_branches."""
@@ -188,7 +214,7 @@ class InstructPix2Pix:
     @with_options(
         *("num_inference_steps", "height", "width", "guidance_scale", "image_guidance_scale"),
         *("latents", "neg_prompt_ids", "branches", "guidance_rescale", "timesteps", "eta"),
-        "return_latents",
+        *("return_latents", "mask"),
     )
     def _generate(self, prompt_ids, image, params, prng_seed, given):
         """The edit as one pure function of arrays, for one device; jit or pmap it.
@@ -212,17 +238,20 @@ class InstructPix2Pix:
                 "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
             )
 
+        if given.mask is not None and given.mask.shape != (B, 1, *image.shape[2:]):
+            raise ValueError(
+                f"mask has shape {given.mask.shape}, image {image.shape}; mask is (batch, 1, "
+                "height, width) of the same batch and size; prepare_inputs makes both"
+            )
+
         # The image to edit: the posterior's mode, unscaled but for CosXL Edit, as in training
         # (section 3.2).
         vae = self._vae
-        posterior = vae.apply(
-            {"params": params["vae"]},
-            resize(image, self.image_size(given.height, given.width, image.shape)),
-            method=vae.encode,
-        ).latent_dist
-        image_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
-        if self.is_cosxl_edit:
-            image_latents = image_latents * vae.config.scaling_factor
+        image = resize(image, self.image_size(given.height, given.width, image.shape))
+        posterior = vae.apply({"params": params["vae"]}, image, method=vae.encode).latent_dist
+        latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
+        scaling_factor = vae.config.scaling_factor
+        image_latents = latents * scaling_factor if self.is_cosxl_edit else latents
         image_latents_in = jnp.concatenate(
             [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
         )
@@ -235,9 +264,15 @@ class InstructPix2Pix:
         schedule = self._schedule(
             given.num_inference_steps, image_latents.shape, timesteps=given.timesteps
         )
-        x_T = (
-            starting_noise(given.latents, keys, image_latents.shape) * schedule[0].init_noise_sigma
-        )
+        noise = starting_noise(given.latents, keys, image_latents.shape)
+        x_T = noise * schedule[0].init_noise_sigma
+        after_step, finish = None, lambda images: images
+        if given.mask is not None:
+            mask = jax.image.resize(given.mask, (B, 1, *image.shape[2:]), "nearest")
+            finish = partial(paste, image=image, mask=mask)
+            mask, num_steps = latent_mask(mask, self.vae_scale_factor), len(schedule[1][0])
+            latents = latents * scaling_factor
+            after_step = keep_outside(self.scheduler, mask, latents, noise, num_steps)
 
         # Denoise
         def inputs(active, x_t, t):
@@ -257,8 +292,10 @@ class InstructPix2Pix:
                 return guided
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        x_0 = self._denoise(params, schedule, x_T, keys, branches, inputs, combine, given.eta)
-        return x_0 if given.return_latents else self._decode(params, x_0)
+        of_mask = {"after_step": after_step, "finish": finish}
+        arguments = params, schedule, x_T, keys, branches, inputs, combine, given.eta
+        x_0 = self._denoise(*arguments, **of_mask)
+        return x_0 if given.return_latents else finish(self._decode(params, x_0))
 
 
 @dataclass(frozen=True, eq=False)

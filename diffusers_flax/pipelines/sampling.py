@@ -276,6 +276,32 @@ def keep_outside(scheduler, mask, latents, noise, num_steps):
     return after_step
 
 
+def latent_mask(mask, factor):
+    """A mask of latents: the largest value of the pixels that each of them stands for.
+
+    Args:
+        mask: (B, 1, H, W).
+        factor: pixels per latent along a side.
+
+    Returns:
+        (B, 1, H / factor, W / factor).
+    """
+    B, _, H, W = mask.shape
+    return mask.reshape(B, 1, H // factor, factor, W // factor, factor).max((3, 5))
+
+
+def paste(images, image, mask):
+    """Images inside a mask, another image outside, float32 (B, H, W, 3) in [0, 1].
+
+    Args:
+        images: (B, H, W, 3) in [0, 1].
+        image: (B, 3, H, W) in [-1, 1].
+        mask: (B, 1, H, W), 1 for images, 0 for image.
+    """
+    image, mask = (jnp.transpose(x, (0, 2, 3, 1)) for x in (image / 2 + 0.5, mask))
+    return mask * images + (1 - mask) * image
+
+
 def encode(vae, params, image, keys):
     """Scaled latents of images, drawn from the VAE's posterior.
 

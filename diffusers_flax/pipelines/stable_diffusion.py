@@ -18,7 +18,7 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 
 from dataclasses import dataclass
 
-from diffusers_flax.images import prepare_images
+from diffusers_flax.images import pair_with_masks, prepare_images
 from diffusers_flax.pipelines.base import StableDiffusionParts
 from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage
@@ -26,7 +26,6 @@ from diffusers_flax.pipelines.image_to_image import (
     RANGE,
     ImageToImage,
     Inpainting,
-    pair_with_masks,
 )
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 
@@ -80,7 +79,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
             ValueError: numbers or sizes differ, or one is not an image.
         """
         arrays = self.prepare_text_inputs(prompt), prepare_images(image), mask
-        prompt_ids, image, mask = pair_with_masks(*arrays, factor=1)
+        prompt_ids, image, mask = pair_with_masks(*arrays)
         return prompt_ids, image * (mask < 0.5), mask
 
     __call__ = published_call(

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from diffusers_flax.images import pair_with_masks
 from diffusers_flax.loading.directories import has, read_index
 from diffusers_flax.loading.hub import locate
 from diffusers_flax.loading.tokenizer import tokenize
@@ -37,12 +38,7 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import MODULES, TEXT_ENCODERS, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.calls import AYS_SDXL, CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage
-from diffusers_flax.pipelines.image_to_image import (
-    RANGE,
-    ImageToImage,
-    Inpainting,
-    pair_with_masks,
-)
+from diffusers_flax.pipelines.image_to_image import RANGE, ImageToImage, Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.sampling import rows_per_image
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
