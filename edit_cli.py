@@ -3,9 +3,12 @@
     python edit_cli.py --model MODEL --input in.jpg --edit "make it red" --output out.png
     python edit_cli.py --model MODEL --input a.jpg b.jpg --edit "make it red" --output edited/
     python edit_cli.py --model MODEL --edits_jsonl edits.jsonl --batch_size 8 --grid grid.png
+    python edit_cli.py --model MODEL --input in.png --mask mask.png --edit "make it red"
 
-The last takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
-relative to the list; docs/data.md has the table of keys. With the model of `make demo`, on a CPU:
+The third takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
+relative to the list; docs/data.md has the table of keys. A line may edit the output of another. In
+the last the image changes where the mask is white; all other pixels stay as they are. With the
+model of `make demo`, on a CPU:
 
     python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
         --edit "invert the colors" --output inverted.png \\
@@ -22,7 +25,7 @@ size run in one batch. Each size compiles once, which takes most of the time of 
 --compilation_cache_dir saves the programs for the next start. Runs on TPU, GPU and CPU, with
 --batch_size images at once on each device.
 
-Source: InstructPix2Pix (arXiv 2211.09800).
+Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arXiv 2206.02779).
 """
 
 import math
@@ -48,14 +51,16 @@ from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
     check_model,
+    devices_for,
     edit_batches,
     edit_size,
     load_fitted,
     load_model,
     plan_edits,
     read_edits,
-    size_of_image,
+    stages_of,
 )
+from editing.masks import check_inputs, check_masks, load_mask
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,11 @@ class Config:
     edit: tuple[str, ...] = ()  # instructions: one per image, or one for all
     # image (.png, .jpg); several edits: a directory; default: next to each input
     output: Path | None = None
-    edits_jsonl: Path | None = None  # lines {"input", "edit", "output"} instead of the three above
+    # lines {"input", "edit", "output"}, also "mask", instead of the three above
+    edits_jsonl: Path | None = None
+    # images, white where an input may change: one per input, or one for all; default: everywhere
+    mask: tuple[Path, ...] = ()
+    mask_feather: int = 0  # pixels inside of the white part, from its border, to fade the edit in
     num_inference_steps: int = 50  # denoising steps
     # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
     # ays, the ten of Align-Your-Steps for the model's family
@@ -111,16 +120,19 @@ class Edit:
     input: Path
     instruction: str
     output: Path
+    mask: Path | None = None  # white where the image may change; None: everywhere
+    after: int | None = None  # index of the edit whose output is the input
 
 
-def edits_of_flags(inputs, instructions, output):
-    """Pair the images and instructions of the command line and name the outputs.
+def edits_of_flags(inputs, instructions, output, masks=()):
+    """Pair the images, instructions and masks of the command line and name the outputs.
 
     Args:
         inputs: paths.
         instructions: as many, or one.
         output: file or existing directory for one edit, directory for several; None: next to each,
             NAME-edited.png.
+        masks: as many as inputs, or one, or none.
 
     Returns:
         List of Edit.
@@ -143,6 +155,12 @@ def edits_of_flags(inputs, instructions, output):
             "in quotation marks, or one for all"
         )
     instructions = list(instructions) * (len(inputs) // len(instructions))
+    if len(masks) not in (0, 1, len(inputs)):
+        raise ValueError(
+            f"{len(masks)} --mask do not fit {len(inputs)} --input; give one per input, or one for "
+            "all"
+        )
+    masks = list(masks or [None]) * (len(inputs) // max(1, len(masks)))
     if output is None:
         outputs = [path.with_name(f"{path.stem}-edited.png") for path in inputs]
     elif len(inputs) == 1 and not output.is_dir():
@@ -151,11 +169,11 @@ def edits_of_flags(inputs, instructions, output):
         raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a directory")
     else:
         outputs = [output / f"{path.stem}.png" for path in inputs]
-    return [Edit(i, *row) for i, row in enumerate(zip(inputs, instructions, outputs))]
+    return [Edit(i, *row) for i, row in enumerate(zip(inputs, instructions, outputs, masks))]
 
 
 def edits_of_jsonl(file):
-    """Read a list of edits, rows of {"input", "edit", "output"}."""
+    """Read a list of edits, rows of {"input", "edit", "output", "mask"}."""
     return [Edit(i, *row) for i, row in enumerate(read_edits(file))]
 
 
@@ -169,10 +187,12 @@ def check_outputs(edits, grid):
     if count > 1:
         raise ValueError(f"{count} images would be written to {path}; give each its own output")
     for edit in edits:
-        if edit.input.resolve() in written:
+        if edit.after is None and edit.input.resolve() in written:
             raise ValueError(
                 f"{edit.input} is an input and would be overwritten; name another output"
             )
+        if edit.mask and edit.mask.resolve() in written:
+            raise ValueError(f"{edit.mask} is a mask and would be overwritten; name another output")
 
 
 def before_after_grid(edits, sizes):
@@ -207,7 +227,8 @@ def run_edits(pipeline, params, edits, sizes, config):
         sizes: (width, height) of each edit.
         config: Config.
     """
-    devices = jax.local_devices()[: len(edits)]
+    stages = stages_of(edits)
+    devices = devices_for(len(edits), stages)
     replicate_params(params, devices)
     with tqdm(total=len(edits), unit="edit") as bar:
         batches = edit_batches(
@@ -227,6 +248,9 @@ def run_edits(pipeline, params, edits, sizes, config):
             timesteps=config.timesteps,
             eta=config.eta,
             lora=config.lora,
+            stages=stages,
+            load_mask=load_mask,
+            mask_feather=config.mask_feather,
         )
         for batch, images, _ in batches:
             for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
@@ -244,6 +268,10 @@ def check_flags(config):
             raise ValueError(f"--{name} {value} must be at least 1")
     for name in ("guidance_scale", "image_guidance_scale"):
         check_scale(name, getattr(config, name))
+    if config.mask and config.edits_jsonl:
+        raise ValueError('--mask is for --input; give "mask" in the rows of --edits_jsonl')
+    if config.mask_feather < 0:
+        raise ValueError(f"--mask_feather {config.mask_feather} must be 0 or more pixels")
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
 
@@ -254,13 +282,13 @@ def run(config):
     if config.edits_jsonl:
         edits = edits_of_jsonl(config.edits_jsonl)
     else:
-        edits = edits_of_flags(config.input, config.edit, config.output)
+        edits = edits_of_flags(config.input, config.edit, config.output, config.mask)
+    if config.mask_feather and not any(edit.mask for edit in edits):
+        raise ValueError(f"--mask_feather {config.mask_feather} is for --mask; give both or none")
     check_outputs(edits, config.grid)
     use_compilation_cache(config.compilation_cache_dir)
-    image_sizes = [
-        size_of_image(edit.input)
-        for edit in tqdm(edits, "checking images", unit="edit", disable=len(edits) < 100)
-    ]
+    bar = partial(tqdm, desc="checking images", unit="edit", disable=len(edits) < 100)
+    image_sizes = check_inputs(edits, bar)
 
     config = with_single_files(config, "model")
     checked = check_model(
@@ -274,7 +302,7 @@ def run(config):
         config.accelerate,
         (config.guidance_scale, config.image_guidance_scale),
     )
-    outputs, inputs = zip(*((edit.output, edit.input) for edit in edits))
+    outputs, inputs, masks = zip(*((edit.output, edit.input, edit.mask) for edit in edits))
     ays = checked.pipeline_type.ays_timesteps
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, ays)
     preview = preview_files(
@@ -283,11 +311,13 @@ def run(config):
         outputs,
         count_steps(checked.scheduler, steps),
         config.seed,
-        [*inputs, config.grid],
+        [*inputs, *masks, config.grid],
     )
     sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
+    edits = check_masks(edits, image_sizes, sizes)
     dtype = choose_dtype(config.dtype)
     branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
+    of_edits = {"sizes": sizes, "batch_size": config.batch_size, "stages": stages_of(edits)}
     pipeline, params = load_model(
         config.model,
         checked.pipeline_type,
@@ -296,7 +326,7 @@ def run(config):
         config.lora,
         config.accelerate,
         preview,
-        partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
+        partial(plan_edits, branches=branches, **of_edits),
         config.embedding,
         config.unet_delta,
     )

@@ -13,8 +13,9 @@ With the model of `make demo`, on a CPU, in a minute and without CLIP:
 Every model edits every pair at every combination of the two scales and every seed. --data_dir is a
 directory of parquet shards as for training. --pairs_jsonl has lines {"input": "a.jpg",
 "instruction": "make it red", "truth": "a_red.jpg", "input_caption": "an apple",
-"output_caption": "a red apple"}, of which the last three are optional, with paths relative to the
-list; docs/data.md has the table of keys.
+"output_caption": "a red apple", "mask": "apple.png"}, of which the last four are optional, with
+paths relative to the list; docs/data.md has the table of keys. Where pairs have masks, pixels are
+also measured inside and outside of them.
 
 Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
 curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
@@ -76,6 +77,10 @@ class Config:
     edit_prompt_column: str = ""  # instruction; "": likewise
     original_prompt_column: str = ""  # caption of the image to edit; "": original_prompt
     edited_prompt_column: str = ""  # caption of the truth; "": edited_prompt
+    # mask, white where the truth may differ; "": mask, mask_image or mask_img, if there is one
+    mask_column: str = ""
+    use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
+    mask_feather: int = 0  # of --use_masks: pixels inside of the white part to fade the edit in
     # edits; all combinations of the three lists
     guidance_scale: tuple[float, ...] = (7.5,)  # weight of the instruction, >= 0
     image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
@@ -128,6 +133,10 @@ def check_flags(config):
             check_scale(name, value)
     for seed in config.seeds:
         check_seed("seeds", seed)
+    if config.mask_feather < 0 or (config.mask_feather and not config.use_masks):
+        raise ValueError(
+            f"--mask_feather {config.mask_feather} must be 0 or more pixels, with --use_masks"
+        )
     check_scheduler(config.scheduler)
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
@@ -142,7 +151,8 @@ def read_compared_pairs(config):
         config.edit_prompt_column,
     )
     captions = (config.original_prompt_column, config.edited_prompt_column)
-    return pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
+    of_shards = config.data_dir, columns, captions, config.mask_column
+    return pairs_of_shards(*of_shards, config.max_pairs)
 
 
 def check_compared_models(config, all_scales):
@@ -186,6 +196,7 @@ def settings_of_results(config, pairs, resolution, factor):
     return {
         "num_pairs": len(pairs),
         "num_truths": sum(pair.truth is not None for pair in pairs),
+        "num_masks": sum(pair.mask is not None for pair in pairs) or None,
         "checksum of the pairs": checksum_of_pairs(pairs),
         "num_inference_steps": steps["num_inference_steps"],
         "resolution": resolution,
@@ -204,6 +215,8 @@ def settings_of_results(config, pairs, resolution, factor):
         "checksum of the TAESD": tiny_vae_checksum(accelerate),
         "dtype": str(choose_dtype(config.dtype)),
         "batch_size": config.batch_size,
+        "use_masks": config.use_masks or None,
+        "mask_feather": config.mask_feather or None,
         "clip_model": config.clip_model or "none",
         "devices": f"{len(devices)} x {devices[0].device_kind}",
     }

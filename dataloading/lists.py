@@ -9,6 +9,9 @@ text must agree. `output` is the file that edit_cli.py writes, never an image to
 
 Paths are relative to the list. An image that is not there is looked up in the working directory,
 which a warning says; the output of that row is relative to the working directory too.
+
+Where rows have outputs, the image of a row may be the output of another row, so that several edits
+follow one another; both are then relative to the same directory.
 """
 
 import csv
@@ -24,13 +27,15 @@ NAMES = {  # what a row has -> accepted keys
     "original_image": ("original_image", "input_image", "original", "input"),
     "edited_image": ("edited_image", "output_image", "edited", "truth"),
     "edit_prompt": ("edit_prompt", "edit", "instruction"),
+    "mask": ("mask", "mask_image", "mask_img"),
     "output": ("output",),
     "original_prompt": ("original_prompt", "original_caption", "input_caption"),
     "edited_prompt": ("edited_prompt", "edited_caption", "output_caption"),
     "file_name": ("file_name", "file", "name"),
 }
 IMAGES = ("original_image", "edited_image")
-PATHS = (*IMAGES, "output")
+READ = (*IMAGES, "mask")  # files that must exist
+PATHS = (*READ, "output")
 CAPTIONS = ("original_prompt", "edited_prompt")
 MAX_NAMED_PROBLEMS = 10  # in an error message
 
@@ -85,36 +90,40 @@ def list_rows(
 
     Returns:
         (rows, problems). A row is a dict of "line", the line on which it begins, from 1, and of
-        the values by the keys of NAMES: texts, Paths for the keys in PATHS, None if missing. A
-        problem is (line, description) of an invalid row or a missing image.
+        the values by the keys of NAMES: texts, Paths for the keys in PATHS, None if missing. With
+        outputs also "after", the line of the row whose output it edits, or None. A problem is
+        (line, description) of an invalid row or a missing image.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
     """
-    rows, problems, elsewhere = [], [], []
+    found, problems = [], []
     for line, content in islice(read_objects(given, file, required), max_rows):
         try:
             if isinstance(content, str):
                 raise ValueError(content)
-            texts = parse_texts(content, required, optional)
+            found.append({"line": line} | parse_texts(content, required, optional))
         except ValueError as error:
             problems.append((line, str(error)))
-            continue
-        bases = {name: find_base(texts[name], file.parent) for name in IMAGES if texts.get(name)}
-        images = {name: base / texts[name] for name, base in bases.items()}
-        if missing := [path for path in images.values() if not os.path.isfile(path)]:
-            problems += [
-                (line, f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}")
-                for path in missing
-            ]
-            continue
-        row = {"line": line} | texts | images
-        if texts.get("output"):
-            row["output"] = bases["original_image"] / texts["output"]
-        rows.append(row)
-        elsewhere += [texts[name] for name, base in bases.items() if base != file.parent][:1]
-    if not rows and not problems:
+    if not found and not problems:
         raise ValueError(f"{given} has no rows; write one for each edit")
+
+    rows, elsewhere, of_edits = [], [], {}
+    if "output" in required:
+        of_edits = bases_of_edits(found, file.parent)
+    for texts in found:
+        bases = {name: find_base(texts[name], file.parent) for name in READ if texts.get(name)}
+        if base := of_edits.get(texts["line"]):
+            bases |= {"original_image": base, "output": base}
+        rows.append(texts | {name: base / texts[name] for name, base in bases.items()})
+        elsewhere += [texts[name] for name, base in bases.items() if base != file.parent][:1]
+    if "output" in required:
+        follow_outputs(rows)
+        problems += circles(rows)
+    problems += [problem for row in rows for problem in missing_files(row)]
+    problems.sort(key=lambda problem: problem[0])
+    wrong = {line for line, _ in problems}
+    rows = [row for row in rows if row["line"] not in wrong]
     if elsewhere:
         logger.warning(
             "%s: images are in the working directory, not beside the list (rows: %d), for example "
@@ -123,6 +132,70 @@ def list_rows(
             "; outputs of these rows go to the working directory too" * ("output" in required),
         )  # fmt: skip
     return rows, problems
+
+
+def bases_of_edits(rows: list[dict], folder: Path) -> dict[int, Path]:
+    """The directory that image and output of a row are relative to: {line: directory}.
+
+    Of a row whose image is written in the list like another row's output, the other row's.
+
+    Args:
+        rows: of "line", "original_image" and "output", texts.
+        folder: of the list.
+    """
+    writers = {os.path.normpath(row["output"]): row for row in rows}
+    bases = {}
+    for row in rows:
+        line, seen = row["line"], set()
+        while (before := writers.get(os.path.normpath(row["original_image"]))) is not None:
+            if before["line"] in seen:  # a circle, see circles
+                break
+            seen.add(before["line"])
+            row = before
+        bases[line] = find_base(row["original_image"], folder)
+    return bases
+
+
+def follow_outputs(rows: list[dict]) -> None:
+    """Set "after" of each row to the line of the row whose output is its image, or None."""
+    lines = {row["output"].resolve(): row["line"] for row in rows}
+    for row in rows:
+        row["after"] = lines.get(row["original_image"].resolve())
+
+
+def circles(rows: list[dict]) -> list[tuple[int, str]]:
+    """A problem for each circle of rows that edit one another's outputs."""
+    rows = {row["line"]: row for row in rows}
+    problems, seen = [], set()
+    for line in rows:
+        path = []
+        while line is not None and line not in seen:
+            seen.add(line)
+            path.append(line)
+            line = rows[line]["after"]
+        if line in path:
+            circle = sorted(path[path.index(line) :])
+            image = rows[circle[0]]["original_image"]
+            problem = f"{image} is an input and would be overwritten; name another output"
+            if len(circle) > 1:
+                *others, last = map(str, circle)
+                problem = (
+                    f"the lines {', '.join(others)} and {last} edit one another's outputs in a "
+                    "circle; one of them must begin with an image that no line writes"
+                )
+            problems.append((circle[0], problem))
+    return problems
+
+
+def missing_files(row: dict) -> list[tuple[int, str]]:
+    """Problems of a row's files that do not exist, but for an image that another row writes."""
+    names = [name for name in READ if name != "original_image" or row.get("after") is None]
+    files = [row[name] for name in names if row.get(name)]
+    return [
+        (row["line"], f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}")
+        for path in files
+        if not os.path.isfile(path)
+    ]
 
 
 def read_objects(

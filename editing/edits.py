@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections import Counter, defaultdict
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import jax
@@ -55,10 +56,32 @@ def fit_image(image, size):
 
 
 def read_edits(file):
-    """Read --edits_jsonl, see dataloading/lists.py: [(path of the image, instruction, output)]."""
+    """Read --edits_jsonl, see dataloading/lists.py.
+
+    Returns:
+        List of (path of the image, instruction, output, mask or None, the place in the list of the
+        edit whose output the image is, or None).
+    """
     names = ("original_image", "edit_prompt", "output")
-    rows = read_list(f"--edits_jsonl {file}", file, names)
-    return [tuple(row[name] for name in names) for row in rows]
+    rows = read_list(f"--edits_jsonl {file}", file, names, ("mask",))
+    places = {row["line"]: place for place, row in enumerate(rows)}
+    return [(*(row[name] for name in (*names, "mask")), places.get(row["after"])) for row in rows]
+
+
+def stages_of(edits):
+    """The order of edits of which some edit the outputs of others.
+
+    Args:
+        edits: objects with after, the place of another edit in the list, or None; no circles.
+
+    Returns:
+        The stage of each edit, from 0; it needs outputs of the stage before.
+    """
+    after = {place: [] if e.after is None else [e.after] for place, e in enumerate(edits)}
+    stages = [0] * len(edits)
+    for place in TopologicalSorter(after).static_order():
+        stages[place] = max((stages[before] + 1 for before in after[place]), default=0)
+    return stages
 
 
 def size_of_image(path):
@@ -174,18 +197,41 @@ def load_model(
     return pipeline, params
 
 
-def plan_edits(pipeline, sizes, batch_size, branches):
+def devices_for(num_edits, stages=None):
+    """The local devices that edits run on, no more than there are edits at once.
+
+    Args:
+        num_edits: number of edits.
+        stages: of stages_of; None: all in one.
+    """
+    return jax.local_devices()[: max(Counter(stages or [0] * num_edits).values())]
+
+
+def rows_at_once(groups, batch_size, num_devices):
+    """How many images of each kind a device edits at once: {kind: number}.
+
+    Args:
+        groups: the (stage, kind) of each edit.
+        batch_size: images per device at once, at most.
+        num_devices: number of devices.
+    """
+    largest = defaultdict(int)
+    for (_, kind), count in Counter(groups).items():
+        largest[kind] = max(largest[kind], count)
+    return {kind: min(batch_size, math.ceil(n / num_devices)) for kind, n in largest.items()}
+
+
+def plan_edits(pipeline, sizes, batch_size, branches, stages=None):
     """plan_images for edit_batches.
 
     Args:
         pipeline, batch_size, branches: as for plan_images.
         sizes: (width, height) of each edit.
+        stages: of stages_of; None: all in one.
     """
-    devices = jax.local_devices()[: len(sizes)]
-    at_once = {
-        size: min(batch_size, math.ceil(count / len(devices)))
-        for size, count in Counter(sizes).items()
-    }
+    devices = devices_for(len(sizes), stages)
+    groups = zip(stages or [0] * len(sizes), sizes)
+    at_once = rows_at_once(groups, batch_size, len(devices))
     size = max(at_once, key=lambda size: at_once[size] * math.prod(size))
     up_to = "up to " if len(at_once) > 1 else ""
     return plan_images(pipeline, devices, len(sizes), at_once[size], branches, size, up_to)
@@ -209,10 +255,14 @@ def edit_batches(
     timesteps=None,
     eta=None,
     lora=(),
+    stages=None,
+    load_mask=None,
+    mask_feather=0,
 ):
     """Edit images over several devices, images of one size together.
 
-    The noise of an edit depends on seed and its index only.
+    The noise of an edit depends on seed and its index only. Edits with masks run in batches of
+    their own.
 
     Args:
         pipeline: InstructPix2Pix.
@@ -226,6 +276,11 @@ def edit_batches(
         seed, num_inference_steps, guidance_scale, image_guidance_scale, negative_prompt, timesteps,
             eta: of all edits.
         lora: names for the error of a result that is not finite.
+        stages: of stages_of; images of a stage are loaded after all results of the stages before
+            were yielded. None: all in one.
+        load_mask: (edit, size) -> the PIL mask of an edit whose mask is not None, of that size;
+            None: no edit has a mask.
+        mask_feather: see InstructPix2Pix.prepare_inputs.
 
     Yields:
         (list of edits, their results, NumPy float32 (n, H, W, 3) in [0, 1], seconds of the
@@ -242,17 +297,23 @@ def edit_batches(
     base_key, num_devices = jax.random.key(seed), len(devices)
     groups = defaultdict(list)
     for row, (edit, size) in enumerate(zip(edits, sizes)):
-        groups[size].append((row, edit))
+        masked = load_mask is not None and edit.mask is not None
+        groups[stages[row] if stages else 0, (size, masked)].append((row, edit))
+    num_edits = (key for key, group in groups.items() for _ in group)
+    per_device = rows_at_once(num_edits, batch_size, num_devices)
 
-    for size, group in groups.items():
-        at_once = min(batch_size, math.ceil(len(group) / num_devices)) * num_devices
+    for key in sorted(groups, key=lambda key: key[0]):
+        group, (_, (size, masked)) = groups[key], key
+        at_once = per_device[size, masked] * num_devices
         bar.set_description(f"compiling {size[0]}x{size[1]}")
         for start in range(0, len(group), at_once):
             batch = group[start : start + at_once]
             padded = batch + batch[-1:] * (at_once - len(batch))
-            prompt_ids, image, keys, neg_ids = batch_inputs(
+            prompt_ids, image, keys, neg_ids, mask = batch_inputs(
                 pipeline,
                 [load(edit, size) for _, edit in padded],
+                [load_mask(edit, size) for _, edit in padded] if masked else None,
+                mask_feather,
                 all_prompt_ids[[row for row, _ in padded]],
                 neg_prompt_ids,
                 base_key,
@@ -272,6 +333,7 @@ def edit_batches(
                 jit=True,
                 timesteps=timesteps,
                 eta=eta,
+                mask=mask,
             ).images  # (devices, B, H, W, 3)
             images = np.asarray(images)
             seconds = time.perf_counter() - started
@@ -282,25 +344,39 @@ def edit_batches(
             bar.update(len(batch))
 
 
-def batch_inputs(pipeline, images, prompt_ids, neg_prompt_ids, base_key, indices, num_devices):
+def batch_inputs(
+    pipeline,
+    images,
+    masks,
+    mask_feather,
+    prompt_ids,
+    neg_prompt_ids,
+    base_key,
+    indices,
+    num_devices,
+):
     """The arrays of the pipeline's call for the edits of a batch.
 
     Args:
         pipeline: InstructPix2Pix.
         images: PIL images of one size, (devices * B).
+        masks: as many, or None.
+        mask_feather: see InstructPix2Pix.prepare_inputs.
         prompt_ids: of their instructions, (devices * B, ...).
         neg_prompt_ids: of the negative prompt, (1, ...), or None.
         base_key, indices: the noise of an edit has the key fold_in(base_key, index).
         num_devices: number of devices.
 
     Returns:
-        (prompt_ids, image, keys, neg_prompt_ids), each (devices, B, ...).
+        (prompt_ids, image, keys, neg_prompt_ids, mask), each (devices, B, ...); the last two may
+        be None.
     """
-    _, image = pipeline.prepare_inputs("", images)
+    _, image, *mask = pipeline.prepare_inputs("", images, masks, mask_feather)
+    mask = mask[0] if mask else None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices)
     if neg_prompt_ids is not None:
         neg_prompt_ids = np.broadcast_to(neg_prompt_ids, prompt_ids.shape)
     return jax.tree.map(
         lambda x: x.reshape(num_devices, -1, *x.shape[1:]),
-        (prompt_ids, image, keys, neg_prompt_ids),
+        (prompt_ids, image, keys, neg_prompt_ids, mask),
     )

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from dataloading.images import decode_image
-from dataloading.lists import CAPTIONS, IMAGES, read_list
+from dataloading.lists import CAPTIONS, READ, read_list
 from dataloading.shards import (
+    MASK_COLUMNS,
     choose_instruction,
     latents_metadata,
     list_row_groups,
@@ -23,6 +24,7 @@ from dataloading.shards import (
 )
 from diffusers_flax.messages import one_line
 from editing.edits import fit_image
+from editing.masks import decode_mask, fit_mask
 from editing.metrics import CLIP_METRICS
 
 CAPTION_COLUMNS = {
@@ -36,7 +38,7 @@ class HeldOutPair:
     """An image to edit with its instruction, and what the result should be, as far as known.
 
     index is its place in the list, on which the noise depends; input names it in messages; images
-    are encoded.
+    are encoded. mask: white where the truth may differ from the image to edit.
     """
 
     index: int
@@ -46,6 +48,7 @@ class HeldOutPair:
     truth: bytes | None = None
     input_caption: str | None = None
     output_caption: str | None = None
+    mask: bytes | None = None
 
     def size(self):
         """(width, height) of the image to edit."""
@@ -59,10 +62,18 @@ class HeldOutPair:
         """The true result, PIL, likewise; None if unknown."""
         return None if self.truth is None else fit_image(self._decode(self.truth), size)
 
+    def fitted_mask(self, size):
+        """The mask, PIL of mode 1, likewise; None if there is none."""
+        if self.mask is None:
+            return None
+        return fit_mask(decode_mask(self.mask, f"{self.input}: its mask"), size)
+
     def check(self):
         """Raise a ValueError if an image cannot be decoded."""
         for data in filter(None, (self.original, self.truth)):
             self._decode(data)
+        if self.mask is not None:
+            decode_mask(self.mask, f"{self.input}: its mask")
 
     def _decode(self, data):
         try:
@@ -85,11 +96,11 @@ def pairs_of_jsonl(file, max_pairs=None):
         ValueError: a row lacks a required key or has a value that is not text, or a file cannot be
             read.
     """
-    required, optional = ("original_image", "edit_prompt"), ("edited_image", *CAPTIONS)
+    required, optional = ("original_image", "edit_prompt"), ("edited_image", "mask", *CAPTIONS)
     pairs = []
     for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
         data = {}
-        for name in IMAGES:
+        for name in READ:
             try:
                 data[name] = row[name].read_bytes() if row[name] else None
             except OSError as error:
@@ -98,12 +109,13 @@ def pairs_of_jsonl(file, max_pairs=None):
                     f"{error.strerror or error}; check the path"
                 ) from error
         captions = (row[name] for name in CAPTIONS)
-        name = str(row["original_image"])
-        pairs.append(HeldOutPair(len(pairs), name, row["edit_prompt"], *data.values(), *captions))
+        name, images = str(row["original_image"]), (data["original_image"], data["edited_image"])
+        pair = (len(pairs), name, row["edit_prompt"], *images, *captions, data["mask"])
+        pairs.append(HeldOutPair(*pair))
     return pairs
 
 
-def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
+def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pairs=None):
     """Read the pairs of a directory of parquet shards.
 
     Args:
@@ -112,6 +124,7 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
             names that public datasets have.
         caption_columns: names of the columns of the captions before and after; "":
             original_prompt and edited_prompt, which may be missing.
+        mask_column: name of the column of masks; "": one of MASK_COLUMNS, which may be missing.
         max_pairs: read the first ones only; None: all.
 
     Returns:
@@ -138,6 +151,13 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
                     f"with --{flag}"
                 )
             captions.append(given or default)
+        if mask_column and mask_column not in names:
+            raise ValueError(
+                f"{group.path} has no column {mask_column}; it has {', '.join(names)}: choose one "
+                "with --mask_column"
+            )
+        known_masks = (name for name in MASK_COLUMNS if name in names)
+        group = group._replace(mask_column=mask_column or next(known_masks, ""))
         wanted = [name for name in captions if name in names]
         try:
             cells = read_row_group(group)
@@ -161,7 +181,8 @@ def pairs_of_shards(directory, columns, caption_columns, max_pairs=None):
                     texts[caption][number] or None if caption in texts else None
                     for caption in captions
                 )
-                found = (row_index, name, instruction, pair.original, pair.edited or None, *known)
+                images = pair.original, pair.edited or None
+                found = (row_index, name, instruction, *images, *known, pair.mask or None)
                 pairs.append(HeldOutPair(*found))
             row_index += 1
     if not pairs:
@@ -178,7 +199,7 @@ def checksum_of_pairs(pairs):
     for pair in pairs:
         texts = [pair.index, pair.instruction, pair.input_caption, pair.output_caption]
         total.update(json.dumps(texts).encode())
-        for data in (pair.original, pair.truth):
+        for data in (pair.original, pair.truth, *filter(None, [pair.mask])):
             total.update(hashlib.sha256(data or b"").digest())
     return total.hexdigest()[:16]
 
@@ -195,6 +216,9 @@ def left_out(pairs, clip_model):
         "the caption of the truth": [pair.output_caption is not None for pair in pairs],
     }
     names = {"truth": ["l1", "mse", "error_ratio"]}
+    known["mask"] = [pair.mask is not None for pair in pairs]
+    if any(known["mask"]):
+        names["mask"] = ["the metrics inside and outside of the mask"]
     sentences = []
     if clip_model:
         names["truth"].append("truth_similarity")

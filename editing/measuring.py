@@ -21,7 +21,7 @@ from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import decode
 from editing.edits import edit_batches, edit_size, load_model, plan_edits
-from editing.metrics import Clip, clip_metrics, features_or_nan, pixel_metrics
+from editing.metrics import Clip, clip_metrics, features_or_nan, mask_metrics, pixel_metrics
 from editing.report import grid_rows
 from editing.results import find_row
 
@@ -86,7 +86,10 @@ def measure_images(references, rows, images):
             None if x is None else np.asarray(x, np.float32) / 255
             for x in (image, pair.fitted_original(size), pair.fitted_truth(size))
         ]
-        for name, value in pixel_metrics(*arrays).items():
+        values = pixel_metrics(*arrays)
+        if (mask := pair.fitted_mask(size)) is not None:
+            values |= mask_metrics(np.asarray(mask), *arrays)
+        for name, value in values.items():
             metrics[name].append(value)
     if references.clip is not None:
         known = {name: features[rows] for name, features in references.features.items()}
@@ -200,6 +203,8 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
             timesteps=config.timesteps,
             eta=config.eta,
             lora=config.lora,
+            load_mask=(lambda pair, size: pair.fitted_mask(size)) if config.use_masks else None,
+            mask_feather=config.mask_feather,
             **scales,
         )
         branches = edit_branches(**scales)
@@ -251,7 +256,7 @@ def load_largest(model, checked, todo, sizes, config):
 
 
 def compile_sizes(edit_all, references, num_at_once):
-    """Edit the first batch of every size, to compile before the clock starts.
+    """Edit the first batch of every size, with and without masks, before the clock starts.
 
     Args:
         edit_all: edit_batches without pairs, sizes and bar.
@@ -262,8 +267,8 @@ def compile_sizes(edit_all, references, num_at_once):
         Seconds.
     """
     rows_of_size = defaultdict(list)
-    for row, size in enumerate(references.sizes):
-        rows_of_size[size].append(row)
+    for row, (pair, size) in enumerate(zip(references.pairs, references.sizes)):
+        rows_of_size[size, pair.mask is None].append(row)
     first = [row for rows in rows_of_size.values() for row in rows[:num_at_once]]
     pairs = [references.pairs[row] for row in first]
     sizes = [references.sizes[row] for row in first]

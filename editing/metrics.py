@@ -24,6 +24,8 @@ CLIP_FILES = (
     *TOKENIZER_FILES,
 )
 PIXEL_METRICS = ("l1", "mse", "error_ratio", "l1_to_input")
+# The same inside and outside of a mask.
+MASK_METRICS = tuple(f"{name}_{part}" for part in ("inside", "outside") for name in PIXEL_METRICS)
 CLIP_METRICS = (
     *("image_similarity", "direction_similarity"),
     *("text_similarity", "truth_similarity"),
@@ -50,6 +52,24 @@ def pixel_metrics(result, original, truth=None):
         metrics["mse"] = float(np.square(result - truth).mean())
         if (change := float(np.abs(original - truth).mean())) > 0:
             metrics["error_ratio"] = metrics["l1"] / change
+    return metrics
+
+
+def mask_metrics(mask, result, original, truth=None):
+    """pixel_metrics of the pixels inside and outside of a mask, by the names of MASK_METRICS.
+
+    Args:
+        mask: bool (H, W).
+        result, original, truth: as for pixel_metrics.
+
+    Returns:
+        {name: value}, NaN where a part has no pixels.
+    """
+    metrics = dict.fromkeys(MASK_METRICS, np.nan)
+    for part, where in (("inside", mask), ("outside", ~mask)):
+        if where.any():
+            pixels = (None if x is None else x[where] for x in (result, original, truth))
+            metrics |= {f"{name}_{part}": x for name, x in pixel_metrics(*pixels).items()}
     return metrics
 
 

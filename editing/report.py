@@ -11,7 +11,7 @@ from dataloading.images import load_image
 from diffusers_flax.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import save_whole, write_text
-from editing.metrics import CLIP_METRICS, PIXEL_METRICS
+from editing.metrics import CLIP_METRICS, MASK_METRICS, PIXEL_METRICS
 
 CELL_SIZE = 192  # of the longer side of an image in grid.png, pixels
 GRID_PAIRS = 8  # rows of grid.png, at most
@@ -86,12 +86,7 @@ def markdown(results, sentences):
         results: content of results.json.
         sentences: what is left out.
     """
-    settings, rows, baselines = (results[name] for name in ("settings", "rows", "baselines"))
-    metrics = [
-        name
-        for name in (*PIXEL_METRICS, *CLIP_METRICS)
-        if any(row.get(name) is not None for row in rows + baselines)
-    ]
+    settings, rows = results["settings"], results["rows"]
     seeds = sorted({row["seed"] for row in rows})
     names = short_names(results["models"])
     clip = f"CLIP model: {settings['clip_model']}"
@@ -117,13 +112,10 @@ def markdown(results, sentences):
         *(f"- {sentence}" for sentence in sentences),
         *[""] * bool(sentences),
     ]
-    heads = ("model", "guidance", "image guidance", "seeds", *map(HEADINGS.get, metrics))
-    lines += table_head(heads)
-    for label, row in merge_baselines(baselines, metrics, names):
-        lines.append(f"| {' | '.join([label, '', '', '', *(cell([row], x) for x in metrics)])} |")
-    for (model, *scales), group in over_seeds(rows).items():
-        cells = [names[model], *map(str, scales), str(len(group))]
-        lines.append(f"| {' | '.join([*cells, *(cell(group, name) for name in metrics)])} |")
+    lines += metrics_table(results, (*PIXEL_METRICS, *CLIP_METRICS), names)
+    if masks := settings.get("num_masks"):
+        lines += ["", f"Inside and outside of the masks of {masks} pairs:", ""]
+        lines += metrics_table(results, MASK_METRICS, names)
     lines += ["", *costs(rows, names)] if rows else []
     for name, model in results["models"].items():
         if "parameters" in model:
@@ -131,6 +123,31 @@ def markdown(results, sentences):
             also = "" if names[name] == name else f" ({name})"
             lines.append(f"\n{names[name]}{also}: {model['pipeline']}; parameters: {parts}.")
     return "\n".join(lines) + "\n"
+
+
+def metrics_table(results, metrics, names):
+    """Lines of a Markdown table of those of some metrics that any row has.
+
+    Args:
+        results: content of results.json.
+        metrics: names.
+        names: of short_names.
+    """
+    rows, baselines = results["rows"], results["baselines"]
+    metrics = [x for x in metrics if any(row.get(x) is not None for row in rows + baselines)]
+    lines = table_head(("model", "guidance", "image guidance", "seeds", *map(heading, metrics)))
+    for label, row in merge_baselines(baselines, metrics, names):
+        lines.append(f"| {' | '.join([label, '', '', '', *(cell([row], x) for x in metrics)])} |")
+    for (model, *scales), group in over_seeds(rows).items():
+        cells = [names[model], *map(str, scales), str(len(group))]
+        lines.append(f"| {' | '.join([*cells, *(cell(group, name) for name in metrics)])} |")
+    return lines
+
+
+def heading(metric):
+    """The heading of a metric's column: "L1 inside" for l1_inside."""
+    name, _, part = metric.rpartition("_")
+    return f"{HEADINGS[name]} {part}" if metric in MASK_METRICS else HEADINGS[metric]
 
 
 def table_head(heads):

@@ -125,6 +125,93 @@ def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypat
     assert len(jax.local_devices()) == 4
 
 
+def mask_image(size, box):
+    """A mask, white in box (left, top, right, bottom)."""
+    mask = Image.new("L", size)
+    mask.paste(255, box)
+    return mask
+
+
+CHAIN = [
+    {"input": "out/red.png", "edit": "make it blue", "output": "out/both.png"},
+    {"input": "a.png", "edit": "make it red", "output": "out/red.png"},
+]
+
+
+def run_list(model, rows):
+    """Edit a list of rows; the results, uint8 (24, 32, 3)."""
+    Path("edits.jsonl").write_text(jsonl(*rows))
+    flags = ["--model", str(model), "--num_inference_steps", "2", "--resolution", "32"]
+    edit_cli.main([*flags, "--edits_jsonl", "edits.jsonl"])
+    return [np.asarray(Image.open(row["output"])) for row in rows]
+
+
+def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch):
+    """An edit of another's output reads the saved file; outside of its mask the file's pixels stay.
+
+    The list has the edits in the wrong order.
+    """
+    monkeypatch.chdir(input_images)
+    mask_image((96, 72), (48, 0, 96, 72)).save("right.png")  # of the photograph's size
+    both, red = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])
+    before = np.asarray(load_fitted(Path("a.png"), (32, 24)))
+    for image, edited in ((before, red), (red, both)):
+        np.testing.assert_array_equal(edited[:, :16], image[:, :16])
+        assert (edited[:, 16:] != image[:, 16:]).mean() > 0.5
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_a_saved_result_makes_the_same_images(
+    model, input_images, monkeypatch
+):
+    monkeypatch.chdir(input_images)
+    mask_image((32, 24), (16, 0, 32, 24)).save("fitted.png")  # of the edit's size
+    last = {"input": "out/both.png", "edit": "make it red", "output": "out/last.jpg"}
+    other = {"input": "grey.png", "edit": "make it red", "output": "out/grey.png"}
+    rows = [*CHAIN, last | {"mask": "fitted.png"}, other]
+    both, red, last, _ = run_list(model, rows)
+    Path("out/last.jpg").unlink()
+    again = [rows[0] | {"output": "again.png"}, other, rows[2]]
+    found, _, found_last = run_list(model, again)
+    np.testing.assert_array_equal(found, both)
+    np.testing.assert_array_equal(found_last, last)
+    assert (both != red).mean() > 0.5 and (last != both).mean() > 0.3
+
+
+@pytest.mark.slow
+def test_masks_of_flags(model, input_images, monkeypatch):
+    """One mask for all inputs or one each; all white: the edit without one; a ramp of feather."""
+    monkeypatch.chdir(input_images)
+    Image.new("L", (96, 72), 255).save("white.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    mask_image((72, 96), (0, 0, 72, 48)).save("turned_mask.jpg", exif=turned)
+    mask_image((96, 72), (48, 0, 96, 72)).save("right.png")
+    flags = ["--model", str(model), "--num_inference_steps", "2", "--resolution", "32"]
+    flags += ["--edit", "make it red", "--input", "a.png", "turned.jpg"]
+
+    def run(folder, *more):
+        edit_cli.main([*flags, "--output", folder, *more])
+        names = ("a.png", "turned.png")
+        return np.stack([np.asarray(Image.open(Path(folder, name))) for name in names])
+
+    Path("plain").mkdir()
+    plain = run("plain")
+    np.testing.assert_array_equal(run("white", "--mask", "white.png"), plain)
+    hard = run("hard", "--mask", "right.png", "turned_mask.jpg")
+    inputs = [np.asarray(load_fitted(Path(name), (32, 24))) for name in ("a.png", "turned.jpg")]
+    for image, edited in zip(inputs, hard):
+        np.testing.assert_array_equal(edited[:, :16], image[:, :16])
+        assert (edited[:, 16:] != image[:, 16:]).mean() > 0.5
+    mixed = run("mixed", "--mask", "white.png", "turned_mask.jpg")
+    assert np.abs(mixed[0].astype(int) - plain[0]).max() <= 1  # other batches
+    assert np.abs(mixed[1].astype(int) - hard[1]).max() <= 1
+    soft = run("soft", "--mask", "right.png", "--mask_feather", "6")
+    np.testing.assert_array_equal(soft[:, :, :16], np.stack(inputs)[:, :, :16])
+    change = np.abs(soft.astype(float) - np.stack(inputs)).mean((0, 1, 3))
+    assert 0 < change[16] < change[19] < change[24]
+
+
 @pytest.mark.slow
 def test_embedding_of_a_negative_prompt(model, input_images):
     """Its vectors change the image, as a word of the prompt does."""
@@ -270,6 +357,33 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         (["--edits_jsonl", "twice.jsonl"], "2 images would be written to"),
         (["--edits_jsonl", "missing.jsonl"], "line 2: none.png does not exist"),
         (["--edits_jsonl", "twice.jsonl", *ONE], "--edits_jsonl excludes"),
+        (
+            [*ONE, "--mask", "small.png"],
+            "small.png is 8x16 pixels (width x height) and a.png 16x16; a mask has the size of",
+        ),
+        ([*ONE, "--mask", "black.png"], "black.png has no white, so nothing of a.png may change"),
+        ([*ONE, "--mask", "dot.png"], "dot.png has no white left at the size of the edit, 4x4"),
+        ([*ONE, "--mask", "none.png"], "none.png does not exist"),
+        ([*ONE, "--mask", "text.png"], "text.png is not an image that Pillow can read"),
+        ([*ONE, "--mask", "."], ". is a directory; name an image"),
+        ([*TWO, "--mask", "b.png", "b.png", "b.png"], "3 --mask do not fit 2 --input"),
+        ([*ONE, "--mask", "b.png", "--output", "b.png"], "b.png is a mask and would be overwr"),
+        ([*ONE, "--mask", "b.png", "--mask_feather", "-1"], "--mask_feather -1 must be 0 or more"),
+        ([*ONE, "--mask_feather", "3"], "--mask_feather 3 is for --mask; give both or none"),
+        (
+            ["--edits_jsonl", "twice.jsonl", "--mask", "b.png"],
+            '--mask is for --input; give "mask" in the rows of --edits_jsonl',
+        ),
+        (
+            ["--edits_jsonl", "self.jsonl"],
+            "line 2: o.png is an input and would be overwritten; name another output",
+        ),
+        (
+            ["--edits_jsonl", "circle.jsonl"],
+            "circle.jsonl has 1 problem: line 1: the lines 1, 2 and 4 edit one another's outputs",
+        ),
+        (["--edits_jsonl", "masks.jsonl"], "masks.jsonl has 1 problem: line 1: none.png does not"),
+        (["--edits_jsonl", "later.jsonl"], "small.png is 8x16 pixels (width x height) and o.png"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_loaded(
@@ -296,6 +410,21 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     Path("missing.jsonl").write_text(
         jsonl(GOOD_ROW, {**GOOD_ROW, "input": "none.png", "output": "p.png"})
     )
+    Image.new("L", (16, 16)).save("black.png")
+    mask_image((16, 16), (0, 0, 1, 1)).save("dot.png")
+    mask_image((8, 16), (0, 0, 8, 8)).save("small.png")
+    Path("self.jsonl").write_text(
+        jsonl(GOOD_ROW, {"input": "o.png", "edit": "x", "output": "o.png"})
+    )
+    circle = [("4.png", "1.png"), ("1.png", "2.png"), ("1.png", "3.png"), ("./2.png", "4.png")]
+    Path("circle.jsonl").write_text(
+        jsonl(*({"input": before, "edit": "x", "output": after} for before, after in circle))
+    )
+    Path("masks.jsonl").write_text(jsonl(GOOD_ROW | {"mask": "none.png"}))
+    later = {"input": "o.png", "edit": "x", "output": "p.png", "mask": "small.png"}
+    Path("later.jsonl").write_text(jsonl(GOOD_ROW, later))
+    if "dot.png" in args:
+        args = [*args, "--resolution", "4"]
     if "narrow" in args:
         make_tiny_pipeline("narrow", in_channels=4)
         capsys.readouterr()  # PyTorch's progress bars

@@ -540,3 +540,55 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, me
     given = {name: value for name, value in given.items() if value is not None}
     assert message in refused(capsys, flags(**given))
     assert not Path("out").exists()
+
+
+@pytest.mark.slow
+def test_inside_and_outside_of_masks(folder, tmp_path, monkeypatch, capsys):
+    """MagicBrush's columns: a mask is the image with a hole, of any size, or missing."""
+    monkeypatch.chdir(folder)
+    rows, hole = [], np.zeros((96, 96), bool)
+    hole[:, 24:] = True
+    for i in range(3):
+        pixels = np.asarray(photo(96, 96, i).convert("RGBA")).copy()
+        pixels[..., 3] = np.where(hole, 0, 255)
+        Image.fromarray(pixels).save(tmp_path / f"mask{i}.png")
+        images = {
+            "source_img": image_cell(folder / f"before{i}.png"),
+            "mask_img": image_cell(tmp_path / f"mask{i}.png") if i < 2 else None,
+            "instruction": PROMPTS[i],
+            "target_img": image_cell(folder / f"after{i}.png"),
+        }
+        rows.append(images)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "a.parquet")
+    given = dict(model="sd", data_dir=tmp_path / "data", clip_model="", max_pairs=2)
+    given |= dict(original_image_column="source_img", edited_image_column="target_img")
+    given |= dict(edit_prompt_column="instruction")
+
+    found = evaluate(output_dir=tmp_path / "free", **given)
+    (row,) = found["rows"]
+    inside = 0.75  # of the pixels
+    for name in ("l1", "mse", "l1_to_input"):
+        parts = inside * row[f"{name}_inside"] + (1 - inside) * row[f"{name}_outside"]
+        assert row[name] == pytest.approx(parts, rel=1e-5)
+    assert row["l1_to_input_outside"] > 0.01 and found["settings"]["num_masks"] == 2
+    copied, truth, *_ = found["baselines"]
+    assert copied["error_ratio_inside"] == copied["error_ratio_outside"] == 1
+    assert truth["l1_inside"] == truth["error_ratio_outside"] == 0
+    table = (tmp_path / "free" / "results.md").read_text()
+    assert "Inside and outside of the masks of 2 pairs:" in table
+    assert "| error ratio inside |" in table and "| L1 to input outside |" in table
+
+    # The third pair, without a mask, counts in the whole image only.
+    capsys.readouterr()
+    three = evaluate(output_dir=tmp_path / "three", **given | {"max_pairs": 3})["rows"][0]
+    text = "left out for 1 of 3 pairs, without mask: the metrics inside and outside of the mask"
+    assert text in capsys.readouterr().out
+    assert three["l1_inside"] == pytest.approx(row["l1_inside"], abs=1e-4)
+    assert three["l1"] != pytest.approx(row["l1"], rel=1e-3)
+
+    given |= {"max_pairs": 3}
+    masked = evaluate(output_dir=tmp_path / "masked", use_masks=(), **given)["rows"][0]
+    assert masked["l1_to_input_outside"] == 0
+    assert masked["l1_to_input_inside"] == pytest.approx(row["l1_to_input_inside"], rel=0.3)
+    assert "edited_image" in refused(capsys, flags(model="sd", data_dir="data", mask_column="m"))

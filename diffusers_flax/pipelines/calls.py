@@ -277,8 +277,9 @@ def log_compilation(pipeline, jit, arrays, compiled_in):
     program = _program_of(pipeline, jit, arrays, *compiled_in)
     if pipeline.compiled and program not in pipeline.compiled:
         nearest = min(pipeline.compiled, key=lambda other: len(program - other))
-        before = dict(nearest)
-        changes = [f"{k}={v} (was {before.get(k)})" for k, v in sorted(program - nearest)]
+        before, now = dict(nearest), dict(program)
+        names = sorted(name for name, _ in program ^ nearest)
+        changes = [f"{k}={now.get(k)} (was {before.get(k)})" for k in dict.fromkeys(names)]
         logger.warning("compiling again, for %s", ", ".join(changes))
     return program
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from editing.measuring import averages
-from editing.metrics import clip_metrics, pixel_metrics
+from editing.metrics import MASK_METRICS, clip_metrics, mask_metrics, pixel_metrics
 from editing.report import mean_and_spread
 
 
@@ -54,3 +54,21 @@ def test_means_leave_out_undefined_values():
     assert row == {"a": 2.5, "a_std": pytest.approx(1.5 * 2**0.5), "b": None, "b_std": None}
     assert mean_and_spread([{"a": 1.0}, {"a": 3.0}], "a") == (2, pytest.approx(2**0.5))
     assert mean_and_spread([{"a": None}], "a") == (None, None)
+
+
+def test_mask_metrics_in_closed_form():
+    """An edit of half of the way inside, and of a quarter of the truth's change outside."""
+    inside = np.zeros((4, 6), bool)
+    inside[:, :2] = True
+    result, truth = (
+        np.where(inside[..., None], *values) * np.ones(3) for values in ((0.5, 0.1), (1.0, 0.4))
+    )
+    found = mask_metrics(inside, result, np.zeros((4, 6, 3)), truth)
+    expected = {"l1_inside": 0.5, "mse_inside": 0.25, "error_ratio_inside": 0.5}
+    expected |= {"l1_to_input_inside": 0.5, "l1_to_input_outside": 0.1}
+    expected |= {"l1_outside": 0.3, "mse_outside": 0.09, "error_ratio_outside": 0.75}
+    assert tuple(found) == MASK_METRICS
+    assert found == pytest.approx(expected)
+    everywhere = mask_metrics(np.ones((4, 6), bool), result, truth)
+    assert np.isnan(everywhere["l1_to_input_outside"]) and np.isnan(everywhere["l1_inside"])
+    assert everywhere["l1_to_input_inside"] == pytest.approx(np.abs(result - truth).mean())

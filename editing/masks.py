@@ -1,0 +1,134 @@
+"""Masks of edits: reading, and checking against the images to edit.
+
+    mask = decode_mask(Path("mask.png").read_bytes(), "mask.png")
+    image_sizes = check_inputs(edits)
+    edits = check_masks(edits, image_sizes, sizes)
+
+Edits are frozen dataclasses with input, mask (a path or None) and after, see edits.read_edits.
+"""
+
+import io
+from dataclasses import replace
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from diffusers_flax.images import white_part
+from diffusers_flax.messages import one_line
+from editing.edits import fit_image, size_of_image, stages_of
+
+
+def decode_mask(data, name):
+    """The mask of an encoded image, upright: PIL of mode 1, white where the image is white.
+
+    Args:
+        data: bytes.
+        name: of the file, for errors.
+
+    Raises:
+        ValueError: it is not an image, or of a mode that has no white.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return Image.fromarray(white_part(ImageOps.exif_transpose(image)))
+    except UnidentifiedImageError:
+        raise ValueError(
+            f"{name} is not an image that Pillow can read; convert it to PNG or JPEG"
+        ) from None
+    except Exception as error:  # decoders raise errors of many types
+        raise ValueError(f"{name} cannot be read as an image: {one_line(error, 200)}") from error
+
+
+def read_mask(path):
+    """The mask in a file, see decode_mask."""
+    if not path.is_file():
+        problem = "is a directory; name an image" if path.is_dir() else "does not exist; check it"
+        raise ValueError(f"{path} {problem}")
+    return decode_mask(path.read_bytes(), path)
+
+
+def fit_mask(mask, size):
+    """A mask scaled to cover size (width, height) and cropped to it, as its image is.
+
+    White is what is white in at least half of the pixels that it covers.
+    """
+    return Image.fromarray(white_part(fit_image(mask.convert("L"), size)))
+
+
+def load_mask(edit, size):
+    """The mask of an edit, fitted to size (width, height)."""
+    return fit_mask(read_mask(edit.mask), size)
+
+
+def check_inputs(edits, bar=iter):
+    """Decode all images and masks, to check them.
+
+    Args:
+        edits: list of edits.
+        bar: function of an iterable, for progress.
+
+    Returns:
+        (width, height) of the image that each edit, or the first of the edits before it, begins
+        with.
+
+    Raises:
+        ValueError: an image or a mask cannot be read, or a mask has no white or another size than
+            its image.
+    """
+    stages, sizes = stages_of(edits), [None] * len(edits)
+    for place in bar(sorted(range(len(edits)), key=stages.__getitem__)):
+        edit = edits[place]
+        sizes[place] = size_of_image(edit.input) if edit.after is None else sizes[edit.after]
+        if edit.mask is None:
+            continue
+        mask = read_mask(edit.mask)
+        if not mask.getbbox():
+            raise ValueError(
+                f"{edit.mask} has no white, so nothing of {edit.input} may change; paint the part "
+                "white that may change"
+            )
+        if edit.after is None:
+            require_size(edit, mask, sizes[place])
+    return sizes
+
+
+def require_size(edit, mask, *sizes):
+    """Raise a ValueError unless a mask has one of these sizes (width, height)."""
+    if mask.size not in sizes:
+        found, *needed = ("{}x{}".format(*size) for size in dict.fromkeys((mask.size, *sizes)))
+        raise ValueError(
+            f"{edit.mask} is {found} pixels (width x height) and {edit.input} "
+            f"{' or '.join(needed)}; a mask has the size of its image"
+        )
+
+
+def check_masks(edits, image_sizes, sizes):
+    """Check masks at the sizes of the edits.
+
+    Args:
+        edits: list of edits.
+        image_sizes: of check_inputs. The mask of an edit after another may have this size, or the
+            size of the edit.
+        sizes: (width, height) of each edit.
+
+    Returns:
+        The edits; a mask that is all white is None, as it restricts nothing.
+
+    Raises:
+        ValueError: a mask has another size, or no white is left at the size of the edit.
+    """
+    checked = []
+    for edit, image_size, size in zip(edits, image_sizes, sizes):
+        if edit.mask is not None:
+            mask = read_mask(edit.mask)
+            require_size(edit, mask, image_size, size)
+            mask = fit_mask(mask, size)
+            if not mask.getbbox():
+                raise ValueError(
+                    f"{edit.mask} has no white left at the size of the edit, "
+                    f"{size[0]}x{size[1]} (width x height); paint a larger part white, or raise "
+                    "--resolution"
+                )
+            if mask.getextrema()[0]:
+                edit = replace(edit, mask=None)
+        checked.append(edit)
+    return checked

@@ -1,0 +1,270 @@
+"""Edits of a part of an image: against PyTorch, outside of the mask, with all accelerations."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax.jax_utils import replicate
+from helpers import PROMPTS, open_theirs, psnr, random_inputs, slow
+from PIL import Image
+from tiny_models import make_tiny_cosxl, make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax import FlaxDiffusionPipeline
+from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.images import prepare_masks
+from diffusers_flax.schedulers.factory import make_scheduler
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+KEY = jax.random.key(0)
+SIZE = (64, 48)  # height x width
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A directory per kind of edit model."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "sd": make_tiny_pipeline(root / "sd"),
+        "xl": make_tiny_xl(root / "xl", edits=True),
+        "cosxl": make_tiny_cosxl(root / "cosxl"),
+    }
+
+
+def open_ours(folder, scheduler=None, **options):
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder, **options)
+    if scheduler:
+        config = pipeline.scheduler.config | {"skip_prk_steps": True}
+        chosen, params["scheduler"] = make_scheduler(scheduler, config)
+        pipeline = dataclasses.replace(pipeline, scheduler=chosen)
+    return pipeline, params
+
+
+def two_parts():
+    """A mask of two white parts, one of which reaches the edges, bool (H, W)."""
+    inside = np.zeros(SIZE, bool)
+    inside[:41, 19:] = True
+    inside[50:53, 2:5] = True
+    return inside
+
+
+def ramp_of(inside, feather):
+    """The distance of every pixel from the next one outside, by search."""
+    ys, xs = np.mgrid[: SIZE[0], : SIZE[1]]
+    outside = np.stack([ys[~inside], xs[~inside]], -1)
+    distance = np.hypot(*(np.stack([ys, xs], -1)[:, :, None] - outside).transpose(3, 0, 1, 2))
+    return np.minimum(distance.min(-1) / (feather + 1), 1).astype(np.float32)
+
+
+@torch.no_grad()
+def masked_edit_with_torch(folder, scheduler, images, latents, mask, steps, **options):
+    """PyTorch's edit, whose latents and pixels are mixed with those of the input by mask (H, W)."""
+    theirs = open_theirs(folder, scheduler)
+    images, noise = torch.tensor(images).permute(0, 3, 1, 2), torch.tensor(latents)
+    weights = torch.tensor(mask)[None, None]
+    factor = theirs.vae_scale_factor
+    latent_weights = torch.nn.functional.max_pool2d(weights, factor)
+    of_input = theirs.vae.encode(2 * images - 1).latent_dist.mode()
+    of_input = of_input * theirs.vae.config.scaling_factor
+
+    def blend(i, x):
+        outside, timesteps = of_input, theirs.scheduler.timesteps
+        if i + 1 < len(timesteps):
+            outside = theirs.scheduler.add_noise(of_input, noise, timesteps[i + 1 : i + 2])
+        x.copy_(latent_weights * x + (1 - latent_weights) * outside)
+
+    def on_step_end(pipeline, i, t, given):
+        blend(i, given["latents"])
+        return given
+
+    if "XL" in type(theirs).__name__:
+        options |= dict(height=SIZE[0], width=SIZE[1], callback=lambda i, t, x: blend(i, x))
+    else:
+        options |= dict(callback_on_step_end=on_step_end)
+    options |= dict(image=images, latents=noise, num_inference_steps=steps, output_type="np")
+    edited = theirs(PROMPTS[: len(images)], **options).images
+    weights, images = (x.permute(0, 2, 3, 1).numpy() for x in (weights, images))
+    return weights * edited + (1 - weights) * images
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler", "feather"),
+    [
+        ("sd", "ddim", 5),
+        *slow(("sd", "pndm", 0), ("sd", "euler", 0), ("sd", "dpmsolver++", 5)),
+        *slow(("xl", "euler", 5), ("xl", "ddim", 0), ("cosxl", None, 5)),
+    ],
+)
+def test_masked_edits_are_those_of_pytorch(folders, kind, scheduler, feather):
+    pipeline, params = open_ours(folders[kind], scheduler)
+    images, latents = random_inputs(2, *SIZE, pipeline.vae_scale_factor)
+    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts(), feather)
+    scales = dict(guidance_scale=5.0, image_guidance_scale=1.5)
+    options = dict(num_inference_steps=10, latents=latents, **scales)
+    found = pipeline(prompt_ids, image, params, KEY, mask=mask, **options).images
+    given = images, latents, ramp_of(two_parts(), feather), 10
+    expected = masked_edit_with_torch(folders[kind], pipeline.scheduler, *given, **scales)
+    print(f"{kind} {scheduler}: {psnr(found, expected):.0f} dB")
+    assert psnr(found, expected) > 60
+    outside = np.rint(np.asarray(found)[:, ~two_parts()] * 255)
+    np.testing.assert_array_equal(outside, np.rint(images[:, ~two_parts()] * 255))
+
+
+def pixels_of(images):
+    return np.rint(np.asarray(images) * 255)
+
+
+ACCELERATIONS = [
+    ("sd", "ddim", ("guidance:image_stop=0.3,stop=0.6",)),
+    ("sd", "lcm", ()),
+    ("sd", "tcd", ("int8",)),
+    ("sd", "euler_ancestral", ("tome",)),
+    ("xl", "euler", ("deepcache:interval=2", "guidance:stop=0.5")),
+    ("xl", "dpmsolver++", ("fbcache", "tome")),
+    ("xl", "ddim", ("spectrum",)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "scheduler", "accelerate"), ACCELERATIONS)
+def test_masks_with_accelerations_and_few_steps(folders, kind, scheduler, accelerate):
+    """All white: bit for bit the edit without a mask. Else the input outside, an edit inside."""
+    pipeline, params = open_ours(folders[kind], scheduler, accelerate=accelerate)
+    images, _ = random_inputs(2, *SIZE)
+    steps = 4 if scheduler in ("lcm", "tcd") else 12
+    options = dict(num_inference_steps=steps, guidance_scale=3.0, image_guidance_scale=1.5)
+    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts())
+    plain = pipeline(prompt_ids, image, params, KEY, **options).images
+    white = pipeline(prompt_ids, image, params, KEY, mask=np.ones_like(mask), **options).images
+    np.testing.assert_array_equal(white, plain)
+    found = pipeline(prompt_ids, image, params, KEY, mask=mask, **options).images
+    np.testing.assert_array_equal(
+        pixels_of(found[:, ~two_parts()]), pixels_of(images[:, ~two_parts()])
+    )
+    assert np.abs(found - images)[:, two_parts()].mean() > 0.05
+    assert psnr(found[:, two_parts()], plain[:, two_parts()]) < 50  # it sees what is outside
+
+
+@pytest.mark.slow
+def test_masks_of_explicit_timesteps_and_other_sizes(folders):
+    """A size that is asked for is the mask's too; latents are kept in the cells outside."""
+    pipeline, params = open_ours(folders["sd"], "tcd")
+    images, _ = random_inputs(2, *SIZE)
+    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts())
+    options = dict(mask=mask, timesteps=(999, 749, 499, 249), eta=0.5)
+    found = pipeline(prompt_ids, image, params, KEY, height=128, width=96, **options).images
+    doubled = jax.image.resize(image, (2, 3, 128, 96), "lanczos3").clip(-1, 1) / 2 + 0.5
+    outside = ~two_parts().repeat(2, 0).repeat(2, 1)
+    doubled = np.transpose(doubled, (0, 2, 3, 1))
+    np.testing.assert_array_equal(pixels_of(found[:, outside]), pixels_of(doubled[:, outside]))
+
+    latents = pipeline(prompt_ids, image, params, KEY, output_type="latent", **options).images
+    of_input = pipeline.vae.apply({"params": params["vae"]}, image, method=pipeline.vae.encode)
+    of_input = np.transpose(of_input.latent_dist.mode(), (0, 3, 1, 2))
+    of_input = of_input * pipeline.vae.config.scaling_factor
+    factor = pipeline.vae_scale_factor
+    cells = two_parts().reshape(64 // factor, factor, 48 // factor, factor).any((1, 3))
+    assert not cells.all()
+    np.testing.assert_allclose(latents[..., ~cells], of_input[..., ~cells], atol=1e-5)
+    assert np.abs(latents - of_input)[..., cells].mean() > 0.1
+
+
+@pytest.mark.slow
+def test_masks_on_all_devices(folders):
+    """By a call, and by pmap of the pure function; one edit's mask does not touch another's."""
+    pipeline, params = open_ours(folders["sd"])
+    images, _ = random_inputs(4, *SIZE)
+    masks = np.stack([two_parts(), np.ones(SIZE, bool), ~two_parts(), two_parts()])
+    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS, images, masks, 2)
+    options = dict(num_inference_steps=3)
+    expected = pipeline(prompt_ids, image, params, KEY, mask=mask, **options).images
+    p_params = replicate(params, jax.devices()[:2])
+    inputs = [x.reshape(2, 2, *x.shape[1:]) for x in (prompt_ids, image, mask)]
+    found = pipeline(*inputs[:2], p_params, KEY, mask=inputs[2], jit=True, **options).images
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-5)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, np.arange(4)).reshape(2, 2)
+    generate = jax.pmap(
+        lambda *args: pipeline._generate(*args[:4], mask=args[4], **options),
+        devices=jax.devices()[:2],
+    )
+    again = generate(inputs[0], inputs[1], p_params, keys, inputs[2])
+    np.testing.assert_allclose(again.reshape(expected.shape), expected, atol=1e-5)
+    alone = pipeline(
+        prompt_ids[1:2], image[1:2], params, jax.random.fold_in(KEY, 1)[None], **options
+    ).images
+    np.testing.assert_allclose(alone[0], expected[1], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_previews_keep_the_outside(folders, tmp_path):
+    from diffusers import AutoencoderTiny
+
+    torch.manual_seed(0)
+    channels = dict(encoder_block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8,) * 4)
+    blocks = dict(num_encoder_blocks=(1,) * 4, num_decoder_blocks=(1,) * 4)
+    AutoencoderTiny(**channels, **blocks).save_pretrained(tmp_path / "taesd")
+    seen = []
+    preview = Preview(1, lambda step, keys, images: seen.append(images), str(tmp_path / "taesd"))
+    pipeline, params = open_ours(folders["xl"], preview=preview)
+    images, _ = random_inputs(1, *SIZE)
+    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[0], images, two_parts())
+    pipeline(prompt_ids, image, params, KEY, mask=mask, num_inference_steps=3)
+    jax.effects_barrier()
+    assert len(seen) == 2
+    for shown in seen:
+        np.testing.assert_array_equal(
+            pixels_of(shown[:, ~two_parts()]), pixels_of(images[:, ~two_parts()])
+        )
+        assert np.abs(shown - images)[:, two_parts()].mean() > 0.01
+
+
+MASKS = {
+    "L": Image.fromarray(np.where(two_parts(), 200, 100).astype(np.uint8)),
+    "1": Image.fromarray(two_parts()),
+    "I;16": Image.fromarray(np.where(two_parts(), 40000, 300).astype(np.uint16)),
+    "I": Image.fromarray(np.where(two_parts(), 255, 0).astype(np.int32)),
+}
+MASKS |= {mode: MASKS["L"].convert(mode) for mode in ("RGB", "RGBA", "LA", "P", "CMYK", "YCbCr")}
+
+
+def test_masks_of_any_mode():
+    """MagicBrush's are the image with a hole; an editor's layer is white paint and nothing else."""
+    for mode, mask in MASKS.items():
+        assert mask.mode == mode
+        np.testing.assert_array_equal(prepare_masks(mask)[0, 0], two_parts(), mode)
+    photo = np.random.default_rng(0).integers(0, 256, (*SIZE, 4), np.uint8)
+    photo[..., 3] = np.where(two_parts(), 0, 255)
+    np.testing.assert_array_equal(prepare_masks(Image.fromarray(photo))[0, 0], two_parts())
+    layer = np.where(two_parts(), 255, 0)[..., None].repeat(4, -1).astype(np.uint8)
+    np.testing.assert_array_equal(prepare_masks(Image.fromarray(layer))[0, 0], two_parts())
+    soft = prepare_masks(two_parts(), 3)[0, 0]
+    np.testing.assert_allclose(soft, ramp_of(two_parts(), 3), rtol=1e-6)
+    assert (soft[~two_parts()] == 0).all() and (soft[two_parts()] > 0).all()
+    assert (prepare_masks(np.ones(SIZE), 9) == 1).all()
+
+
+@pytest.mark.slow
+def test_wrong_masks_are_one_line(folders):
+    pipeline, params = open_ours(folders["sd"])
+    images, _ = random_inputs(2, *SIZE)
+    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts())
+    for wrong, words in [
+        (np.zeros(SIZE), "a mask has no white, so nothing may change"),
+        (np.ones((32, 48)), "image is 64x48 and mask 32x48"),
+        ([np.ones(SIZE)] * 3, "2 images do not fit 3 masks"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            pipeline.prepare_inputs(PROMPTS[:2], images, wrong)
+    with pytest.raises(ValueError, match="mask_feather=-1 must be 0 or more pixels"):
+        pipeline.prepare_inputs(PROMPTS[:2], images, two_parts(), -1)
+    for wrong, words in [
+        (two_parts(), "mask is of type bool; prepare_inputs makes it float32"),
+        (Image.new("L", (48, 64)), "mask is of type Image; prepare_inputs makes it float32"),
+        (mask[:1], "mask has shape .1, 1, 64, 48., image .2, 3, 64, 48."),
+        (mask[..., :8], "mask is .batch, 1, height, width. of the same batch and size"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            pipeline(prompt_ids, image, params, KEY, 3, mask=wrong)
