@@ -591,4 +591,6 @@ def test_inside_and_outside_of_masks(folder, tmp_path, monkeypatch, capsys):
     masked = evaluate(output_dir=tmp_path / "masked", use_masks=(), **given)["rows"][0]
     assert masked["l1_to_input_outside"] == 0
     assert masked["l1_to_input_inside"] == pytest.approx(row["l1_to_input_inside"], rel=0.3)
-    assert "edited_image" in refused(capsys, flags(model="sd", data_dir="data", mask_column="m"))
+    capsys.readouterr()
+    wrong = flags(model="sd", data_dir="data", mask_column="m", output_dir=tmp_path / "wrong")
+    assert "has no column m; it has original_prompt" in refused(capsys, wrong)
