@@ -87,7 +87,7 @@ def prepare_masks(mask, feather=0):
     """Masks as float32 (B, 1, H, W) of 0 (keep) and 1 (repaint).
 
     Args:
-        mask: mask or list of masks of one size: PIL of any mode, see white_part, or array (H, W),
+        mask: mask or list of masks of one size: PIL of any mode, see mask_values, or array (H, W),
             or arrays (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
             repainted.
         feather: width in pixels of a ramp from 0 to 1 inside of the part that is repainted, along
@@ -99,7 +99,7 @@ def prepare_masks(mask, feather=0):
     is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
     masks = []
     for one in mask if is_batch else [mask]:
-        array = white_part(one) if isinstance(one, Image.Image) else np.asarray(one)
+        array = mask_values(one) if isinstance(one, Image.Image) else np.asarray(one)
         if array.ndim != 2:
             raise ValueError(f"a mask has shape {array.shape}; as an array it is (H, W)")
         if array.dtype == np.uint8:
@@ -115,22 +115,22 @@ def prepare_masks(mask, feather=0):
     return np.stack([ramp(mask, feather) for mask in masks])[:, None]
 
 
-def white_part(mask):
-    """Where a PIL image of a mask is white, bool (H, W).
+def mask_values(mask):
+    """The values of a PIL image of a mask, uint8 (H, W), 255 for white.
 
-    White are values of 128 and more, or transparent parts, as in MagicBrush: the image to edit with
-    a hole. If all that is not transparent is white, it is paint on an empty layer, and the paint
-    counts.
+    Where parts are transparent they are white, as in the masks of MagicBrush and DALL-E, which are
+    the image with a hole; but if all else is white, it is paint on an empty layer, and the paint is
+    white.
     """
     if mask.has_transparency_data:
         rgba = np.asarray(mask.convert("RGBA"))
-        hole = rgba[..., 3] < 128
-        if hole.any():
-            is_paint = not hole.all() and (rgba[~hole] >= 128).all()
-            return ~hole if is_paint else hole
-    if mask.mode == "I" and mask.getextrema()[1] < 256:
-        return np.asarray(mask) >= 128
-    return np.asarray(to_rgb(mask).convert("L")) >= 128
+        alpha = rgba[..., 3]
+        if not (opaque := alpha == 255).all():
+            is_paint = opaque.any() and (rgba[opaque] == 255).all()
+            return alpha if is_paint else 255 - alpha
+    if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_rgb
+        return np.asarray(mask).clip(0).astype(np.uint8)
+    return np.asarray(to_rgb(mask).convert("L"))
 
 
 def ramp(inside, feather):

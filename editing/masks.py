@@ -12,9 +12,14 @@ from dataclasses import replace
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from diffusers_flax.images import white_part
+from diffusers_flax.images import prepare_masks
 from diffusers_flax.messages import one_line
 from editing.edits import fit_image, size_of_image, stages_of
+
+
+def is_white(mask):
+    """A PIL mask of any mode as one of mode 1."""
+    return Image.fromarray(prepare_masks(mask)[0, 0] > 0)
 
 
 def decode_mask(data, name):
@@ -29,7 +34,7 @@ def decode_mask(data, name):
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return Image.fromarray(white_part(ImageOps.exif_transpose(image)))
+            return is_white(ImageOps.exif_transpose(image))
     except UnidentifiedImageError:
         raise ValueError(
             f"{name} is not an image that Pillow can read; convert it to PNG or JPEG"
@@ -51,7 +56,7 @@ def fit_mask(mask, size):
 
     White is what is white in at least half of the pixels that it covers.
     """
-    return Image.fromarray(white_part(fit_image(mask.convert("L"), size)))
+    return is_white(fit_image(mask.convert("L"), size))
 
 
 def load_mask(edit, size):

@@ -23,6 +23,7 @@ from helpers import ROOT, edit_with_torch, psnr
 from PIL import Image
 from safetensors.numpy import load_file
 
+import evaluate_edits
 from dataloading.images import crop_corner, scaled_size
 from demo import (
     compare_families,
@@ -467,6 +468,42 @@ def test_evaluate_edits_ranks_as_the_summary(tmp_path):
     assert sorted(found, key=found.get) == sorted(expected, key=expected.get)
     assert sorted(found, key=found.get) == ["guided", "unguided", "copied input", "untrained"]
     assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["right", "top"])
+def test_edits_of_half_an_image(tmp_path, half):
+    """As good inside as the full edit, with the model of test_the_whole_demo; nothing outside."""
+    output = ROOT / "demo" / "output"
+    if not (output / "model" / "model_index.json").exists():
+        done = subprocess.run([sys.executable, "demo/run_demo.py"], cwd=ROOT, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (32, 0, 64, 64) if half == "right" else (0, 0, 64, 32))
+    mask.save(tmp_path / "mask.png")
+    lines = (output / "held_out" / "edits.jsonl").read_text().splitlines()
+    rows = [json.loads(line) | {"mask": str(tmp_path / "mask.png")} for line in lines]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = "--resolution 64 --num_inference_steps 20 --batch_size 18 --guidance_scale 2"
+    flags += " --image_guidance_scale 1.2 --clip_model="
+    found = {}
+    for name, more in (("full", []), ("masked", ["--use_masks"])):
+        pairs = ["--pairs_jsonl", str(tmp_path / "pairs.jsonl")]
+        evaluate_edits.main(
+            [
+                *("--model", str(output / "model"), *pairs, *flags.split()),
+                *("--output_dir", str(tmp_path / name), *more),
+            ]
+        )
+        (found[name],) = json.loads((tmp_path / name / "results.json").read_text())["rows"]
+    full, masked = found["full"], found["masked"]
+    print(
+        f"{half} half: error ratio of the full edit {full['error_ratio']:.3f}, in the half", end=" "
+    )
+    print(f"{full['error_ratio_inside']:.3f}, masked {masked['error_ratio_inside']:.3f}")
+    assert masked["error_ratio_inside"] < full["error_ratio_inside"] + 0.03
+    assert masked["l1_to_input_outside"] == 0 and masked["error_ratio_outside"] == 1
+    assert full["error_ratio_outside"] < 0.5
 
 
 @pytest.mark.slow

@@ -48,6 +48,9 @@ __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPip
 
 # Branches of guidance: the UNet sees instruction and image, the image only, or neither.
 BRANCHES = ("text", "image", "null")
+# Latents around the white part of a mask that an edit may change too. Their pixels are the input's
+# in the result. If they were the input's latents, the edit would be weak along the border.
+MASK_MARGIN = 4
 TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 
 
@@ -270,7 +273,8 @@ class InstructPix2Pix:
         if given.mask is not None:
             mask = jax.image.resize(given.mask, (B, 1, *image.shape[2:]), "nearest")
             finish = partial(paste, image=image, mask=mask)
-            mask, num_steps = latent_mask(mask, self.vae_scale_factor), len(schedule[1][0])
+            mask = latent_mask(mask, self.vae_scale_factor, MASK_MARGIN)
+            num_steps = len(schedule[1][0])
             latents = latents * scaling_factor
             after_step = keep_outside(self.scheduler, mask, latents, noise, num_steps)
 

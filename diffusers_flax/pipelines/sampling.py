@@ -276,18 +276,21 @@ def keep_outside(scheduler, mask, latents, noise, num_steps):
     return after_step
 
 
-def latent_mask(mask, factor):
-    """A mask of latents: the largest value of the pixels that each of them stands for.
+def latent_mask(mask, factor, margin=0):
+    """A mask of latents: the largest value of the pixels of a latent and its neighbours.
 
     Args:
-        mask: (B, 1, H, W).
+        mask: (B, 1, H, W), from 0 to 1.
         factor: pixels per latent along a side.
+        margin: how far the neighbours are, in latents along a side.
 
     Returns:
         (B, 1, H / factor, W / factor).
     """
     B, _, H, W = mask.shape
-    return mask.reshape(B, 1, H // factor, factor, W // factor, factor).max((3, 5))
+    mask = mask.reshape(B, 1, H // factor, factor, W // factor, factor).max((3, 5))
+    window = (1, 1, 2 * margin + 1, 2 * margin + 1)
+    return jax.lax.reduce_window(mask, 0.0, jax.lax.max, window, (1, 1, 1, 1), "SAME")
 
 
 def paste(images, image, mask):
