@@ -8,7 +8,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from diffusers_flax.images import to_rgb
+from diffusers_flax.images import mask_values, to_rgb
 from diffusers_flax.messages import one_line
 
 RESAMPLING = {
@@ -91,8 +91,7 @@ def with_one_error(decode, data, *args):
 def decode_mask(data: bytes) -> np.ndarray:
     """Decode a mask: white may change, black may not.
 
-    Of an image with transparent pixels these may change, as in the masks of MagicBrush and DALL-E,
-    which are the image with a hole; unless all opaque pixels are white, as if drawn on nothing.
+    diffusers_flax.images.mask_values says what transparent pixels mean.
 
     Args:
         data: an encoded image, one of FORMATS.
@@ -110,14 +109,7 @@ def decode_upright_mask(data):
     """decode_mask without its one type of error."""
     if data.startswith(b"\xff\xd8"):
         return np.asarray(Image.fromarray(decode_upright(data)).convert("L"))
-    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
-    if image.has_transparency_data:
-        rgba = np.asarray(image.convert("RGBA"))
-        opaque = rgba[..., 3] == 255
-        if not opaque.all():
-            is_drawing = opaque.any() and (rgba[opaque] == 255).all()
-            return rgba[..., 3] if is_drawing else 255 - rgba[..., 3]
-    return np.asarray(to_rgb(image).convert("L"))
+    return mask_values(ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS)))
 
 
 def decode_upright(data, min_size=(0, 0), out=None, formats=FORMATS):

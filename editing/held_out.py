@@ -24,7 +24,7 @@ from dataloading.shards import (
 )
 from diffusers_flax.messages import one_line
 from editing.edits import fit_image
-from editing.masks import decode_mask, fit_mask
+from editing.masks import fit_mask, read_mask_of
 from editing.metrics import CLIP_METRICS
 
 CAPTION_COLUMNS = {
@@ -66,14 +66,14 @@ class HeldOutPair:
         """The mask, PIL of mode 1, likewise; None if there is none."""
         if self.mask is None:
             return None
-        return fit_mask(decode_mask(self.mask, f"{self.input}: its mask"), size)
+        return fit_mask(read_mask_of(self.mask, f"the mask of {self.input}"), size)
 
     def check(self):
         """Raise a ValueError if an image cannot be decoded."""
         for data in filter(None, (self.original, self.truth)):
             self._decode(data)
         if self.mask is not None:
-            decode_mask(self.mask, f"{self.input}: its mask")
+            read_mask_of(self.mask, f"the mask of {self.input}")
 
     def _decode(self, data):
         try:

@@ -1,54 +1,48 @@
 """Masks of edits: reading, and checking against the images to edit.
 
-    mask = decode_mask(Path("mask.png").read_bytes(), "mask.png")
+    mask = read_mask(Path("mask.png"))
     image_sizes = check_inputs(edits)
     edits = check_masks(edits, image_sizes, sizes)
 
 Edits are frozen dataclasses with input, mask (a path or None) and after, see edits.read_edits.
 """
 
-import io
 from dataclasses import replace
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+from PIL import Image
 
-from diffusers_flax.images import prepare_masks
-from diffusers_flax.messages import one_line
+from dataloading.images import decode_mask
 from editing.edits import fit_image, size_of_image, stages_of
 
 
-def is_white(mask):
-    """A PIL mask of any mode as one of mode 1."""
-    return Image.fromarray(prepare_masks(mask)[0, 0] > 0)
+def white_mask(values):
+    """A PIL mask of mode 1, white where values, uint8 (H, W), are 128 or more."""
+    return Image.fromarray(values >= 128)
 
 
-def decode_mask(data, name):
-    """The mask of an encoded image, upright: PIL of mode 1, white where the image is white.
+def read_mask_of(data, name):
+    """The mask of an encoded image, upright: PIL of mode 1.
 
     Args:
         data: bytes.
         name: of the file, for errors.
 
     Raises:
-        ValueError: it is not an image, or of a mode that has no white.
+        ValueError: it cannot be read.
     """
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            return is_white(ImageOps.exif_transpose(image))
-    except UnidentifiedImageError:
-        raise ValueError(
-            f"{name} is not an image that Pillow can read; convert it to PNG or JPEG"
-        ) from None
-    except Exception as error:  # decoders raise errors of many types
-        raise ValueError(f"{name} cannot be read as an image: {one_line(error, 200)}") from error
+        return white_mask(decode_mask(data))
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be read as a mask: {error}") from error
 
 
 def read_mask(path):
-    """The mask in a file, see decode_mask."""
+    """The mask in a file, see read_mask_of."""
     if not path.is_file():
         problem = "is a directory; name an image" if path.is_dir() else "does not exist; check it"
         raise ValueError(f"{path} {problem}")
-    return decode_mask(path.read_bytes(), path)
+    return read_mask_of(path.read_bytes(), path)
 
 
 def fit_mask(mask, size):
@@ -56,7 +50,7 @@ def fit_mask(mask, size):
 
     White is what is white in at least half of the pixels that it covers.
     """
-    return is_white(fit_image(mask.convert("L"), size))
+    return white_mask(np.asarray(fit_image(mask.convert("L"), size)))
 
 
 def load_mask(edit, size):

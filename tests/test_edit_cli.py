@@ -364,7 +364,10 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--mask", "black.png"], "black.png has no white, so nothing of a.png may change"),
         ([*ONE, "--mask", "dot.png"], "dot.png has no white left at the size of the edit, 4x4"),
         ([*ONE, "--mask", "none.png"], "none.png does not exist"),
-        ([*ONE, "--mask", "text.png"], "text.png is not an image that Pillow can read"),
+        (
+            [*ONE, "--mask", "text.png"],
+            "text.png cannot be read as a mask: no known image format (8 bytes)",
+        ),
         ([*ONE, "--mask", "."], ". is a directory; name an image"),
         ([*TWO, "--mask", "b.png", "b.png", "b.png"], "3 --mask do not fit 2 --input"),
         ([*ONE, "--mask", "b.png", "--output", "b.png"], "b.png is a mask and would be overwr"),
