@@ -43,7 +43,13 @@ from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import check_model
-from editing.held_out import checksum_of_pairs, left_out, pairs_of_jsonl, pairs_of_shards
+from editing.held_out import (
+    checksum_of_pairs,
+    left_out,
+    pairs_of_jsonl,
+    pairs_of_shards,
+    require_masks,
+)
 from editing.measuring import load_references, measure_baselines, measure_model
 from editing.metrics import Clip
 from editing.report import grid_rows, write_report
@@ -258,6 +264,8 @@ def run(config):
     if config.clip_model and any(todo.values()):
         clip = Clip(config.clip_model, config.clip_backend)
     references = load_references(pairs, clip, resolution, factor)
+    if config.use_masks:
+        require_masks(pairs, references.sizes)
     if any(todo.values()):
         measure_baselines(references, results)
     total = len(pairs) * sum(map(len, todo.values()))

@@ -204,6 +204,24 @@ def checksum_of_pairs(pairs):
     return total.hexdigest()[:16]
 
 
+def require_masks(pairs, sizes):
+    """Raise a ValueError unless some pair has a mask, and all masks have white.
+
+    Args:
+        pairs: list of HeldOutPair.
+        sizes: (width, height) of each edit.
+    """
+    if all(pair.mask is None for pair in pairs):
+        raise ValueError("--use_masks: no pair has a mask; give masks, or leave the flag out")
+    for pair, size in zip(pairs, sizes):
+        mask = pair.fitted_mask(size)
+        if mask is not None and not mask.getbbox():
+            raise ValueError(
+                f"--use_masks: the mask of {pair.input} has no white at the size of the edit, "
+                f"{size[0]}x{size[1]} (width x height); paint a larger part white"
+            )
+
+
 def left_out(pairs, clip_model):
     """What the pairs and flags do not allow to measure, one sentence each.
 

@@ -592,5 +592,7 @@ def test_inside_and_outside_of_masks(folder, tmp_path, monkeypatch, capsys):
     assert masked["l1_to_input_outside"] == 0
     assert masked["l1_to_input_inside"] == pytest.approx(row["l1_to_input_inside"], rel=0.3)
     capsys.readouterr()
-    wrong = flags(model="sd", data_dir="data", mask_column="m", output_dir=tmp_path / "wrong")
+    wrong = dict(model="sd", data_dir="data", clip_model="", output_dir=tmp_path / "wrong")
+    assert "no pair has a mask" in refused(capsys, flags(use_masks=(), **wrong))
+    wrong = flags(mask_column="m", **wrong)
     assert "has no column m; it has original_prompt" in refused(capsys, wrong)

@@ -240,7 +240,6 @@ class InstructPix2Pix:
                 f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; image is "
                 "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
             )
-
         if given.mask is not None and given.mask.shape != (B, 1, *image.shape[2:]):
             raise ValueError(
                 f"mask has shape {given.mask.shape}, image {image.shape}; mask is (batch, 1, "
@@ -275,7 +274,7 @@ class InstructPix2Pix:
             finish = partial(paste, image=image, mask=mask)
             mask = latent_mask(mask, self.vae_scale_factor, MASK_MARGIN)
             num_steps = len(schedule[1][0])
-            latents = latents * scaling_factor
+            latents = latents.astype(jnp.float32) * scaling_factor
             after_step = keep_outside(self.scheduler, mask, latents, noise, num_steps)
 
         # Denoise

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -175,6 +176,19 @@ def test_masks_of_explicit_timesteps_and_other_sizes(folders):
     assert 0.2 < cells.mean() < 0.7
     np.testing.assert_allclose(latents[..., ~cells], of_input[..., ~cells], atol=1e-5)
     assert np.abs(latents - of_input)[..., cells].mean() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sd", "xl"])
+def test_masks_in_bfloat16(folders, kind):
+    pipeline, params = open_ours(folders[kind], dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, params)
+    images, _ = random_inputs(2, *SIZE)
+    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts())
+    found = pipeline(prompt_ids, image, params, KEY, 4, mask=mask).images
+    np.testing.assert_array_equal(
+        pixels_of(found[:, ~two_parts()]), pixels_of(images[:, ~two_parts()])
+    )
 
 
 @pytest.mark.slow
