@@ -54,6 +54,9 @@ class Config:
     # only the shards with the first N pairs of each directory; default: all
     max_train_samples: int | None = None
     resolution: int = 256  # side of the square images, pixels
+    # sizes of about resolution² pixels, WIDTHxHEIGHT, as the trainer's; default: only squares
+    aspect_ratio_buckets: tuple[str, ...] | None = None
+    train_batch_size: int = 16  # of later runs: sizes with fewer pairs are left out
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
     batch_size: int | None = None  # pairs per device; default: as many pixels as 8 at 256 pixels

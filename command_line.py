@@ -230,7 +230,7 @@ def list_flags(config_class: Any) -> set[str]:
         name
         for cls in get_args(config_class) or (config_class,)
         for name, hint in get_type_hints(cls).items()
-        if get_origin(hint) is tuple
+        if tuple in (get_origin(hint), *map(get_origin, get_args(hint)))
     }
 
 

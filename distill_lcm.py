@@ -62,7 +62,7 @@ from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predic
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig
-from training.flags import check_flags, may_change, per_process
+from training.flags import check_flags, chosen_sizes, may_change, named_buckets, per_process
 from training.latents import check_vae
 from training.models import (
     encode_batch,
@@ -75,13 +75,14 @@ from training.models import (
 from training.optimizer import make_optimizer
 from training.output import check_run_dir, lock_output_dir, remove_replaced_model
 from training.report import this_command, write_readme
-from training.run import TrainRun, cache_programs
+from training.run import TrainRun, cache_programs, compile_steps
 from training.sharding import (
     Batches,
     combine,
     gather,
     replicate,
     shard_axes,
+    state_shapes,
     update_state,
 )
 
@@ -109,6 +110,9 @@ class Config:
     edit_prompt_column: str = ""  # instruction or several; "": likewise
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
+    # train at sizes of about resolution² pixels, WIDTHxHEIGHT, each pair at the one nearest to its
+    # aspect ratio; without values: the default sizes; default: only squares
+    aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
@@ -340,6 +344,7 @@ def open_dataset(shared: TrainingConfig):
     return open_pairs(
         shared.train_data_dir,
         shared.train_data_weights,
+        chosen_sizes(shared),
         batch_size=shared.train_batch_size,
         micro_conditioning=is_sdxl(shared),
         max_rows=shared.max_train_samples,
@@ -435,7 +440,7 @@ python edit_cli.py --model {shlex.quote(teacher)} --lora {shlex.quote(config.out
 def distill(config: Config):
     """Distil a model and write the LoRA to config.output_dir."""
     config = with_single_files(config, "pretrained_model_name_or_path")
-    shared = training_config(config)
+    shared, config = training_config(config), named_buckets(config)
     with lock_output_dir(shared):
         run_distillation(config, shared)
 
@@ -469,6 +474,9 @@ def run_distillation(config: Config, shared: TrainingConfig):
     p_frozen = move_to_devices(frozen, models, with_vae=not dataset.latents)
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     batches = Batches(dataset, pipeline.prepare_text_inputs, start.step)
+    if start.step < config.max_train_steps:  # compile before the state takes memory
+        shapes = state_shapes(lora, tx, axes, jax.device_count())
+        p_train_step = compile_steps(p_train_step, shapes, p_frozen, batches, p_rng)
     state, averages = start.load(lora, tx, axes, plan)
     run = TrainRun(
         shared,

@@ -43,7 +43,15 @@ from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_flags, ema_plan
-from training.flags import PARTS_OF_FLAGS, Config, check_flags, check_schedules, masks_to_read
+from training.flags import (
+    PARTS_OF_FLAGS,
+    Config,
+    check_flags,
+    check_schedules,
+    chosen_sizes,
+    masks_to_read,
+    named_buckets,
+)
 from training.latents import check_vae, latent_dirs, write_latents
 from training.models import (
     check_models,
@@ -64,7 +72,7 @@ from training.output import (
 )
 from training.processes import from_process_0, start_distributed, wait_for_all
 from training.report import load_validation_images
-from training.run import TrainRun, cache_programs
+from training.run import TrainRun, cache_programs, compile_steps
 from training.sharding import (
     Batches,
     combine,
@@ -315,6 +323,7 @@ def open_dataset(config: Config):
     return open_pairs(
         directories,
         config.train_data_weights,
+        chosen_sizes(config),
         batch_size=config.train_batch_size // num_processes,
         resolution=config.resolution,
         seed=config.seed,
@@ -337,6 +346,7 @@ def train(config: Config):
     """Train a model and write it to config.output_dir."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     check_flags(config, jax.device_count())
+    config = named_buckets(config)
     config = with_single_files(config, "pretrained_model_name_or_path", **PARTS_OF_FLAGS)
     check_run_dir(config)
     validation_images = load_validation_images(config)
@@ -378,10 +388,9 @@ def run_training(config: Config, validation_images):
     p_frozen = move_to_devices(frozen, models, with_vae)
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     batches = Batches(dataset, pipeline.prepare_text_inputs, start.step)
-    # One process compiles before the state takes memory.
-    if jax.process_count() == 1 and start.step < max_train_steps:
+    if start.step < max_train_steps:  # compile before the state takes memory
         shapes = state_shapes(params, tx, axes, jax.device_count())
-        p_train_step = p_train_step.lower(shapes, p_frozen, batches.peek(), p_rng).compile()
+        p_train_step = compile_steps(p_train_step, shapes, p_frozen, batches, p_rng)
     state, averages = start.load(params, tx, axes, plan)
     run = TrainRun(
         config,

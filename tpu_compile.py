@@ -6,6 +6,7 @@ The training step of flax_train_instruct_pix2pix.py for 16 TPU v5e chips with 16
 
 `train` takes all flags of the trainer, so that a training command can be pasted. Flags that change
 neither the step nor the EMA, such as flags of data, logging, validation and upload, have no effect.
+--aspect_ratio_buckets compiles the step of every size; --find_batch then takes the largest one.
 Only the config.json files of the models are read; without --pretrained_model_name_or_path the model
 is Stable Diffusion 1.5. With the demo's model, in about a minute:
 
@@ -34,6 +35,7 @@ all operations but kernels (Pallas), without waiting for data, show what an opti
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -83,7 +85,14 @@ from tpu.programs import (
     verdict,
 )
 from training.ema import ema_flags, ema_plan, make_update_average
-from training.flags import PARTS_OF_FLAGS, check_batch, check_combinations, check_numbers
+from training.flags import (
+    PARTS_OF_FLAGS,
+    check_batch,
+    check_combinations,
+    check_numbers,
+    chosen_sizes,
+    named_buckets,
+)
 from training.models import Models, check_models, encode_text, is_sdxl, lora_options
 from training.sharding import MAX_STEPS_IN_FLIGHT, cast_kernels, shard_axes, state_shapes
 
@@ -163,8 +172,15 @@ def training_model_shapes(config):
     return models, frozen, params
 
 
+def largest_size(config):
+    """Height and width of the images with most pixels; config: Train."""
+    return max(chosen_sizes(config) or [(config.resolution,) * 2], key=math.prod)
+
+
 def train_job(config, devices):
     """The trainer's step and the update of its averages, under pmap as in training.
+
+    Of several sizes it is the step of the largest.
 
     Args:
         config: Train.
@@ -181,7 +197,7 @@ def train_job(config, devices):
     options = trainer.train_step_options(config)
     train_step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
 
-    B, R = config.train_batch_size // n, config.resolution
+    B, (H, W) = config.train_batch_size // n, largest_size(config)
     T = frozen["null_text"]["states"].shape[1]
     batch = {"input_ids": jax.ShapeDtypeStruct((n, B, T), jnp.int32)}
     if isinstance(models.text_encoder, tuple):  # SDXL
@@ -189,11 +205,13 @@ def train_job(config, devices):
         batch["time_ids"] = jax.ShapeDtypeStruct((n, B, 6), jnp.float32)
     if config.cache_latents:
         del frozen["vae"]
-        C, side = models.vae.latent_channels, R // 2 ** (len(models.vae.block_out_channels) - 1)
+        C, factor = models.vae.latent_channels, 2 ** (len(models.vae.block_out_channels) - 1)
         for name, channels in (("original_latents", C), ("edited_latents", 2 * C)):
-            batch[name] = jax.ShapeDtypeStruct((n, B, side, side, channels), jnp.float16)
+            batch[name] = jax.ShapeDtypeStruct(
+                (n, B, H // factor, W // factor, channels), jnp.float16
+            )
     else:
-        images = jax.ShapeDtypeStruct((n, B, R, R, 3), jnp.uint8)
+        images = jax.ShapeDtypeStruct((n, B, H, W, 3), jnp.uint8)
         batch |= {"original_pixel_values": images, "edited_pixel_values": images}
     if config.mask_loss_weight != 1:
         pixels = batch.get("edited_pixel_values", batch.get("edited_latents"))
@@ -367,8 +385,45 @@ def compile_job(config, job, tpu):
     return make_report(config, tpu, job, step, update, flops)
 
 
+def compile_sizes(config, tpu, devices):
+    """The report of the size that needs most memory, with a row for each size under "sizes".
+
+    The program of every size stays in memory, so the code of all of them counts.
+
+    Args:
+        config: Train with --aspect_ratio_buckets.
+        tpu: Slice.
+        devices: to compile for.
+    """
+    reports = {}
+    for size in named_buckets(config).aspect_ratio_buckets:
+        at_size = replace(config, aspect_ratio_buckets=(size,))
+        reports[size] = report = compile_job(at_size, make_job(at_size, devices), tpu)
+        print(
+            f"{size}: {verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True
+        )
+    names = ("fits", "memory_total", "flops", "hbm_bytes", "step_seconds", "compile_seconds")
+    names += ("images_per_second_per_chip",)
+    rows = {
+        size: {name: report[name] for name in names if name in report}
+        for size, report in reports.items()
+    }
+    code = {size: report.get("memory", {}).get("code", 0) for size, report in reports.items()}
+    largest = max(reports, key=lambda size: reports[size]["memory_total"] - code[size])
+    report = reports[largest] | {"flags": changed_flags(config), "size": largest, "sizes": rows}
+    if "memory" in report:
+        report["memory"] = report["memory"] | {"code": sum(code.values())}
+        report["memory_total"] = sum(report["memory"].values())
+    report["compile_seconds"] = sum(row["compile_seconds"] for row in rows.values())
+    fits = report["memory_total"] <= report["memory_usable"]
+    return report | {"fits": fits and all(row["fits"] for row in rows.values())}
+
+
 def find_batch(config, tpu, devices):
-    """The report of the largest batch that fits, or of the smallest if none does."""
+    """The report of the largest batch that fits, or of the smallest if none does.
+
+    Of several sizes only the largest is compiled.
+    """
     flag = BATCH_FLAGS[type(config)]
     unit = 1  # batches are multiples of it
     if isinstance(config, Train):
@@ -434,6 +489,8 @@ def run(config):
     print(f"compiling {program_name(config)} for {place}; at full size 5 to 75 minutes", flush=True)
     if config.find_batch:
         report = find_batch(config, tpu, devices)
+    elif isinstance(config, Train) and config.aspect_ratio_buckets is not None:
+        report = compile_sizes(config, tpu, devices)
     else:
         report = compile_job(config, job, tpu)
     print_report(report)

@@ -243,9 +243,16 @@ class ParquetImagePairs(StoredPairs):
         return text
 
     def describe_sizes(self) -> str:
-        """The sizes of the batches and their pairs over all processes: "384x640: 12 pairs, ..."."""
+        """The sizes of the batches and their pairs over all processes; "" for squares only.
+
+        Returns:
+            "pairs by size: 384x640 12, 512x512 80".
+        """
+        if self.directory_sizes is None:
+            return ""
         parts = zip(self.decoding.sizes, self.size_rows.sum(axis=0))
-        return ", ".join(f"{format_size(size)}: {count} pairs" for size, count in parts)
+        counts = ", ".join(f"{format_size(size)} {count}" for size, count in parts)
+        return f"pairs by size: {counts}"
 
     def __len__(self) -> int:
         """Batches per epoch of every process."""

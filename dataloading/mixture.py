@@ -222,11 +222,19 @@ class Mixture:
         ]
         return f"a mixture of {', '.join(sets)}"
 
+    def describe_sizes(self) -> str:
+        """See ParquetImagePairs.describe_sizes."""
+        return ""
+
     def passes(self, step: int) -> dict[str, float]:
         """How often each set was gone through before a step, by the set's name."""
         counts = self.count_draws(step).tolist()
         rows = [sum(partition.num_batches) for partition in self._partitions]
         return {name: count / n for name, count, n in zip(self.names, counts, rows)}
+
+    def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """See StoredPairs.image_shapes."""
+        return self.sets[0].image_shapes()
 
     def count_draws(self, step: int) -> np.ndarray:
         """The rows drawn from this process's stream of each set before a step."""
@@ -430,15 +438,19 @@ def distinct_names(directories: Sequence[str]) -> list[str]:
 
 
 def open_pairs(
-    train_data_dirs: Sequence[str], weights: Sequence[float] = (), **options
+    train_data_dirs: Sequence[str],
+    weights: Sequence[float] = (),
+    sizes: tuple[tuple[int, int], ...] | None = None,
+    **options,
 ) -> ParquetImagePairs | Mixture:
     """Open one directory, or several as a mixture.
 
     Args:
         train_data_dirs, weights: as for Mixture.
+        sizes: as for ParquetImagePairs; a mixture has squares only.
         options: of both classes.
     """
     check_sets(train_data_dirs, weights)
     if len(train_data_dirs) == 1:
-        return ParquetImagePairs(train_data_dirs[0], **options)
+        return ParquetImagePairs(train_data_dirs[0], sizes=sizes, **options)
     return Mixture(train_data_dirs, weights, **options)

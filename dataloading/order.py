@@ -36,7 +36,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
 
     Args:
         resolution: --resolution.
-        texts: sizes as WIDTHxHEIGHT; (): the default; None: only the square.
+        texts: sizes as WIDTHxHEIGHT; (): the default sizes; None: only the square.
 
     Raises:
         ValueError: a text is no size, or the sizes do not fit the resolution or each other.

@@ -160,6 +160,18 @@ class StoredPairs:
                 f"with {BUCKETS} {' '.join(map(format_size, sizes))}"
             )
 
+    def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """For each size, {array in a batch: shape of a row}.
+
+        Sizes are named WIDTHxHEIGHT; without several to choose from the only one is "".
+        """
+        sizes = self.decoding.sizes
+        names = [""] if self.directory_sizes is None else map(format_size, sizes)
+        return {
+            name: {key: x.shape[1:] for key, x in self.decoding.empty_batch(0, size).items()}
+            for size, name in enumerate(names)
+        }
+
     def identity(self) -> dict:
         """What identifies the data, for state_dict."""
         return {

@@ -169,16 +169,22 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 COLUMNS = ("original_image", "edit_prompt", "edited_image")
 
 
-def encoded(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (18, 22, 3), np.uint8)
+def encoded(seed, size=(18, 22)):
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
-def write_shard(path, num_rows, seed=0, broken=(), columns=COLUMNS):
-    """A parquet shard in the public dataset's schema; rows `broken` have no original image."""
-    originals = [b"no image" if i in broken else encoded([seed, i, 0]) for i in range(num_rows)]
+def write_shard(path, num_rows, seed=0, broken=(), columns=COLUMNS, sizes=((18, 22),)):
+    """A parquet shard in the public dataset's schema; rows `broken` have no original image.
+
+    Row i's has size i of sizes, (height, width), repeated; edited images have one size.
+    """
+    originals = [
+        b"no image" if i in broken else encoded([seed, i, 0], sizes[i % len(sizes)])
+        for i in range(num_rows)
+    ]
     edits = [encoded([seed, i, 1]) for i in range(num_rows)]
     prompts = [PROMPTS[i % 3] for i in range(num_rows)]
 
@@ -206,7 +212,9 @@ def flags_of(config):
         if isinstance(value, bool):
             args.append(f"--{name}" if value else f"--no_{name}")
         elif isinstance(value, tuple):
-            args += [f"--{name}", *map(str, value)] if value else []
+            # Without values, --aspect_ratio_buckets is another flag than none.
+            is_given = value or name == "aspect_ratio_buckets"
+            args += [f"--{name}", *map(str, value)] if is_given else []
         else:
             args.append(f"--{name}={value}")
     return args

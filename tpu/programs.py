@@ -235,6 +235,11 @@ def print_report(report):
     for name, size in report.get("memory", {}).items():
         print(f"  {name:<14}{size / GIB:8.3f} GiB")
     print(verdict(report))
+    for size, row in report.get("sizes", {}).items():
+        time = f", at least {row['step_seconds'] * 1e3:.3g} ms" if "step_seconds" in row else ""
+        flops = f", {row['flops'] / 1e12:.3g} TFLOP" if "flops" in row else ""
+        seconds = f", compiled in {row['compile_seconds']:.0f} s"
+        print(f"  {size:<14}{row['memory_total'] / GIB:8.3f} GiB{flops}{time}{seconds}")
     if "smallest_not_fitting" in report:
         print(f"{report['smallest_not_fitting']} per chip do not fit")
     if "flops" in report:

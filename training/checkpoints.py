@@ -194,6 +194,7 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
         "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
         "columns of train_data_dir": data["columns"],
         "shards of train_data_dir": data["data"],
+        "sizes of batches": data.get("sizes"),  # of --aspect_ratio_buckets, with a batch of pairs
         "shares of train_data_dir": data.get("shares"),  # of a mixture
         **checksums(frozen, params),
     }

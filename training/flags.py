@@ -1,10 +1,11 @@
 """The trainer's flags and their validation."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from dataloading.mixture import check_sets
+from dataloading.order import bucket_sizes, format_size
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from training.ema import ema_flags, ema_plan
 
@@ -55,6 +56,9 @@ class Config:
     mask_column: str = ""
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
+    # train at sizes of about resolution² pixels, WIDTHxHEIGHT, each pair at the one nearest to its
+    # aspect ratio; without values: the default sizes; default: only squares
+    aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # resizing; dct: fastest
@@ -220,8 +224,25 @@ def check_batch(config: Config, num_devices: int) -> None:
         )
 
 
+def chosen_sizes(config: Any) -> tuple[tuple[int, int], ...] | None:
+    """The heights and widths of --aspect_ratio_buckets; None without it."""
+    if config.aspect_ratio_buckets is None:
+        return None
+    return bucket_sizes(config.resolution, config.aspect_ratio_buckets)
+
+
+def named_buckets(config: Any) -> Any:
+    """The flags with the default sizes of --aspect_ratio_buckets written out."""
+    sizes = chosen_sizes(config)
+    names = None if sizes is None else tuple(map(format_size, sizes))
+    return replace(config, aspect_ratio_buckets=names)
+
+
 def check_combinations(config: Config) -> None:
     """Raise a ValueError for flags that contradict each other."""
+    bucket_sizes(config.resolution, config.aspect_ratio_buckets)
+    if config.aspect_ratio_buckets is not None and len(config.train_data_dir) > 1:
+        raise ValueError("--aspect_ratio_buckets goes with one --train_data_dir; leave out one")
     check_sets(config.train_data_dir, config.train_data_weights)
     if config.num_train_epochs is not None and len(config.train_data_dir) > 1:
         raise ValueError(

@@ -16,13 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
 from command_line import check_writable
-from dataloading.decoding import decode_pair, end_checksum, place_mask, reduce_mask
+from dataloading.decoding import (
+    SIZE,
+    decode_pair,
+    end_checksum,
+    place_mask,
+    reduce_mask,
+    stored_sizes,
+)
 from dataloading.images import num_usable_cores
 from dataloading.mixture import check_sets, columns_of_sets, distinct_names, masks_of_sets
-from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION
+from dataloading.order import BUCKETS, check_side, format_size, nearest_sizes
+from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION, StoredPairs
 from dataloading.shards import (
     COLUMN_FLAGS,
     LATENTS,
@@ -38,7 +47,7 @@ from dataloading.shards import (
 )
 from diffusers_flax.loading.files import UNFINISHED_PREFIX, remove, save_whole
 from diffusers_flax.messages import differences
-from training.flags import nearest_multiples
+from training.flags import chosen_sizes, nearest_multiples
 from training.models import encode_images, is_sdxl, load_vae, mixed_precision_dtype, tree_checksum
 
 logger = logging.getLogger(__name__)
@@ -53,7 +62,7 @@ def encode_pairs(vae, params, originals, edits):
 
     Args:
         vae, params: FlaxAutoencoderKL and its parameters.
-        originals, edits: uint8 (B, R, R, 3).
+        originals, edits: uint8 (B, H, W, 3).
 
     Returns:
         (modes, moments), float16: modes of the originals (B, 2, h, w, C); means and standard
@@ -78,7 +87,7 @@ def decode_into(out, group, cells, position, resample, factor):
     """Decode a pair; an undecodable one is no error, as its row is stored without latents.
 
     Args:
-        out: the two images to write, uint8 (R, R, 3) each.
+        out: the two images to write, uint8 (H, W, 3) each.
         group: row group.
         cells: its cells, of read_row_group.
         position: row of the group.
@@ -103,22 +112,29 @@ def decode_into(out, group, cells, position, resample, factor):
     return prompt, time_ids.tobytes(), mask, None
 
 
-def encode_group(group, encode, batch_size, config, threads, factor):
+def encode_group(group, size_of, sizes, encode, batch_size, config, threads, factor):
     """Encode a row group; each batch is decoded while the devices encode the batch before it.
 
     Args:
         group: row group of images.
+        size_of: the size of each row, as an index.
+        sizes: heights and widths.
         encode, batch_size, config: as for write_latent_shard.
         threads: executor that decodes.
         factor: pixels per latent, along a side.
 
     Yields:
-        (encode's result, [decode_into's result for every pair]) of a batch.
+        (positions, encode's result, [decode_into's result for every pair]) of a batch of one size.
     """
-    cells, in_flight, R = read_row_group(group), None, config.resolution
-    for start in range(0, group.num_rows, batch_size):
-        positions = range(start, min(start + batch_size, group.num_rows))
-        pixels = np.zeros((2, batch_size, R, R, 3), np.uint8)
+    cells, in_flight = read_row_group(group), None
+    of_sizes = [np.flatnonzero(size_of == size).tolist() for size in range(len(sizes))]
+    batches = [
+        (size, of_size[start : start + batch_size])
+        for size, of_size in zip(sizes, of_sizes)
+        for start in range(0, len(of_size), batch_size)
+    ]
+    for size, positions in batches:
+        pixels = np.zeros((2, batch_size, *size, 3), np.uint8)
         decode = partial(
             decode_into,
             group=group,
@@ -133,12 +149,12 @@ def encode_group(group, encode, batch_size, config, threads, factor):
         decoded = [future.result() for future in decoded]
         if in_flight:
             yield in_flight
-        in_flight = encode(*pixels), decoded
+        in_flight = positions, encode(*pixels), decoded
     yield in_flight
 
 
 def latent_rows(encoded, decoded, config, bar, bad):
-    """Wait for a batch of encode_group; return its rows, tuples of LATENT_COLUMNS and the mask.
+    """Wait for a batch of encode_group; return its rows, dicts of LATENT_COLUMNS and the mask.
 
     Args:
         encoded, decoded: of encode_group.
@@ -159,12 +175,13 @@ def latent_rows(encoded, decoded, config, bar, bad):
             f"cannot be decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; "
             f"for example {bad[-1]}"
         )
-    return [
-        (None, None, prompt, None, None)
-        if reason
-        else (original.tobytes(), edited.tobytes(), prompt, time_ids, mask)
-        for original, edited, (prompt, time_ids, mask, reason) in zip(originals, edits, decoded)
-    ]
+    rows = []
+    for original, edited, (prompt, time_ids, mask, reason) in zip(originals, edits, decoded):
+        values = (original.tobytes(), edited.tobytes(), prompt, time_ids, mask)
+        if reason:
+            values = (None, None, prompt, None, None)
+        rows.append(dict(zip((*LATENT_COLUMNS, MASK), values)))
+    return rows
 
 
 def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, bad):
@@ -173,7 +190,7 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     Args:
         path: file to write.
         groups: the row groups of the shard of images.
-        encode: (originals, edits), uint8 (B, R, R, 3) each -> encode_pairs' result on the devices.
+        encode: (originals, edits), uint8 (B, H, W, 3) each -> encode_pairs' result on the devices.
         metadata: dict to store in the file.
         batch_size: pairs per call of encode.
         config: Config.
@@ -185,24 +202,32 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     """
     prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
     text = pa.list_(pa.string()) if is_list_of_text(prompt_type) else pa.string()
-    names = LATENT_COLUMNS + (MASK,) * bool(groups[0].mask_column)
-    types = pa.binary(), pa.binary(), text, pa.binary(), pa.binary()
-    schema = pa.schema(zip(names, types), {LATENTS: json.dumps(metadata)})
-    factor = metadata["resolution"] // metadata["shape"][0]
+    sizes, shapes = metadata.get("sizes"), metadata["shape"]
+    names = (*LATENT_COLUMNS, *[MASK] * bool(groups[0].mask_column), *[SIZE] * bool(sizes))
+    images = dict.fromkeys(("original_image", "edited_image", TIME_IDS, MASK), pa.binary())
+    types = images | {"edit_prompt": text, SIZE: pa.int16()}
+    schema = pa.schema([(name, types[name]) for name in names], {LATENTS: json.dumps(metadata)})
+    if not sizes:
+        sizes, shapes = [[config.resolution] * 2], [shapes]
+    factor = sizes[0][0] // shapes[0][0]
+    size_of = np.zeros(sum(group.num_rows for group in groups), int)
+    if len(sizes) > 1:
+        size_of = nearest_sizes(stored_sizes(groups, 1), sizes)
     threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
 
     def save(unfinished):
         with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
             for group in groups:
-                rows = []
-                for encoded, decoded in encode_group(
-                    group, encode, batch_size, config, threads, factor
+                of_group = size_of[group.first_row : group.first_row + group.num_rows]
+                rows = [None] * group.num_rows
+                for positions, *batch in encode_group(
+                    group, of_group, sizes, encode, batch_size, config, threads, factor
                 ):
-                    rows += latent_rows(encoded, decoded, config, bar, bad)
+                    for position, row in zip(positions, latent_rows(*batch, config, bar, bad)):
+                        rows[position] = row | {SIZE: int(of_group[position])}
                     with contextlib.suppress(OSError):  # unsupported by some file systems
                         os.utime(unfinished)  # for remove_leftovers
-                columns = [pa.array(*column) for column in zip(zip(*rows), types)][: len(names)]
-                writer.write_table(pa.table(columns, schema), row_group_size=len(rows))
+                writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=len(rows))
 
     save_whole(path, save, shared=True)
 
@@ -322,15 +347,60 @@ def list_images(train_data_dir, columns, mask_column, output_dir, max_train_samp
     return [group for group in groups if group.path in selected]
 
 
-def latent_settings(config, vae, params):
+def choose_latent_sizes(config, train_data_dir, columns, mask_column, output_dir, overwrite):
+    """The heights and widths of a directory's latents; None without --aspect_ratio_buckets.
+
+    Where output_dir has latents, their sizes are taken if the flag has them. Else they are those
+    with a batch of pairs, as in training.
+
+    Args:
+        config, overwrite: as for write_latents.
+        train_data_dir, columns, mask_column, output_dir: as for list_images.
+    """
+    sizes, num_processes = chosen_sizes(config), jax.process_count()
+    if sizes is None:
+        return None
+    all_gather = process_allgather if num_processes > 1 else None
+    pairs = StoredPairs(
+        train_data_dir,
+        columns,
+        dict(
+            resolution=config.resolution,
+            sizes=sizes,
+            resample=config.image_interpolation_mode,
+            random_crop=False,
+            random_flip=False,
+            micro_conditioning=False,
+        ),
+        max_rows=config.max_train_samples,
+        all_gather=all_gather,
+        mask_column=mask_column,
+    )
+    pairs.choose_sizes(
+        max(1, config.train_batch_size // num_processes),
+        config.dataloader_num_workers or num_usable_cores(),
+        jax.process_index(),
+        num_processes,
+        all_gather,
+    )
+    for path in [] if overwrite else shard_files(output_dir)[:1]:
+        with contextlib.suppress(pa.ArrowException, OSError):  # see check_existing_shard
+            stored = (latents_metadata(pq.read_metadata(path)) or {}).get("sizes", ())
+            if stored and {*map(tuple, stored)} <= {*sizes}:
+                return tuple(map(tuple, stored))
+    return pairs.decoding.sizes
+
+
+def latent_settings(config, vae, params, sizes):
     """The settings that latents are made with, for the metadata of every shard.
 
     Args:
         config: as for write_latents.
         vae, params: FlaxAutoencoderKL and its float32 parameters.
+        sizes: of choose_latent_sizes.
 
     Raises:
-        ValueError: the VAE does not divide the resolution.
+        ValueError: the VAE does not divide the resolution or a size.
     """
     factor = 2 ** (len(vae.block_out_channels) - 1)
     if config.resolution % factor:
@@ -338,13 +408,23 @@ def latent_settings(config, vae, params):
             f"--resolution {config.resolution} is not a multiple of {factor}; try "
             f"{nearest_multiples(config.resolution, factor)}"
         )
-    side = config.resolution // factor
+    for size in sizes or ():
+        for side in size:
+            check_side(f"{BUCKETS} {format_size(size)}: {side}", side, factor)
+    C = vae.latent_channels
+    shapes = [
+        [side // factor for side in size] + [C] for size in sizes or [[config.resolution] * 2]
+    ]
     return {
         "vae": vae_checksum(params),
         "mixed_precision": "bf16" if vae.dtype == jnp.bfloat16 else "no",  # of the VAE
         "resolution": config.resolution,
         "image_interpolation_mode": config.image_interpolation_mode,
-        "shape": [side, side, vae.latent_channels],
+        **(
+            {"sizes": [list(size) for size in sizes], "shape": shapes}
+            if sizes
+            else {"shape": shapes[0]}
+        ),
     }
 
 
@@ -424,13 +504,21 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False, mask_col
         masks_of_sets(config.train_data_dir, mask_column),
         output_dirs,
     )
-    sets = [list_images(*paths, config.max_train_samples) for paths in sets]  # before the VAE
+    sets = [  # before the VAE is loaded
+        (
+            paths[-1],
+            list_images(*paths, config.max_train_samples),
+            choose_latent_sizes(config, *paths, overwrite),
+        )
+        for paths in sets
+    ]
     vae, params = load_vae(config, mixed_precision_dtype(config), is_sdxl(config))
-    settings = latent_settings(config, vae, params)
     missing = [
         shard
-        for output_dir, groups in zip(output_dirs, sets)
-        for shard in missing_shards(output_dir, groups, settings, overwrite)
+        for output_dir, groups, sizes in sets
+        for shard in missing_shards(
+            output_dir, groups, latent_settings(config, vae, params, sizes), overwrite
+        )
     ]
     if not missing:
         return

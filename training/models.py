@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dataloading.order import BUCKETS, bucket_sizes, check_side, format_size
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.loading.directories import has, read_index
 from diffusers_flax.loading.lora import add_lora
@@ -450,7 +451,7 @@ def check_resolution(config, unet, vae):
     """Raise a ValueError unless the sides of the images, of the latents and in the UNet are even.
 
     Args:
-        config: with the flag resolution.
+        config: with the flags resolution and aspect_ratio_buckets.
         unet, vae: modules.
     """
     pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)
@@ -460,3 +461,6 @@ def check_resolution(config, unet, vae):
             f"{flag(config, 'resolution')} is not a multiple of {factor}; "
             f"try {nearest_multiples(config.resolution, factor)}"
         )
+    for size in bucket_sizes(config.resolution, config.aspect_ratio_buckets):
+        for side in size:
+            check_side(f"{BUCKETS} {format_size(size)}: {side}", side, factor)

@@ -20,6 +20,7 @@ from huggingface_hub import ModelCardData
 from PIL import Image, ImageOps
 
 from dataloading.images import load_image
+from dataloading.order import bucket_sizes, nearest_sizes
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.loading.directories import CONV_IN_FILE
 from diffusers_flax.loading.files import save_whole, write_text
@@ -190,6 +191,8 @@ class Validation:
     def edit(self, p_unet, p_frozen):
         """Edit the images on this process's devices; all processes call this together.
 
+        Images of one size are edited together.
+
         Args:
             p_unet: the UNet's trained parameters, replicated.
             p_frozen: train_step's frozen parameters, replicated.
@@ -197,16 +200,26 @@ class Validation:
         Returns:
             List of PIL images.
         """
-        pipeline, num_devices = self.pipeline, jax.local_device_count()
-        padding = -len(self.images) % num_devices
-        prompt_ids, image = pipeline.prepare_inputs(
-            self.prompts + self.prompts[-1:] * padding, self.images + self.images[-1:] * padding
-        )
+        pipeline = self.pipeline
         p_params = {
             "unet": combine(p_frozen.get("unet", {}), p_unet),
             **params_beside_unet(p_frozen),
             "scheduler": replicate(pipeline.scheduler.create_state()),
         }
+        edits = [None] * len(self.images)
+        for size in dict.fromkeys(image.size for image in self.images):
+            places = [i for i, image in enumerate(self.images) if image.size == size]
+            for place, edit in zip(places, self._edit_alike(places, p_params)):
+                edits[place] = edit
+        return edits
+
+    def _edit_alike(self, places, p_params):
+        """Edit the images at these places, which have one size; p_params: of the pipeline."""
+        pipeline, num_devices = self.pipeline, jax.local_device_count()
+        padded = places + places[-1:] * (-len(places) % num_devices)
+        prompt_ids, image = pipeline.prepare_inputs(
+            [self.prompts[i] for i in padded], [self.images[i] for i in padded]
+        )
         images = pipeline(
             prompt_ids.reshape(num_devices, -1, *prompt_ids.shape[1:]),
             image.reshape(num_devices, -1, *image.shape[1:]),
@@ -215,7 +228,7 @@ class Validation:
             num_inference_steps=VALIDATION_INFERENCE_STEPS,
             jit=True,
         ).images
-        return pipeline.numpy_to_pil(local_rows(images))[: len(self.prompts)]
+        return pipeline.numpy_to_pil(local_rows(images))[: len(places)]
 
     def write(self, step, edits):
         """Write the grid of images before and after, and the animation; return the grid's path."""
@@ -226,15 +239,20 @@ class Validation:
 
 
 def load_validation_images(config: Config):
-    """Load the images to edit during training: PIL, RGB, cropped squares of --resolution."""
-    side = (config.resolution, config.resolution)
+    """Load the images to edit during training: PIL, RGB, cropped to the nearest size of training.
+
+    Without --aspect_ratio_buckets these are squares of --resolution.
+    """
+    sizes = bucket_sizes(config.resolution, config.aspect_ratio_buckets)
     try:
-        return [
-            ImageOps.fit(load_image(path), side, Image.Resampling.LANCZOS)
-            for path in config.validation_image
-        ]
+        images = [load_image(path) for path in config.validation_image]
     except ValueError as error:
         raise ValueError(f"--validation_image {error}") from error
+    nearest = nearest_sizes(np.reshape([image.size[::-1] for image in images], (-1, 2)), sizes)
+    return [
+        ImageOps.fit(image, sizes[size][::-1], Image.Resampling.LANCZOS)
+        for image, size in zip(images, nearest)
+    ]
 
 
 def validation_grid(pairs, prompts):

@@ -44,6 +44,47 @@ def cache_programs(folder):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
+    """Compile a training step for the batches of every size.
+
+    Args:
+        p_train_step: pmapped train_step.
+        state: its shapes, of state_shapes for all devices.
+        p_frozen, p_rng: its other arguments.
+        batches: Batches.
+
+    Returns:
+        A function like p_train_step. Several processes compile a step for batches of one size when
+        it is first called.
+    """
+    shapes, is_main = batches.shapes(), jax.process_index() == 0
+    if "" in shapes:
+        if jax.process_count() > 1:
+            return p_train_step
+        return p_train_step.lower(state, p_frozen, batches.peek(), p_rng).compile()
+    n = jax.local_device_count()
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), state)
+    programs = {}
+    for number, (size, batch) in enumerate(shapes.items(), start=1):
+        start = time.perf_counter()
+        program = p_train_step.lower(state, p_frozen, batch, p_rng).compile()
+        programs[shapes_of(batch)] = program
+        if is_main:
+            seconds = time.perf_counter() - start
+            print(f"compiled {size} in {seconds:.3g} s, {number} of {len(shapes)}", flush=True)
+    wait_for_all("all sizes are compiled")
+
+    def step(state, p_frozen, batch, p_rng):
+        return programs[shapes_of(batch)](state, p_frozen, batch, p_rng)
+
+    return step
+
+
+def shapes_of(batch):
+    """The shapes of a batch's arrays, to look up its program."""
+    return frozenset((name, x.shape) for name, x in batch.items())
+
+
 class TrainRun:
     """The steps of one run and its output directory.
 
@@ -131,6 +172,8 @@ class TrainRun:
             f"{batch_size} pairs per step on {num_devices} device(s), "
             f"{jax.devices()[0].device_kind}"
         )
+        if sizes := self.batches.dataset.describe_sizes():
+            print(sizes)
         if self.start.step:
             print(self.start.describe_resume(self.max_train_steps))
         for line in explain_average(self.config, self.plan, self.max_train_steps, self.start):

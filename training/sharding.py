@@ -379,6 +379,18 @@ class Batches:
         """Return the next batch without consuming it."""
         return self.queue[0][0]
 
+    def shapes(self):
+        """The shapes and dtypes of the batches of each size, by the names of image_shapes."""
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.peek())
+        return {
+            size: batch
+            | {
+                name: jax.ShapeDtypeStruct((*batch[name].shape[:2], *shape), batch[name].dtype)
+                for name, shape in shapes.items()
+            }
+            for size, shapes in self.dataset.image_shapes().items()
+        }
+
     def close(self):
         """Stop the dataset's threads and free the batches."""
         self.stream.close()

@@ -223,7 +223,7 @@ def test_sizes_come_mixed_and_each_pair_waits_as_often(tmp_path):
     dataset = ParquetImagePairs(
         tmp_path, batch_size=4, resolution=8, sizes=SIZES, shuffle_buffer=36
     )
-    assert dataset.describe_sizes() == "6x12: 23 pairs, 8x8: 138 pairs, 12x6: 46 pairs"
+    assert dataset.describe_sizes() == "pairs by size: 6x12 23, 8x8 138, 12x6 46"
     assert dataset.describe_epoch().startswith("200 of 207 pairs per epoch")
     drawn = Counter()
     for epoch in range(23):
