@@ -11,11 +11,16 @@ The same with tiny shards, in seconds:
     python -m benchmarks.data --rows_per_shard 64 --epoch_rows 256 --rounds 1 \\
         --slice_seconds 0.3 --warm_up_pairs 0 --output quick.json
 
+What batches of several sizes cost, with other shards, whose images have five aspect ratios:
+
+    python -m benchmarks.data --aspect_ratios --output data.json
+
 Methods:
     ours              ParquetImagePairs; also with resample="lanczos"
     ceiling           decode_pair in a bare loop over encoded images that are in memory
     datasets          Hugging Face datasets, streaming, with its PyTorch trainer's transforms
     torch             DataLoader over pyarrow and Pillow, with the same transforms
+    squares, buckets  with --aspect_ratios: ParquetImagePairs, without and with sizes
 
 Writes all figures to --output and prints a table. Needs two CPU cores, 16 GB of memory and 1 GB of
 disk (Linux); about 20 minutes. The method `datasets` needs `pip install datasets` and is left out
@@ -45,6 +50,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_benchmark, write_rows
 from dataloading.decoding import decode_pair
+from dataloading.order import bucket_sizes
 from dataloading.pairs import SCHEMA
 from dataloading.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
 from demo.photographs import load_photographs
@@ -87,6 +93,9 @@ EDITS = {  # name in the prompt: function
     "softer": lambda image: image.filter(ImageFilter.GaussianBlur(0.7)),
 }
 
+ASPECT_RATIOS = (9 / 16, 3 / 4, 1, 4 / 3, 16 / 9)  # width to height, equally often
+
+OURS = ("ours", "ours_lanczos", "squares", "buckets")  # methods with a shuffle buffer to fill
 RATIOS = (
     ("ours", "ceiling"),
     ("ours_lanczos", "ceiling_lanczos"),
@@ -94,6 +103,7 @@ RATIOS = (
     ("ours_lanczos", "datasets"),
     ("ours", "torch"),
     ("ours_lanczos", "torch"),
+    ("buckets", "squares"),
 )
 
 
@@ -109,19 +119,29 @@ class Config:
     memory_epochs: int = 3  # epochs of the memory measurement; 0: none
     output: str = "benchmarks/results/data.json"
     seed: int = 0
+    # measure batches of several sizes instead, with images of ASPECT_RATIOS
+    aspect_ratios: bool = False
 
 
 # ---------------------------------------------------------------------------- shards
 
 
-def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
-    """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt."""
+def make_row(
+    photographs: list[Image.Image], seed: int, row: int, aspects: tuple[float, ...] = (1,)
+) -> dict:
+    """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt.
+
+    All images have about as many pixels, and an aspect ratio of aspects.
+    """
     rng = np.random.default_rng([seed, row])
     photograph = photographs[rng.integers(len(photographs))]
-    side = int(min(photograph.size) * rng.uniform(0.6, 1))
-    left, top = (int(rng.integers(length - side + 1)) for length in photograph.size)
-    box = (left, top, left + side, top + side)
-    original = photograph.resize((SIZE, SIZE), Image.Resampling.LANCZOS, box=box)
+    root = aspects[row % len(aspects)] ** 0.5
+    side = int(min(photograph.width / root, photograph.height * root) * rng.uniform(0.6, 1))
+    box_size = int(side * root), int(side / root)
+    left, top = (int(rng.integers(n - m + 1)) for n, m in zip(photograph.size, box_size))
+    box = (left, top, left + box_size[0], top + box_size[1])
+    size = round(SIZE * root), round(SIZE / root)
+    original = photograph.resize(size, Image.Resampling.LANCZOS, box=box)
     edit = list(EDITS)[rng.integers(len(EDITS))]
 
     cells = []
@@ -138,7 +158,13 @@ def make_row(photographs: list[Image.Image], seed: int, row: int) -> dict:
     }
 
 
-def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -> None:
+def make_shards(
+    folder: Path,
+    num_shards: int,
+    rows_per_shard: int,
+    seed: int,
+    aspects: tuple[float, ...] = (1,),
+) -> None:
     """Write shards of real photographs to a new directory, which appears when it is complete."""
     photographs = load_photographs(PHOTOGRAPHS)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -150,7 +176,9 @@ def make_shards(folder: Path, num_shards: int, rows_per_shard: int, seed: int) -
         for shard in range(num_shards):
             rows = []
             numbers = range(shard * rows_per_shard, (shard + 1) * rows_per_shard)
-            for row in pool.map(lambda number: make_row(photographs, seed, number), numbers):
+            for row in pool.map(
+                lambda number: make_row(photographs, seed, number, aspects), numbers
+            ):
                 rows.append(row)
                 bar.update()
             name = f"train-{shard:05d}-of-{num_shards:05d}.parquet"
@@ -193,7 +221,12 @@ def read_pairs(folder: Path) -> list[Pair]:
 # (B, 3, R, R) in [-1, 1], as Hugging Face's trainer makes them on the host.
 
 
-def ours(folder: Path, num_threads: int, resample: str) -> Iterator[dict]:
+def ours(
+    folder: Path,
+    num_threads: int,
+    resample: str,
+    sizes: tuple[tuple[int, int], ...] | None = None,
+) -> Iterator[dict]:
     """The loader with its default arguments, except for the measured ones."""
     dataset = ParquetImagePairs(
         str(folder),
@@ -201,6 +234,7 @@ def ours(folder: Path, num_threads: int, resample: str) -> Iterator[dict]:
         resolution=RESOLUTION,
         resample=resample,
         num_threads=num_threads,
+        sizes=sizes,
     )
     while True:
         yield from dataset
@@ -397,6 +431,8 @@ def summarize_rounds(rounds: list[dict]) -> tuple[dict, dict]:
             for threads in rounds[0][name]
         }
     for a, b in RATIOS:
+        if a not in methods or b not in methods:
+            continue
         ratios[f"{a}/{b}"] = methods[b] and {
             threads: {
                 f: spread([r[a][threads][f] / r[b][threads][f] for r in rounds]) for f in figures
@@ -468,7 +504,7 @@ def run_rounds(
                             stream,
                             rows_at_once,
                             seconds,
-                            warm_up_pairs if name.startswith("ours") else 0,
+                            warm_up_pairs if name in OURS else 0,
                         )
                     bar.update()
     return results
@@ -498,7 +534,8 @@ def bench(config: Config) -> tuple[dict, dict]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.shards_dir or f"{temporary}/shards")
         if not shard_files(folder):
-            make_shards(folder, config.num_shards, config.rows_per_shard, config.seed)
+            aspects = ASPECT_RATIOS if config.aspect_ratios else (1,)
+            make_shards(folder, config.num_shards, config.rows_per_shard, config.seed, aspects)
         shards = shard_files(folder)
         links = link_shards(shards, Path(temporary) / "links", config.epoch_rows)
         linked = links[0].parent
@@ -514,15 +551,23 @@ def bench(config: Config) -> tuple[dict, dict]:
             "links": len(links),
         }
 
-        rounds = run_rounds(
-            {
+        sizes = bucket_sizes(RESOLUTION, ())
+        if config.aspect_ratios:
+            streams = {
+                "squares": lambda threads: ours(linked, threads, "dct"),
+                "buckets": lambda threads: ours(linked, threads, "dct", sizes),
+            }
+        else:
+            streams = {
                 "ceiling": lambda threads: ceiling(pairs, threads, "dct"),
                 "ours": lambda threads: ours(linked, threads, "dct"),
                 "ceiling_lanczos": lambda threads: ceiling(pairs, threads, "lanczos"),
                 "ours_lanczos": lambda threads: ours(linked, threads, "lanczos"),
                 "datasets": datasets and (lambda threads: hugging_face(links, threads)),
                 "torch": lambda threads: torch_rows(links, threads),
-            },
+            }
+        rounds = run_rounds(
+            streams,
             config.rounds,
             rows_at_once,
             config.slice_seconds,
@@ -530,7 +575,7 @@ def bench(config: Config) -> tuple[dict, dict]:
         )
 
         memory = []
-        for num_parts in (1, 8) if config.memory_epochs else ():
+        for num_parts in (1, 8) if config.memory_epochs and not config.aspect_ratios else ():
             # A new interpreter each: what another pass left behind is not to be counted.
             spawn = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=spawn) as process:
@@ -552,7 +597,7 @@ def run(config: Config) -> None:
     rows, machine = bench(config)
     results = write_rows(rows, machine, config.output)
     report(format_methods(results), config.output)
-    if datasets is None:
+    if datasets is None and not config.aspect_ratios:
         print("`datasets` was not measured: pip install datasets")
 
 

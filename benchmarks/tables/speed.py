@@ -207,6 +207,9 @@ def data_table() -> str:
         ("PyTorch DataLoader, pyarrow, Pillow", "method torch", 0),
         ("ours / ceiling", "ratio ours/ceiling", 2),
         ("ours / `datasets`", "ratio ours/datasets", 2),
+        ("images of five aspect ratios, as squares", "method squares", 0),
+        ("the same images at three sizes", "method buckets", 0),
+        ("three sizes / squares", "ratio buckets/squares", 2),
     ):
         summary = results("data")[case]["summary"]
         figures = [
