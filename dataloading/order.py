@@ -122,39 +122,6 @@ def choose_sizes(
         sizes = sizes[:left_out] + sizes[left_out + 1 :]
 
 
-def choose_row_sizes(
-    read_sizes: Callable[[], np.ndarray],
-    sizes: tuple[tuple[int, int], ...],
-    batch_size: int,
-    all_gather: Callable[[np.ndarray], np.ndarray] | None,
-    is_latents: bool,
-) -> tuple[tuple[tuple[int, int], ...], np.ndarray, np.ndarray]:
-    """choose_sizes for the rows of this process's directory; latents must keep their sizes.
-
-    Args:
-        read_sizes: stored_sizes of the rows.
-        is_latents: whether the rows are latents.
-        sizes, batch_size, all_gather: see choose_sizes, also for the result.
-    """
-    try:
-        image_sizes = read_sizes()
-    except BaseException:
-        if all_gather is not None:  # the other processes wait in choose_sizes for this one
-            all_gather(np.full(len(sizes), -1, np.int32))
-        raise
-    chosen, size_of, counts = choose_sizes(image_sizes, sizes, batch_size, all_gather)
-    if is_latents:
-        is_other = (np.array(chosen)[size_of] != image_sizes).any(axis=1)
-        if is_other.any():
-            few, n = np.unique(image_sizes[is_other], axis=0, return_counts=True)
-            raise ValueError(
-                f"only {n[0]} pairs have latents of {format_size(few[0])}, and a batch needs "
-                f"{batch_size}; lower --train_batch_size, or make the latents again with "
-                f"{BUCKETS} {' '.join(map(format_size, chosen))}"
-            )
-    return chosen, size_of, counts
-
-
 def count_sizes(size_of: list[np.ndarray], num_sizes: int) -> np.ndarray:
     """Number of rows of each size in each directory, (directories, sizes)."""
     return np.array([np.bincount(of_rows, minlength=num_sizes) for of_rows in size_of])
@@ -164,9 +131,7 @@ class Epoch(NamedTuple):
     """What a process reads in an epoch, and when."""
 
     order: np.ndarray  # integers (num_batches, B), rows of the directory
-    read_steps: (
-        np.ndarray
-    )  # (num_batches, B): the batch at which a row is read; see Partition._deal
+    read_steps: np.ndarray  # (num_batches, B): the batch at which each row is read, see _deal
     # (num_rows, 3) in [0, 1): of each row the crop, the flip, and which of several instructions.
     draws: np.ndarray
 

@@ -912,6 +912,32 @@ def test_training_step(model, tmp_path):
     assert reports[1]["flops"] == pytest.approx(reports[0]["flops"], rel=0.1)
 
 
+@pytest.mark.slow
+@needs_libtpu
+def test_training_step_of_every_size(model, tmp_path):
+    output, command = tmp_path / "report.json", ["train", "--tpu", "v5e-4", "--resolution", 16]
+    command += ["--pretrained_model_name_or_path", model, "--train_batch_size", 16]
+    done = run(*command, "--aspect_ratio_buckets", "16x16", "12x20", "--output", output)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    assert report["flags"]["aspect_ratio_buckets"] == ["16x16", "12x20"]
+    tall, square = (report["sizes"][size] for size in ("12x20", "16x16"))
+    assert tall["fits"] and square["fits"] and report["size"] in report["sizes"]
+    assert 0.8 < tall["flops"] / square["flops"] < 1  # 240 pixels to 256
+    assert report["memory_total"] >= max(tall["memory_total"], square["memory_total"])
+    for size in ("12x20", "16x16"):
+        assert re.search(rf"^  {size} +\S+ GiB, \S+ TFLOP, at least", done.stdout, re.MULTILINE)
+    config = Train(
+        tpu="v5e-4",
+        pretrained_model_name_or_path=str(model),
+        resolution=16,
+        train_batch_size=16,
+        aspect_ratio_buckets=("16x16", "12x20"),
+    )
+    job = tpu_compile.train_job(config, jax.devices()[:4])
+    assert job.args[2]["original_pixel_values"].shape == (4, 4, 16, 16, 3)
+
+
 def mistake(monkeypatch, capsys, *args):
     """The error line of a command that fails."""
     with pytest.raises(SystemExit) as stopped:

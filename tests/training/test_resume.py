@@ -252,14 +252,20 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start_all(model, data, out, num_processes, num_devices, seeds=None, codes=None, **options):
-    """The same command, but for seeds and code, in several processes that share num_devices."""
+def start_all(
+    model, data, out, num_processes, num_devices, seeds=None, codes=None, folders=None, **options
+):
+    """The same command, but for seeds, code and data, in processes that share num_devices.
+
+    folders: names of the processes' directories of data, beside data.
+    """
     address = f"localhost:{free_port()}"
     starts = []
     for k in range(num_processes):
         who = dict(coordinator_address=address, num_processes=num_processes, process_id=k)
         seed = {"seed": seeds[k]} if seeds else {}
-        config = config_of(model, data, out, **RUN | options | who | seed)
+        own_data = data.with_name(folders[k]) if folders else data
+        config = config_of(model, own_data, out, **RUN | options | who | seed)
         code = codes[k] if codes else None
         starts.append(Start(config, num_devices // num_processes, code))
     return starts
@@ -301,6 +307,28 @@ def test_processes_do_what_one_does(model, data, one_process, edits, tmp_path, n
     assert not any(start.process.returncode for start in starts), "\n".join(ends)
     assert len(list((tmp_path / "validation").glob("step-*"))) == 2
     np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_train_at_the_same_sizes(model, tmp_path):
+    """With all shards, and with shards of their own."""
+    stored = ((18, 22), (30, 18), (19, 20), (18, 34))
+    for k in range(2):
+        for folder in ("all", f"own{k}"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            write_shard(tmp_path / folder / f"{k}.parquet", 32 + 4 * k, seed=k, sizes=stored)
+    sizes = dict(aspect_ratio_buckets=("16x16", "20x12", "12x20"))
+    run(config_of(model, tmp_path / "all", tmp_path / "one", **RUN | sizes))
+    starts = start_all(model, tmp_path / "all", tmp_path / "two", 2, 4, **sizes)
+    outputs = [start.end()[0] for start in starts]
+    assert outputs[0].count("compiled") == 3 and "3 of 3" in outputs[0]
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+
+    out = tmp_path / "own"
+    starts = start_all(model, tmp_path / "own0", out, 2, 4, folders=("own0", "own1"), **sizes)
+    assert "pairs by size: 12x20 17, 16x16 34, 20x12 17" in starts[0].end()[0]
+    starts[1].end()
+    assert len(losses(out)) == NUM_STEPS
 
 
 @pytest.mark.slow
