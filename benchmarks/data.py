@@ -510,6 +510,27 @@ def run_rounds(
     return results
 
 
+def streams_of(
+    config: Config, links: list[Path], pairs: list[Pair]
+) -> dict[str, Callable[[int], Iterator[dict]] | None]:
+    """The methods to measure, see run_rounds; arguments: of link_shards and read_pairs."""
+    folder = links[0].parent
+    if config.aspect_ratios:
+        sizes = bucket_sizes(RESOLUTION, ())
+        return {
+            "squares": lambda threads: ours(folder, threads, "dct"),
+            "buckets": lambda threads: ours(folder, threads, "dct", sizes),
+        }
+    return {
+        "ceiling": lambda threads: ceiling(pairs, threads, "dct"),
+        "ours": lambda threads: ours(folder, threads, "dct"),
+        "ceiling_lanczos": lambda threads: ceiling(pairs, threads, "lanczos"),
+        "ours_lanczos": lambda threads: ours(folder, threads, "lanczos"),
+        "datasets": datasets and (lambda threads: hugging_face(links, threads)),
+        "torch": lambda threads: torch_rows(links, threads),
+    }
+
+
 def bench(config: Config) -> tuple[dict, dict]:
     """Make the shards, measure everything; the results.
 
@@ -551,23 +572,8 @@ def bench(config: Config) -> tuple[dict, dict]:
             "links": len(links),
         }
 
-        sizes = bucket_sizes(RESOLUTION, ())
-        if config.aspect_ratios:
-            streams = {
-                "squares": lambda threads: ours(linked, threads, "dct"),
-                "buckets": lambda threads: ours(linked, threads, "dct", sizes),
-            }
-        else:
-            streams = {
-                "ceiling": lambda threads: ceiling(pairs, threads, "dct"),
-                "ours": lambda threads: ours(linked, threads, "dct"),
-                "ceiling_lanczos": lambda threads: ceiling(pairs, threads, "lanczos"),
-                "ours_lanczos": lambda threads: ours(linked, threads, "lanczos"),
-                "datasets": datasets and (lambda threads: hugging_face(links, threads)),
-                "torch": lambda threads: torch_rows(links, threads),
-            }
         rounds = run_rounds(
-            streams,
+            streams_of(config, links, pairs),
             config.rounds,
             rows_at_once,
             config.slice_seconds,

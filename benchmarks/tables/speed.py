@@ -211,6 +211,8 @@ def data_table() -> str:
         ("the same images at three sizes", "method buckets", 0),
         ("three sizes / squares", "ratio buckets/squares", 2),
     ):
+        if case not in results("data"):
+            continue
         summary = results("data")[case]["summary"]
         figures = [
             summary[threads][figure]["median"]
