@@ -57,6 +57,7 @@ SCHEMA = pa.schema(
 HELD_OUT_LIST = "edits.jsonl"
 SHARDS = "train-*-of-*.parquet"
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
+MASK_DIR = "masks"  # beside them, of held-out pairs that have masks
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
 ROW_GROUP_ROWS = 100
 ROW_GROUP_BYTES = 32 << 20
@@ -74,6 +75,7 @@ class ListedPair(NamedTuple):
     edit_prompt: str
     original_prompt: str | None
     edited_prompt: str | None
+    mask: Path | None
 
 
 def index_images(folder: Path) -> dict[str, list[Path]]:
@@ -148,7 +150,8 @@ def list_pairs(
     if in_folders:
         required = ("file_name", "edit_prompt")
         folders = {name: index_images(file.parent / name) for name in IMAGE_DIRS}
-    rows, problems = list_rows(f"--pairs {file}", file, required, CAPTIONS, max_pairs)
+    optional = (*CAPTIONS, "mask")
+    rows, problems = list_rows(f"--pairs {file}", file, required, optional, max_pairs)
     pairs, lines = [], {}
     for row in rows:
         if in_folders:
@@ -160,7 +163,8 @@ def list_pairs(
                 continue
         # Two spellings of a path are one file.
         row |= {image: row[image].resolve() for image in IMAGES}
-        pair = ListedPair(row["line"], *(row[name] for name in (*IMAGES, "edit_prompt", *CAPTIONS)))
+        names = (*IMAGES, "edit_prompt", *CAPTIONS, "mask")
+        pair = ListedPair(row["line"], *(row[name] for name in names))
         if (first := lines.setdefault(pair[1:4], pair.line)) != pair.line:
             problems.append((pair.line, f"repeats line {first}"))
         pairs.append(pair)
@@ -202,7 +206,7 @@ def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
     Returns:
         (line, problem) for each problem.
     """
-    paths = list(dict.fromkeys(path for pair in pairs for path in (pair.original, pair.edited)))
+    paths = list(dict.fromkeys(path for pair in pairs for path in files_of(pair)))
     # ThreadPool exits at once on Ctrl-C. Pillow's warning about too many pixels becomes an error.
     with warnings.catch_warnings(), ThreadPool(num_usable_cores()) as pool:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -212,21 +216,27 @@ def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
 
     problems = []
     for pair in pairs:
-        sizes = [sizes_of[pair.original], sizes_of[pair.edited]]
-        for path, size in zip((pair.original, pair.edited), sizes):
+        sizes = [sizes_of[path] for path in files_of(pair)]
+        for path, size in zip(files_of(pair), sizes):
             if isinstance(size, str):
                 problems.append((pair.line, f"{path}: {size}"))
         if not any(isinstance(size, str) for size in sizes):
-            (width, height), (other_width, other_height) = sizes
-            if abs(math.log(width * other_height / (height * other_width))) > MAX_ASPECT_ERROR:
-                problems.append(
-                    (
-                        pair.line,
-                        f"{pair.original} is {width}x{height} and {pair.edited} "
-                        f"{other_width}x{other_height}; give both the same aspect ratio",
+            width, height = sizes[0]
+            for path, (other_width, other_height) in zip(files_of(pair)[1:], sizes[1:]):
+                if abs(math.log(width * other_height / (height * other_width))) > MAX_ASPECT_ERROR:
+                    problems.append(
+                        (
+                            pair.line,
+                            f"{pair.original} is {width}x{height} and {path} "
+                            f"{other_width}x{other_height}; give both the same aspect ratio",
+                        )
                     )
-                )
     return problems
+
+
+def files_of(pair: ListedPair) -> list[Path]:
+    """The image files of a pair: original, edited and, if it has one, the mask."""
+    return [pair.original, pair.edited, *[pair.mask] * (pair.mask is not None)]
 
 
 def split_held_out(
@@ -257,7 +267,7 @@ def plan_shards(pairs: list[ListedPair]) -> list[list[list[ListedPair]]]:
     """Distribute pairs over shards and row groups by file size."""
     shards, shard_bytes, group_bytes = [[[]]], 0, 0
     for pair in pairs:
-        num_bytes = pair.original.stat().st_size + pair.edited.stat().st_size
+        num_bytes = sum(path.stat().st_size for path in files_of(pair))
         group = shards[-1][-1]
         is_full = len(group) == ROW_GROUP_ROWS or group_bytes + num_bytes > ROW_GROUP_BYTES
         if group and is_full:
@@ -274,12 +284,14 @@ def plan_shards(pairs: list[ListedPair]) -> list[list[list[ListedPair]]]:
 
 def write_shards(pairs: list[ListedPair], folder: Path) -> int:
     """Write shards named like train-00000-of-00003.parquet; return their number."""
-    shards = plan_shards(pairs)
+    shards, schema = plan_shards(pairs), SCHEMA
+    if any(pair.mask for pair in pairs):
+        schema = schema.append(pa.field("mask_image", IMAGE))
     with tqdm(desc="writing shards", total=len(pairs), unit="pair", disable=None) as bar:
         for number, groups in enumerate(shards):
             path = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
             options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-            with pq.ParquetWriter(path, SCHEMA, **options) as writer:
+            with pq.ParquetWriter(path, schema, **options) as writer:
                 for group in groups:
                     rows = [
                         {
@@ -288,10 +300,11 @@ def write_shards(pairs: list[ListedPair], folder: Path) -> int:
                             "edit_prompt": pair.edit_prompt,
                             "edited_prompt": pair.edited_prompt,
                             "edited_image": image_cell(pair.edited),
+                            "mask_image": pair.mask and image_cell(pair.mask),
                         }
                         for pair in group
                     ]
-                    writer.write_table(pa.Table.from_pylist(rows, SCHEMA))  # one row group
+                    writer.write_table(pa.Table.from_pylist(rows, schema))  # one row group
                     bar.update(len(group))
     return len(shards)
 
@@ -302,7 +315,7 @@ def image_cell(path: Path) -> dict:
 
 
 def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) -> None:
-    """Copy pairs to original/ and edited/; write edits.jsonl for edit_cli.py and evaluate_edits.py.
+    """Copy pairs to original/, edited/ and masks/; write edits.jsonl for other programs.
 
     Paths in edits.jsonl are absolute and in final_folder; edit_cli.py writes results to results/.
     """
@@ -323,6 +336,11 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
             }
             | {name: caption for name, caption in captions.items() if caption}
         )
+        if pair.mask:
+            (folder / MASK_DIR).mkdir(exist_ok=True)
+            mask = f"{number:05d}{pair.mask.suffix}"
+            shutil.copyfile(pair.mask, folder / MASK_DIR / mask)
+            edits[-1]["mask"] = str(final_folder.absolute() / MASK_DIR / mask)
     lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
     (folder / HELD_OUT_LIST).write_text("".join(lines), encoding="utf-8", newline="\n")
 
@@ -334,13 +352,14 @@ def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
 
     Args:
         flag, directory, overwrite: as for ask_before_replacing. Only what write_pairs has written
-            is replaced; shards of other names would join the data, and original/ and edited/
-            without HELD_OUT_LIST are somebody's images.
+            is replaced; shards of other names would join the data, and the directories of images
+            without HELD_OUT_LIST are somebody's.
     """
     ask_before_replacing(flag, directory, overwrite)
     other = [path for path in directory.glob("[!.]*.parquet") if not path.match(SHARDS)]
     if not (directory / HELD_OUT_LIST).exists():
-        other += [directory / name for name in IMAGE_DIRS if (directory / name).exists()]
+        names = (*IMAGE_DIRS, MASK_DIR)
+        other += [directory / name for name in names if (directory / name).exists()]
     if first := next(iter([*directory.glob(f"{UNFINISHED_DIR}*"), *other]), None):
         raise ValueError(
             f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
@@ -413,9 +432,7 @@ def write_pairs(
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
     if held_out_dir and any(
-        path.is_relative_to(held_out_dir.resolve())
-        for pair in pairs
-        for path in (pair.original, pair.edited)
+        path.is_relative_to(held_out_dir.resolve()) for pair in pairs for path in files_of(pair)
     ):
         raise ValueError(f"--held_out_dir {held_out_dir} has images of --pairs; name another")
     problems = sorted(problems + check_listed_images(pairs))
@@ -431,7 +448,7 @@ def write_pairs(
         num_shards = write_shards(training, folder)
         report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
         if held_out:
-            with move_when_complete(held_out_dir, (*IMAGE_DIRS, HELD_OUT_LIST)) as folder:
+            with move_when_complete(held_out_dir, (*IMAGE_DIRS, MASK_DIR, HELD_OUT_LIST)) as folder:
                 write_held_out(held_out, folder, held_out_dir)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
     return report

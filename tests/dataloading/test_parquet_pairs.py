@@ -203,6 +203,46 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
         write_pairs(Path("pairs.jsonl"), Path("x"), num_held_out=12, held_out_dir=Path("y"))
 
 
+def test_masks_go_with_their_pairs(tmp_path, capsys):
+    """Into the shards, for --mask_loss_weight, and beside held-out pairs."""
+    rows = []
+    for n in range(6):
+        for name in ("input", "edited"):
+            save(tmp_path / f"{name}-{n}.png", n)
+        rows.append({"input": f"input-{n}.png", "edit": str(n), "edited": f"edited-{n}.png"})
+        if n % 2:
+            rows[-1]["mask"] = save(tmp_path / f"mask-{n}.png", n, (32, 32), "L").name
+    file = write_list(tmp_path / "pairs.jsonl", rows)
+    held = tmp_path / "held"
+    main(
+        *("--pairs", file, "--output_dir", tmp_path / "data"),
+        *("--num_held_out", 2, "--held_out_dir", held, "--seed", 1),
+    )
+    assert "mask_image: struct" in capsys.readouterr().out
+    trained = read(tmp_path / "data")
+    kept = [json.loads(line) for line in (held / "edits.jsonl").read_text().splitlines()]
+    assert len(trained) == 4 and len(kept) == 2
+    for n, mask in [(row["edit_prompt"], row["mask_image"]) for row in trained]:
+        data = (tmp_path / f"mask-{n}.png").read_bytes() if int(n) % 2 else None
+        assert mask == (data and {"bytes": data, "path": f"mask-{n}.png"})
+    for row in kept:
+        n = int(row["edit"])
+        assert ("mask" in row) == bool(n % 2)
+        if n % 2:
+            assert Path(row["mask"]).read_bytes() == (tmp_path / f"mask-{n}.png").read_bytes()
+    options = dict(batch_size=4, resolution=16, mask_column="", random_flip=False)
+    (batch,) = ParquetImagePairs(tmp_path / "data", **options)
+    has_mask = [mask.any() for mask in batch["mask"]]
+    assert has_mask == [bool(int(text) % 2) for text in batch["edit_prompt"]]
+
+    save(tmp_path / "mask-1.png", size=(24, 16), mode="L")
+    (tmp_path / "mask-3.png").write_bytes(b"no image")
+    (tmp_path / "mask-5.png").unlink()
+    error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "other")
+    assert "3 problems: line 2: " in error and "mask-1.png 24x16; give both the same" in error
+    assert "mask-3.png: no known image format" in error and "mask-5.png does not exist" in error
+
+
 def test_paths_to_the_same_file_are_one_image(tmp_path, capsys):
     """A held-out image is not in the shards under another spelling of its path."""
     for name in ("a.png", "b.png", "edited.png", "other.png"):
