@@ -239,7 +239,7 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
     (tmp_path / "mask-3.png").write_bytes(b"no image")
     (tmp_path / "mask-5.png").unlink()
     error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "other")
-    assert "3 problems: line 2: " in error and "mask-1.png 24x16; give both the same" in error
+    assert "3 problems: line 3: " in error and "mask-1.png 24x16; give both the same" in error
     assert "mask-3.png: no known image format" in error and "mask-5.png does not exist" in error
 
 
