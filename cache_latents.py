@@ -20,6 +20,9 @@ Images are cropped to the central square. In every step, training draws new samp
 images' latents, as without the cache. Undecodable pairs are logged and stored as nulls; training
 replaces them as usual.
 
+Several directories, --train_data_dir A B, get subdirectories of --output_dir, which the trainer's
+--train_data_dir takes one by one.
+
 Existing shards are kept if VAE, size, precision and dataset match, else the script stops, or
 replaces them with --overwrite_output_dir. Several hosts can share the work in one output directory;
 hosts with different shards need one directory each. Runs on GPU, TPU or CPU (5 s per pair on two
