@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -126,9 +127,7 @@ class Config:
 # ---------------------------------------------------------------------------- shards
 
 
-def make_row(
-    photographs: list[Image.Image], seed: int, row: int, aspects: tuple[float, ...] = (1,)
-) -> dict:
+def make_row(photographs: list[Image.Image], seed: int, row: int, aspects=(1,)) -> dict:
     """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt.
 
     All images have about as many pixels, and an aspect ratio of aspects.
@@ -159,14 +158,10 @@ def make_row(
 
 
 def make_shards(
-    folder: Path,
-    num_shards: int,
-    rows_per_shard: int,
-    seed: int,
-    aspects: tuple[float, ...] = (1,),
+    folder: Path, num_shards: int, rows_per_shard: int, seed: int, aspects=(1,)
 ) -> None:
     """Write shards of real photographs to a new directory, which appears when it is complete."""
-    photographs = load_photographs(PHOTOGRAPHS)
+    make = partial(make_row, load_photographs(PHOTOGRAPHS), seed, aspects=aspects)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     with (
@@ -176,9 +171,7 @@ def make_shards(
         for shard in range(num_shards):
             rows = []
             numbers = range(shard * rows_per_shard, (shard + 1) * rows_per_shard)
-            for row in pool.map(
-                lambda number: make_row(photographs, seed, number, aspects), numbers
-            ):
+            for row in pool.map(make, numbers):
                 rows.append(row)
                 bar.update()
             name = f"train-{shard:05d}-of-{num_shards:05d}.parquet"
@@ -221,12 +214,7 @@ def read_pairs(folder: Path) -> list[Pair]:
 # (B, 3, R, R) in [-1, 1], as Hugging Face's trainer makes them on the host.
 
 
-def ours(
-    folder: Path,
-    num_threads: int,
-    resample: str,
-    sizes: tuple[tuple[int, int], ...] | None = None,
-) -> Iterator[dict]:
+def ours(folder: Path, num_threads: int, resample: str, sizes=None) -> Iterator[dict]:
     """The loader with its default arguments, except for the measured ones."""
     dataset = ParquetImagePairs(
         str(folder),
@@ -572,13 +560,8 @@ def bench(config: Config) -> tuple[dict, dict]:
             "links": len(links),
         }
 
-        rounds = run_rounds(
-            streams_of(config, links, pairs),
-            config.rounds,
-            rows_at_once,
-            config.slice_seconds,
-            config.warm_up_pairs,
-        )
+        lengths = (config.rounds, rows_at_once, config.slice_seconds, config.warm_up_pairs)
+        rounds = run_rounds(streams_of(config, links, pairs), *lengths)
 
         memory = []
         for num_parts in (1, 8) if config.memory_epochs and not config.aspect_ratios else ():
