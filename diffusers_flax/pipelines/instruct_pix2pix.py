@@ -48,9 +48,9 @@ __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPip
 
 # Branches of guidance: the UNet sees instruction and image, the image only, or neither.
 BRANCHES = ("text", "image", "null")
-# Latents around the white part of a mask that an edit may change too. Their pixels are the input's
-# in the result. If they were the input's latents, the edit would be weak along the border.
-MASK_MARGIN = 4
+# Latents around the white part of a mask that an edit may change too; their pixels are the input's
+# in the result. With 0 they would pull the edit back to the input, see docs/editing.md.
+MASK_MARGIN = 6
 TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 
 
