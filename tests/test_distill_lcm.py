@@ -430,7 +430,7 @@ def test_loss_falls(models, data, tmp_path, lenient_optimizer, family):
         for name in ("lora", "untrained")
     )
     assert losses[0] == pytest.approx(before[0])
-    assert losses[-20:].mean() < 0.8 * before[-20:].mean()
+    assert losses[-20:].mean() < 0.9 * before[-20:].mean()
     rates = [row["lr"] for row in rows]
     assert rates[0] == 0 and rates[10] == pytest.approx(1e-2) and 0 < rates[-1] < 1e-4
 
