@@ -21,9 +21,9 @@ def encode(pixels, image_format="PNG", **options):
     return file.getvalue()
 
 
-def plain(value):
-    """A PNG of one colour that identifies its row."""
-    return encode(np.full((20, 20, 3), value, np.uint8))
+def plain(value, size=(20, 20)):
+    """A PNG of one colour that identifies its row; size: height, width."""
+    return encode(np.full((*size, 3), value, np.uint8))
 
 
 def write_shard(path, rows, names=COLUMNS, **options):

@@ -1,18 +1,14 @@
 """Batches of several sizes: which sizes, which pair at which, on several processes, after kills."""
 
-import io
 import json
 import os
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered_shards import EDITED, ORIGINAL, encode, on_processes, plain, write_shard
 from PIL import Image
 
 from dataloading import decoding
@@ -21,31 +17,8 @@ from dataloading.order import bucket_sizes, nearest_sizes
 from dataloading.shards import list_row_groups
 from parquet_processing import ParquetImagePairs
 
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-ORIGINAL, EDITED = "original_pixel_values", "edited_pixel_values"
 SIZES = bucket_sizes(8, ("6x12", "8x8", "12x6"))  # height before width, tallest first
 SHAPES = {"tall": (24, 11), "square": (16, 18), "wide": (9, 20)}  # of stored images
-
-
-def encode(pixels, image_format="PNG", **options):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, image_format, **options)
-    return file.getvalue()
-
-
-def plain(value, shape):
-    return encode(np.full((*shape, 3), value, np.uint8))
-
-
-def write_rows(path, rows, **options):
-    """Rows of (original, prompt, edited)."""
-    originals, prompts, edits = zip(*rows)
-    images = [
-        pa.array([{"bytes": data, "path": None} for data in column], IMAGE)
-        for column in (originals, edits)
-    ]
-    table = {"original_image": images[0], "edit_prompt": prompts, "edited_image": images[1]}
-    pq.write_table(pa.table(table), path, **options)
 
 
 def write_kinds(folder, shards, row_group_size=4):
@@ -57,28 +30,7 @@ def write_kinds(folder, shards, row_group_size=4):
             # The edited image has another shape; it follows the original.
             rows.append((plain(n, SHAPES[kind]), str(n), plain(255 - n, (16, 16))))
             n += 1
-        write_rows(folder / f"shard-{k}.parquet", rows, row_group_size=row_group_size)
-
-
-def on_processes(make, process_count):
-    """make(process_index, all_gather) in a thread for each process; results or errors."""
-    barrier, told = threading.Barrier(process_count), [None] * process_count
-
-    def run(process_index):
-        def all_gather(array):
-            told[process_index] = np.asarray(array)
-            barrier.wait(10)
-            everything = np.stack(told)
-            barrier.wait(10)
-            return everything
-
-        try:
-            return make(process_index, all_gather)
-        except ValueError as error:
-            return error
-
-    with ThreadPoolExecutor(process_count) as pool:
-        return list(pool.map(run, range(process_count)))
+        write_shard(folder / f"shard-{k}.parquet", rows, row_group_size=row_group_size)
 
 
 def test_default_sizes():
@@ -260,7 +212,7 @@ def test_pairs_are_cut_alike_and_time_ids_say_where(tmp_path):
         pixels = np.asarray(small.resize((width, height), Image.Resampling.BICUBIC))
         images.append(pixels)
         rows.append((encode(pixels), str(n), encode(255 - pixels)))
-    write_rows(tmp_path / "a.parquet", rows)
+    write_shard(tmp_path / "a.parquet", rows)
     sizes = bucket_sizes(24, ("24x24", "32x16", "16x32"))
     dataset = ParquetImagePairs(
         tmp_path, batch_size=2, resolution=24, sizes=sizes, micro_conditioning=True
@@ -294,8 +246,8 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
     exif[0x0112] = 6  # rotated by 90 degrees
     pixels = np.zeros((10, 30, 3), np.uint8)
     originals = [encode(pixels), encode(pixels, "JPEG", exif=exif), b"no image", None]
-    write_rows(tmp_path / "a.parquet", [(data, "x", b"") for data in originals])
-    write_rows(tmp_path / "b.parquet", [(encode(pixels[:, :9]), "x", b"")] * 5, row_group_size=2)
+    write_shard(tmp_path / "a.parquet", [(data, "x", b"") for data in originals])
+    write_shard(tmp_path / "b.parquet", [(encode(pixels[:, :9]), "x", b"")] * 5, row_group_size=2)
     groups = list_row_groups(tmp_path)
     expected = [[10, 30], [30, 10], [0, 0], [0, 0]] + [[10, 9]] * 5
     assert stored_sizes(groups, 2).tolist() == expected
@@ -309,7 +261,7 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
     assert stored_sizes(groups, 2).tolist() == expected
 
     # Another shard of the same name, in a directory that cannot be written.
-    write_rows(tmp_path / "b.parquet", [(encode(pixels[:, :5]), "x", b"")] * 5)
+    write_shard(tmp_path / "b.parquet", [(encode(pixels[:, :5]), "x", b"")] * 5)
     monkeypatch.setattr(decoding, "save_whole", lambda *args, **options: os.mkdir("/proc/x"))
     for _ in range(2):
         found = stored_sizes(list_row_groups(tmp_path), 2)
@@ -322,7 +274,7 @@ def test_broken_pairs_are_replaced_by_pairs_of_their_size(tmp_path):
     rows = [(plain(n, SHAPES[kind]), str(n), plain(0, (8, 8))) for n, kind in enumerate(kinds)]
     rows[2] = (rows[2][0][:-24], "2", rows[2][2])  # the header is whole
     rows[4] = (b"no image", "4", rows[4][2])  # counts as a square
-    write_rows(tmp_path / "a.parquet", rows, row_group_size=3)
+    write_shard(tmp_path / "a.parquet", rows, row_group_size=3)
     dataset = ParquetImagePairs(
         tmp_path, batch_size=1, resolution=8, sizes=SIZES, max_bad_fraction=1
     )

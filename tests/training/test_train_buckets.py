@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers import SIZE, config_of, flags_of, read_metrics, run_main, write_shard
+from helpers import config_of, flags_of, read_metrics, run_main, write_shard
 from PIL import Image
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_xl
 
 import cache_latents
 import distill_lcm
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 # Of stored images: two thirds are square at the sizes 12x20, 16x16 and 20x12 of 16 pixels.
 STORED = ((18, 22), (20, 20), (30, 18), (19, 20), (18, 34), (17, 19))
 BUCKETS = dict(aspect_ratio_buckets=(), max_train_steps=9, adam_epsilon=1e-2)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", **SIZE)
 
 
 @pytest.fixture(scope="module")
