@@ -1,6 +1,5 @@
 """What the tables have in common: rows of results, cells."""
 
-import statistics
 from functools import cache
 
 from benchmarks.rows import GIB, ROOT, read_rows
@@ -60,11 +59,3 @@ def middle_start(kind: str) -> dict:
     """Of the starts of a kind, the one with the median time."""
     starts = results("full_size")[f"start sd15 {kind}"]["starts"]
     return sorted(starts, key=lambda start: start["seconds"])[len(starts) // 2]
-
-
-def median_ratio(row: dict, contender: str, ours: str = "ours") -> str:
-    """The ratio of median times, contender / ours; empty if it was not measured."""
-    if contender not in row["seconds"]:
-        return ""
-    theirs, mine = (statistics.median(row["seconds"][name]) for name in (contender, ours))
-    return f"{theirs / mine:.2f}"

@@ -5,7 +5,6 @@ import statistics
 from benchmarks.gpu.plan import PLANS
 from benchmarks.rows import markdown_table, psnr_cell
 from benchmarks.tables.cells import (
-    median_ratio,
     median_spread,
     middle_start,
     results,
@@ -123,10 +122,18 @@ def gpu_lines(case: str, row: dict) -> list[list[str]]:
                 seconds(middle),
                 f"{row['batch_size'] / middle:.3g}",
                 f"{row['summary'][name]['peak_share']:.0%}" if name == "ours" else "",
-                *(median_ratio(row, x, name) for x in ("torch eager", "torch compiled")),
+                *(ratio_cell(row, x, name) for x in ("torch eager", "torch compiled")),
             ]
         )
     return lines
+
+
+def ratio_cell(row: dict, contender: str, ours: str) -> str:
+    """How many times as fast ours is, with the range over rounds; empty: not measured."""
+    if contender not in row["seconds"]:
+        return ""
+    ratios = [a / b for a, b in zip(row["seconds"][contender], row["seconds"][ours])]
+    return spread(min(ratios), statistics.median(ratios), max(ratios))
 
 
 def agreement_line(case: str, psnr: dict) -> str:
