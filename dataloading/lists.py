@@ -4,8 +4,9 @@
 
 parquet_processing.py --pairs, edit_cli.py --edits_jsonl and evaluate_edits.py --pairs_jsonl read
 them. A list is a .csv file whose first line names the columns, or else a file with one JSON object
-per line. NAMES has the accepted keys or column names; other keys are ignored. Several names of one
-text must agree. `output` is the file that edit_cli.py writes, never an image to learn from.
+per line. NAMES has the accepted keys or column names; other keys are ignored, with a warning where
+one looks like a key that the row lacks. Several names of one text must agree. `output` is the file
+that edit_cli.py writes, never an image to learn from.
 
 Paths are relative to the list. An image that is not there is looked up in the working directory,
 which a warning says; the output of that row is relative to the working directory too.
@@ -20,6 +21,8 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -38,6 +41,7 @@ READ = (*IMAGES, "mask")  # files that must exist
 PATHS = (*READ, "output")
 CAPTIONS = ("original_prompt", "edited_prompt")
 MAX_NAMED_PROBLEMS = 10  # in an error message
+LIKENESS = 0.75  # of difflib, of a misspelt key and the right one: maks and mask have 0.75
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +67,22 @@ def read_list(
 
 
 def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
-    """Raise one ValueError for all problems of a list, if there are any."""
+    """Raise one ValueError for all problems of a list, if there are any; the same one is told once.
+
+    Args:
+        file: the list.
+        problems: (line, description).
+    """
     if problems:
-        named = [f"line {line}: {problem}" for line, problem in problems[:MAX_NAMED_PROBLEMS]]
-        named += [f"and {len(problems) - MAX_NAMED_PROBLEMS} more"] * (
-            len(problems) > MAX_NAMED_PROBLEMS
-        )
+        lines = {}  # by description
+        for line, problem in problems:
+            lines.setdefault(problem, []).append(line)
+        named = [
+            f"line {first}{f' and {len(more)} more' if more else ''}: {problem}"
+            for problem, (first, *more) in islice(lines.items(), MAX_NAMED_PROBLEMS)
+        ]
+        left = sum(len(numbers) for numbers in list(lines.values())[MAX_NAMED_PROBLEMS:])
+        named += [f"and {left} more"] * (left > 0)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ValueError(f"{file} has {count}: {'; '.join(named)}")
 
@@ -97,14 +111,18 @@ def list_rows(
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
     """
-    found, problems = [], []
+    found, problems, unread = [], [], {}
     for line, content in islice(read_objects(given, file, required), max_rows):
         try:
             if isinstance(content, str):
                 raise ValueError(content)
             found.append({"line": line} | parse_texts(content, required, optional))
+            for key, meant in misspelt_keys(content, optional):
+                unread.setdefault(f"the key {key} is not read; did you mean {meant}?", line)
         except ValueError as error:
             problems.append((line, str(error)))
+    for problem, line in unread.items():
+        logger.warning("%s line %d: %s", file, line, problem)
     if not found and not problems:
         raise ValueError(f"{given} has no rows; write one for each edit")
 
@@ -263,6 +281,30 @@ def missing_names(names: list[str], required: tuple[str, ...]) -> str:
     return problem
 
 
+def misspelt_keys(content: dict, optional: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The keys of an object that are not read but look like a missing one: (key, the missing one).
+
+    Args:
+        content: the object.
+        optional: keys of NAMES; a missing required key is an error anyway.
+    """
+    for key in content:
+        if key and (near := nearest_key(key, optional)):
+            name, meaning = near
+            if not any(content.get(other) for other in NAMES[meaning]):
+                yield key, name
+
+
+@cache
+def nearest_key(key: str, meanings: tuple[str, ...]) -> tuple[str, str] | None:
+    """(accepted key, key of NAMES) that an unknown key looks like, of these meanings, or None."""
+    if any(key in names for names in NAMES.values()):
+        return None
+    known = {name: meaning for meaning in meanings for name in NAMES[meaning]}
+    near = get_close_matches(key.strip().lower(), known, 1, LIKENESS)
+    return (near[0], known[near[0]]) if near else None
+
+
 def parse_texts(
     content: dict, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> dict[str, str | None]:
@@ -277,6 +319,11 @@ def parse_texts(
     for key in (*required, *optional):
         found = {}
         for name in (name for name in NAMES[key] if content.get(name) is not None):
+            if key == "edit_prompt" and isinstance(content[name], list):
+                raise ValueError(
+                    f"{name} is a list; write one line for each instruction, or, to train, shards "
+                    "with a list column by pyarrow"
+                )
             if not isinstance(content[name], str):
                 raise ValueError(f"{name} is {json.dumps(content[name])[:40]}, not text")
             if text := content[name].strip():

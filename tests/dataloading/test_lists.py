@@ -182,6 +182,26 @@ def test_the_edited_image_of_several_names(tmp_path):
         write_pairs(file, Path("data-c"))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_misspelt_key_is_a_warning(tmp_path, caplog, suffix):
+    paint(tmp_path / "lists/in.png", "red")
+    row = {"input": "in.png", "edit": "x", "output": "out.png"}
+    for wrong, meant in (("msk", "mask"), ("Mask", "mask"), ("masc_image", "mask_image")):
+        caplog.clear()
+        rows = [row | {wrong: "in.png"}, row | {wrong: "in.png", "output": "b.png"}]
+        file = write_list(tmp_path / f"lists/{wrong}{suffix}", *rows)
+        assert [edit.mask for edit in edits_of_jsonl(file)] == [None, None]
+        (record,) = caplog.records
+        line = 1 + (suffix == ".csv")
+        assert record.getMessage() == (
+            f"{file} line {line}: the key {wrong} is not read; did you mean {meant}?"
+        )
+    caplog.clear()  # other programs' keys, metadata, and what a row has under the right name too
+    row |= {"mask": "in.png", "masks": "x", "input_id": "1", "edited": "b.png", "title": "y"}
+    edits_of_jsonl(write_list(tmp_path / f"lists/good{suffix}", row))
+    assert not caplog.records
+
+
 def test_the_documented_keys_are_the_accepted_ones():
     text = (ROOT / "docs" / "data.md").read_text().partition("## Lists of edits")[2]
     rows = re.findall(r"^\| .*? \| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
