@@ -18,7 +18,7 @@ import math
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -36,6 +36,7 @@ from dataloading.images import (
     MAX_ASPECT,
     MAX_ASPECT_ERROR,
     decode_image,
+    decode_mask,
     encoded_size,
     num_usable_cores,
 )
@@ -200,38 +201,60 @@ def check_image(path: Path) -> tuple[int, int] | str:
         return one_line(error, 200)
 
 
+def check_mask(path: Path) -> tuple[int, int] | str:
+    """check_image of a mask, which must have white."""
+    size = check_image(path)
+    try:
+        if not isinstance(size, str) and decode_mask(path.read_bytes()).max() < 128:
+            return "has no white, so nothing may change; paint white what the edit changes"
+    except (OSError, ValueError) as error:
+        return one_line(error, 200)
+    return size
+
+
 def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
-    """Decode every image once, in threads, and compare the aspect ratios within each pair.
+    """Decode every image once, in threads, and compare the sizes within each pair.
 
     Returns:
         (line, problem) for each problem.
     """
-    paths = list(dict.fromkeys(path for pair in pairs for path in files_of(pair)))
+    checks = list(dict.fromkeys(check for pair in pairs for check in checks_of(pair)))
     # ThreadPool exits at once on Ctrl-C. Pillow's warning about too many pixels becomes an error.
     with warnings.catch_warnings(), ThreadPool(num_usable_cores()) as pool:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        checks = pool.imap(check_image, paths, chunksize=4)
-        bar = tqdm(checks, "checking images", len(paths), unit="image", disable=None)
-        sizes_of = dict(zip(paths, bar))
+        sizes = pool.imap(lambda given: given[0](given[1]), checks, chunksize=4)
+        bar = tqdm(sizes, "checking images", len(checks), unit="image", disable=None)
+        size_by_check = dict(zip(checks, bar))
 
     problems = []
     for pair in pairs:
-        sizes = [sizes_of[path] for path in files_of(pair)]
-        for path, size in zip(files_of(pair), sizes):
-            if isinstance(size, str):
-                problems.append((pair.line, f"{path}: {size}"))
-        if not any(isinstance(size, str) for size in sizes):
-            width, height = sizes[0]
-            for path, (other_width, other_height) in zip(files_of(pair)[1:], sizes[1:]):
-                if abs(math.log(width * other_height / (height * other_width))) > MAX_ASPECT_ERROR:
-                    problems.append(
-                        (
-                            pair.line,
-                            f"{pair.original} is {width}x{height} and {path} "
-                            f"{other_width}x{other_height}; give both the same aspect ratio",
-                        )
-                    )
+        found = [(check[1], size_by_check[check]) for check in checks_of(pair)]
+        wrong = [f"{path}: {size}" for path, size in found if isinstance(size, str)]
+        problems += [(pair.line, problem) for problem in wrong or compare_sizes(found)]
     return problems
+
+
+def checks_of(pair: ListedPair) -> list[tuple[Callable, Path]]:
+    """A pair's files, each with the function that checks it."""
+    checks = [check_image, check_image, check_mask]
+    return list(zip(checks, files_of(pair)))
+
+
+def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
+    """Problems of the sizes of a pair: (file, (width, height)) of original, edited and any mask."""
+    (original, size), (edited, edited_size), *masks = found
+    (width, height), (edited_width, edited_height) = size, edited_size
+    if abs(math.log(width * edited_height / (height * edited_width))) > MAX_ASPECT_ERROR:
+        yield (
+            f"{original} is {width}x{height} and {edited} {edited_width}x{edited_height}; "
+            "give both the same aspect ratio"
+        )
+    for mask, (mask_width, mask_height) in masks:
+        if (mask_width, mask_height) != size:
+            yield (
+                f"{mask} is {mask_width}x{mask_height} pixels (width x height) and {original} "
+                f"{width}x{height}; a mask has the size of the image to edit"
+            )
 
 
 def files_of(pair: ListedPair) -> list[Path]:

@@ -211,7 +211,7 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
             save(tmp_path / f"{name}-{n}.png", n)
         rows.append({"input": f"input-{n}.png", "edit": str(n), "edited": f"edited-{n}.png"})
         if n % 2:
-            rows[-1]["mask"] = save(tmp_path / f"mask-{n}.png", n, (32, 32), "L").name
+            rows[-1]["mask"] = save(tmp_path / f"mask-{n}.png", n, mode="L").name
     file = write_list(tmp_path / "pairs.jsonl", rows)
     held = tmp_path / "held"
     main(
@@ -238,8 +238,13 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
     save(tmp_path / "mask-1.png", size=(24, 16), mode="L")
     (tmp_path / "mask-3.png").write_bytes(b"no image")
     (tmp_path / "mask-5.png").unlink()
+    Image.new("L", (16, 16), 127).save(tmp_path / "mask-black.png")
+    rows[0]["mask"] = "mask-black.png"
+    write_list(file, rows)
     error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "other")
-    assert "3 problems: line 3: " in error and "mask-1.png 24x16; give both the same" in error
+    assert "4 problems: line 1: " in error and "mask-black.png: has no white, so" in error
+    assert "mask-1.png is 24x16 pixels (width x height) and " in error
+    assert "input-1.png 16x16; a mask has the size of the image to edit" in error
     assert "mask-3.png: no known image format" in error and "mask-5.png does not exist" in error
 
 
@@ -286,8 +291,9 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
         (good | {"edited": "wide.png"}, "wide.png 24x16; give both the same"),
         (good | {"edit": " \n"}, "edit is empty"),
-        (good | {"edit": ["red"]}, 'edit is ["red"], not text'),
-        (good | {"edit": None}, "edit is empty"),
+        (good | {"edit": ["red"]}, "edit is a list; write one line for each instruction, or"),
+        (good | {"edit": {"red": 1}}, 'edit is {"red": 1}, not text'),
+        (good | {"edit": None}, None),  # the same problem, told once
         (good | {"edit": "\ud800"}, "edit is not valid Unicode"),
         ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or truth"),
         ({"input": "good.png", "edit": "x", "output": "edited.png"}, "output is the file that edi"),
@@ -296,7 +302,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"input": "./good.png", "edit": "red "}, "repeats line 1"),
         ("{", "not JSON (Expecting property name"),
         ("[1]", "not a JSON object"),
-        ('"text"', "not a JSON object"),
+        ('"text"', None),
         ("9" * 5000, "not JSON (Exceeds the limit"),
     ]
     texts = [row if isinstance(row, str) else json.dumps(row) for row, _ in rows]
@@ -308,12 +314,15 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     assert error.startswith(
         f"error: {file} has {count} problems: line 2: {tmp_path}/gone.png does n"
     )
-    assert error.endswith(f"; and {count - 10} more\n") and "line 12" not in error
+    assert "line 11 and 1 more: edit is empty; " in error
+    assert error.endswith(f"; and {count - 11} more\n") and "line 12" not in error
     monkeypatch.setattr(lists, "MAX_NAMED_PROBLEMS", 99)
     told = error_of(capsys, *flags).strip().partition("problems: ")[2].split("; line ")
-    assert len(told) == count
-    for line, (problem, (_, expected)) in enumerate(zip(told, rows[1:]), start=2):
-        assert problem.removeprefix("line ").startswith(f"{line}: ") and expected in problem
+    lines = [line for line, (_, words) in enumerate(rows, start=1) if words]
+    assert len(told) == len(lines) == count - 2
+    for problem, line in zip(told, lines):
+        assert problem.removeprefix("line ").startswith((f"{line}: ", f"{line} and 1 more"))
+        assert rows[line - 1][1] in problem
     assert not (tmp_path / "data").exists()
     main(*flags, "--max_pairs", 1)  # the first row is valid
     assert len(read(tmp_path / "data")) == 1
