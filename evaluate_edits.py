@@ -44,6 +44,8 @@ from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import check_model
 from editing.held_out import (
+    check_pairs,
+    checksum_of_masks,
     checksum_of_pairs,
     left_out,
     pairs_of_jsonl,
@@ -139,9 +141,11 @@ def check_flags(config):
             check_scale(name, value)
     for seed in config.seeds:
         check_seed("seeds", seed)
-    if config.mask_feather < 0 or (config.mask_feather and not config.use_masks):
+    if config.mask_feather < 0:
+        raise ValueError(f"--mask_feather {config.mask_feather} must be 0 or more pixels")
+    if config.mask_feather and not config.use_masks:
         raise ValueError(
-            f"--mask_feather {config.mask_feather} must be 0 or more pixels, with --use_masks"
+            f"--mask_feather {config.mask_feather} is for --use_masks; give both or none"
         )
     check_scheduler(config.scheduler)
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
@@ -203,6 +207,7 @@ def settings_of_results(config, pairs, resolution, factor):
         "num_pairs": len(pairs),
         "num_truths": sum(pair.truth is not None for pair in pairs),
         "num_masks": sum(pair.mask is not None for pair in pairs) or None,
+        "checksum of the masks": checksum_of_masks(pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),
         "num_inference_steps": steps["num_inference_steps"],
         "resolution": resolution,
@@ -243,9 +248,9 @@ def run(config):
     check_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
     pairs = read_compared_pairs(config)
+    bar = partial(tqdm, desc="checking images", unit="pair", disable=len(pairs) < 100)
+    pairs = check_pairs(pairs, config.use_masks, bar)
     sentences = left_out(pairs, config.clip_model)
-    for pair in tqdm(pairs, "checking images", unit="pair", disable=len(pairs) < 100):
-        pair.check()
     all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
     config = with_single_files(config, "model")
     checked, resolution, factor = check_compared_models(config, all_scales)

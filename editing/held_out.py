@@ -7,7 +7,8 @@ They are in memory as encoded images, from a list or from parquet shards.
 
 import hashlib
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 import pyarrow.parquet as pq
 from PIL import Image
@@ -31,6 +32,8 @@ CAPTION_COLUMNS = {
     "original_prompt_column": "original_prompt",
     "edited_prompt_column": "edited_prompt",
 }
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +75,9 @@ class HeldOutPair:
         """Raise a ValueError if an image cannot be decoded."""
         for data in filter(None, (self.original, self.truth)):
             self._decode(data)
+
+    def check_mask(self):
+        """Raise a ValueError if the mask cannot be decoded."""
         if self.mask is not None:
             read_mask_of(self.mask, f"the mask of {self.input}")
 
@@ -193,14 +199,54 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
     return pairs
 
 
+def check_pairs(pairs, use_masks, bar=iter):
+    """Decode all images and masks, to check them.
+
+    Args:
+        pairs: list of HeldOutPair.
+        use_masks: whether the edits need the masks.
+        bar: function of an iterable, for progress.
+
+    Returns:
+        The pairs. Without use_masks a pair whose mask is damaged has none, which a warning says.
+
+    Raises:
+        ValueError: an image cannot be decoded; with use_masks, a mask.
+    """
+    checked, errors = [], []
+    for pair in bar(pairs):
+        pair.check()
+        try:
+            pair.check_mask()
+        except ValueError as error:
+            if use_masks:
+                raise
+            errors.append(error)
+            pair = replace(pair, mask=None)
+        checked.append(pair)
+    if errors:
+        logger.warning("%s; pairs that are measured without their mask: %d", errors[0], len(errors))
+    return checked
+
+
 def checksum_of_pairs(pairs):
     """A checksum of the pairs' images and texts."""
     total = hashlib.sha256()
     for pair in pairs:
         texts = [pair.index, pair.instruction, pair.input_caption, pair.output_caption]
         total.update(json.dumps(texts).encode())
-        for data in (pair.original, pair.truth, *filter(None, [pair.mask])):
+        for data in (pair.original, pair.truth):
             total.update(hashlib.sha256(data or b"").digest())
+    return total.hexdigest()[:16]
+
+
+def checksum_of_masks(pairs):
+    """A checksum of the pairs' masks; None: no pair has one."""
+    if all(pair.mask is None for pair in pairs):
+        return None
+    total = hashlib.sha256()
+    for pair in pairs:
+        total.update(hashlib.sha256(pair.mask or b"").digest())
     return total.hexdigest()[:16]
 
 

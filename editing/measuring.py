@@ -211,7 +211,8 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
         compile_seconds = 0.0
         if branches not in flops:
             bar.set_description(f"compiling {model}")
-            compile_seconds = compile_sizes(edit_all, references, config.batch_size * len(devices))
+            at_once = config.batch_size * len(devices)
+            compile_seconds = compile_sizes(edit_all, references, at_once, config.use_masks)
             flops[branches] = mean_flops(pipeline, shapes, sizes, branches, steps)
         folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
         metrics, seconds = measure_edits(
@@ -255,20 +256,21 @@ def load_largest(model, checked, todo, sizes, config):
     )
 
 
-def compile_sizes(edit_all, references, num_at_once):
-    """Edit the first batch of every size, with and without masks, before the clock starts.
+def compile_sizes(edit_all, references, num_at_once, use_masks):
+    """Edit the first batch of every size before the clock starts.
 
     Args:
         edit_all: edit_batches without pairs, sizes and bar.
         references: References.
         num_at_once: pairs of a batch over all devices.
+        use_masks: whether pairs with masks run in batches of their own.
 
     Returns:
         Seconds.
     """
     rows_of_size = defaultdict(list)
     for row, (pair, size) in enumerate(zip(references.pairs, references.sizes)):
-        rows_of_size[size, pair.mask is None].append(row)
+        rows_of_size[size, use_masks and pair.mask is not None].append(row)
     first = [row for rows in rows_of_size.values() for row in rows[:num_at_once]]
     pairs = [references.pairs[row] for row in first]
     sizes = [references.sizes[row] for row in first]

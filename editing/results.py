@@ -15,6 +15,9 @@ from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.messages import differences, one_line
 
 RESULTS = "results.json"
+# Settings that earlier results may lack, or have alone: a row without metrics inside and outside of
+# masks has the other metrics all the same.
+MASK_SETTINGS = ("num_masks", "checksum of the masks")
 
 
 def load_results(output_dir, settings, checksums, overwrite):
@@ -22,7 +25,7 @@ def load_results(output_dir, settings, checksums, overwrite):
 
     Args:
         output_dir: directory of results.json.
-        settings: {name: value}, which the earlier results must have too.
+        settings: {name: value}, which the earlier results must have too, but for MASK_SETTINGS.
         checksums: {model: what identifies its weights}, likewise.
         overwrite: begin with empty results.
 
@@ -47,13 +50,20 @@ def load_results(output_dir, settings, checksums, overwrite):
                 float(row["l1"] or 0), float(row["l1_to_input"] or 0)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is damaged ({one_line(error, 100)}); {remedy}") from error
+        saved = results["settings"]
+        compared = {
+            name: value
+            for name, value in settings.items()
+            if name not in MASK_SETTINGS or (value and saved.get(name))
+        }
         changes = differences(
-            results["settings"] | {f"--model {name}": x for name, x in saved_sums.items()},
-            settings
+            saved | {f"--model {name}": x for name, x in saved_sums.items()},
+            compared
             | {f"--model {name}": x for name, x in checksums.items() if name in saved_sums},
         )
         if changes:
             raise ValueError(f"{file} has other settings: {'; '.join(changes)}; {remedy}")
+        saved |= {name: settings[name] for name in MASK_SETTINGS if settings.get(name)}
     for name, checksum in checksums.items():
         results["models"].setdefault(name, {"checksum": checksum})
     return results

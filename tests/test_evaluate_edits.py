@@ -1,6 +1,7 @@
 """evaluate_edits.py by its command line: what CLIP gets, FLOPs, resuming, refusals."""
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -36,9 +37,10 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from editing import measuring
+from editing.held_out import HeldOutPair, check_pairs, checksum_of_pairs
 from editing.measuring import count_edit_flops
 from editing.metrics import Clip
-from editing.results import model_checksum
+from editing.results import load_results, model_checksum, save_results
 
 STEPS = 2
 PROMPTS = ("make it red", "make it redder", "paint it red")
@@ -513,6 +515,8 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
         ({"batch_size": 0}, "--batch_size 0 must be at least 1"),
         ({"num_inference_steps": 1001}, "--num_inference_steps 1001 must"),
         ({"resolution": 3}, "--resolution 3 is too small"),
+        ({"mask_feather": -1}, "--mask_feather -1 must be 0 or more pixels\n"),
+        ({"mask_feather": 3}, "--mask_feather 3 is for --use_masks; give both or none"),
         ({"scheduler": "eular"}, "--scheduler eular is unknown; choose from "),
         ({"output_dir": "file/out"}, "--output_dir file/out cannot be written"),
         ({"clip_model": "sd/vae"}, "--clip_model sd/vae cannot be opened: "),
@@ -540,6 +544,50 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, me
     given = {name: value for name, value in given.items() if value is not None}
     assert message in refused(capsys, flags(**given))
     assert not Path("out").exists()
+
+
+def test_a_damaged_mask_is_left_out_unless_edits_need_it(caplog):
+    white, image = io.BytesIO(), io.BytesIO()
+    Image.new("L", (16, 16), 255).save(white, "PNG")
+    photo(16, 16).save(image, "PNG")
+    pairs = [
+        HeldOutPair(i, f"{i}.png", "red", image.getvalue(), mask=mask)
+        for i, mask in enumerate((white.getvalue(), b"no image", None))
+    ]
+    checked = check_pairs(pairs, use_masks=False)
+    assert [pair.mask for pair in checked] == [white.getvalue(), None, None]
+    assert [pair.index for pair in checked] == [0, 1, 2]
+    assert checksum_of_pairs(checked) == checksum_of_pairs(pairs)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("the mask of 1.png cannot be read as a mask: no known image format")
+    assert message.endswith("; pairs that are measured without their mask: 1")
+    with pytest.raises(ValueError, match=r"the mask of 1\.png cannot be read as a mask"):
+        check_pairs(pairs, use_masks=True)
+
+
+def test_results_without_masks_go_on_with_masks(tmp_path):
+    """And the other way around; masks that differ do not go together."""
+
+    def load(**settings):
+        return load_results(tmp_path, {"num_pairs": 2} | settings, {}, False)["settings"]
+
+    def save(**settings):
+        results = {"settings": {"num_pairs": 2} | settings, "models": {}}
+        save_results(tmp_path, results | {"baselines": [], "rows": []})
+
+    masks, none = (
+        {"num_masks": number, "checksum of the masks": checksum}
+        for number, checksum in ((2, "a"), (None, None))
+    )
+    for saved in ({}, none, none | {"num_masks": 0}):
+        save(**saved)
+        assert load(**masks) == {"num_pairs": 2} | masks
+        load(**none)
+    save(**masks)
+    assert load(**none) == {"num_pairs": 2} | masks
+    with pytest.raises(ValueError, match="checksum of the masks was a and is b"):
+        load(**masks | {"checksum of the masks": "b"})
 
 
 @pytest.mark.slow
