@@ -57,7 +57,7 @@ class Config:
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
     # train at sizes of about resolution² pixels, WIDTHxHEIGHT, each pair at the one nearest to its
-    # aspect ratio; without values: the default sizes; default: only squares
+    # aspect ratio, of one train_data_dir; without values: the default sizes; default: only squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
@@ -242,7 +242,10 @@ def check_combinations(config: Config) -> None:
     """Raise a ValueError for flags that contradict each other."""
     bucket_sizes(config.resolution, config.aspect_ratio_buckets)
     if config.aspect_ratio_buckets is not None and len(config.train_data_dir) > 1:
-        raise ValueError("--aspect_ratio_buckets goes with one --train_data_dir; leave out one")
+        raise ValueError(
+            "--aspect_ratio_buckets goes with one --train_data_dir; give one directory, or leave out "
+            "--aspect_ratio_buckets"
+        )
     check_sets(config.train_data_dir, config.train_data_weights)
     if config.num_train_epochs is not None and len(config.train_data_dir) > 1:
         raise ValueError(
