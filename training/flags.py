@@ -243,8 +243,8 @@ def check_combinations(config: Config) -> None:
     bucket_sizes(config.resolution, config.aspect_ratio_buckets)
     if config.aspect_ratio_buckets is not None and len(config.train_data_dir) > 1:
         raise ValueError(
-            "--aspect_ratio_buckets goes with one --train_data_dir; give one directory, or leave out "
-            "--aspect_ratio_buckets"
+            "--aspect_ratio_buckets goes with one --train_data_dir; give one directory, or leave "
+            "out --aspect_ratio_buckets"
         )
     check_sets(config.train_data_dir, config.train_data_weights)
     if config.num_train_epochs is not None and len(config.train_data_dir) > 1:
