@@ -69,7 +69,9 @@ def run_main(
     except KeyboardInterrupt as stop:
         code, message = 130, f"interrupted; {one_line(stop) if stop.args else interrupted}"
     except (ValueError, OSError) as error:
-        code, message = 2, f"error: {with_flags(error, config)}{free_space(error, config)}"
+        said = with_flags(error, config)
+        hint = comma_hint(said, config)
+        code, message = 2, f"error: {said}{hint}{free_space(error, config)}"
     except Exception as error:
         # jaxlib's class is known by name, as scripts without jax do not import it.
         ran_out = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
@@ -120,7 +122,7 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
             sys.stdout.write(text.replace(DESCRIPTION, wrap_paragraphs(description), 1))
         raise
     if unknown:
-        refuse(explain_unknown(unknown, config_class))
+        refuse(explain_unknown(unknown, config_class, words))
     return config
 
 
@@ -154,7 +156,7 @@ def one_line_errors(config_class: Any, words: list[str]) -> Iterator[None]:
         match event:
             case MissingArgs(missing_arguments=missing, unrecognized_tokens=unknown):
                 flags = " and ".join(usage(given.arg) for given in missing)
-                also = f"; {explain_unknown(unknown, config_class)}" if unknown else ""
+                also = f"; {explain_unknown(unknown, config_class, words)}" if unknown else ""
                 refuse(f"{flags} must be given{also}")
             case MissingSubcommand(subcommand_spec=subcommands):
                 wrong = f"{words[0]} is not a subcommand; " if words else ""
@@ -189,22 +191,36 @@ def explain_value(argument: Any, message: str) -> str:
     value = message.rpartition(": ")[2]  # Python says what it could not convert: '9.5', ['1', 'a']
     given = f"{flag} {value}" if value.startswith(("'", '"', "[")) else flag
     numbers = {f"{flag} INT": "a whole number", f"{flag} FLOAT": "a number"}
+    if re.search(r"'[^', ]+,[^' ]*'", value) and needed not in numbers:
+        return f"{given}: separate values with spaces, not commas"
     if needed in numbers:
         return f"{given} is not {numbers[needed]}"
     return f"{given} does not fit; write {needed}"
 
 
-def explain_unknown(unknown: list[str], config_class: Any) -> str:
-    """Name the words that are no flags or belong to none, and the flags that may be meant."""
+def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> str:
+    """Name the words that are no flags or belong to none, and the flags that may be meant.
+
+    Args:
+        unknown: some of the words.
+        config_class: as for run_main.
+        words: the command line.
+    """
+    classes = get_args(config_class) or (config_class,)
+    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
-        return (
-            f"{' '.join(unknown)}: no flag takes this; write a text with spaces in quotation marks"
-        )
+        said = " ".join(unknown)
+        before = words[: words.index(unknown[0])]
+        name = next((word for word in reversed(before) if word.startswith("--")), "")
+        name = name.partition("=")[0].removeprefix("--").replace("-", "_")
+        hint = hints.get(name)
+        if hint in (int, float, Path) or (hint is str and name.endswith("_dir")):
+            return f"{said}: --{name} takes one value"
+        return f"{said}: no flag takes this; write a text with spaces in quotation marks"
     known = {}  # the flag by its name with underscores
-    for cls in get_args(config_class) or (config_class,):
-        for name, hint in get_type_hints(cls).items():
-            known |= {name: f"--{name}"} | ({f"no_{name}": f"--no_{name}"} if hint is bool else {})
+    for name, hint in hints.items():
+        known |= {name: f"--{name}"} | ({f"no_{name}": f"--no_{name}"} if hint is bool else {})
     parts = []
     for flag in flags:
         near = get_close_matches(flag.strip("-").replace("-", "_"), known)
@@ -266,6 +282,18 @@ def with_flags(error: Exception, config: Any) -> str:
 
     part = r"(^|: |; | and )(\w+)=(\(.*?\)|\S+?)(?=[\s;:,]|$)"
     return re.sub(part, flag, one_line(error))
+
+
+def comma_hint(said: str, config: Any) -> str:
+    """For an error about a value with commas, of a flag with several: how to separate them.
+
+    Values with spaces are texts, and NAME:PARAMETER=VALUE,... has commas of its own.
+    """
+    for name, values in vars(config).items():
+        for value in map(str, values if isinstance(values, tuple) else ()):
+            if "," in value and not re.search(r"[\s=]", value) and f"--{name} {value}" in said:
+                return "; separate several values with spaces, not commas"
+    return ""
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -76,6 +76,12 @@ def test_ctrl_c_during_a_compilation():
         (["--height", "9.5"], "error: --height '9.5' is not a whole number; "),
         (["--height"], "error: --height has too few values; write --height INT; "),
         (["--range", "1"], "error: --range does not fit; write --range FLOAT FLOAT; "),
+        (["--out_dir", "a", "b", "c"], "error: b c: --out_dir takes one value; "),
+        (["--steps=3", "4"], "error: 4: --steps takes one value; "),
+        (
+            ["--sizes", "2,1"],
+            "error: --sizes ['2,1']: separate values with spaces, not commas; ",
+        ),
         (["--sizes", "1", "a"], "error: --sizes ['1', 'a'] does not fit; write --sizes [INT "),
         (
             ["--sizes", "1", "--sizes=2"],
@@ -91,6 +97,7 @@ def test_wrong_flags_are_one_line(args, message, capsys):
         model: str
         prompt: str = "a red panda reading a map in a bamboo forest in the morning, soft light"
         steps: int = 3
+        out_dir: str = ""
         sizes: tuple[int, ...] = ()
         spacing: Literal["leading", "trailing"] = "leading"
         dtype: Literal["b", "c"] | None = None
@@ -318,6 +325,21 @@ def test_errors_of_the_library_name_flags(said, expected):
         name="",
     )
     assert command_line.with_flags(ValueError(said), config) == (expected or said)
+
+
+def test_commas_between_values_are_explained():
+    config = SimpleNamespace(
+        data=("a,b", "c"), accelerate=("tome:a=1,b=2",), prompt=("red, blue",), name="a,b"
+    )
+    hint = "; separate several values with spaces, not commas"
+    for said, expected in (
+        ("--data a,b is not a directory", hint),
+        ("--data c is not a directory", ""),
+        ("--accelerate tome:a=1,b=2 is unknown", ""),
+        ("--prompt red, blue is too long", ""),
+        ("--name a,b is not a directory", ""),
+    ):
+        assert command_line.comma_hint(said, config) == expected
 
 
 def test_a_directory_with_files_is_refused(tmp_path):
