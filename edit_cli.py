@@ -7,8 +7,8 @@
 
 The third takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
 relative to the list; docs/data.md has the table of keys. A line may edit the output of another. In
-the last the image changes where the mask is white; all other pixels stay as they are. With the
-model of `make demo`, on a CPU:
+the last the image changes where the mask is white; all other pixels are those of the image at the
+size of the result, see below. With the model of `make demo`, on a CPU:
 
     python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
         --edit "invert the colors" --output inverted.png \\
