@@ -308,7 +308,7 @@ def check_row_group(
                 f"{group.path.parent} contains latents of --{name} {latents[name]}, not {value}; "
                 f"use --{name} {latents[name]}, or another directory for new latents"
             )
-    if "sizes" not in latents and len(sizes) > 1:
+    if "sizes" not in latents and {*sizes} != {(resolution, resolution)}:
         raise ValueError(
             f"{group.path.parent} contains latents of squares; leave out {BUCKETS}, or use another "
             "directory for new latents"
@@ -317,7 +317,8 @@ def check_row_group(
     if not {*map(tuple, stored)} <= {*sizes}:
         raise ValueError(
             f"{group.path.parent} contains latents of several sizes; use {BUCKETS} "
-            f"{' '.join(map(format_size, stored))}, or another directory for new latents"
+            f"{' '.join(map(format_size, stored))} with this --train_data_dir alone, or another "
+            "directory for new latents"
         )
 
 

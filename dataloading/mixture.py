@@ -25,7 +25,7 @@ from dataloading.dataset import (
     register_with_torch,
 )
 from dataloading.images import num_usable_cores
-from dataloading.order import Partition
+from dataloading.order import BUCKETS, Partition
 from dataloading.reading import BatchRow, StoredPairs, decode_batches
 from dataloading.shards import MASK_COLUMNS, shard_files
 from diffusers_flax.messages import differences
@@ -46,8 +46,8 @@ class Mixture:
     after the last batch yielded.
 
     If all processes have the same shards of a set, the stream has all of its rows, and a process
-    takes those that are drawn for its slice of the global batches: these are the same on any
-    number of processes. If each process has its own shards of a set, each has its own stream of
+    takes the rows of its slice of the global batches. The global batches are the same on any number
+    of processes. If each process has its own shards of a set, each has its own stream of
     them, for the rows of its slice. Sets of both kinds may be mixed.
 
     Undecodable pairs are replaced by pairs of the same set, as in ParquetImagePairs.
@@ -360,8 +360,12 @@ def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
     )
 
 
-def check_sets(train_data_dirs: Sequence[str], weights: Sequence[float] = ()) -> None:
-    """Raise a ValueError for directories or weights that do not fit together."""
+def check_sets(
+    train_data_dirs: Sequence[str],
+    weights: Sequence[float] = (),
+    sizes: tuple[tuple[int, int], ...] | None = None,
+) -> None:
+    """Raise a ValueError for directories, weights or sizes that do not fit together."""
     if not train_data_dirs:
         raise ValueError("--train_data_dir is empty; name a directory of *.parquet files")
     paths = [Path(directory).resolve() for directory in train_data_dirs]
@@ -371,8 +375,16 @@ def check_sets(train_data_dirs: Sequence[str], weights: Sequence[float] = ()) ->
                 f"--train_data_dir {directory} is given {paths.count(path)} times; name it once, "
                 "and raise its weight with --train_data_weights"
             )
+    if sizes is not None and len(paths) > 1:
+        raise ValueError(
+            f"{BUCKETS} goes with one --train_data_dir; give one directory, or leave out {BUCKETS}"
+        )
     if not weights:
         return
+    if len(paths) == 1:
+        raise ValueError(
+            "--train_data_weights goes with several --train_data_dir; leave it out, or name more"
+        )
     given = f"--train_data_weights {' '.join(f'{weight:g}' for weight in weights)}"
     if len(weights) != len(train_data_dirs):
         raise ValueError(
@@ -449,8 +461,11 @@ def open_pairs(
         train_data_dirs, weights: as for Mixture.
         sizes: as for ParquetImagePairs; a mixture has squares only.
         options: of both classes.
+
+    Raises:
+        ValueError: sizes with several directories, weights with one; see also the classes.
     """
-    check_sets(train_data_dirs, weights)
+    check_sets(train_data_dirs, weights, sizes)
     if len(train_data_dirs) == 1:
         return ParquetImagePairs(train_data_dirs[0], sizes=sizes, **options)
     return Mixture(train_data_dirs, weights, **options)

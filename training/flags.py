@@ -240,13 +240,7 @@ def named_buckets(config: Any) -> Any:
 
 def check_combinations(config: Config) -> None:
     """Raise a ValueError for flags that contradict each other."""
-    bucket_sizes(config.resolution, config.aspect_ratio_buckets)
-    if config.aspect_ratio_buckets is not None and len(config.train_data_dir) > 1:
-        raise ValueError(
-            "--aspect_ratio_buckets goes with one --train_data_dir; give one directory, or leave "
-            "out --aspect_ratio_buckets"
-        )
-    check_sets(config.train_data_dir, config.train_data_weights)
+    check_sets(config.train_data_dir, config.train_data_weights, chosen_sizes(config))
     if config.num_train_epochs is not None and len(config.train_data_dir) > 1:
         raise ValueError(
             f"{flag(config, 'num_train_epochs')} goes with one --train_data_dir, as each set has "

@@ -146,13 +146,17 @@ def test_without_weights_shares_are_the_numbers_of_pairs(folders):
 
 
 def test_one_directory_is_no_mixture(folders):
-    dataset = open_pairs(folders[:1], [3], batch_size=8, resolution=4)
+    dataset = open_pairs(folders[:1], batch_size=8, resolution=4)
     assert type(dataset) is ParquetImagePairs and dataset.passes(5) == {}
     dataset.set_step(len(dataset) * 2 + 3)
     assert (dataset.epoch, dataset.state_dict()["batch"]) == (2, 3)
     batch = next(iter(dataset))
     dataset.set_epoch(2)
     assert same(batch, list(dataset)[3])
+    with pytest.raises(ValueError, match="--train_data_weights goes with several --train_data_dir"):
+        open_pairs(folders[:1], [3], batch_size=8, resolution=4)
+    with pytest.raises(ValueError, match="--aspect_ratio_buckets goes with one --train_data_dir"):
+        open_pairs(folders, sizes=((4, 4),), batch_size=8, resolution=4)
 
 
 def test_it_continues_after_the_last_batch(folders):

@@ -13,6 +13,7 @@ from tiny_models import make_tiny_xl
 import cache_latents
 import distill_lcm
 import flax_train_instruct_pix2pix as trainer
+from dataloading.mixture import Mixture
 from dataloading.shards import latents_metadata
 from training.report import load_validation_images
 
@@ -149,7 +150,11 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
 
     assert "latents of several sizes; use --aspect_ratio_buckets 12x20 16x16 20x12" in error()
     some = error(aspect_ratio_buckets=("16x16", "12x20"))
-    assert "use --aspect_ratio_buckets 12x20 16x16 20x12, or another directory" in some
+    assert "12x20 16x16 20x12 with this --train_data_dir alone, or another directory" in some
+    with pytest.raises(
+        ValueError, match="latents of several sizes; .* this --train_data_dir alone"
+    ):
+        Mixture([str(out), str(data)], batch_size=8, resolution=16, random_crop=False)
     few = error(aspect_ratio_buckets=(), train_batch_size=12)
     assert "latents of 12x20 for 10 pairs" in few or "latents of 20x12 for 8 pairs" in few
     assert "make the latents again with --aspect_ratio_buckets 16x16" in few
@@ -160,12 +165,13 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
     for path in (tmp_path / "squares").glob("*.parquet"):
         assert latents_metadata(pq.read_metadata(path))["sizes"] == [[16, 16]]
     cache(model, data, tmp_path / "plain")
-    config = config_of(
-        model, tmp_path / "plain", tmp_path / "x", random_crop=False, aspect_ratio_buckets=()
-    )
-    with pytest.raises(SystemExit):
-        run_main(config, monkeypatch)
-    assert "latents of squares; leave out --aspect_ratio_buckets" in capsys.readouterr().err
+    for sizes in ((), ("20x12",)):
+        config = config_of(
+            model, tmp_path / "plain", tmp_path / "x", random_crop=False, aspect_ratio_buckets=sizes
+        )
+        with pytest.raises(SystemExit):
+            run_main(config, monkeypatch)
+        assert "latents of squares; leave out --aspect_ratio_buckets" in capsys.readouterr().err
 
 
 @pytest.mark.slow
