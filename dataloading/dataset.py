@@ -73,10 +73,11 @@ class ParquetImagePairs(StoredPairs):
     `num_parts` and `shuffle_buffer` (see `order.epoch_order`). They do not depend on the number of
     threads or, if all processes have the same shards, on the number of processes.
 
-    Sizes: with `sizes` every pair goes to the size with the aspect ratio nearest to that of its
-    image to edit, and a global batch has one size, the same on every process. A size with less than
-    a global batch of pairs is left out. The pairs of a size that do not fill a batch wait for the
-    next epoch, in which they are used.
+    Sizes: with `sizes` every pair goes to the size with the aspect ratio nearest to its image to
+    edit, and a global batch has one size, the same on every process. A size with less than a global
+    batch of pairs is left out; if each process has its own shards, a size of which one process has
+    less than its share of a batch. The pairs of a size that do not fill a batch wait for the next
+    epoch, in which they are used.
 
     Undecodable pairs: the next decodable row of the same row group, cyclically, replaces the pair
     and gets its crop and flip. If the row group has none, the following row groups are searched.
@@ -85,8 +86,11 @@ class ParquetImagePairs(StoredPairs):
 
     Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
     groups, for each part that the process reads, and at most all of its shards; one row group read
-    ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also
-    the encoded pairs that wait until their batch is full, less than a batch of each size.
+    ahead, one of its columns twice while it is read; `prefetch_batches` batches; after undecodable
+    pairs, up to GROUPS_READ_AGAIN row groups. With sizes also the encoded pairs that wait until
+    their batch is full: with one part and the same shards on all processes, less than a batch of
+    each size. More wait with several parts or if each process has its own shards, as a batch waits
+    for all of them: a few row groups, but most of the pairs if shards are sorted by shape.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -107,7 +111,7 @@ class ParquetImagePairs(StoredPairs):
         max_rows: use the first N rows only, over all processes; None: all.
         process_index, process_count: `jax.process_index()` and `jax.process_count()`.
         num_parts: a divisor of the global batch size; 0: the greatest common divisor of the global
-            batch size and DEFAULT_PARTS.
+            batch size and DEFAULT_PARTS, with sizes 1.
         all_gather: `jax.experimental.multihost_utils.process_allgather`; required if processes have
             different shards, to compare their directories.
         num_threads: decoding threads; 0: one per core.
@@ -161,6 +165,8 @@ class ParquetImagePairs(StoredPairs):
             shuffle_buffer=(shuffle_buffer, 0),
         )
         check_options(process_index, process_count, resample, max_bad_fraction)
+        if sizes is not None:
+            num_parts = num_parts or 1  # with more, more pairs wait until their batch is full
         num_parts = choose_num_parts(num_parts, batch_size, process_count)
 
         super().__init__(
@@ -224,21 +230,23 @@ class ParquetImagePairs(StoredPairs):
 
         Returns:
             "16 of 24 pairs per epoch (24 with --train_batch_size 12)"; the part in parentheses if
-            a batch of at least half the size leaves out fewer, and more than MIN_LEFT_OUT are.
+            a batch of at least half the size leaves out fewer, and more than MIN_LEFT_OUT are. With
+            sizes without it: a smaller batch has other sizes, and what is left out waits.
         """
         global_batch_size = self._stream_identity["global_batch_size"]
         processes = global_batch_size // self.batch_size
         sharing = processes if len(self.directory_rows) == 1 else 1  # processes per directory
 
         def num_used(size):
-            batches = self.size_rows.min(axis=0) // (size // processes * sharing)
-            return int(batches.sum()) * size
+            return min(self.directory_rows) // (size // processes * sharing) * size
 
-        used, step = num_used(global_batch_size), math.lcm(multiple, processes)
+        used, step = self.epoch_rows, math.lcm(multiple, processes)
         smaller = range(global_batch_size - step, (global_batch_size - 1) // 2, -step)
         best = max(smaller, key=num_used, default=global_batch_size)  # the largest of equals
         text = f"{used} of {self.num_rows} pairs per epoch"
-        if used < min(num_used(best), (1 - MIN_LEFT_OUT) * self.num_rows):
+        if self.directory_sizes is None and used < min(
+            num_used(best), (1 - MIN_LEFT_OUT) * self.num_rows
+        ):
             text += f" ({num_used(best)} with --train_batch_size {best})"
         return text
 
@@ -246,13 +254,15 @@ class ParquetImagePairs(StoredPairs):
         """The sizes of the batches and their pairs over all processes; "" for squares only.
 
         Returns:
-            "pairs by size: 384x640 12, 512x512 80".
+            "pairs by size: 384x640 12, 512x512 80; left out with less than a batch: 640x384".
         """
         if self.directory_sizes is None:
             return ""
         parts = zip(self.decoding.sizes, self.size_rows.sum(axis=0))
         counts = ", ".join(f"{format_size(size)} {count}" for size, count in parts)
-        return f"pairs by size: {counts}"
+        left_out = ", ".join(map(format_size, self.sizes_left_out))
+        end = f"; left out with less than a batch: {left_out}" if left_out else ""
+        return f"pairs by size: {counts}{end}"
 
     def __len__(self) -> int:
         """Batches per epoch of every process."""

@@ -25,6 +25,7 @@ from dataloading.images import (
 )
 from dataloading.order import BUCKETS, format_size
 from dataloading.shards import (
+    ImageColumn,
     Pair,
     RowGroup,
     choose_instruction,
@@ -328,7 +329,8 @@ def stored_sizes(
     """Height and width of the image to edit of every row, upright, from the files' headers.
 
     The first time this reads a column of all shards. The sizes of a shard are saved beside it, in
-    SIZES_DIR, if that can be written. Of latents they are the sizes that the images were scaled to.
+    SIZES_DIR, if that can be written; not for images that are files beside the shard, as these may
+    change on their own. Of latents they are the sizes that the images were scaled to.
 
     Args:
         groups: row groups of images or of latents, in the order of their shards.
@@ -360,8 +362,9 @@ def stored_sizes(
             def read_shard(shard):
                 sizes = load_sizes(shard)  # another process may have read it
                 if sizes is None:
-                    sizes = read_sizes(shard)
-                    save_sizes(shard, sizes)
+                    sizes, are_in_shard = read_sizes(shard)
+                    if are_in_shard:
+                        save_sizes(shard, sizes)
                 bar.update(len(sizes))
                 return sizes
 
@@ -379,20 +382,25 @@ def read_size_column(group: RowGroup) -> np.ndarray:
     return np.concatenate(parts)[: group.num_rows]
 
 
-def read_sizes(shard: RowGroup) -> np.ndarray:
-    """stored_sizes of a shard, of which one row group is given, read from its images."""
+def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
+    """stored_sizes of a shard, of which one row group is given, read from its images.
+
+    Returns:
+        (sizes, whether all images are in the shard).
+    """
     sizes, spare = np.zeros((shard.metadata.num_rows, 2), np.uint32), []
-    row = 0
+    row, are_in_shard = 0, True
     for index in range(shard.metadata.num_row_groups):
         group = shard._replace(index=index)
         with open_row_group(group) as file:
             images = read_images(file, group, group.columns[0], spare)
+        are_in_shard &= isinstance(images, ImageColumn) or not images.has_files()
         for position in range(len(images)):
             with suppress(Exception):  # null, or damaged data, which make decoders raise anything
                 sizes[row] = encoded_size(images[position])
             row += 1
         del images
-    return sizes
+    return sizes, are_in_shard
 
 
 def end_checksum(path: Path) -> str:

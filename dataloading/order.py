@@ -99,7 +99,7 @@ def nearest_sizes(image_sizes: np.ndarray, sizes: tuple[tuple[int, int], ...]) -
 def choose_sizes(
     image_sizes: list[np.ndarray], sizes: tuple[tuple[int, int], ...], batch_size: int
 ) -> tuple[tuple[tuple[int, int], ...], list[np.ndarray]]:
-    """The sizes that have a batch of pairs, and each pair's, the nearest of them.
+    """The sizes that have a batch of pairs, and for each pair the nearest of these sizes.
 
     A size with fewer pairs is left out, first the one with the fewest, and its pairs go to the
     nearest of the others.

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from dataloading.shards import (
 )
 
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
+GROUPS_READ_AGAIN = 2  # row groups that stay in memory to replace undecodable pairs
 logger = logging.getLogger(__name__)
 
 
@@ -73,6 +75,7 @@ class StoredPairs:
         size_rows: (directories, sizes), numbers of rows.
         directory_sizes: after choose_sizes, of each directory the rows of its row groups, and for
             each row the index of its size.
+        sizes_left_out: by choose_sizes.
     """
 
     def __init__(
@@ -87,11 +90,11 @@ class StoredPairs:
         max_bad_fraction: float = 0.1,
     ):
         self.train_data_dir, self.max_bad_fraction = train_data_dir, max_bad_fraction
-        self.groups, self.directories = open_directories(
-            train_data_dir, columns, mask_column, all_gather
+        self.groups, self.decoding, self.directories = open_directories(
+            train_data_dir, columns, mask_column, decoding, all_gather
         )
         self.directory_rows = [sum(rows for *_, rows in shards) for shards in self.directories]
-        self.latents = latents_metadata(self.groups[0].metadata)
+        self.latents = self.decoding.latents
         if max_rows is not None:
             share = max_rows // len(self.directories)
             self.directory_rows = [min(rows, share) for rows in self.directory_rows]
@@ -103,12 +106,13 @@ class StoredPairs:
         self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
         # For row groups without a decodable pair, of a size.
         self._replacements: dict[tuple[int, int], Pair] = {}
-        self.decoding = Decoding(latents=self.latents, **decoding)
-        for group in self.groups:
-            self.decoding.check(group)
+        # With sizes a bad pair comes without its row group; neighbours have the same one.
+        groups = self.groups
+        self._read_again = lru_cache(GROUPS_READ_AGAIN)(lambda g: read_row_group(groups[g]))
         self.size_of = np.zeros(self._first_rows[-1], int)
         self.size_rows = np.array(self.directory_rows)[:, None]
         self.directory_sizes = None
+        self.sizes_left_out = ()
 
     def choose_sizes(
         self,
@@ -144,6 +148,7 @@ class StoredPairs:
         sizes, size_of = choose_sizes(image_sizes, self.decoding.sizes, batch_size)
         if self.latents:
             self._check_latent_sizes(np.concatenate(image_sizes), sizes, np.concatenate(size_of))
+        self.sizes_left_out = tuple(size for size in self.decoding.sizes if size not in sizes)
         self.decoding = replace(self.decoding, sizes=sizes)
         self.size_of = size_of[process_index if len(size_of) > 1 else 0]
         self.size_rows = count_sizes(size_of, len(sizes))
@@ -314,7 +319,7 @@ class StoredPairs:
         if (g, size) in self._replacements:
             pair, columns = self._replacements[g, size], self.groups[g].columns
             return self.decoding.decode(batch, place, pair, columns, draw)
-        cells = found if isinstance(found, Cells) else read_row_group(self.groups[g])
+        cells = found if isinstance(found, Cells) else self._read_again(g)
         for candidate, candidate_cells in self._following_rows(row, cells):
             h, candidate_position = self._locate(candidate)
             if (
@@ -343,7 +348,7 @@ class StoredPairs:
         for place in (*range(position + 1, count), *range(position)):
             yield first + place, cells
         for g in (*range(own + 1, len(self.groups)), *range(own)):
-            cells = read_row_group(self.groups[g])
+            cells = self._read_again(g)
             for place in range(self.groups[g].num_rows):
                 yield int(self._first_rows[g]) + place, cells
 
@@ -466,24 +471,32 @@ def open_directories(
     train_data_dir: str,
     columns: tuple[str, str, str],
     mask_column: str | None,
+    decoding: dict,
     all_gather: Callable[[np.ndarray], np.ndarray] | None,
-) -> tuple[list[RowGroup], list[list[tuple[int, int, int]]]]:
+) -> tuple[list[RowGroup], Decoding, list[list[tuple[int, int, int]]]]:
     """List the row groups of this process's directory, and the shards of all directories.
 
     Args:
         train_data_dir: directory of *.parquet files.
         columns, mask_column: see list_row_groups.
+        decoding: the fields of Decoding but `latents`.
         all_gather: see gather_directories.
 
     Returns:
-        (row groups, result of gather_directories).
+        (row groups, Decoding, result of gather_directories).
+
+    Raises:
+        ValueError: see list_row_groups, Decoding.check and gather_directories.
     """
     try:
         groups = list_row_groups(train_data_dir, *columns, mask_column=mask_column)
         shards = shard_ids(groups)
+        decoded = Decoding(latents=latents_metadata(groups[0].metadata), **decoding)
+        for group in groups:
+            decoded.check(group)
     except BaseException:
         if all_gather is not None:
             # The other processes wait in gather_directories for this one.
             all_gather(np.array([0], np.int32))
         raise
-    return groups, gather_directories(shards, all_gather)
+    return groups, decoded, gather_directories(shards, all_gather)

@@ -356,6 +356,11 @@ class ImageFiles:
         path = self._paths[row].as_py()
         return read_beside(self._folder, path) if data is None and path else data
 
+    def has_files(self) -> bool:
+        """Whether the image of any row is a file."""
+        stored = self._stored or [None] * len(self)
+        return any(data is None and path.as_py() for data, path in zip(stored, self._paths))
+
 
 def read_beside(folder: Path, path: str) -> bytes:
     """Read a file that a shard names.

@@ -5,13 +5,15 @@ import os
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered_shards import EDITED, ORIGINAL, encode, on_processes, plain, write_shard
 from PIL import Image
 
-from dataloading import decoding
+from dataloading import decoding, reading
 from dataloading.decoding import SIZES_DIR, stored_sizes
 from dataloading.order import bucket_sizes, nearest_sizes
 from dataloading.shards import list_row_groups
@@ -67,7 +69,7 @@ def test_bad_sizes(resolution, texts, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_nearest_size_is_that_of_the_least_ratio_of_aspect_ratios():
+def test_the_nearest_size_has_the_most_similar_aspect_ratio():
     rng = np.random.default_rng(0)
     images, sizes = rng.integers(1, 2000, (500, 2)), bucket_sizes(1024, ())
     for (height, width), found in zip(images, nearest_sizes(images, sizes)):
@@ -192,10 +194,33 @@ def test_sizes_come_mixed_and_each_pair_waits_as_often(tmp_path):
         assert max(counts) - min(counts) <= 1 and np.mean(counts) == pytest.approx(times)
 
 
+@pytest.mark.parametrize("num_parts, most", [(0, 3 * 7), (4, 32 * 6)])
+def test_what_waits_of_shards_sorted_by_shape(tmp_path, num_parts, most):
+    """With one part, the default, less than a batch of each size, however the shards are sorted."""
+    write_kinds(tmp_path, [["tall"] * 64, ["square"] * 64, ["wide"] * 64], row_group_size=16)
+    dataset = ParquetImagePairs(
+        tmp_path, batch_size=8, resolution=8, sizes=SIZES, shuffle_buffer=16, num_parts=num_parts
+    )
+    waiting = []
+    for epoch in range(5):
+        order, read_steps, _ = dataset._partition.shuffle(
+            [16] * 12, 0, epoch, 16, dataset.directory_sizes
+        )
+        steps = np.arange(len(order))
+        # Read, and not of this batch or an earlier one.
+        read = (read_steps.ravel() <= steps[:, None]).sum(axis=1)
+        waiting.append((read - 8 * (steps + 1)).max())
+    assert max(waiting) <= most and (num_parts == 0 or max(waiting) > 3 * 7)
+
+
 def test_a_size_without_a_batch_is_left_out(tmp_path):
     write_kinds(tmp_path, [["tall"] * 3 + ["square"] * 8 + ["wide"] * 5])
     dataset = ParquetImagePairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES)
     assert dataset.decoding.sizes == ((8, 8), (6, 12)) and len(dataset) == 3
+    counts = "8x8 11, 12x6 5; left out with less than a batch: 6x12"
+    assert dataset.describe_sizes() == f"pairs by size: {counts}"
+    # A smaller batch would have other sizes, so that none is suggested.
+    assert dataset.describe_epoch() == "12 of 16 pairs per epoch"
     assert len(ParquetImagePairs(tmp_path, batch_size=16, resolution=8, sizes=SIZES)) == 1
     state = dataset.state_dict()
     other = ParquetImagePairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES[:2])
@@ -288,3 +313,50 @@ def test_broken_pairs_are_replaced_by_pairs_of_their_size(tmp_path):
     assert dataset.num_bad == 2 and prompts == Counter(
         {n: 1 + (n in (0, 6)) for n in range(12) if n not in (2, 4)}
     )
+
+
+def test_a_row_group_of_many_broken_pairs_is_read_twice(tmp_path, monkeypatch):
+    rows = [(plain(n, (16, 16)), str(n), plain(0, (8, 8))) for n in range(64)]
+    for n in range(0, 64, 2):
+        rows[n] = (b"no image", *rows[n][1:])
+    write_shard(tmp_path / "a.parquet", rows, row_group_size=16)
+    readings, read_row_group = Counter(), reading.read_row_group
+
+    def count(group, *spare):
+        readings[group.index] += 1
+        return read_row_group(group, *spare)
+
+    monkeypatch.setattr(reading, "read_row_group", count)
+    dataset = ParquetImagePairs(
+        tmp_path, batch_size=4, resolution=8, sizes=SIZES, shuffle_buffer=0, max_bad_fraction=1
+    )
+    assert len(list(dataset)) == 16 and dataset.num_bad == 32
+    assert readings == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+def test_sizes_of_files_beside_a_shard_are_not_kept(tmp_path):
+    table = {"original_image": ["a.png"], "edit_prompt": ["x"], "edited_image": ["a.png"]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    for size in ((8, 9), (7, 5)):
+        (tmp_path / "a.png").write_bytes(plain(0, size))
+        assert stored_sizes(list_row_groups(tmp_path), 1).tolist() == [[*size]]
+
+
+def test_a_process_with_other_latents_stops_all(tmp_path):
+    """Two hosts with their own shards: the error of one does not leave the other waiting."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / f"{name}.parquet", [(plain(0, (8, 8)), "x", plain(0))] * 4)
+    metadata = {"latents": json.dumps({"vae": "v", "shape": [1, 1, 4], "source_bytes": 1})}
+    table = pq.read_table(tmp_path / "b" / "b.parquet")
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "b" / "c.parquet")
+
+    def make(process_index, all_gather):
+        return ParquetImagePairs(
+            tmp_path / "ab"[process_index], batch_size=2, resolution=8, sizes=SIZES,
+            process_index=process_index, process_count=2, all_gather=all_gather,
+        )  # fmt: skip
+
+    other, own = on_processes(make, 2)
+    assert "process 1 cannot use its --train_data_dir; see its error" in str(other)
+    assert "c.parquet does not match the first shard" in str(own)

@@ -102,7 +102,7 @@ def masked_edit_with_torch(folder, scheduler, images, latents, mask, steps, **op
         *slow(("xl", "euler", 5), ("xl", "ddim", 0), ("cosxl", None, 5)),
     ],
 )
-def test_masked_edits_are_those_of_pytorch(folders, kind, scheduler, feather):
+def test_masked_edits_equal_pytorch(folders, kind, scheduler, feather):
     pipeline, params = open_ours(folders[kind], scheduler)
     images, latents = random_inputs(2, *SIZE, pipeline.vae_scale_factor)
     prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts(), feather)
