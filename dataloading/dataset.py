@@ -17,6 +17,7 @@ from dataloading.order import choose_num_parts, format_size, partition_rows
 from dataloading.reading import BatchRow, StoredPairs, decode_batches
 from diffusers_flax.messages import differences
 
+MAY_BE_0 = ("seed", "num_parts", "num_threads", "shuffle_buffer")  # other integers are at least 1
 MIN_LEFT_OUT = 0.01  # share of an epoch's pairs for which a better batch size is looked up
 
 
@@ -153,18 +154,20 @@ class ParquetImagePairs(StoredPairs):
         max_bad_fraction: float = 0.1,
     ):
         register_with_torch(type(self))
-        check_lowest(
-            batch_size=(batch_size, 1),
-            resolution=(resolution, 1),
-            seed=(seed, 0),
-            max_rows=(1 if max_rows is None else max_rows, 1),
-            process_count=(process_count, 1),
-            num_parts=(num_parts, 0),
-            num_threads=(num_threads, 0),
-            prefetch_batches=(prefetch_batches, 1),
-            shuffle_buffer=(shuffle_buffer, 0),
+        check_options(
+            process_index,
+            process_count,
+            resample,
+            max_bad_fraction,
+            batch_size=batch_size,
+            resolution=resolution,
+            num_parts=num_parts,
+            seed=seed,
+            max_rows=max_rows,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+            shuffle_buffer=shuffle_buffer,
         )
-        check_options(process_index, process_count, resample, max_bad_fraction)
         if sizes is not None:
             num_parts = num_parts or 1  # with more, more pairs wait until their batch is full
         num_parts = choose_num_parts(num_parts, batch_size, process_count)
@@ -337,17 +340,23 @@ class ParquetImagePairs(StoredPairs):
                 yield batch
 
 
-def check_lowest(**values: tuple[int, int]) -> None:
-    """Raise a ValueError for an argument below its lowest value: name=(value, lowest)."""
-    for name, (value, lowest) in values.items():
-        if value < lowest:
-            raise ValueError(f"{name}={value} must be at least {lowest}")
-
-
 def check_options(
-    process_index: int, process_count: int, resample: str, max_bad_fraction: float
+    process_index: int,
+    process_count: int,
+    resample: str,
+    max_bad_fraction: float,
+    **integers: int | None,
 ) -> None:
-    """Raise a ValueError for the arguments of ParquetImagePairs that are out of range."""
+    """Raise a ValueError for arguments of ParquetImagePairs that are out of range.
+
+    Args:
+        process_index, process_count, resample, max_bad_fraction: see ParquetImagePairs.
+        integers: the other arguments with a lowest value; None: not given.
+    """
+    for name, value in [*integers.items(), ("process_count", process_count)]:
+        lowest = int(name not in MAY_BE_0)
+        if value is not None and value < lowest:
+            raise ValueError(f"{name}={value} must be at least {lowest}")
     if not 0 <= process_index < process_count:
         raise ValueError(
             f"process_index={process_index} must be from 0 to process_count - 1 = "

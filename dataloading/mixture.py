@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from dataloading.dataset import (
     ParquetImagePairs,
-    check_lowest,
     check_options,
     refuse_torch_workers,
     register_with_torch,
@@ -108,17 +107,19 @@ class Mixture:
         max_bad_fraction: float = 0.1,
     ):
         register_with_torch(type(self))
-        check_lowest(
-            batch_size=(batch_size, 1),
-            resolution=(resolution, 1),
-            seed=(seed, 0),
-            max_rows=(1 if max_rows is None else max_rows, 1),
-            process_count=(process_count, 1),
-            num_threads=(num_threads, 0),
-            prefetch_batches=(prefetch_batches, 1),
-            shuffle_buffer=(shuffle_buffer, 0),
+        check_options(
+            process_index,
+            process_count,
+            resample,
+            max_bad_fraction,
+            batch_size=batch_size,
+            resolution=resolution,
+            seed=seed,
+            max_rows=max_rows,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+            shuffle_buffer=shuffle_buffer,
         )
-        check_options(process_index, process_count, resample, max_bad_fraction)
         check_sets(train_data_dirs, weights)
         columns = (original_image_column, edited_image_column, edit_prompt_column)
         decoding = dict(
