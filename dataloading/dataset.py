@@ -74,7 +74,7 @@ class ParquetImagePairs(StoredPairs):
     `num_parts` and `shuffle_buffer` (see `order.epoch_order`). They do not depend on the number of
     threads or, if all processes have the same shards, on the number of processes.
 
-    Sizes: with `sizes` every pair goes to the size with the aspect ratio nearest to its image to
+    Sizes: with `sizes` every pair goes to the size that is nearest in aspect ratio to its image to
     edit, and a global batch has one size, the same on every process. A size with less than a global
     batch of pairs is left out; if each process has its own shards, a size of which one process has
     less than its share of a batch. The pairs of a size that do not fill a batch wait for the next
@@ -87,11 +87,11 @@ class ParquetImagePairs(StoredPairs):
 
     Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
     groups, for each part that the process reads, and at most all of its shards; one row group read
-    ahead, one of its columns twice while it is read; `prefetch_batches` batches; after undecodable
-    pairs, up to GROUPS_READ_AGAIN row groups. With sizes also the encoded pairs that wait until
-    their batch is full: with one part and the same shards on all processes, less than a batch of
-    each size. More wait with several parts or if each process has its own shards, as a batch waits
-    for all of them: a few row groups, but most of the pairs if shards are sorted by shape.
+    ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also up
+    to GROUPS_READ_AGAIN row groups that have undecodable pairs, and the encoded pairs that wait
+    until their batch is full: with one part and the same shards on all processes, less than a batch
+    of each size. More wait with several parts or if each process has its own shards, as a batch
+    waits for all of them: a few row groups, but most of the pairs if shards are sorted by shape.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.

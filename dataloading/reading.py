@@ -75,7 +75,7 @@ class StoredPairs:
         size_rows: (directories, sizes), numbers of rows.
         directory_sizes: after choose_sizes, of each directory the rows of its row groups, and for
             each row the index of its size.
-        sizes_left_out: by choose_sizes.
+        sizes_left_out: the sizes that choose_sizes has left out.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StoredPairs:
         self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
         # For row groups without a decodable pair, of a size.
         self._replacements: dict[tuple[int, int], Pair] = {}
-        # With sizes a bad pair comes without its row group; neighbours have the same one.
+        # With sizes an undecodable pair comes without its row group, and others of it may follow.
         groups = self.groups
         self._read_again = lru_cache(GROUPS_READ_AGAIN)(lambda g: read_row_group(groups[g]))
         self.size_of = np.zeros(self._first_rows[-1], int)
@@ -348,7 +348,7 @@ class StoredPairs:
         for place in (*range(position + 1, count), *range(position)):
             yield first + place, cells
         for g in (*range(own + 1, len(self.groups)), *range(own)):
-            cells = self._read_again(g)
+            cells = read_row_group(self.groups[g])
             for place in range(self.groups[g].num_rows):
                 yield int(self._first_rows[g]) + place, cells
 
