@@ -41,6 +41,7 @@ READ = (*IMAGES, "mask")  # files that must exist
 PATHS = (*READ, "output")
 CAPTIONS = ("original_prompt", "edited_prompt")
 MAX_NAMED_PROBLEMS = 10  # in an error message
+MAX_EQUAL_PROBLEMS = 3  # that are told line by line
 LIKENESS = 0.75  # of difflib, of a misspelt key and the right one: maks and mask have 0.75
 
 logger = logging.getLogger(__name__)
@@ -67,21 +68,28 @@ def read_list(
 
 
 def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
-    """Raise one ValueError for all problems of a list, if there are any; the same one is told once.
+    """Raise one ValueError for all problems of a list, if there are any.
 
     Args:
         file: the list.
-        problems: (line, description).
+        problems: (line, description), in order; one of over MAX_EQUAL_PROBLEMS lines is told once.
     """
     if problems:
         lines = {}  # by description
         for line, problem in problems:
             lines.setdefault(problem, []).append(line)
-        named = [
-            f"line {first}{f' and {len(more)} more' if more else ''}: {problem}"
-            for problem, (first, *more) in islice(lines.items(), MAX_NAMED_PROBLEMS)
-        ]
-        left = sum(len(numbers) for numbers in list(lines.values())[MAX_NAMED_PROBLEMS:])
+        named, left = [], len(problems)
+        for line, problem in problems:
+            first, *more = lines[problem]
+            is_told_once = len(more) >= MAX_EQUAL_PROBLEMS
+            if len(named) == MAX_NAMED_PROBLEMS:
+                break
+            if is_told_once and line == first:
+                named.append(f"line {line} and {len(more)} more: {problem}")
+                left -= 1 + len(more)
+            elif not is_told_once:
+                named.append(f"line {line}: {problem}")
+                left -= 1
         named += [f"and {left} more"] * (left > 0)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ValueError(f"{file} has {count}: {'; '.join(named)}")

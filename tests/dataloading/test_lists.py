@@ -182,6 +182,20 @@ def test_the_edited_image_of_several_names(tmp_path):
         write_pairs(file, Path("data-c"))
 
 
+def test_a_problem_of_many_lines_is_told_once(tmp_path):
+    paint(tmp_path / "lists/in.png", "red")
+    row = {"input": "in.png", "edit": ["a", "b"], "output": "out.png"}
+    rows = [row | {"edit": ""}, *[row] * 12, row | {"input": "gone.png", "edit": "x"}]
+    file = write_list(tmp_path / "lists/list.jsonl", *rows)
+    with pytest.raises(ValueError) as error:
+        edits_of_jsonl(file)
+    assert str(error.value).startswith(
+        f"{file} has 14 problems: line 1: edit is empty; line 2 and 11 more: edit is a list; write "
+        "one line for each instruction, "
+    )
+    assert str(error.value).endswith(f"; line 14: {tmp_path}/lists/gone.png does not exist")
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_a_misspelt_key_is_a_warning(tmp_path, caplog, suffix):
     paint(tmp_path / "lists/in.png", "red")
