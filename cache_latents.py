@@ -33,7 +33,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from command_line import ask_before_replacing, run_main
+from dataloading.mixture import check_sets
 from diffusers_flax.loading.hub import with_single_files
+from training.flags import chosen_sizes
 from training.latents import latent_dirs, write_latents
 
 
@@ -59,7 +61,8 @@ class Config:
     resolution: int = 256  # side of the square images, pixels
     # sizes of about resolution² pixels, WIDTHxHEIGHT, as the trainer's; default: only squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
-    train_batch_size: int = 16  # of later runs: sizes with fewer pairs are left out
+    # with aspect_ratio_buckets: of later runs, as sizes with fewer pairs are left out
+    train_batch_size: int = 16
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
     batch_size: int | None = None  # pairs per device; default: as many pixels as 8 at 256 pixels
@@ -67,14 +70,28 @@ class Config:
     dataloader_num_workers: int = 0  # decoding threads; 0: one per core
 
 
+def check_flags(config):
+    """Raise a ValueError for flags that are out of range or contradict each other."""
+    for name in ("resolution", "train_batch_size"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name} {getattr(config, name)} must be at least 1")
+    check_sets(config.train_data_dir, sizes=chosen_sizes(config))
+    if config.mask_column and not config.cache_masks:
+        raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
+    if config.train_batch_size != Config.train_batch_size and config.aspect_ratio_buckets is None:
+        raise ValueError(
+            f"--train_batch_size {config.train_batch_size} goes with --aspect_ratio_buckets; "
+            "--batch_size is the number of pairs that are encoded at once"
+        )
+
+
 def run(config):
     """Write the latents of all pairs."""
+    check_flags(config)
     vae_flag = {"pretrained_vae_model_name_or_path": "vae"}
     config = with_single_files(config, "pretrained_model_name_or_path", **vae_flag)
     shards = "*.parquet" if len(config.train_data_dir) == 1 else "**/*.parquet"
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, shards)
-    if config.mask_column and not config.cache_masks:
-        raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
     write_latents(
         config,
         config.output_dir,

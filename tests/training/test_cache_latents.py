@@ -346,6 +346,16 @@ def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys)
             "--output_dir FILE is a file; name a directory",
         ),
         (dict(batch_size=0), "--batch_size 0 must be at least 1"),
+        (dict(resolution=0), "--resolution 0 must be at least 1"),
+        (dict(train_batch_size=-5), "--train_batch_size -5 must be at least 1"),
+        (
+            dict(train_batch_size=8, output_dir="NEW"),
+            "--train_batch_size 8 goes with --aspect_ratio_buckets",
+        ),
+        (  # checked before anything is asked or read
+            dict(mask_column="mask", pretrained_model_name_or_path="NONE"),
+            "--mask_column mask goes with --cache_masks; add it",
+        ),
         (dict(dataloader_num_workers=-1), "--dataloader_num_workers -1 must be at least 0"),
         (dict(max_bad_fraction=-1.0), "--max_bad_fraction -1.0 must be from 0 to 1"),
     ],
@@ -376,6 +386,16 @@ def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options,
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert before == {file: file.read_bytes() for file in before}
     assert not places["NEW"].exists()
+
+
+def test_sizes_of_several_directories_are_refused(model, data, tmp_path, capsys):
+    """As the trainer refuses to train on them."""
+    flags = f"""--pretrained_model_name_or_path {model} --train_data_dir {data} {tmp_path}
+        --resolution 16 --output_dir {tmp_path}/new --aspect_ratio_buckets"""
+    with pytest.raises(SystemExit) as ended:
+        cache_latents.main(flags.split())
+    assert ended.value.code == 2 and not (tmp_path / "new").exists()
+    assert "--aspect_ratio_buckets goes with one --train_data_dir" in capsys.readouterr().err
 
 
 def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys):
