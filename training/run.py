@@ -34,7 +34,14 @@ from training.flags import profiled_steps, snapshot_steps, steps_between_rows
 from training.output import write_flags
 from training.processes import StopSignal, wait_for_all
 from training.report import MetricsLog, Validation, drop_step_images
-from training.sharding import MAX_STEPS_IN_FLIGHT, first_replica, gather, shard_axes, to_host
+from training.sharding import (
+    MAX_STEPS_IN_FLIGHT,
+    first_replica,
+    gather,
+    replicate,
+    shard_axes,
+    to_host,
+)
 
 
 def cache_programs(folder):
@@ -54,22 +61,27 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
         batches: Batches.
 
     Returns:
-        A function like p_train_step. Several processes compile a step for batches of one size when
-        it is first called.
+        A function like p_train_step. In several processes pmap compiles a step only by a call: for
+        batches of one size that is the first step, for several sizes a call with zeros.
     """
-    shapes, is_main = batches.shapes(), jax.process_index() == 0
+    shapes, are_several = batches.shapes(), jax.process_count() > 1
     if "" in shapes:
-        if jax.process_count() > 1:
+        if are_several:
             return p_train_step
         return p_train_step.lower(state, p_frozen, batches.peek(), p_rng).compile()
-    n = jax.local_device_count()
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), state)
+    if are_several:
+        state = zeros_like(state)
     programs = {}
     for number, (size, batch) in enumerate(shapes.items(), start=1):
         start = time.perf_counter()
-        program = p_train_step.lower(state, p_frozen, batch, p_rng).compile()
-        programs[shapes_of(batch)] = program
-        if is_main:
+        if are_several:
+            state, _ = p_train_step(state, p_frozen, zeros_like(batch), p_rng)
+            jax.block_until_ready(state)
+            programs[shapes_of(batch)] = p_train_step
+        else:
+            program = p_train_step.lower(state, p_frozen, batch, p_rng).compile()
+            programs[shapes_of(batch)] = program
+        if jax.process_index() == 0:
             seconds = time.perf_counter() - start
             print(f"compiled {size} in {seconds:.3g} s, {number} of {len(shapes)}", flush=True)
     wait_for_all("all sizes are compiled")
@@ -78,6 +90,11 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
         return programs[shapes_of(batch)](state, p_frozen, batch, p_rng)
 
     return step
+
+
+def zeros_like(shapes):
+    """Zeros on this process's devices, (local devices, ...); shapes: a tree, (any, ...)."""
+    return replicate(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
 
 
 def shapes_of(batch):
