@@ -39,6 +39,7 @@ from diffusers_flax.loading.files import save_whole
 from diffusers_flax.messages import one_line, warn_once
 
 SIZE = "size"  # column of shards of latents of several sizes: index in the list of sizes
+DAMAGED_MASK = b""  # in shards of latents, of a mask that could not be decoded
 SIZES_DIR = ".image_sizes"  # subdirectory of a directory of shards, see stored_sizes
 SIZE_READERS = 4  # threads that read image sizes, at most: each holds the images of a row group
 FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
@@ -230,10 +231,16 @@ def reduce_mask(mask: np.ndarray, factor: int) -> np.ndarray:
 
 
 def copy_mask(pair: Pair, out: np.ndarray, flip: bool) -> None:
-    """Copy a mask of cache_latents.py, of reduce_mask, into out, uint8 (h, w); 0 without one."""
+    """Copy a mask of cache_latents.py, of reduce_mask, into out, uint8 (h, w); 0 without one.
+
+    Raises:
+        ValueError: the shard has DAMAGED_MASK.
+    """
     if pair.mask is None:
         out[:] = 0
         return
+    if len(pair.mask) != out.size:
+        raise ValueError("mask: none in the shard of latents; the mask was undecodable")
     mask = np.frombuffer(pair.mask, np.uint8).reshape(out.shape)
     out[:] = mask[:, ::-1] if flip else mask
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from command_line import check_writable
 from dataloading.decoding import (
+    DAMAGED_MASK,
     SIZE,
     decode_pair,
     end_checksum,
@@ -95,21 +96,27 @@ def decode_into(out, group, cells, position, resample, factor):
         factor: pixels per latent, along a side.
 
     Returns:
-        (instruction or instructions or None, time ids as bytes or None, mask at the size of the
-        latents as bytes or None, error message or None).
+        (instruction or instructions or None, time ids as bytes, None for an undecodable pair, mask
+        at the size of the latents as bytes or None, DAMAGED_MASK for an undecodable one, error
+        message or None).
     """
-    prompt = mask = None
+    prompt, name = None, f"{group.path.name} row {group.first_row + position}"
     try:
-        pair = pair_at(cells, position)
+        pair = pair_at(cells._replace(masks=None), position)
         prompt = pair.prompt
         time_ids = decode_pair(pair, out, group.columns, resample, 0.5, False)
-        if group.mask_column:
-            pixels = np.empty(out[0].shape[:2], np.uint8)
-            place_mask(pair, pixels, tuple(time_ids[0, :2]), resample, 0.5, False)
-            mask = reduce_mask(pixels, factor).tobytes()
     except ValueError as error:
-        return prompt, None, None, f"{group.path.name} row {group.first_row + position}: {error}"
-    return prompt, time_ids.tobytes(), mask, None
+        return prompt, None, None, f"{name}: {error}"
+    stored, mask = time_ids.tobytes(), None
+    if group.mask_column:  # apart, as the pair serves runs that read no masks
+        pixels = np.empty(out[0].shape[:2], np.uint8)
+        try:
+            pair = pair._replace(mask=cells.masks[position])
+            place_mask(pair, pixels, tuple(time_ids[0, :2]), resample, 0.5, False)
+        except ValueError as error:
+            return prompt, stored, DAMAGED_MASK, f"{name}: {error}"
+        mask = reduce_mask(pixels, factor).tobytes()
+    return prompt, stored, mask, None
 
 
 def encode_group(group, size_of, sizes, encode, batch_size, config, threads, factor):
@@ -165,9 +172,10 @@ def latent_rows(encoded, decoded, config, bar, bad):
     """
     originals, edits = (np.asarray(x) for x in encoded)
     bar.update(len(decoded))
-    for *_, reason in decoded:
+    for _, time_ids, _, reason in decoded:
         if reason:
-            logger.warning("%s; stored without latents", reason)
+            lost = "latents" if time_ids is None else "its mask"
+            logger.warning("%s; stored without %s", reason, lost)
             bad.append(reason)
     if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
         raise ValueError(
@@ -176,9 +184,9 @@ def latent_rows(encoded, decoded, config, bar, bad):
             f"for example {bad[-1]}"
         )
     rows = []
-    for original, edited, (prompt, time_ids, mask, reason) in zip(originals, edits, decoded):
+    for original, edited, (prompt, time_ids, mask, _) in zip(originals, edits, decoded):
         values = (original.tobytes(), edited.tobytes(), prompt, time_ids, mask)
-        if reason:
+        if time_ids is None:
             values = (None, None, prompt, None, None)
         rows.append(dict(zip((*LATENT_COLUMNS, MASK), values)))
     return rows

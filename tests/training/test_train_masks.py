@@ -210,6 +210,29 @@ def test_bad_masks_are_bad_rows(tmp_path):
             ParquetImagePairs(tmp_path, mask_column=given, **options)
 
 
+def test_a_bad_mask_costs_its_pair_only_where_masks_are_read(model, tmp_path):
+    """In latents as in images."""
+    rows = known_rows(ULTRA, 8)
+    for n, data in enumerate((b"bad", half_mask("white", (16, 32)))):
+        rows[n]["mask_image"] = {"bytes": data, "path": None}
+    rows[2]["mask_image"] = {"bytes": None, "path": "gone.png"}
+    rows[3]["edited_image"] = {"bytes": b"bad", "path": None}
+    for folder in ("images", "latents"):
+        (tmp_path / folder).mkdir()
+    table = pa.Table.from_pylist(rows, pa.schema(SCHEMAS[ULTRA][0]))
+    pq.write_table(table, tmp_path / "images" / "a.parquet")
+    flags = f"""--pretrained_model_name_or_path {model} --train_data_dir {tmp_path}/images
+        --resolution 16 --output_dir {tmp_path}/latents --cache_masks --max_bad_fraction 1"""
+    cache_latents.main(flags.split())
+    options = dict(batch_size=8, resolution=16, random_crop=False, max_bad_fraction=1)
+    for given, bad in ((None, [3]), ("", [0, 1, 2, 3])):
+        for folder in ("images", "latents"):
+            dataset = ParquetImagePairs(tmp_path / folder, mask_column=given, **options)
+            list(dataset)
+            assert sorted(row for _, row in dataset.bad_rows) == bad
+    assert dataset.bad_rows["a.parquet", 0].startswith("mask: none in the shard of latents")
+
+
 def losses(folder):
     return [row["loss"] for row in read_metrics(folder)]
 
