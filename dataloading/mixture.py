@@ -26,7 +26,14 @@ from dataloading.dataset import (
 from dataloading.images import num_usable_cores
 from dataloading.order import BUCKETS, Partition
 from dataloading.reading import BatchRow, StoredPairs, decode_batches
-from dataloading.shards import MASK_COLUMNS, shard_files
+from dataloading.shards import (
+    MASK,
+    MASK_COLUMNS,
+    SETS_WITH_MASKS,
+    known_set,
+    latents_metadata,
+    shard_files,
+)
 from diffusers_flax.messages import differences
 
 DRAWS_PER_COUNT = 4  # numbers that Philox makes from one value of its counter
@@ -218,7 +225,8 @@ class Mixture:
         """Say how large the sets are, and what share of a batch and how many steps each takes."""
         sets = [
             f"{name} ({pairs.num_rows} pairs, {share:.1%} of a batch, a pass takes "
-            f"{math.ceil(pairs.num_rows / (share * self.global_batch_size))} steps)"
+            f"{math.ceil(pairs.num_rows / (share * self.global_batch_size))} steps"
+            f"{', with masks' if pairs.groups[0].mask_column else ''})"
             for name, pairs, share in zip(self.names, self.sets, self.shares)
         ]
         return f"a mixture of {', '.join(sets)}"
@@ -232,6 +240,11 @@ class Mixture:
         counts = self.count_draws(step).tolist()
         rows = [sum(partition.num_batches) for partition in self._partitions]
         return {name: count / n for name, count, n in zip(self.names, counts, rows)}
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """See StoredPairs.sizes."""
+        return self.sets[0].sizes
 
     def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """See StoredPairs.image_shapes."""
@@ -416,19 +429,35 @@ def columns_of_sets(
 def masks_of_sets(train_data_dirs: Sequence[str], mask_column: str | None) -> list[str | None]:
     """The mask_column of list_row_groups for each set; None for a set without masks.
 
-    If no set has the column, all are given it, so that their first one is refused.
+    If no set has the column, all are given it, so that their first one is refused. So are latents
+    without the masks that their set has.
     """
     names = list(map(column_names, train_data_dirs))
     is_wanted = mask_column in set().union(*names) if mask_column else mask_column is not None
     masks = [
-        mask_column if mask_column in own else "" if own.intersection(MASK_COLUMNS) else None
-        for own in names
+        mask_column
+        if mask_column in own
+        else ""
+        if own.intersection(MASK_COLUMNS) or is_without_its_masks(directory)
+        else None
+        for directory, own in zip(train_data_dirs, names)
     ]
     return (
         masks
         if is_wanted and any(mask is not None for mask in masks)
         else [mask_column] * len(masks)
     )
+
+
+def is_without_its_masks(directory: str) -> bool:
+    """Whether a directory has latents without masks of a known set that has masks."""
+    try:
+        metadata = pq.read_metadata(shard_files(Path(directory))[0])
+    except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
+        return False
+    latents = latents_metadata(metadata) or {"columns": ()}
+    has_masks = MASK in metadata.schema.names
+    return not has_masks and known_set(tuple(latents["columns"])) in SETS_WITH_MASKS
 
 
 def column_names(directory: str) -> set[str]:

@@ -43,6 +43,7 @@ KNOWN_SETS = (
     KnownSet("UCSC-VLAA/HQ-Edit, inverse", "output_image", "input_image", "inverse_edit"),
     KnownSet("TIGER-Lab/OmniEdit-Filtered-1.2M", "src_img", "edited_img", "edited_prompt_list"),
 )
+SETS_WITH_MASKS = ("osunlp/MagicBrush", "BleachNick/UltraEdit")
 COLUMN_FLAGS = KnownSet._fields[1:]  # flags that select other columns
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise

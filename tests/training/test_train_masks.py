@@ -298,6 +298,9 @@ def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
     with pytest.raises(SystemExit):
         run_main(bad, monkeypatch)
     assert "has latents without masks, which --mask_loss_weight needs" in capsys.readouterr().err
+    folders = [tmp_path / "latents", tmp_path / "without"]  # nor does a mixture drop them
+    with pytest.raises(ValueError, match=r"without.* has latents without masks"):
+        open_pairs(folders, mask_column="", batch_size=8, resolution=16, random_crop=False)
     cache_latents.main([*without, "--cache_masks", "--overwrite_output_dir"])
     run_main(bad, monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "d"), losses(tmp_path / "b"), rtol=1e-6)
