@@ -27,7 +27,7 @@ import numpy as np
 from diffusers_flax.loading.directories import INDEX_NAME
 from diffusers_flax.messages import differences, one_line
 from training.ema import Averages, start_average
-from training.flags import Config, final_file, fixed_flags, flag
+from training.flags import final_file, fixed_flags, flag
 from training.models import checksums
 from training.processes import check_agreement, from_process_0, on_process_0, wait_for_all
 from training.sharding import TrainState, replicate, shard, shard_axes, start_state
@@ -200,9 +200,14 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
     }
 
 
-def new_flags(identity):
-    """The defaults of the flags in a run_identity, which older checkpoints do not have, as JSON."""
-    defaults = {f.name: f.default for f in fields(Config) if f.default is not MISSING}
+def new_flags(identity, flags):
+    """The defaults of the flags in a run_identity, which older checkpoints do not have, as JSON.
+
+    Args:
+        identity: run_identity.
+        flags: the program's Config.
+    """
+    defaults = {f.name: f.default for f in fields(flags) if f.default is not MISSING}
     return json.loads(json.dumps({name: defaults[name] for name in identity if name in defaults}))
 
 
@@ -258,7 +263,7 @@ def check_goes_on(config, max_train_steps=None):
         raise ValueError(f"{refuse_model(config)}; {advice}")
 
 
-def find_checkpoint(config, identity):
+def find_checkpoint(config, identity, flags=None):
     """Find the checkpoint to resume from.
 
     A run is finished if its model is newer than its newest complete checkpoint. With
@@ -267,6 +272,7 @@ def find_checkpoint(config, identity):
     Args:
         config: Config that check_flags has accepted.
         identity: the run's run_identity.
+        flags: as for TrainRun.
 
     Returns:
         (Checkpoints, step, run), with run as it was saved; (None, 0, {}) to start from step 0.
@@ -294,7 +300,9 @@ def find_checkpoint(config, identity):
     num_steps = saved["max_train_steps"]
     current = json.loads(json.dumps(identity))  # tuples become lists
     current["max_train_steps"] = num_steps  # see refuse_length
-    different = differences(new_flags(current) | saved, dict.fromkeys(saved) | current)
+    different = differences(
+        new_flags(current, flags or config) | saved, dict.fromkeys(saved) | current
+    )
     is_finished = resume_from == "latest" and has_newer_model(config, checkpoint)
     refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, is_finished)
     if is_finished and config.overwrite_output_dir:
@@ -443,7 +451,7 @@ def find_start(config, dataset, identity, plan, flags=None):
     """
     shared = fixed_flags(flags or config, "per_process")
     check_agreement(json.dumps([identity, shared, bool(dataset.latents)]))
-    find = partial(find_checkpoint, config, identity)
+    find = partial(find_checkpoint, config, identity, flags)
     checkpoints, step, saved = on_process_0(find) or (None, 0, {})
     step = int(from_process_0(np.int32(step)))
     due = plan.averages_after(step)  # a checkpoint that does not say it has as many
