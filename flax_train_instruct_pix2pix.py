@@ -71,7 +71,7 @@ from training.output import (
     merges_finished_run,
 )
 from training.processes import from_process_0, start_distributed, wait_for_all
-from training.report import load_validation_images
+from training.report import fit_validation_images, load_validation_images
 from training.run import TrainRun, cache_programs, compile_steps
 from training.sharding import (
     Batches,
@@ -363,6 +363,7 @@ def run_training(config: Config, validation_images):
 
     # Data and models, on the host
     dataset = open_dataset(config)  # first, to report errors before gigabytes are loaded
+    validation_images = fit_validation_images(validation_images, dataset.sizes)
     max_train_steps = config.max_train_steps
     if config.num_train_epochs is not None:
         max_train_steps = config.num_train_epochs * len(dataset)

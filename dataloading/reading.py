@@ -165,6 +165,11 @@ class StoredPairs:
                 f"with {BUCKETS} {' '.join(map(format_size, sizes))}"
             )
 
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths of the images in batches."""
+        return self.decoding.sizes
+
     def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """For each size, {array in a batch: shape of a row}.
 

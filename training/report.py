@@ -20,7 +20,7 @@ from huggingface_hub import ModelCardData
 from PIL import Image, ImageOps
 
 from dataloading.images import load_image
-from dataloading.order import bucket_sizes, nearest_sizes
+from dataloading.order import nearest_sizes
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.loading.directories import CONV_IN_FILE
 from diffusers_flax.loading.files import save_whole, write_text
@@ -179,7 +179,7 @@ class Validation:
     Args:
         config: Config.
         pipeline: InstructPix2Pix.
-        images: of load_validation_images.
+        images: of fit_validation_images.
     """
 
     def __init__(self, config, pipeline, images):
@@ -239,15 +239,15 @@ class Validation:
 
 
 def load_validation_images(config: Config):
-    """Load the images to edit during training: PIL, RGB, cropped to the nearest size of training.
-
-    Without --aspect_ratio_buckets these are squares of --resolution.
-    """
-    sizes = bucket_sizes(config.resolution, config.aspect_ratio_buckets)
+    """Load the images to edit during training: PIL, RGB."""
     try:
-        images = [load_image(path) for path in config.validation_image]
+        return [load_image(path) for path in config.validation_image]
     except ValueError as error:
         raise ValueError(f"--validation_image {error}") from error
+
+
+def fit_validation_images(images, sizes):
+    """Crop images, PIL, to the sizes nearest to their shapes; sizes: (height, width) of batches."""
     nearest = nearest_sizes(np.reshape([image.size[::-1] for image in images], (-1, 2)), sizes)
     return [
         ImageOps.fit(image, sizes[size][::-1], Image.Resampling.LANCZOS)

@@ -114,7 +114,7 @@ class TrainRun:
         tx, schedule: of make_optimizer.
         plan: EmaPlan.
         final_model: an object with the methods of FinalModel.
-        pipeline, validation_images: see load_models and load_validation_images.
+        pipeline, validation_images: see load_models and fit_validation_images.
         flags: the flags of a program that is not the trainer, a dataclass; they identify the run
             in place of config's.
     """

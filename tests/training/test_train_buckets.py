@@ -15,7 +15,7 @@ import distill_lcm
 import flax_train_instruct_pix2pix as trainer
 from dataloading.mixture import Mixture
 from dataloading.shards import latents_metadata
-from training.report import load_validation_images
+from training.report import fit_validation_images, load_validation_images
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 
@@ -74,7 +74,9 @@ def test_validation_images_keep_their_aspect_ratio(model, data, tmp_path, monkey
     )
     steps = dict(max_train_steps=3)
     config = config_of(model, data, tmp_path / "out", **BUCKETS | validation | steps)
-    images = load_validation_images(config)
+    images = fit_validation_images(
+        load_validation_images(config), trainer.open_dataset(config).sizes
+    )
     assert [image.size for image in images] == [(20, 12), (16, 16)]
     run_main(config, monkeypatch)
     with Image.open(tmp_path / "out" / "validation" / "step-000003.png") as grid:
