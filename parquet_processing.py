@@ -34,26 +34,29 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
 from command_line import check_image_file, run_main
 from dataloading.dataset import ParquetImagePairs
-from dataloading.decoding import decode_pair
+from dataloading.decoding import decode_pair, place_mask
 from dataloading.images import FORMATS, crop_image, decode_image
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
     COLUMN_FLAGS,
-    MASK_COLUMNS,
     Cells,
     Pair,
     RowGroup,
     choose_instruction,
+    find_mask_column,
     known_set,
     latents_metadata,
     list_row_groups,
     pair_at,
     read_row_group,
+    shard_files,
 )
 from diffusers_flax.captions import captioned, tile_grid
 from diffusers_flax.images import save_image
@@ -74,6 +77,7 @@ class Config:
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
+    mask_column: str = ""  # masks, checked if there are any; "": mask_img, mask_image or mask
     num_checked: int = 2000  # rows to decode, sampled over all row groups; 0: all rows
     num_listed: int = 20  # unreadable rows to list, at most
     preview: str = "preview.png"  # file for an image of some pairs; "": none
@@ -85,8 +89,7 @@ def describe_shards(groups: list[RowGroup]) -> str:
     """Summarise shards, rows, known set, columns and row groups of a directory in a few lines."""
     shards = {group.path: group.metadata for group in groups}
     schema = next(iter(shards.values())).schema.to_arrow_schema()
-    mask = next((name for name in MASK_COLUMNS if name in schema.names), "")
-    roles = {mask: "mask, read for --mask_loss_weight"}
+    roles = {groups[0].mask_column: "mask, read for --mask_loss_weight"}
     roles |= dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
     rows = [group.num_rows for group in groups]
     stored = [
@@ -125,11 +128,12 @@ def check_pair(
     """Decode a pair; return it with format, size and mode of both images.
 
     Raises:
-        ValueError: the prompt or an image is missing or cannot be decoded.
+        ValueError: the prompt or an image is missing or cannot be decoded, or the mask cannot.
     """
     pair = pair_at(cells, position)
     pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
-    decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
+    time_ids = decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
+    place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, :2]), "bicubic", 0.5, False)
     kinds = []
     for data in pair[:2]:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -200,7 +204,8 @@ def check_flags(config: Config) -> None:
             raise ValueError(
                 "--num_held_out N and --held_out_dir DIR go together; give both or none"
             )
-        unused, other = COLUMN_FLAGS, "--train_data_dir; --pairs finds columns by their names"
+        unused = (*COLUMN_FLAGS, "mask_column")
+        other = "--train_data_dir; --pairs finds columns by their names"
     else:
         unused = (
             "output_dir",
@@ -231,6 +236,16 @@ def check_flags(config: Config) -> None:
             raise ValueError(f"--preview {error}") from error
 
 
+def masks_to_check(config: Config) -> str | None:
+    """The mask_column of list_row_groups; None if there are no masks."""
+    try:
+        path = shard_files(Path(config.train_data_dir))[0]
+        find_mask_column(pq.read_schema(path), path)
+    except (pa.ArrowException, OSError, IndexError, ValueError):
+        return config.mask_column or None
+    return config.mask_column
+
+
 def describe_and_preview(config: Config) -> None:
     """Print a description of a directory of shards and write the preview.
 
@@ -242,6 +257,7 @@ def describe_and_preview(config: Config) -> None:
         config.original_image_column,
         config.edited_image_column,
         config.edit_prompt_column,
+        mask_column=masks_to_check(config),
     )
     if latents_metadata(groups[0].metadata):
         raise ValueError(

@@ -22,6 +22,7 @@ import pyarrow as pa
 from dataloading.decoding import Decoding, stored_sizes
 from dataloading.order import BUCKETS, choose_sizes, count_sizes, format_size
 from dataloading.shards import (
+    COLUMN_FLAGS,
     Cells,
     Pair,
     RowGroup,
@@ -71,6 +72,7 @@ class StoredPairs:
         num_seen: pairs in the batches of this object so far.
         num_bad: replaced pairs among them.
         bad_rows: {(shard, row): reason}.
+        column_flags: {flag: column} of the columns that were given by name.
         size_of: (rows,), the size of each row, as an index in decoding.sizes.
         size_rows: (directories, sizes), numbers of rows.
         directory_sizes: after choose_sizes, of each directory the rows of its row groups, and for
@@ -90,6 +92,11 @@ class StoredPairs:
         max_bad_fraction: float = 0.1,
     ):
         self.train_data_dir, self.max_bad_fraction = train_data_dir, max_bad_fraction
+        self.column_flags = {
+            name: column
+            for name, column in zip((*COLUMN_FLAGS, "mask_column"), (*columns, mask_column))
+            if column
+        }
         self.groups, self.decoding, self.directories = open_directories(
             train_data_dir, columns, mask_column, decoding, all_gather
         )
@@ -380,6 +387,7 @@ class StoredPairs:
             f"{count} cannot be decoded, more than --max_bad_fraction {self.max_bad_fraction} "
             f"allows; for example {shard} row {row} ({reason}); check the directory with "
             f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
+            + "".join(f" --{name} {column}" for name, column in self.column_flags.items())
         )
 
     def count_seen(self, num_pairs: int) -> None:

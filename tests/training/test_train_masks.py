@@ -20,6 +20,7 @@ from tiny_models import make_tiny_xl
 
 import cache_latents
 import flax_train_instruct_pix2pix as trainer
+import parquet_processing
 from dataloading.decoding import reduce_mask
 from dataloading.images import decode_mask
 from dataloading.mixture import open_pairs
@@ -188,7 +189,7 @@ def test_sets_with_and_without_masks(tmp_path):
         open_pairs(folders, mask_column="gone", **options)
 
 
-def test_bad_masks_are_bad_rows(tmp_path):
+def test_bad_masks_are_bad_rows(tmp_path, capsys):
     rows = known_rows(ULTRA, 8)
     for n, data in enumerate((b"bad", half_mask("white", (16, 32)), half_mask("white", (64, 64)))):
         rows[n]["mask_image"] = {"bytes": data, "path": None}
@@ -202,6 +203,14 @@ def test_bad_masks_are_bad_rows(tmp_path):
         ("a.parquet", 1): "mask: 32x16 pixels, the edited image has 16x16; give both the same "
         "aspect ratio",
     }
+    strict = options | {"max_bad_fraction": 0, "mask_column": "mask_image"}
+    remedy = f"parquet_processing.py --train_data_dir {tmp_path} --mask_column mask_image$"
+    with pytest.raises(ValueError, match=remedy):
+        list(ParquetImagePairs(tmp_path, **strict))
+    for flags in ([], ["--mask_column", "mask_image"]):
+        parquet_processing.main(["--train_data_dir", str(tmp_path), "--preview=", *flags])
+        out = capsys.readouterr().out
+        assert "unreadable  2 of 8 rows" in out and "row 0: mask: no known image format" in out
     dataset = ParquetImagePairs(tmp_path, **options)
     list(dataset)
     assert not dataset.bad_rows  # masks are not even read
