@@ -4,9 +4,11 @@ import json
 
 import jax
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import config_of, flags_of, read_metrics, run_main, write_shard
+from known_sets import png
 from PIL import Image
 from tiny_models import make_tiny_xl
 
@@ -30,6 +32,13 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_shard(folder / "a.parquet", 33, seed=1, broken=[3], sizes=STORED)
     write_shard(folder / "b.parquet", 21, seed=2, sizes=STORED)
+    for path in folder.iterdir():  # edited images are 18x22, and so are the masks
+        table = pq.read_table(path)
+        masks = [
+            None if n % 5 == 0 else png(np.uint8(255) * (np.ones((18, 1)) * np.arange(22) < n % 22))
+            for n in range(len(table))
+        ]
+        pq.write_table(table.append_column("mask_image", pa.array(masks, pa.binary())), path)
     return folder
 
 
@@ -91,6 +100,7 @@ def test_devices_latents_and_a_resume_change_nothing(
     if family == "sdxl":
         model = make_tiny_xl(tmp_path / "xl", edits=True, vae_channels=(16, 32))
     options = BUCKETS | dict(random_crop=False, checkpointing_steps=3, checkpoints_total_limit=None)
+    options |= dict(mask_loss_weight=4.0)
     config = config_of(model, data, tmp_path / "four", **options)
     run_main(config, monkeypatch)
     expected = losses(tmp_path / "four")
