@@ -33,9 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from command_line import ask_before_replacing, run_main
-from dataloading.mixture import check_sets
 from diffusers_flax.loading.hub import with_single_files
-from training.flags import chosen_sizes
 from training.latents import latent_dirs, write_latents
 
 
@@ -75,7 +73,6 @@ def check_flags(config):
     for name in ("resolution", "train_batch_size"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} {getattr(config, name)} must be at least 1")
-    check_sets(config.train_data_dir, sizes=chosen_sizes(config))
     if config.mask_column and not config.cache_masks:
         raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
     if config.train_batch_size != Config.train_batch_size and config.aspect_ratio_buckets is None:

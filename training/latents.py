@@ -502,7 +502,7 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False, mask_col
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
     """
-    check_sets(config.train_data_dir)
+    check_sets(config.train_data_dir, sizes=chosen_sizes(config))
     output_dirs = [Path(folder) for folder in latent_dirs(config.train_data_dir, output_dir)]
     check_latent_flags(config, output_dirs, batch_size)
     columns = [getattr(config, name) for name in COLUMN_FLAGS]
