@@ -50,6 +50,7 @@ from diffusers_flax.pipelines.calls import count_steps, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
+    SOFTWARE,
     check_model,
     devices_for,
     edit_batches,
@@ -254,7 +255,7 @@ def run_edits(pipeline, params, edits, sizes, config):
         )
         for batch, images, _ in batches:
             for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
-                save_image(edited, edit.output)
+                save_image(edited, edit.output, SOFTWARE)
 
 
 def check_flags(config):

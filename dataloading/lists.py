@@ -119,16 +119,19 @@ def list_rows(
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
     """
-    found, problems, unread = [], [], {}
+    found, problems, unread, truths, of_invalid = [], [], {}, {}, []
     for line, content in islice(read_objects(given, file, required), max_rows):
         try:
             if isinstance(content, str):
                 raise ValueError(content)
+            truths[line] = path_of(content, "edited_image")
             found.append({"line": line} | parse_texts(content, required, optional))
             for key, meant in misspelt_keys(content, optional):
                 unread.setdefault(f"the key {key} is not read; did you mean {meant}?", line)
         except ValueError as error:
             problems.append((line, str(error)))
+            if isinstance(content, dict) and (output := path_of(content, "output")):
+                of_invalid += [file.parent / output, Path(output)]
     for problem, line in unread.items():
         logger.warning("%s line %d: %s", file, line, problem)
     if not found and not problems:
@@ -146,7 +149,10 @@ def list_rows(
     if "output" in required:
         follow_outputs(rows)
         problems += circles(rows)
-    problems += [problem for row in rows for problem in missing_files(row)]
+        problems += overwritten_truths(rows, truths, file.parent)
+    writers = {row["output"].resolve(): row["line"] for row in rows if "output" in row}
+    promised = {path.resolve() for path in of_invalid}
+    problems += [x for row in rows for x in missing_files(row, writers, promised)]
     problems.sort(key=lambda problem: problem[0])
     wrong = {line for line, _ in problems}
     rows = [row for row in rows if row["line"] not in wrong]
@@ -213,15 +219,46 @@ def circles(rows: list[dict]) -> list[tuple[int, str]]:
     return problems
 
 
-def missing_files(row: dict) -> list[tuple[int, str]]:
-    """Problems of a row's files that do not exist, but for an image that another row writes."""
-    names = [name for name in READ if name != "original_image" or row.get("after") is None]
-    files = [row[name] for name in names if row.get(name)]
+def overwritten_truths(
+    rows: list[dict], truths: dict[int, str | None], folder: Path
+) -> list[tuple[int, str]]:
+    """A problem for each row whose output is the truth of a row.
+
+    Args:
+        rows: with "output".
+        truths: {line: path of its truth, or None}.
+        folder: of the list.
+    """
+    kept = {(find_base(x, folder) / x).resolve() for x in truths.values() if x}
     return [
-        (row["line"], f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}")
-        for path in files
-        if not os.path.isfile(path)
+        (row["line"], f"{row['output']} is a truth and would be overwritten; name another output")
+        for row in rows
+        if row["output"].resolve() in kept
     ]
+
+
+def missing_files(
+    row: dict, writers: dict[Path, int], promised: set[Path]
+) -> list[tuple[int, str]]:
+    """Problems of a row's files that do not exist, but for an image that another row writes.
+
+    Args:
+        row: of list_rows.
+        writers: {output: line of its row}, resolved.
+        promised: outputs of invalid rows, resolved.
+    """
+    problems = []
+    for name in READ:
+        path = row.get(name)
+        if path is None or os.path.isfile(path):
+            continue
+        if name == "original_image" and (row.get("after") or path.resolve() in promised):
+            continue
+        problem = f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}"
+        if name == "mask" and (line := writers.get(path.resolve())):
+            problem = f"{path} is written by line {line}; a mask must exist before"
+        problems.append((row["line"], problem))
+    return problems
 
 
 def read_objects(
@@ -350,6 +387,14 @@ def parse_texts(
             (name,) = list(found)[:1]
             raise ValueError(f"{name} is not valid Unicode: it has an unpaired surrogate") from None
     return texts
+
+
+def path_of(content: dict, key: str) -> str | None:
+    """An object's text of one key in NAMES; None if it is missing or not valid."""
+    try:
+        return parse_texts(content, (), (key,))[key]
+    except ValueError:
+        return None
 
 
 def find_base(path: str, folder: Path) -> Path:

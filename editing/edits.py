@@ -20,9 +20,9 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from dataloading.images import load_image
-from dataloading.lists import read_list
+from dataloading.lists import raise_problems, read_list
 from diffusers_flax.acceleration.plans import parse
-from diffusers_flax.images import check_finite_images
+from diffusers_flax.images import check_finite_images, made_by
 from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
@@ -33,6 +33,8 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     pixels_per_latent,
 )
 from diffusers_flax.schedulers.factory import choose_scheduler
+
+SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
 
 
 def edit_size(size, resolution, factor):
@@ -61,11 +63,38 @@ def read_edits(file):
     Returns:
         List of (path of the image, instruction, output, mask or None, the place in the list of the
         edit whose output the image is, or None).
+
+    Raises:
+        ValueError: a row is invalid, or would overwrite an image that another row edits.
     """
     names = ("original_image", "edit_prompt", "output")
     rows = read_list(f"--edits_jsonl {file}", file, names, ("mask",))
+    raise_problems(file, overwritten_images(rows))
     places = {row["line"]: place for place, row in enumerate(rows)}
     return [(*(row[name] for name in (*names, "mask")), places.get(row["after"])) for row in rows]
+
+
+def overwritten_images(rows):
+    """Problems of rows whose output exists, is read by another row and is not by edit_cli.py.
+
+    Args:
+        rows: of list_rows.
+
+    Returns:
+        List of (line, description).
+    """
+    outputs = {row["line"]: row["output"] for row in rows}
+    readers = {row["after"]: row["line"] for row in reversed(rows)}  # the first of several
+    return [
+        (
+            line,
+            f"{path} exists, is not by edit_cli.py and would be overwritten, and line "
+            f"{readers[line]} reads it; name another output, or delete the file if line "
+            f"{readers[line]} is to edit the output of line {line}",
+        )
+        for line, path in outputs.items()
+        if line in readers and path.exists() and not made_by(path, SOFTWARE)
+    ]
 
 
 def stages_of(edits):

@@ -158,6 +158,8 @@ def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch):
     for image, edited in ((before, red), (red, both)):
         np.testing.assert_array_equal(edited[:, :16], image[:, :16])
         assert (edited[:, 16:] != image[:, 16:]).mean() > 0.5
+    again, _ = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])  # replaces them
+    np.testing.assert_array_equal(again, both)
 
 
 @pytest.mark.slow
@@ -386,6 +388,23 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "circle.jsonl has 1 problem: line 1: the lines 1, 2 and 4 edit one another's outputs",
         ),
         (["--edits_jsonl", "masks.jsonl"], "masks.jsonl has 1 problem: line 1: none.png does not"),
+        (
+            ["--edits_jsonl", "photo.jsonl"],
+            "photo.jsonl has 1 problem: line 1: b.png exists, is not by edit_cli.py and would be "
+            "overwritten, and line 2 reads it; name another output, or delete the file if",
+        ),
+        (
+            ["--edits_jsonl", "truth.jsonl"],
+            "truth.jsonl has 1 problem: line 2: b.png is a truth and would be overwritten; name",
+        ),
+        (
+            ["--edits_jsonl", "written.jsonl"],
+            "written.jsonl has 1 problem: line 2: o.png is written by line 1; a mask must exist",
+        ),
+        (
+            ["--edits_jsonl", "follows.jsonl"],
+            "follows.jsonl has 1 problem: line 1: edit is empty",
+        ),
         (["--edits_jsonl", "later.jsonl"], "small.png is 8x16 pixels (width x height) and o.png"),
     ],
 )
@@ -426,6 +445,12 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     Path("masks.jsonl").write_text(jsonl(GOOD_ROW | {"mask": "none.png"}))
     later = {"input": "o.png", "edit": "x", "output": "p.png", "mask": "small.png"}
     Path("later.jsonl").write_text(jsonl(GOOD_ROW, later))
+    last = {"input": "b.png", "edit": "x", "output": "p.png"}
+    Path("photo.jsonl").write_text(jsonl(GOOD_ROW | {"output": "b.png"}, last))
+    truth = GOOD_ROW | {"truth": "b.png"}
+    Path("truth.jsonl").write_text(jsonl(truth, GOOD_ROW | {"output": "./b.png"}))
+    Path("written.jsonl").write_text(jsonl(GOOD_ROW, last | {"mask": "o.png"}))
+    Path("follows.jsonl").write_text(jsonl(GOOD_ROW | {"edit": " "}, last | {"input": "o.png"}))
     if "dot.png" in args:
         args = [*args, "--resolution", "4"]
     if "narrow" in args:
