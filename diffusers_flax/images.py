@@ -84,11 +84,11 @@ def to_array(image):
 
 
 def prepare_masks(mask, feather=0):
-    """Masks as float32 (B, 1, H, W) of 0 (keep) and 1 (repaint).
+    """Masks as float32 (B, 1, H, W) from 0 (keep) to 1 (repaint).
 
     Args:
-        mask: mask or list of masks of one size: PIL of any mode, see mask_values, or array (H, W),
-            or arrays (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
+        mask: mask or list of masks of one size: PIL of any mode, which is converted to L, or array
+            (H, W), or arrays (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
             repainted.
         feather: width in pixels of a ramp from 0 to 1 inside of the part that is repainted, along
             its border with the rest; 0: a hard edge.
@@ -99,7 +99,7 @@ def prepare_masks(mask, feather=0):
     is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
     masks = []
     for one in mask if is_batch else [mask]:
-        array = mask_values(one) if isinstance(one, Image.Image) else np.asarray(one)
+        array = np.asarray(one.convert("L") if isinstance(one, Image.Image) else one)
         if array.ndim != 2:
             raise ValueError(f"a mask has shape {array.shape}; as an array it is (H, W)")
         if array.dtype == np.uint8:
@@ -118,16 +118,23 @@ def prepare_masks(mask, feather=0):
 def mask_values(mask):
     """The values of a PIL image of a mask, uint8 (H, W), 255 for white.
 
-    Where parts are transparent they are white, as in the masks of MagicBrush and DALL-E, which are
-    the image with a hole; but if all else is white, it is paint on an empty layer, and the paint is
-    white.
+    Pixels of alpha below 128 are transparent, and the others decide what that means:
+
+    - drawn in black and white, both of them and little else: transparent pixels are black;
+    - white only: it is paint on an empty layer, and the paint is white;
+    - else it is the image with a hole, as in MagicBrush and DALL-E, and the hole is white.
     """
     if mask.has_transparency_data:
-        rgba = np.asarray(mask.convert("RGBA"))
-        alpha = rgba[..., 3]
-        if not (opaque := alpha == 255).all():
-            is_paint = opaque.any() and (rgba[opaque] == 255).all()
-            return alpha if is_paint else 255 - alpha
+        mask = mask.convert("RGBA")
+        rgba, values = np.asarray(mask), np.asarray(mask.convert("L"))  # without alpha
+        opaque = rgba[..., 3] >= 128
+        darkest, brightest = rgba[opaque][:, :3].min(1), rgba[opaque][:, :3].max(1)
+        black, white = brightest < 32, darkest >= 224
+        drawn = black.any() and white.any() and (black | white).mean() > 0.95  # else smooth edges
+        if opaque.all() or drawn:
+            return np.where(opaque, values, 0)
+        is_paint = opaque.any() and darkest.min() >= 128
+        return np.where(opaque == is_paint, np.uint8(255), np.uint8(0))
     if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_rgb
         return np.asarray(mask).clip(0).astype(np.uint8)
     return np.asarray(to_rgb(mask).convert("L"))

@@ -25,9 +25,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
 from diffusers_flax.acceleration.plans import TGate
-from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
+from diffusers_flax.images import mask_values, pair_up, pair_with_masks, prepare_images
 from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts
 from diffusers_flax.pipelines.calls import published_call, with_options
 from diffusers_flax.pipelines.generation import Generation
@@ -173,7 +174,7 @@ class InstructPix2Pix:
             image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
                 or arrays (B, H, W, 3); uint8, or float in [0, 1].
             mask: one or as many, of the images' size, white (1) where an image may change; see
-                images.prepare_masks. None: everywhere.
+                images.prepare_masks, and images.mask_values for PIL. None: everywhere.
             mask_feather: pixels inside of the white part, along its border, in which the edit fades
                 in.
 
@@ -188,6 +189,9 @@ class InstructPix2Pix:
         prompt_ids, image = self.prepare_text_inputs(prompt), prepare_images(image)
         if mask is None:
             return pair_up(prompt_ids, image)
+        masks = mask if isinstance(mask, list | tuple) else [mask]
+        masks = [mask_values(x) if isinstance(x, Image.Image) else x for x in masks]
+        mask = masks if isinstance(mask, list | tuple) else masks[0]
         prompt_ids, image, mask = pair_with_masks(prompt_ids, image, mask, feather=mask_feather)
         if not mask.any((1, 2, 3)).all():
             raise ValueError("a mask has no white, so nothing may change; white may change")
@@ -208,6 +212,12 @@ class InstructPix2Pix:
                 f"mask is of type {getattr(mask, 'dtype', type(mask).__name__)}; prepare_inputs "
                 "makes it float32 from 0 to 1"
             )
+        if mask is not None and not isinstance(mask, jax.core.Tracer):
+            low, high = mask.min(), mask.max()
+            if not (low >= 0 and high <= 1):
+                raise ValueError(f"mask has values from {low} to {high}; they are from 0 to 1")
+            if not mask.any(tuple(range(mask.ndim - 3, mask.ndim))).all():
+                raise ValueError("a mask is 0 everywhere, so nothing may change; 1 may change")
 
     def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
         """The branches of guidance to compute; see edit_branches."""

@@ -15,7 +15,7 @@ from tiny_models import make_tiny_cosxl, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxDiffusionPipeline
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.images import prepare_masks
+from diffusers_flax.images import mask_values, prepare_masks
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -253,12 +253,29 @@ def test_masks_of_any_mode():
     """MagicBrush's are the image with a hole; an editor's layer is white paint and nothing else."""
     for mode, mask in MASKS.items():
         assert mask.mode == mode
-        np.testing.assert_array_equal(prepare_masks(mask)[0, 0], two_parts(), mode)
+        np.testing.assert_array_equal(mask_values(mask) >= 128, two_parts(), mode)
     photo = np.random.default_rng(0).integers(0, 256, (*SIZE, 4), np.uint8)
-    photo[..., 3] = np.where(two_parts(), 0, 255)
-    np.testing.assert_array_equal(prepare_masks(Image.fromarray(photo))[0, 0], two_parts())
-    layer = np.where(two_parts(), 255, 0)[..., None].repeat(4, -1).astype(np.uint8)
-    np.testing.assert_array_equal(prepare_masks(Image.fromarray(layer))[0, 0], two_parts())
+    drawing = np.where(two_parts(), 255, 0)[..., None].repeat(4, -1).astype(np.uint8)
+    kinds = {
+        "photograph with a hole": (photo, np.where(two_parts(), 0, 255)),
+        "with a hole of alpha 100": (photo, np.where(two_parts(), 100, 255)),
+        "paint": (drawing, np.where(two_parts(), 255, 0)),
+        "paint of alpha 200": (drawing, np.where(two_parts(), 200, 0)),
+        "paint of 254": (np.minimum(drawing, 254), np.where(two_parts(), 255, 0)),
+        "opaque drawing of alpha 200": (drawing, np.full(SIZE, 200)),
+        "drawing with a stray pixel": (drawing, np.where(np.arange(120) + two_parts(), 255, 0)),
+    }
+    for kind, (rgb, alpha) in kinds.items():
+        rgba = np.dstack([rgb[..., :3], alpha]).astype(np.uint8)
+        np.testing.assert_array_equal(mask_values(Image.fromarray(rgba)) >= 128, two_parts(), kind)
+    for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "F", "I"):  # for inpainting as in PyTorch
+        mask = MASKS["L"].convert(mode)
+        np.testing.assert_array_equal(
+            prepare_masks(mask)[0, 0], np.asarray(mask.convert("L")) > 127
+        )
+    transparent = Image.fromarray(photo).convert("L")
+    found = prepare_masks(Image.fromarray(photo))[0, 0]
+    np.testing.assert_array_equal(found, np.asarray(transparent) >= 128)
     soft = prepare_masks(two_parts(), 3)[0, 0]
     np.testing.assert_allclose(soft, ramp_of(two_parts(), 3), rtol=1e-6)
     assert (soft[~two_parts()] == 0).all() and (soft[two_parts()] > 0).all()
@@ -282,6 +299,8 @@ def test_wrong_masks_are_one_line(folders):
     for wrong, words in [
         (two_parts(), "mask is of type bool; prepare_inputs makes it float32"),
         (Image.new("L", (120, 64)), "mask is of type Image; prepare_inputs makes it float32"),
+        (0 * mask, "a mask is 0 everywhere, so nothing may change"),
+        (2 * mask, "mask has values from 0.0 to 2.0; they are from 0 to 1"),
         (mask[:1], "mask has shape .1, 1, 64, 120., image .2, 3, 64, 120."),
         (mask[..., :8], "mask is .batch, 1, height, width. of the same batch and size"),
     ]:
