@@ -250,20 +250,22 @@ def rows_at_once(groups, batch_size, num_devices):
     return {kind: min(batch_size, math.ceil(n / num_devices)) for kind, n in largest.items()}
 
 
-def plan_edits(pipeline, sizes, batch_size, branches, stages=None):
+def plan_edits(pipeline, sizes, batch_size, branches, stages=None, masked=None):
     """plan_images for edit_batches.
 
     Args:
         pipeline, batch_size, branches: as for plan_images.
         sizes: (width, height) of each edit.
         stages: of stages_of; None: all in one.
+        masked: whether each edit has a mask; None: none has.
     """
     devices = devices_for(len(sizes), stages)
-    groups = zip(stages or [0] * len(sizes), sizes)
+    kinds = zip(sizes, masked or [False] * len(sizes))
+    groups = zip(stages or [0] * len(sizes), kinds)
     at_once = rows_at_once(groups, batch_size, len(devices))
-    size = max(at_once, key=lambda size: at_once[size] * math.prod(size))
+    largest = max(at_once, key=lambda kind: at_once[kind] * math.prod(kind[0]))
     up_to = "up to " if len(at_once) > 1 else ""
-    return plan_images(pipeline, devices, len(sizes), at_once[size], branches, size, up_to)
+    return plan_images(pipeline, devices, len(sizes), at_once[largest], branches, largest[0], up_to)
 
 
 def edit_batches(
@@ -328,8 +330,8 @@ def edit_batches(
     for row, (edit, size) in enumerate(zip(edits, sizes)):
         masked = load_mask is not None and edit.mask is not None
         groups[stages[row] if stages else 0, (size, masked)].append((row, edit))
-    num_edits = (key for key, group in groups.items() for _ in group)
-    per_device = rows_at_once(num_edits, batch_size, num_devices)
+    group_of_each = (key for key, group in groups.items() for _ in group)
+    per_device = rows_at_once(group_of_each, batch_size, num_devices)
 
     for key in sorted(groups, key=lambda key: key[0]):
         group, (_, (size, masked)) = groups[key], key

@@ -379,7 +379,7 @@ def check_tile(vae, tile):
 
 
 def tiled_encode(vae, params, sample, tile):
-    """Encode images in overlapping tiles, so that memory does not grow with the image.
+    """Encode images in overlapping tiles, so that activations are of one tile at a time.
 
     The result differs from encode: norms and the attention in the middle see one tile.
 
@@ -403,7 +403,7 @@ def tiled_encode(vae, params, sample, tile):
     if max(sample.shape[2:]) <= tile:
         found = moments(sample)
     else:
-        found = map_tiles(moments, sample, (2, 3), tile, tile // factor)
+        found = map_tiles(moments, sample, tile, tile // factor)
     return FlaxAutoencoderKLOutput(FlaxDiagonalGaussianDistribution(found))
 
 
@@ -431,17 +431,16 @@ def tiled_decode(vae, params, latents, tile):
     if max(latents.shape[2:]) <= size:
         found = image(latents)
     else:
-        found = map_tiles(image, latents, (2, 3), size, tile)
+        found = map_tiles(image, latents, size, tile)
     return FlaxDecoderOutput(jnp.transpose(found, (0, 3, 1, 2)))
 
 
-def map_tiles(function, x, axes, size, out_size):
+def map_tiles(function, x, size, out_size):
     """Apply a function to overlapping tiles of x, one after the other, and blend the results.
 
     Args:
         function: (B, C, h, w) -> (B, h', w', C'), where sizes scale as out_size / size.
         x: (B, C, H, W).
-        axes: of x that are tiled.
         size: side of a tile of x; a tile at the end may be smaller.
         out_size: side of its result.
 
@@ -451,7 +450,7 @@ def map_tiles(function, x, axes, size, out_size):
     stride, extent = int(size * (1 - OVERLAP)), int(out_size * OVERLAP)
     bounds = [
         [(start, min(start + size, x.shape[axis])) for start in range(0, x.shape[axis], stride)]
-        for axis in axes
+        for axis in (2, 3)
     ]
     by_shape = {}  # tiles of one shape share a loop, which is compiled once
     for i, (top, bottom) in enumerate(bounds[0]):
