@@ -79,7 +79,7 @@ class Config:
     # lines {"input", "edit", "output"}, also "mask", instead of the three above
     edits_jsonl: Path | None = None
     # images, white where an input may change: one per input, or one for all; default: everywhere
-    mask: tuple[Path, ...] = ()
+    mask: tuple[str, ...] | None = None
     mask_feather: int = 0  # pixels inside of the white part, from its border, to fade the edit in
     num_inference_steps: int = 50  # denoising steps
     # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
@@ -271,6 +271,10 @@ def check_flags(config):
         check_scale(name, getattr(config, name))
     if config.mask and config.edits_jsonl:
         raise ValueError('--mask is for --input; give "mask" in the rows of --edits_jsonl')
+    if config.mask == ():
+        raise ValueError("--mask has no value; name an image, or leave the flag out")
+    if "" in (config.mask or ()):
+        raise ValueError("--mask is empty; name an image, or leave the flag out")
     if config.mask_feather < 0:
         raise ValueError(f"--mask_feather {config.mask_feather} must be 0 or more pixels")
     check_seed("seed", config.seed)
@@ -283,7 +287,8 @@ def run(config):
     if config.edits_jsonl:
         edits = edits_of_jsonl(config.edits_jsonl)
     else:
-        edits = edits_of_flags(config.input, config.edit, config.output, config.mask)
+        masks = [Path(name) for name in config.mask or ()]
+        edits = edits_of_flags(config.input, config.edit, config.output, masks)
     if config.mask_feather and not any(edit.mask for edit in edits):
         raise ValueError(f"--mask_feather {config.mask_feather} is for --mask; give both or none")
     check_outputs(edits, config.grid)
@@ -315,10 +320,15 @@ def run(config):
         [*inputs, *masks, config.grid],
     )
     sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
-    edits = check_masks(edits, image_sizes, sizes)
+    edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
     dtype = choose_dtype(config.dtype)
     branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
-    of_edits = {"sizes": sizes, "batch_size": config.batch_size, "stages": stages_of(edits)}
+    of_edits = {
+        "sizes": sizes,
+        "batch_size": config.batch_size,
+        "stages": stages_of(edits),
+        "masked": [edit.mask is not None for edit in edits],
+    }
     pipeline, params = load_model(
         config.model,
         checked.pipeline_type,

@@ -370,6 +370,8 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             [*ONE, "--mask", "text.png"],
             "text.png cannot be read as a mask: no known image format (8 bytes)",
         ),
+        ([*ONE, "--mask"], "--mask has no value; name an image"),
+        ([*ONE, "--mask", ""], "--mask is empty; name an image"),
         ([*ONE, "--mask", "."], ". is a directory; name an image"),
         ([*TWO, "--mask", "b.png", "b.png", "b.png"], "3 --mask do not fit 2 --input"),
         ([*ONE, "--mask", "b.png", "--output", "b.png"], "b.png is a mask and would be overwr"),
