@@ -7,13 +7,17 @@
 Edits are frozen dataclasses with input, mask (a path or None) and after, see edits.read_edits.
 """
 
+import logging
 from dataclasses import replace
 
 import numpy as np
 from PIL import Image
 
 from dataloading.images import decode_mask
+from diffusers_flax.images import ramp
 from editing.edits import fit_image, size_of_image, stages_of
+
+logger = logging.getLogger(__name__)
 
 
 def white_mask(values):
@@ -100,7 +104,7 @@ def require_size(edit, mask, *sizes):
         )
 
 
-def check_masks(edits, image_sizes, sizes):
+def check_masks(edits, image_sizes, sizes, feather=0):
     """Check masks at the sizes of the edits.
 
     Args:
@@ -108,6 +112,7 @@ def check_masks(edits, image_sizes, sizes):
         image_sizes: of check_inputs. The mask of an edit after another may have this size, or the
             size of the edit.
         sizes: (width, height) of each edit.
+        feather: --mask_feather; a warning says so if it is wider than the white part.
 
     Returns:
         The edits; a mask that is all white is None, as it restricts nothing.
@@ -127,6 +132,12 @@ def check_masks(edits, image_sizes, sizes):
                     f"{size[0]}x{size[1]} (width x height); paint a larger part white, or raise "
                     "--resolution"
                 )
+            if feather and (strongest := ramp(np.asarray(mask), feather).max()) < 1:
+                logger.warning(
+                    "--mask_feather %d is wider than the white part of %s, in which the edit "
+                    "reaches a weight of %.2f at most; lower it",
+                    feather, edit.mask, strongest,
+                )  # fmt: skip
             if mask.getextrema()[0]:
                 edit = replace(edit, mask=None)
         checked.append(edit)

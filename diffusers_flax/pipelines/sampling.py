@@ -251,7 +251,7 @@ def keep_outside(scheduler, mask, latents, noise, num_steps):
     """A function for denoise that keeps an image outside a mask.
 
     Outside, the result of each step is the image's latents, noised to the next timestep; the result
-    of the last step is the latents themselves.
+    of the last step is the latents themselves. The first step begins with x_T, noise everywhere.
 
     Args:
         scheduler: as for denoise.
