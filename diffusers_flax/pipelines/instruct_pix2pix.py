@@ -261,9 +261,9 @@ class InstructPix2Pix:
         vae = self._vae
         image = resize(image, self.image_size(given.height, given.width, image.shape))
         posterior = vae.apply({"params": params["vae"]}, image, method=vae.encode).latent_dist
-        latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
+        input_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
         scaling_factor = vae.config.scaling_factor
-        image_latents = latents * scaling_factor if self.is_cosxl_edit else latents
+        image_latents = input_latents * scaling_factor if self.is_cosxl_edit else input_latents
         image_latents_in = jnp.concatenate(
             [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
         )
@@ -282,10 +282,10 @@ class InstructPix2Pix:
         if given.mask is not None:
             mask = jax.image.resize(given.mask, (B, 1, *image.shape[2:]), "nearest")
             finish = partial(paste, image=image, mask=mask)
-            mask = latent_mask(mask, self.vae_scale_factor, MASK_MARGIN)
+            latent_weights = latent_mask(mask, self.vae_scale_factor, MASK_MARGIN)
             num_steps = len(schedule[1][0])
-            latents = latents.astype(jnp.float32) * scaling_factor
-            after_step = keep_outside(self.scheduler, mask, latents, noise, num_steps)
+            kept = input_latents.astype(jnp.float32) * scaling_factor
+            after_step = keep_outside(self.scheduler, latent_weights, kept, noise, num_steps)
 
         # Denoise
         def inputs(active, x_t, t):
