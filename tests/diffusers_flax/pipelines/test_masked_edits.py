@@ -302,7 +302,7 @@ def test_wrong_masks_are_one_line(folders):
         (0 * mask, "a mask is 0 everywhere, so nothing may change"),
         (2 * mask, "mask has values from 0.0 to 2.0; they are from 0 to 1"),
         (mask[:1], "mask has shape .1, 1, 64, 120., image .2, 3, 64, 120."),
-        (mask[..., :8], "mask is .batch, 1, height, width. of the same batch and size"),
+        (mask[..., -8:], "mask is .batch, 1, height, width. of the same batch and size"),
     ]:
         with pytest.raises(ValueError, match=words):
             pipeline(prompt_ids, image, params, KEY, 3, mask=wrong)
