@@ -254,7 +254,7 @@ def random_time_ids(rng, size, box, mirrored):
         after = rng.integers(size[longer_axis] - box[longer_axis + 2] + 1)
         stored[longer_axis] += before[longer_axis] + after
     width, height = (int(x) for x in stored)
-    _, scaled_width = scaled_size(height, width, SIZE)
+    _, scaled_width = scaled_size(height, width, (SIZE, SIZE))
     left, top = np.round(before * SIZE / side)
     if mirrored:
         left = scaled_width - SIZE - left
