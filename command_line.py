@@ -199,7 +199,7 @@ def explain_value(argument: Any, message: str) -> str:
 
 
 def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> str:
-    """Name the words that are no flags or belong to none, and the flags that may be meant.
+    """Name the words that are neither flags nor values of a flag, and flags with similar names.
 
     Args:
         unknown: some of the words.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from dataloading.images import RESAMPLING, num_usable_cores
-from dataloading.order import choose_num_parts, format_size, partition_rows
+from dataloading.order import choose_num_parts, partition_rows, size_name
 from dataloading.reading import BatchRow, StoredPairs, decode_batches
 from diffusers_flax.messages import differences
 
@@ -223,7 +223,7 @@ class ParquetImagePairs(StoredPairs):
             **self.identity(),
         }
         if sizes is not None:
-            self._stream_identity["sizes"] = " ".join(map(format_size, self.decoding.sizes))
+            self._stream_identity["sizes"] = " ".join(map(size_name, self.decoding.sizes))
 
     def describe_epoch(self, multiple: int = 1) -> str:
         """Say how many pairs an epoch uses, and a smaller batch that would leave out fewer.
@@ -262,8 +262,8 @@ class ParquetImagePairs(StoredPairs):
         if self.directory_sizes is None:
             return ""
         parts = zip(self.decoding.sizes, self.size_rows.sum(axis=0))
-        counts = ", ".join(f"{format_size(size)} {count}" for size, count in parts)
-        left_out = ", ".join(map(format_size, self.sizes_left_out))
+        counts = ", ".join(f"{size_name(size)} {count}" for size, count in parts)
+        left_out = ", ".join(map(size_name, self.sizes_left_out))
         end = f"; left out with less than a batch: {left_out}" if left_out else ""
         return f"pairs by size: {counts}{end}"
 

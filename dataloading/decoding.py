@@ -23,7 +23,7 @@ from dataloading.images import (
     encoded_size,
     scaled_size,
 )
-from dataloading.order import BUCKETS, format_size
+from dataloading.order import BUCKETS, size_name
 from dataloading.shards import (
     ImageColumn,
     Pair,
@@ -325,7 +325,7 @@ def check_row_group(
     if not {*map(tuple, stored)} <= {*sizes}:
         raise ValueError(
             f"{group.path.parent} contains latents of several sizes; use {BUCKETS} "
-            f"{' '.join(map(format_size, stored))} with this --train_data_dir alone, or another "
+            f"{' '.join(map(size_name, stored))} with this --train_data_dir alone, or another "
             "directory for new latents"
         )
 

@@ -189,7 +189,7 @@ def encoded_size(data: bytes) -> tuple[int, int]:
             is_turned = exif_orientation(data) in (5, 6, 7, 8)
             return (width, height) if is_turned else (height, width)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    # Pillow decodes a whole PNG to look for its EXIF. The size that it has of a TIFF is upright.
+    # getexif decodes a whole PNG. Pillow opens a TIFF upright, with the size of the turned image.
     has_exif = image.format != "TIFF" and (
         image.format != "PNG" or any(marker in data for marker in EXIF_OF_PNG)
     )

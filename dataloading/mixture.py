@@ -419,7 +419,7 @@ def columns_of_sets(
 
     A name that no set has is kept for all, so that their first one is refused.
     """
-    names = list(map(column_names, train_data_dirs))
+    names = [column_names(first_metadata(directory)) for directory in train_data_dirs]
     known = set().union(*names)
     return [
         tuple(name if name in own or name not in known else "" for name in columns) for own in names
@@ -432,40 +432,39 @@ def masks_of_sets(train_data_dirs: Sequence[str], mask_column: str | None) -> li
     If no set has the column, all are given it, so that their first one is refused. So are latents
     without the masks that their set has.
     """
-    names = list(map(column_names, train_data_dirs))
-    is_wanted = mask_column in set().union(*names) if mask_column else mask_column is not None
-    masks = [
-        mask_column
-        if mask_column in own
-        else ""
-        if own.intersection(MASK_COLUMNS) or is_without_its_masks(directory)
-        else None
-        for directory, own in zip(train_data_dirs, names)
-    ]
-    return (
-        masks
-        if is_wanted and any(mask is not None for mask in masks)
-        else [mask_column] * len(masks)
-    )
+    everyones = [mask_column] * len(train_data_dirs)
+    shards = list(map(first_metadata, train_data_dirs))
+    names = list(map(column_names, shards))
+    if mask_column is None or (mask_column and mask_column not in set().union(*names)):
+        return everyones
+    masks = [None] * len(shards)
+    for number, (shard, own) in enumerate(zip(shards, names)):
+        if mask_column in own:
+            masks[number] = mask_column
+        elif own.intersection(MASK_COLUMNS) or is_without_its_masks(shard):
+            masks[number] = ""
+    return everyones if masks == [None] * len(shards) else masks
 
 
-def is_without_its_masks(directory: str) -> bool:
-    """Whether a directory has latents without masks of a known set that has masks."""
-    try:
-        metadata = pq.read_metadata(shard_files(Path(directory))[0])
-    except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
+def is_without_its_masks(shard: pq.FileMetaData | None) -> bool:
+    """Whether a shard has latents without masks of a known set that has masks."""
+    latents = latents_metadata(shard) if shard else None
+    if latents is None or MASK in column_names(shard):
         return False
-    latents = latents_metadata(metadata) or {"columns": ()}
-    has_masks = MASK in metadata.schema.names
-    return not has_masks and known_set(tuple(latents["columns"])) in SETS_WITH_MASKS
+    return known_set(tuple(latents["columns"])) in SETS_WITH_MASKS
 
 
-def column_names(directory: str) -> set[str]:
-    """The columns of a directory's first shard; none if it cannot be read."""
+def first_metadata(directory: str) -> pq.FileMetaData | None:
+    """The metadata of a directory's first shard; None if it cannot be read."""
     try:
-        return set(pq.read_schema(shard_files(Path(directory))[0]).names)
+        return pq.read_metadata(shard_files(Path(directory))[0])
     except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
-        return set()
+        return None
+
+
+def column_names(shard: pq.FileMetaData | None) -> set[str]:
+    """The columns of a shard; none if it cannot be read."""
+    return set(shard.schema.to_arrow_schema().names) if shard else set()
 
 
 def distinct_names(directories: Sequence[str]) -> list[str]:

@@ -65,7 +65,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
             )
         if other := sizes.get(width / height):
             raise ValueError(
-                f"{BUCKETS} {format_size(other)} and {text} have one aspect ratio; leave out one"
+                f"{BUCKETS} {size_name(other)} and {text} have one aspect ratio; leave out one"
             )
         sizes[width / height] = (height, width)
     return tuple(sizes[aspect] for aspect in sorted(sizes))
@@ -79,7 +79,13 @@ def check_side(named: str, side: int, step: int) -> None:
         raise ValueError(f"{named} is not a multiple of {step}; try {near}")
 
 
-def format_size(size: tuple[int, int]) -> str:
+def check_sides(size: tuple[int, int], step: int) -> None:
+    """Raise a ValueError unless height and width of a bucket are multiples of step."""
+    for side in size:
+        check_side(f"{BUCKETS} {size_name(size)}: {side}", side, step)
+
+
+def size_name(size: tuple[int, int]) -> str:
     """WIDTHxHEIGHT."""
     return f"{size[1]}x{size[0]}"
 
@@ -102,7 +108,7 @@ def choose_sizes(
     """The sizes that have a batch of pairs, and for each pair the nearest of these sizes.
 
     A size with fewer pairs is left out, first the one with the fewest, and its pairs go to the
-    nearest of the others.
+    nearest remaining size.
 
     Args:
         image_sizes: of the rows of each directory, see nearest_sizes.

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataloading.decoding import Decoding, stored_sizes
-from dataloading.order import BUCKETS, choose_sizes, count_sizes, format_size
+from dataloading.order import BUCKETS, choose_sizes, count_sizes, size_name
 from dataloading.shards import (
     COLUMN_FLAGS,
     Cells,
@@ -167,9 +167,9 @@ class StoredPairs:
         if is_other.any():
             (few, *_), counts = np.unique(stored[is_other], axis=0, return_counts=True)
             raise ValueError(
-                f"{self.train_data_dir} has latents of {format_size(few)} for {counts[0]} pairs, "
+                f"{self.train_data_dir} has latents of {size_name(few)} for {counts[0]} pairs, "
                 "which are less than a batch; lower --train_batch_size, or make the latents again "
-                f"with {BUCKETS} {' '.join(map(format_size, sizes))}"
+                f"with {BUCKETS} {' '.join(map(size_name, sizes))}"
             )
 
     @property
@@ -183,7 +183,7 @@ class StoredPairs:
         Sizes are named WIDTHxHEIGHT; without several to choose from the only one is "".
         """
         sizes = self.decoding.sizes
-        names = [""] if self.directory_sizes is None else map(format_size, sizes)
+        names = [""] if self.directory_sizes is None else map(size_name, sizes)
         return {
             name: {key: x.shape[1:] for key, x in self.decoding.empty_batch(0, size).items()}
             for size, name in enumerate(names)

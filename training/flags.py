@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dataloading.mixture import check_sets
-from dataloading.order import bucket_sizes, format_size
+from dataloading.order import bucket_sizes, size_name
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from training.ema import ema_flags, ema_plan
 
@@ -234,7 +234,7 @@ def chosen_sizes(config: Any) -> tuple[tuple[int, int], ...] | None:
 def named_buckets(config: Any) -> Any:
     """The flags with the default sizes of --aspect_ratio_buckets written out."""
     sizes = chosen_sizes(config)
-    names = None if sizes is None else tuple(map(format_size, sizes))
+    names = None if sizes is None else tuple(map(size_name, sizes))
     return replace(config, aspect_ratio_buckets=names)
 
 

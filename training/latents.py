@@ -31,7 +31,7 @@ from dataloading.decoding import (
 )
 from dataloading.images import num_usable_cores
 from dataloading.mixture import check_sets, columns_of_sets, distinct_names, masks_of_sets
-from dataloading.order import BUCKETS, check_side, format_size, nearest_sizes
+from dataloading.order import check_sides, nearest_sizes
 from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION, StoredPairs
 from dataloading.shards import (
     COLUMN_FLAGS,
@@ -417,8 +417,7 @@ def latent_settings(config, vae, params, sizes):
             f"{nearest_multiples(config.resolution, factor)}"
         )
     for size in sizes or ():
-        for side in size:
-            check_side(f"{BUCKETS} {format_size(size)}: {side}", side, factor)
+        check_sides(size, factor)
     C = vae.latent_channels
     shapes = [
         [side // factor for side in size] + [C] for size in sizes or [[config.resolution] * 2]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dataloading.order import BUCKETS, bucket_sizes, check_side, format_size
+from dataloading.order import bucket_sizes, check_sides
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.loading.directories import has, read_index
 from diffusers_flax.loading.lora import add_lora
@@ -462,5 +462,4 @@ def check_resolution(config, unet, vae):
             f"try {nearest_multiples(config.resolution, factor)}"
         )
     for size in bucket_sizes(config.resolution, config.aspect_ratio_buckets):
-        for side in size:
-            check_side(f"{BUCKETS} {format_size(size)}: {side}", side, factor)
+        check_sides(size, factor)
