@@ -9,15 +9,14 @@ import logging
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from tqdm import tqdm
 
 import diffusers_flax
 from diffusers_flax.acceleration.plans import Acceleration, parse
 from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.devices.layout import Layout
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
 from diffusers_flax.loading.deltas import UnetDelta
 from diffusers_flax.loading.directories import (
@@ -54,7 +53,6 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
-from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 from diffusers_flax.schedulers.factory import scheduler_from_config
 
 logger = logging.getLogger(__name__)
@@ -94,6 +92,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
 
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
     preview: Preview | None = field(default=None, kw_only=True)
+    layout: Layout | None = field(default=None, kw_only=True)  # None: jit or pmap, see the call
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
@@ -187,6 +186,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         preview=None,
         embeddings=(),
         unet_delta=(),
+        layout=None,
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -206,6 +206,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 see loading.embeddings.Embeddings.
             unet_delta: (DISTILLED, BASE) or (DISTILLED, "BASE:WEIGHT"), UNets whose difference is
                 added to the UNet's weights; see loading.deltas.UnetDelta.
+            layout: Layout of the devices that programs run on; its place_params moves params there.
+                None: calls run where params are, with jit=True on all devices.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read; controlnet likewise,
@@ -244,6 +246,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             preview,
             index,
             embeddings,
+            layout,
             **hub_options,
         )
         given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
@@ -264,13 +267,14 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         preview=None,
         index=None,
         embeddings=(),
+        layout=None,
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview,
-                embeddings: as for from_pretrained.
+                embeddings, layout: as for from_pretrained.
             given, index: as for check.
 
         Raises:
@@ -310,7 +314,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
             tiny_vae = open_tiny_vae(source, parts["vae"], dtype, **hub_options)
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
-        return cls(**parts, **absent, **settings, accelerate=accelerate, preview=preview)
+        settings |= {"accelerate": accelerate, "preview": preview, "layout": layout}
+        return cls(**parts, **absent, **settings)
 
     @classmethod
     def _more_parts(cls, path, revision, dtype, given, index, **hub_options):
@@ -498,7 +503,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 lines.append(f"{name} {ids}")
             elif name == "tiny_vae" and part is not None:
                 lines.append(f"{name} {sorted(part.config.items())} {part.dtype}")
-            elif name in ("dtype", "accelerate", *self._settings({})):
+            elif name in ("dtype", "accelerate", "layout", *self._settings({})):
                 lines.append(f"{name} {part}")
         return "\n".join(lines)
 
@@ -541,42 +546,3 @@ def class_of(index, path):
             f"{', '.join(PIPELINE_CLASSES)}"
         )
     return getattr(diffusers_flax, f"Flax{name}")
-
-
-class StableDiffusionFamily:
-    """What the pipelines of Stable Diffusion 1.x and 2.x have in common."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.safety_checker is not None and self.feature_extractor is None:
-            raise ValueError(
-                "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "
-                "input; give both or neither"
-            )
-
-    @classmethod
-    def parts_of(cls, path, index):
-        """See FlaxDiffusionPipeline.parts_of; refuses SDXL."""
-        class_name = str(index.get("_class_name"))
-        if "XL" in class_name:
-            raise ValueError(f"{path} is a {class_name}; {cls.remedy_for_xl}")
-        return ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-
-
-@dataclass(frozen=True, eq=False)
-class StableDiffusionParts(StableDiffusionFamily, FlaxDiffusionPipeline):
-    """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
-
-    Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
-    transformers CLIPTokenizer; scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and
-    feature_extractor, its CLIPImageProcessor, or None; dtype.
-    """
-
-    vae: FlaxAutoencoderKL
-    text_encoder: FlaxCLIPTextModel
-    tokenizer: Any
-    unet: FlaxUNet2DConditionModel
-    scheduler: FlaxSchedulerMixin
-    safety_checker: Any = None
-    feature_extractor: Any = None
-    dtype: DTypeLike = jnp.float32

@@ -225,6 +225,9 @@ def check_arrays(pipeline, jit, arrays):
             "shard prompt_ids (and the image), and replicate params"
         )
     kernel = arrays["params"]["unet"]["conv_in"]["kernel"]
+    if pipeline.layout is not None:
+        check_layout(pipeline.layout, jit, prompt_ids, kernel)
+        return
     if kernel.ndim != (5 if jit else 4):
         raise ValueError(
             f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
@@ -236,6 +239,31 @@ def check_arrays(pipeline, jit, arrays):
             warn_once(f"params are NumPy arrays, which every call copies; {remedy}")
         elif {device.platform for device in kernel.devices()} == {"cpu"}:
             warn_once(f"params are on the CPU, where images take minutes; {remedy}")
+
+
+def check_layout(layout, jit, prompt_ids, kernel):
+    """Raise a ValueError unless images and parameters fit a layout.
+
+    Args:
+        layout: Layout.
+        jit, prompt_ids: of a call.
+        kernel: one of the parameters.
+    """
+    num_images, what = len(prompt_ids), "a multiple" if not jit else "the number"
+    if num_images % layout.data or (jit and num_images != layout.data):
+        raise ValueError(
+            f"prompt_ids has shape {prompt_ids.shape}, whose first axis must be {what} of the "
+            f"layout's data={layout.data} groups of devices"
+        )
+    if (
+        kernel.ndim != 4
+        or not isinstance(kernel, jax.Array)
+        or len(kernel.devices()) != len(layout.devices)
+    ):
+        raise ValueError(
+            f"params are not on the {len(layout.devices)} devices of the layout; put them there "
+            "once: layout.place_params(params)"
+        )
 
 
 def to_host(arrays):
@@ -252,14 +280,14 @@ def to_host(arrays):
     return arrays | on_one
 
 
-def keys_of_call(jit, arrays):
-    """The keys of a call's prng_seed; with jit one per image, if it is one key.
+def keys_of_call(pipeline, jit, arrays):
+    """The keys of a call's prng_seed; on several devices one per image, if it is one key.
 
     Images then do not depend on the number of devices.
     """
     keys = as_keys(arrays["prng_seed"])
-    if jit and keys.ndim == 0:
-        batch = arrays["prompt_ids"].shape[:2]
+    if (jit or pipeline.layout is not None) and keys.ndim == 0:
+        batch = arrays["prompt_ids"].shape[: 2 if jit else 1]
         keys = keys_per_image(keys, math.prod(batch)).reshape(batch)
     return keys
 

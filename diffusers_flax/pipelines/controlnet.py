@@ -41,10 +41,11 @@ from diffusers_flax.models.controlnet import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, StableDiffusionFamily
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.calls import published_call, timesteps_of, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage
 from diffusers_flax.pipelines.sampling import resize
+from diffusers_flax.pipelines.stable_diffusion import StableDiffusionFamily
 from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusers_flax.devices.parts import part
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.unet import guidance_embedding
@@ -79,7 +80,7 @@ class Generation:
 
         Args:
             prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...).
+                are (devices, B, ...), for a Layout (data, B, ...).
             image: to begin with or to edit, float32 (B, 3, H, W) in [-1, 1], as from
                 prepare_inputs; image to image also takes scaled latents (B, 4, h, w), as from
                 output_type="latent". For ControlNets the condition, in [0, 1], as from
@@ -90,7 +91,8 @@ class Generation:
             masked_image: for inpainting, float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted,
                 or scaled latents; read by a UNet of 9 channels.
             params: from from_pretrained; with jit replicated. Without jit the call runs where
-                they are: jax.device_put(params, jax.devices()[0]) puts them on the device.
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
             prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
                 per device. With one key, image i gets the noise of fold_in(key, i), so it does
                 not depend on how many images or devices there are.
@@ -159,11 +161,14 @@ class Generation:
         options, arrays, shared = options | more_options, arrays | more_arrays, shared | more_shared
         # The safety checker is not part of the program.
         params = {name: x for name, x in given["params"].items() if name != "safety_checker"}
-        arrays |= {"params": params, "prng_seed": keys_of_call(jit, arrays)}
+        arrays |= {"params": params, "prng_seed": keys_of_call(self, jit, arrays)}
         compiled_in = tuple(options.items()), self.text_modules()
         program = log_compilation(self, jit, arrays, compiled_in)
-        generate = _generate_on_all if jit else _generate_on_one
-        result = generate(self, compiled_in, arrays, shared)
+        if self.layout is not None:
+            result = _generate_on_layout(self, compiled_in, arrays, shared, jit)
+        else:
+            generate = _generate_on_all if jit else _generate_on_one
+            result = generate(self, compiled_in, arrays, shared)
         self.compiled.add(program)
         return self._output(
             result, given["params"], jit, given["output_type"], given["return_dict"]
@@ -244,6 +249,7 @@ class Generation:
         """The VAE in the dtype that it computes in."""
         return self.vae
 
+    @part("vae", "tiny_vae")
     def _decode(self, params, latents):
         """Images of scaled latents, by the tiny VAE if the acceleration says so; see decode."""
         if self.accelerate.tiny_decoder:
@@ -282,6 +288,7 @@ class Generation:
         scales = tuple(scale[:num_steps] for scale in noise_scales(scheduler, constants))
         return jax.tree.map(jnp.asarray, constants), scales
 
+    @part("unet", "controlnet", "tiny_vae")
     def _denoise(
         self,
         params,
@@ -375,7 +382,7 @@ class Generation:
         if "safety_checker" not in params:
             raise ValueError("params has no safety_checker; add safety_checker.params under it")
         params = params["safety_checker"]
-        if jit:
+        if jit and self.layout is None:
             params = jax.tree.map(lambda x: x[0], params)
         images = np.asarray(images)
         checked, flags = self.safety_checker.filter_images(
@@ -454,6 +461,7 @@ class TextToImage(Generation):
         branches = text_branches(guidance_scale)
         return ("text",) if self.unet.config.time_cond_proj_dim is not None else branches
 
+    @part("text_encoder")
     def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         """The text of all branches for the UNet: (states (branches * B, 77, D), SDXL's further)."""
         if neg_prompt_ids is None:
@@ -501,3 +509,23 @@ _generate_on_one = jax.jit(_generate, static_argnums=(0, 1))
 _generate_on_all = jax.pmap(
     _generate, static_broadcasted_argnums=(0, 1), in_axes=(None, None, 0, None)
 )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 4))
+def _generate_on_layout(pipeline, compiled_in, arrays, shared, jit):
+    """On the devices of a pipeline's layout, each group with its part of the images."""
+    axes = arrays["prompt_ids"].shape[: 2 if jit else 1]
+
+    def one_axis(x):  # a single row is for all images
+        x = jnp.broadcast_to(x, (*axes, *x.shape[len(axes) :]))
+        return x.reshape(-1, *x.shape[len(axes) :])
+
+    images = {name: x for name, x in arrays.items() if name != "params"}
+    images = jax.tree.map(one_axis, images)
+
+    def generate(images, params_and_shared):
+        params, shared = params_and_shared
+        return _generate(pipeline, compiled_in, images | {"params": params}, shared)
+
+    result = pipeline.layout.map(generate)(images, (arrays["params"], shared))
+    return result.reshape(*axes, *result.shape[1:])

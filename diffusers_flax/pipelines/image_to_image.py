@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from diffusers_flax.devices.parts import part
 from diffusers_flax.images import pair_up, prepare_images
 from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage, check_channels
@@ -89,6 +90,7 @@ class ImageToImage(TextToImage):
             start = self.get_timestep_start(num_inference_steps, strength)
         return {"start_timestep": start} | options
 
+    @part("vae")
     def _encode(self, params, image, keys, height, width):
         """Scaled latents of images, or those given, float32 (B, 4, h, w)."""
         size = self.image_size(height, width, image.shape)

@@ -28,8 +28,9 @@ import numpy as np
 from PIL import Image
 
 from diffusers_flax.acceleration.plans import TGate
+from diffusers_flax.devices.parts import part
 from diffusers_flax.images import mask_values, pair_up, pair_with_masks, prepare_images
-from diffusers_flax.pipelines.base import MODULES, StableDiffusionParts
+from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.calls import published_call, with_options
 from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
@@ -44,6 +45,7 @@ from diffusers_flax.pipelines.sampling import (
     rows_per_image,
     starting_noise,
 )
+from diffusers_flax.pipelines.stable_diffusion import StableDiffusionParts
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
@@ -258,11 +260,9 @@ class InstructPix2Pix:
 
         # The image to edit: the posterior's mode, unscaled but for CosXL Edit, as in training
         # (section 3.2).
-        vae = self._vae
         image = resize(image, self.image_size(given.height, given.width, image.shape))
-        posterior = vae.apply({"params": params["vae"]}, image, method=vae.encode).latent_dist
-        input_latents = jnp.transpose(posterior.mode(), (0, 3, 1, 2))  # (B, 4, h, w)
-        scaling_factor = vae.config.scaling_factor
+        input_latents = self._encode_mode(params, image)  # (B, 4, h, w)
+        scaling_factor = self.vae.config.scaling_factor
         image_latents = input_latents * scaling_factor if self.is_cosxl_edit else input_latents
         image_latents_in = jnp.concatenate(
             [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
@@ -310,6 +310,13 @@ class InstructPix2Pix:
         x_0 = self._denoise(*arguments, **of_mask)
         return x_0 if given.return_latents else finish(self._decode(params, x_0))
 
+    @part("vae")
+    def _encode_mode(self, params, image):
+        """The mode of the posterior over an image's latents, unscaled, (B, C, h, w)."""
+        vae = self._vae
+        posterior = vae.apply({"params": params["vae"]}, image, method=vae.encode).latent_dist
+        return jnp.transpose(posterior.mode(), (0, 3, 1, 2))
+
 
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusionParts):
@@ -328,6 +335,7 @@ class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusio
         "(diffusers_flax/pipelines/instruct_pix2pix_xl.py)"
     )
 
+    @part("text_encoder")
     def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         B = len(prompt_ids)
         if neg_prompt_ids is None:

@@ -17,9 +17,16 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from diffusers_flax.images import pair_with_masks, prepare_images
-from diffusers_flax.pipelines.base import StableDiffusionParts
+from diffusers_flax.models.clip import FlaxCLIPTextModel
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
 from diffusers_flax.pipelines.generation import Generation, TextToImage
 from diffusers_flax.pipelines.image_to_image import (
@@ -28,6 +35,7 @@ from diffusers_flax.pipelines.image_to_image import (
     Inpainting,
 )
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
+from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
 __all__ = [
     "FlaxStableDiffusionImg2ImgPipeline",
@@ -35,6 +43,45 @@ __all__ = [
     "FlaxStableDiffusionPipeline",
     "FlaxStableDiffusionPipelineOutput",
 ]
+
+
+class StableDiffusionFamily:
+    """What the pipelines of Stable Diffusion 1.x and 2.x have in common."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.safety_checker is not None and self.feature_extractor is None:
+            raise ValueError(
+                "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "
+                "input; give both or neither"
+            )
+
+    @classmethod
+    def parts_of(cls, path, index):
+        """See FlaxDiffusionPipeline.parts_of; refuses SDXL."""
+        class_name = str(index.get("_class_name"))
+        if "XL" in class_name:
+            raise ValueError(f"{path} is a {class_name}; {cls.remedy_for_xl}")
+        return ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+
+
+@dataclass(frozen=True, eq=False)
+class StableDiffusionParts(StableDiffusionFamily, FlaxDiffusionPipeline):
+    """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
+
+    Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
+    transformers CLIPTokenizer; scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and
+    feature_extractor, its CLIPImageProcessor, or None; dtype.
+    """
+
+    vae: FlaxAutoencoderKL
+    text_encoder: FlaxCLIPTextModel
+    tokenizer: Any
+    unet: FlaxUNet2DConditionModel
+    scheduler: FlaxSchedulerMixin
+    safety_checker: Any = None
+    feature_extractor: Any = None
+    dtype: DTypeLike = jnp.float32
 
 
 @dataclass(frozen=True, eq=False)

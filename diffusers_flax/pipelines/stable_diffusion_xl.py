@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from diffusers_flax.devices.parts import part
 from diffusers_flax.images import pair_with_masks
 from diffusers_flax.loading.directories import has, read_index
 from diffusers_flax.loading.hub import locate
@@ -171,6 +172,7 @@ class XLParts(FlaxDiffusionPipeline):
         states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
         return states, outputs[-1].text_embeds
 
+    @part("text_encoder", "text_encoder_2")
     def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
         texts = {"text": prompt_ids}
         if neg_prompt_ids is not None:
