@@ -16,6 +16,7 @@ from flax import struct
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
+from diffusers_flax.devices.rows import all_positions, moments_of_all, with_neighbours
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.quantization import int8_layer, is_int8
@@ -63,6 +64,7 @@ def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype):
     flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
     group_mean = _per_group(flat.mean(1), num_groups)
     variance = _per_group(jnp.square(flat - group_mean).mean(1), num_groups)
+    group_mean, variance = moments_of_all(group_mean, variance)
     rstd = jax.lax.rsqrt(variance + epsilon)
     _, out = _normalized(x, scale, bias, group_mean, rstd)
     out = nn.silu(out) if activate else out
@@ -190,6 +192,7 @@ class Conv(nn.Module):
         padding = self.padding
         if padding is None:
             padding = ((self.size // 2, self.size // 2),) * 2
+        x, padding = with_neighbours(x, self.size, self.stride, padding)
         apply_kernel = partial(convolve, stride=self.stride, padding=padding)
         if is_int8(params):
             out = int8_layer(params, x, self.dtype, self.stride, padding)
@@ -293,10 +296,13 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x, context=None):
         """x (B, T, dim), context (B, S, D) or None for x itself -> (B, T, dim)."""
-        context = x if context is None else context
+        of_itself = context is None
+        context = x if of_itself else context
         query = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_q")(x)
         key = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_k")(context)
         value = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_v")(context)
+        if of_itself:
+            key, value = all_positions(key), all_positions(value)
         out = attention(query, key, value, self.num_heads)
         return Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from diffusers_flax.devices.rows import largest_of_all
 from diffusers_flax.models.convolution import convolve, sum_of_matmuls
 
 SCALE_NAMES = {
@@ -88,12 +89,13 @@ def quantize(params, mode="dynamic"):
     return unflatten_dict(quantized, sep="/")
 
 
-def to_int8(x, axes):
+def to_int8(x, axes, widen=lambda largest: largest):
     """Symmetric quantization, to the nearest even number.
 
     Args:
         x: NumPy or jax array of any real dtype.
         axes: the axes along which all numbers share a scale.
+        widen: from the largest absolute numbers of x to those of all that shares the scale.
 
     Returns:
         (int8 array of -127 to 127, float32 scale that keeps axes with size 1); their product is x.
@@ -102,7 +104,7 @@ def to_int8(x, axes):
     """
     numpy = np if isinstance(x, np.ndarray) else jnp
     x = x.astype(np.float32)
-    scale = numpy.abs(x).max(axes, keepdims=True) / np.float32(127)
+    scale = widen(numpy.abs(x).max(axes, keepdims=True)) / np.float32(127)
     return numpy.rint(x / numpy.maximum(scale, np.float32(SMALLEST_SCALE))).astype(np.int8), scale
 
 
@@ -145,7 +147,7 @@ def int8_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
             x, x_scale = to_int8(x, -1)  # a scale per row
             sums = int8_matmul(x, kernel)
         else:
-            x, x_scale = to_int8(x, (1, 2, 3))  # a scale per image
+            x, x_scale = to_int8(x, (1, 2, 3), largest_of_all)  # a scale per image
             sums = int8_convolution(x, kernel, stride, padding)
         out = sums.astype(jnp.float32) * x_scale * params["dynamic_scale"].astype(jnp.float32)
     if "bias" in params:

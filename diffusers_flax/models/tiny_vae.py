@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from diffusers_flax.devices.rows import with_neighbours
 from diffusers_flax.loading.hub import locate
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv
@@ -49,7 +50,8 @@ class BiasFreeConv(nn.Module):
         shape = (3, 3, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
-        return convolve(x, kernel, self.stride, ((1, 1), (1, 1)))
+        x, padding = with_neighbours(x, 3, self.stride, ((1, 1), (1, 1)))
+        return convolve(x, kernel, self.stride, padding)
 
 
 class BlockConvs(nn.Module):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from diffusers_flax.devices.rows import all_positions
 from diffusers_flax.loading.configs import FromSingleFile
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.base import FlaxModelMixin
@@ -124,6 +125,7 @@ class AttentionBlock(nn.Module):
         query = nn.Dense(C, dtype=self.dtype, name="query")(h)
         key = nn.Dense(C, dtype=self.dtype, name="key")(h)
         value = nn.Dense(C, dtype=self.dtype, name="value")(h)
+        key, value = all_positions(key), all_positions(value)
         h = nn.Dense(C, dtype=self.dtype, name="proj_attn")(attention(query, key, value, 1))
         return x + h.reshape(B, H, W, C)
 
