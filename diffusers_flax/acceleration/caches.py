@@ -35,6 +35,8 @@ from diffusers_flax.acceleration.plans import (
     plan_steps,
 )
 from diffusers_flax.acceleration.token_merging import merging_hook
+from diffusers_flax.devices.rows import split_rows
+from diffusers_flax.devices.shares import share_of
 from diffusers_flax.models.blocks import Attention
 from diffusers_flax.pipelines.sampling import check_eta, take_step
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
@@ -53,6 +55,7 @@ def denoise(
     eta,
     watch,
     after_step=None,
+    layout=None,
 ):
     """x_0 of x_t, like sampling.denoise.
 
@@ -64,6 +67,7 @@ def denoise(
         branches: of guidance in a plain run.
         inputs: as for Generation._denoise.
         combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided (B, C, h, w).
+        layout: Layout of the devices that share the work; None: this one does it.
     """
     scheduler, state, scales = schedule
     check_eta(scheduler, eta)
@@ -72,9 +76,12 @@ def denoise(
     if acceleration.tome:
         hooks = (merging_hook(acceleration.tome, x_t.shape[2]),)
     apply = partial(unet.apply, {"params": params})
+    # Rows of other devices than before would not fit a cache that outlives its branches.
+    spread = not acceleration.tome and not isinstance(acceleration.cache, TGate | FirstBlockCache)
     first, cache = 0, None
     for active, kinds in group_steps(steps):
-        model = ActiveUNet(unet, apply, active, inputs, combine, hooks)
+        share = share_of(layout, unet, len(active), x_t.shape[2], spread)
+        model = ActiveUNet(unet, apply, active, inputs, combine, hooks, share)
         segment = make_segment(
             acceleration.cache, model, kinds, steps, scheduler.vp_prediction_type, scales
         )
@@ -109,18 +116,25 @@ class ActiveUNet:
         branches: of guidance.
         inputs, combine: as for denoise.
         hooks: functions for flax.linen.intercept_methods, in all calls.
+        share: Share of this device.
     """
 
-    def __init__(self, unet, apply, branches, inputs, combine, hooks):
-        self.unet, self.apply, self.branches = unet, apply, branches
+    def __init__(self, unet, apply, branches, inputs, combine, hooks, share):
+        self.unet, self.whole_apply, self.branches = unet, apply, branches
         self.inputs, self.combine, self.hooks = inputs, combine, hooks
+        self.share = share
+
+    def apply(self, *args, **kwargs):
+        """unet.apply on this device's share of the rows."""
+        with split_rows(self.share.rows):
+            return self.whole_apply(*args, **kwargs)
 
     def embed(self, x, t):
         """(features after conv_in, time embedding, text states) of all branches.
 
         A ControlNet's residuals follow, if there is one: the arguments of unet.blocks.
         """
-        *arguments, timestep_cond = self.inputs(self.branches, x, t)
+        *arguments, timestep_cond = self.share.take(self.inputs(self.branches, x, t))
         embedded = self.apply(*arguments[:4], timestep_cond, method="embed")
         return *embedded, *arguments[4:]
 
@@ -134,7 +148,7 @@ class ActiveUNet:
     def finish(self, features):
         """The guided prediction of features, float32."""
         predictions = self.apply(features, method="predict").astype(jnp.float32)
-        return self.combine(predictions, self.branches)
+        return self.combine(self.share.join(predictions), self.branches)
 
 
 class Segment(NamedTuple):
@@ -284,7 +298,7 @@ def first_block_cache(model, threshold):
 
         def mean_per_image(y):
             means = jnp.abs(y).mean((1, 2, 3))
-            return means.reshape(-1, B).mean(0)  # over the branches
+            return model.share.mean(means.reshape(-1, B).mean(0))  # over the branches
 
         change = mean_per_image(added - cache["added"]) / mean_per_image(cache["added"])
         reuse = jnp.tile(change <= threshold, len(first) // B)[:, None, None, None]
@@ -325,7 +339,9 @@ def t_gate(model):
         return model.finish(features), stored
 
     def mean_over_branches(out):
-        return out.reshape(len(model.branches), -1, *out.shape[1:]).mean(0).astype(out.dtype)
+        num_branches = model.share.num_branches(len(model.branches))
+        mean = out.reshape(num_branches, -1, *out.shape[1:]).mean(0)
+        return model.share.mean(mean).astype(out.dtype)
 
     def full(x, t, i, cache):
         return run(x, t, {}, ())[0], cache

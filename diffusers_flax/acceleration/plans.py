@@ -514,6 +514,17 @@ def plan_steps(acceleration, branches, scales):
     return list(map(Step, chosen, kinds))
 
 
+def check_rows(acceleration, rows):
+    """Raise a ValueError for accelerations that need all rows, which `rows` devices share."""
+    whole = [acceleration.tome]
+    whole += [acceleration.cache] * isinstance(acceleration.cache, FirstBlockCache)
+    for technique in filter(None, whole if rows > 1 else ()):
+        raise ValueError(
+            f"--accelerate {technique.name} needs all rows of an image on one device, and "
+            f"rows={rows} gives them to several; take branches and data, or leave it out"
+        )
+
+
 def check_guidance(guidance, branches, chosen):
     """Raise a ValueError if Guidance has no effect: chosen, the branches of each step."""
     spec = describe(guidance)

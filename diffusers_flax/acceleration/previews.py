@@ -46,7 +46,7 @@ class Preview:
         if not callable(self.show):
             raise ValueError(f"Preview: show={self.show!r} must be a function")
 
-    def watch(self, decode, prediction_type, scales, keys):
+    def watch(self, decode, prediction_type, scales, keys, is_shown=None):
         """The function that sampling.denoise calls in each step.
 
         Args:
@@ -54,6 +54,7 @@ class Preview:
             prediction_type: of the scheduler's config.
             scales: of noise_scales.
             keys: one per image.
+            is_shown: True on one of the devices that make the same images; None: on all.
         """
         alphas, sigmas = map(jnp.asarray, scales)
 
@@ -68,6 +69,7 @@ class Preview:
                 jax.debug.callback(show, step, jax.random.key_data(keys), decode(x_0))
 
             is_due = (step % self.every == 0) & (step < len(alphas))
+            is_due = is_due if is_shown is None else is_due & is_shown
             jax.lax.cond(is_due, send, lambda: None)
 
         return watch

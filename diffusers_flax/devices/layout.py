@@ -1,18 +1,21 @@
 """Where the programs of a pipeline run, and where its parameters are.
 
     layout = Layout(jax.devices()[:4])                      # four images side by side
+    layout = parse_layout("branches=2,rows=2")              # one image on four devices
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", layout=layout)
     layout.place_params(params)                             # from the host to the devices
     images = pipeline(prompt_ids, params, key).images       # of 4, 8, ... prompts
 
-The devices are a mesh with the axes of AXES.
+The devices are a mesh with the axes of AXES; shares.py says what the devices of a group share. They
+may belong to several processes: all make the same calls, and get the same arrays.
 """
 
+import math
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusers_flax.parameters import replace_leaves
@@ -52,10 +55,32 @@ class Layout:
         shape = self.data, self.branches, self.rows
         return jax.sharding.Mesh(np.array(self.devices).reshape(shape), AXES)
 
+    @property
+    def is_local(self):
+        """Whether all devices belong to this process."""
+        return {device.process_index for device in self.devices} == {jax.process_index()}
+
     def place_params(self, params):
         """Replace parameters by copies on all devices, in place, one array at a time."""
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        replace_leaves(partial(jax.device_put, device=sharding), params)
+
+        def place(x):
+            if self.is_local:
+                return jax.device_put(x, sharding)
+            # device_put would compare the arrays of all processes.
+            x = np.asarray(x)
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        replace_leaves(place, params)
+
+    def gather(self, x):
+        """An array of map, inside jit; all of it on all devices if they are of several processes.
+
+        A process can only read what its own devices have.
+        """
+        if self.is_local:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
 
     def map(self, function):
         """The function with its images spread over the devices.
@@ -75,3 +100,54 @@ class Layout:
 @dataclass(frozen=True)
 class DeviceFlags:
     """Flags of the programs that make images: devices and their memory."""
+
+    # devices of all hosts that share the work: data=N groups with different images; in a group
+    # branches=N with different branches of guidance, rows=N with different rows of an image; see
+    # docs/memory.md
+    parallel: tuple[str, ...] = ()
+
+
+def parse_layout(parallel, devices=None, most_groups=None):
+    """The Layout of --parallel, or None without.
+
+    Args:
+        parallel: NAME=NUMBER,... with names of AXES, or several such texts. Without data there are
+            as many groups as there are devices for.
+        devices: to take them from; None: all devices of all processes.
+        most_groups: how many groups have something to do; None: all. Groups over several processes
+            all stay, as each process takes part.
+
+    Raises:
+        ValueError: a name or number is not valid, or there are too few devices.
+    """
+    words = [parallel] if isinstance(parallel, str) else parallel
+    words = [word for text in words for word in text.split(",")]
+    if not words:
+        return None
+    sizes = {}
+    for word in words:
+        name, _, number = word.strip().partition("=")
+        if name not in AXES or not number.isdecimal() or int(number) < 1:
+            raise ValueError(
+                f"--parallel {word} must be NAME=NUMBER, with a name of {', '.join(AXES)} and a "
+                "number of devices, 1 or more"
+            )
+        if name in sizes:
+            raise ValueError(f"--parallel has {name} twice; give it once")
+        sizes[name] = int(number)
+    devices = jax.devices() if devices is None else list(devices)
+    branches, rows = sizes.get("branches", 1), sizes.get("rows", 1)
+    data = sizes.get("data", max(1, len(devices) // (branches * rows)))
+    if (needed := data * branches * rows) > len(devices):
+        raise ValueError(
+            f"--parallel {' '.join(words)} takes {needed} devices, there are {len(devices)}; take "
+            "smaller numbers"
+        )
+    is_local = len({device.process_index for device in devices}) == 1
+    if most_groups and is_local:
+        data = min(data, most_groups)
+    shape = data, branches, rows
+    if len(devices) == math.prod(shape):  # neighbours in the mesh are neighbours in the slice
+        mesh = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        devices = mesh.ravel().tolist()
+    return Layout(tuple(devices[: math.prod(shape)]), *shape)

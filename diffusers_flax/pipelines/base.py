@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import diffusers_flax
-from diffusers_flax.acceleration.plans import Acceleration, parse
+from diffusers_flax.acceleration.plans import Acceleration, check_rows, parse
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
@@ -112,6 +112,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
     def __post_init__(self):
         object.__setattr__(self, "accelerate", parse(self.accelerate))
         self.check_acceleration(self.accelerate)
+        if self.layout is not None:
+            check_rows(self.accelerate, self.layout.rows)
         if self.accelerate.tome:
             from diffusers_flax.acceleration.token_merging import check_levels
 

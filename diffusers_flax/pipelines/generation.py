@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.devices.parts import part
+from diffusers_flax.devices.rows import split_rows
+from diffusers_flax.devices.shares import check_parallel, is_first_of_group, share_of
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.unet import guidance_embedding
@@ -154,7 +156,10 @@ class Generation:
         options |= {"height": height, "width": width} | output_options(given["output_type"])
         names = ("guidance_scale", "image_guidance_scale", "guidance_rescale")
         scales = {name: given[name] for name in names if name in given}
-        options |= {"branches": self.guidance_branches(**scales)}
+        branches = self.guidance_branches(**scales)
+        if self.layout is not None:
+            check_parallel(self.layout, self.unet, branches, height, self.vae_scale_factor)
+        options |= {"branches": branches}
         arrays |= {name: scale for name, scale in scales.items() if np.ndim(scale)}
         shared = {name: np.float32(scale) for name, scale in scales.items() if not np.ndim(scale)}
         more_options, more_arrays, more_shared = self._further_arguments(given)
@@ -253,8 +258,8 @@ class Generation:
     def _decode(self, params, latents):
         """Images of scaled latents, by the tiny VAE if the acceleration says so; see decode."""
         if self.accelerate.tiny_decoder:
-            return decode(self.tiny_vae, params["tiny_vae"], latents)
-        return decode(self._vae, params["vae"], latents)
+            return decode(self.tiny_vae, params["tiny_vae"], latents, self.layout)
+        return decode(self._vae, params["vae"], latents, self.layout)
 
     # ----------------------------------------------------------------- inputs
 
@@ -324,7 +329,8 @@ class Generation:
                 return finish(decode(self.tiny_vae, params["tiny_vae"], x_0))
 
             prediction_type = self.scheduler.vp_prediction_type
-            watch = self.preview.watch(tiny_decode, prediction_type, scales, keys)
+            shown = () if self.layout is None else (is_first_of_group(),)
+            watch = self.preview.watch(tiny_decode, prediction_type, scales, keys, *shown)
         if self.accelerate:
             from diffusers_flax.acceleration import caches  # not for a plain image
 
@@ -342,13 +348,16 @@ class Generation:
                 eta,
                 watch,
                 after_step,
+                self.layout,
             )
+        share = share_of(self.layout, self.unet, len(branches), x_t.shape[2])
 
         def predict(x_t, t):
-            *arguments, timestep_cond = inputs(branches, x_t, t)
+            *arguments, timestep_cond = share.take(inputs(branches, x_t, t))
             variables = {"params": params["unet"]}
-            output = self.unet.apply(variables, *arguments, timestep_cond=timestep_cond)
-            return combine(output.sample.astype(jnp.float32), branches)
+            with split_rows(share.rows):
+                output = self.unet.apply(variables, *arguments, timestep_cond=timestep_cond)
+            return combine(share.join(output.sample.astype(jnp.float32)), branches)
 
         return denoise(
             self.scheduler, state, x_t, keys, predict, eta, watch, len(scales[0]), after_step
@@ -528,4 +537,4 @@ def _generate_on_layout(pipeline, compiled_in, arrays, shared, jit):
         return _generate(pipeline, compiled_in, images | {"params": params}, shared)
 
     result = pipeline.layout.map(generate)(images, (arrays["params"], shared))
-    return result.reshape(*axes, *result.shape[1:])
+    return pipeline.layout.gather(result.reshape(*axes, *result.shape[1:]))

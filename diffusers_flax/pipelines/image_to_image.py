@@ -96,7 +96,7 @@ class ImageToImage(TextToImage):
         size = self.image_size(height, width, image.shape)
         if self._is_latents(image.shape):
             return image.astype(jnp.float32)
-        return encode(self._vae, params["vae"], resize(image, size), keys)
+        return encode(self._vae, params["vae"], resize(image, size), keys, self.layout)
 
     __call__ = published_call(
         Generation.__call__,

@@ -39,6 +39,7 @@ from diffusers_flax.pipelines.sampling import (
     keys_per_image,
     latent_mask,
     paste,
+    posterior_of,
     rescale_guidance,
     resize,
     rows_of_branches,
@@ -313,9 +314,8 @@ class InstructPix2Pix:
     @part("vae")
     def _encode_mode(self, params, image):
         """The mode of the posterior over an image's latents, unscaled, (B, C, h, w)."""
-        vae = self._vae
-        posterior = vae.apply({"params": params["vae"]}, image, method=vae.encode).latent_dist
-        return jnp.transpose(posterior.mode(), (0, 3, 1, 2))
+        mode = posterior_of(self._vae, params["vae"], image, self.layout).mode()
+        return jnp.transpose(mode, (0, 3, 1, 2))
 
 
 @dataclass(frozen=True, eq=False)

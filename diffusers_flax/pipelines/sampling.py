@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusers_flax.devices.shares import map_rows
+
 # Indices folded into an image's key: 0 for its initial noise, i + 1 for the noise of step i.
 POSTERIOR_NOISE = 2**31 - 1  # for the sample of the VAE's posterior
 SEQUEL = 2**31 - 2  # for a second pipeline that continues from the image (refiner, image to image)
@@ -305,18 +307,29 @@ def paste(images, image, mask):
     return mask * images + (1 - mask) * image
 
 
-def encode(vae, params, image, keys):
+def posterior_of(vae, params, image, layout=None):
+    """The VAE's posterior over the latents of images; arguments as for encode."""
+
+    def posterior(image):
+        return vae.apply({"params": params}, image, method=vae.encode).latent_dist
+
+    height = image.shape[2] // 2 ** (len(vae.block_out_channels) - 1)
+    return map_rows(layout, posterior, image, height, axis=2, out_axis=1)
+
+
+def encode(vae, params, image, keys, layout=None):
     """Scaled latents of images, drawn from the VAE's posterior.
 
     Args:
         vae, params: FlaxAutoencoderKL and its parameters.
         image: (B, 3, H, W) in [-1, 1].
         keys: one per image.
+        layout: Layout of the devices that share the work; None: this one does it.
 
     Returns:
         float32 (B, C, h, w).
     """
-    posterior = vae.apply({"params": params}, image, method=vae.encode).latent_dist
+    posterior = posterior_of(vae, params, image, layout)
     noise = normal(keys, POSTERIOR_NOISE, posterior.mean.shape[1:])
     latents = (posterior.mean + posterior.std * noise) * vae.config.scaling_factor
     return jnp.transpose(latents, (0, 3, 1, 2))
@@ -329,8 +342,11 @@ def resize(image, size):
     return jax.image.resize(image, (*image.shape[:2], *size), "lanczos3").clip(-1, 1)
 
 
-def decode(vae, params, latents):
-    """Images, float32 (B, H, W, 3) in [0, 1], of scaled latents (B, C, h, w)."""
+def decode(vae, params, latents, layout=None):
+    """Images, float32 (B, H, W, 3) in [0, 1], of scaled latents (B, C, h, w).
+
+    vae, params: FlaxAutoencoderKL or FlaxAutoencoderTiny; layout: as for encode.
+    """
 
     def decode_some(latents):
         latents = latents / vae.config.scaling_factor
@@ -338,11 +354,14 @@ def decode(vae, params, latents):
         images = jnp.transpose(decoded.astype(jnp.float32), (0, 2, 3, 1))
         return (images / 2 + 0.5).clip(0, 1)
 
-    B, _, h, w = latents.shape
-    factor = 2 ** (len(vae.block_out_channels) - 1)
-    most = max(1, DECODED_PIXELS // (h * w * factor**2))
-    n = max(n for n in range(1, B + 1) if B % n == 0 and n <= most)
-    if n == B:
-        return decode_some(latents)
-    images = jax.lax.map(decode_some, latents.reshape(-1, n, *latents.shape[1:]))
-    return images.reshape(B, *images.shape[2:])
+    def decode_all(latents):
+        B, _, h, w = latents.shape
+        factor = 2 ** (len(vae.block_out_channels) - 1)
+        most = max(1, DECODED_PIXELS // (h * w * factor**2))
+        n = max(n for n in range(1, B + 1) if B % n == 0 and n <= most)
+        if n == B:
+            return decode_some(latents)
+        images = jax.lax.map(decode_some, latents.reshape(-1, n, *latents.shape[1:]))
+        return images.reshape(B, *images.shape[2:])
+
+    return map_rows(layout, decode_all, latents, latents.shape[2], axis=2, out_axis=1)
