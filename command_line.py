@@ -11,9 +11,10 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
 DEFAULTS = {  # in the help, of equal length
@@ -21,6 +22,8 @@ DEFAULTS = {  # in the help, of equal length
     "(default: )": "(optional) ",
 }
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # of images that programs write
+DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
+DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 OUTPUT_FLAGS = (  # for files that a program writes
     "output",
     "output_dir",
@@ -384,6 +387,69 @@ def check_writable(given: str, directory: Path) -> None:
             f"{given} cannot be written: {parent} is not a directory that you can write to; name "
             "another"
         )
+
+
+@dataclass(frozen=True)
+class ImageFlags:
+    """What sdxl_single.py and sdxl_single_aot.py make. --help begins with the last base class."""
+
+    # directory, hub id or file of an SDXL model
+    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    revision: str | None = None  # branch, tag or commit on the hub
+    variant: str | None = None  # variant of the weights' files, e.g. fp16
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = None
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
+    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
+    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
+    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
+    seed: int = 33  # seed of the noise
+    num_inference_steps: int = 25  # denoising steps
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
+    # ays, the ten of Align-Your-Steps for the model's family
+    timesteps: tuple[int | Literal["ays"], ...] = ()
+    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
+    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
+    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    height: int | None = None  # pixels; default: the model's
+    width: int | None = None  # pixels; default: the model's
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # how timesteps are spaced; default: the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    # what the UNet predicts; default: the scheduler's config
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
+    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
+    # is a directory, hub id or file
+    unet_delta: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
+    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
+    embedding: tuple[str, ...] = ()
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
+    # int8, taesd; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreviewFlags:
+    """Previews of the images of sdxl_single.py; its twin has none."""
+
+    # also write a preview of every N-th step, decoded by TAESD, next to each image
+    preview: int | None = None
+    # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
+    preview_decoder: str = ""
+
+
+@dataclass(frozen=True)
+class BatchFlags:
+    """How sdxl_single.py and sdxl_single_aot.py make images, and where they write them."""
+
+    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
+    batch_size: int = 1  # images per device at once
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
+    grid: Path | None = None  # also write the first 64 images into one file
 
 
 def check_scale(name, value):

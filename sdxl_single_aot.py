@@ -25,14 +25,20 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from command_line import check_image_flags, image_files, list_prompts, print_files, run_main
+from command_line import (
+    BatchFlags,
+    ImageFlags,
+    check_image_flags,
+    image_files,
+    list_prompts,
+    print_files,
+    run_main,
+)
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import no_compilation_cache
@@ -47,55 +53,11 @@ from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
-DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
-DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
-
 
 @dataclass(frozen=True)
-class Config:
-    """Flags of the script."""
+class Config(BatchFlags, ImageFlags):
+    """Flags of command_line.py, and those of this script alone."""
 
-    # directory, hub id or file of an SDXL model
-    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
-    revision: str | None = None  # branch, tag or commit on the hub
-    variant: str | None = None  # variant of the weights' files, e.g. fp16
-    # configs of a one-file model: a directory or hub id; default: its family's
-    config_name_or_path: str | None = None
-    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
-    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
-    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
-    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
-    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
-    seed: int = 33  # seed of the noise
-    num_inference_steps: int = 25  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
-    # ays, the ten of Align-Your-Steps for the model's family
-    timesteps: tuple[int | Literal["ays"], ...] = ()
-    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
-    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
-    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
-    height: int | None = None  # pixels; default: the model's
-    width: int | None = None  # pixels; default: the model's
-    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # how timesteps are spaced; default: the scheduler's config
-    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
-    # what the UNet predicts; default: the scheduler's config
-    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
-    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
-    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
-    # is a directory, hub id or file
-    unet_delta: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
-    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
-    embedding: tuple[str, ...] = ()
-    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
-    # int8, taesd; see docs/acceleration.md
-    accelerate: tuple[str, ...] = ()
-    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
-    batch_size: int = 1  # images per device at once
-    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
-    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
-    grid: Path | None = None  # also write the first 64 images into one file
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
