@@ -20,6 +20,7 @@ RUNTIME_FIELDS = {
     "name",
     "parent",
     "split_head_dim",
+    "tile",
     "use_memory_efficient_attention",
 }
 

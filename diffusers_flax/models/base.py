@@ -247,7 +247,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         variant=None,
         dtype=None,
         flax_msgpack=False,
-        max_shard_size="5GB",
+        max_shard_size="10GB",
     ):
         """Write config.json and the weights; PyTorch's from_pretrained opens the directory.
 
@@ -263,7 +263,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             dtype: of the file; None: each array's own.
             flax_msgpack: True writes the published Flax msgpack as well (it has no variant).
             max_shard_size: largest safetensors file, in bytes or as "5GB"; one such file at a time
-                is held in memory on top of params.
+                is held in memory on top of params. Larger weights are shards with an index.
 
         Raises:
             ValueError: params are not this model's.

@@ -12,6 +12,7 @@ Source: Latent Diffusion Models (arXiv 2112.10752), section 3.1; numerics of PyT
 """
 
 import math
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -243,7 +244,10 @@ class Decoder(nn.Module):
 class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     """The variational autoencoder; its fields are the entries of a diffusers VAE `config.json`.
 
-    `dtype` is the dtype of the computation; the latent distribution is always float32.
+    `dtype` is the dtype of the computation; the latent distribution is always float32. `tile`, see
+    with_tile, makes encode and decode compute larger images in overlapping tiles, one at a time, of
+    this side in pixels, and blend them, as PyTorch's enable_tiling. The result differs from a whole
+    image's: norms and the attention in the middle see one tile.
     """
 
     in_channels: int = 3
@@ -262,6 +266,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
+    tile: int | None = None  # not in the config; None: whole images
 
     weights_name = "diffusion_pytorch_model"
     single_file_part = "vae"
@@ -318,6 +323,15 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
                 f"image size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
                 "resize or crop it first"
             )
+        if self.tile and max(sample.shape[2:]) > self.tile:
+            module, variables = self.unbind()  # jax's loops take no method of a bound module
+
+            def moments(tile):
+                found = module.apply(variables, tile, method="moments")
+                return jnp.transpose(found, (0, 3, 1, 2))
+
+            found = map_tiles(moments, sample, self.tile, self.tile // factor)
+            return jnp.transpose(found, (0, 2, 3, 1))
         moments = self.encoder(jnp.transpose(sample.astype(self.dtype), (0, 2, 3, 1)))
         return self.quant_conv(moments) if self.use_quant_conv else moments
 
@@ -356,9 +370,19 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         if latents.shape[1] == self.latent_channels:
             latents = jnp.transpose(latents, (0, 2, 3, 1))
         latents = latents.astype(self.dtype)
-        if self.use_post_quant_conv:
-            latents = self.post_quant_conv(latents)
-        sample = jnp.transpose(self.decoder(latents), (0, 3, 1, 2))
+        factor = 2 ** (len(self.block_out_channels) - 1)
+        if self.tile and max(latents.shape[1:3]) * factor > self.tile:
+            module, variables = self.unbind()  # as in moments
+
+            def image(tile):
+                return module.apply(variables, tile, method="decode").sample
+
+            latents = jnp.transpose(latents, (0, 3, 1, 2))
+            sample = map_tiles(image, latents, self.tile // factor, self.tile)
+        else:
+            if self.use_post_quant_conv:
+                latents = self.post_quant_conv(latents)
+            sample = jnp.transpose(self.decoder(latents), (0, 3, 1, 2))
         return FlaxDecoderOutput(sample) if return_dict else (sample,)
 
     def __call__(self, sample, sample_posterior=False, deterministic=True, return_dict=True):
@@ -375,124 +399,125 @@ def check_tile(vae, tile):
     least = round(2 ** (len(vae.block_out_channels) - 1) / OVERLAP)
     if tile < least or tile % least:
         raise ValueError(
-            f"a tile of {tile} pixels is not a multiple of {least}; try "
+            f"--vae_tile {tile} is not a multiple of {least} pixels; try "
             f"{max(1, round(tile / least)) * least}"
         )
 
 
-def tiled_encode(vae, params, sample, tile):
-    """Encode images in overlapping tiles, so that activations are of one tile at a time.
+def with_tile(vae, tile):
+    """The VAE that computes images larger than a tile in tiles; tile 0 or None: whole images."""
+    if tile:
+        check_tile(vae, tile)
+    return vae.clone(tile=tile or None)
 
-    The result differs from encode: norms and the attention in the middle see one tile.
+
+def tiled_encode(vae, params, sample, tile):
+    """encode, in tiles; see FlaxAutoencoderKL.
 
     Args:
         vae: FlaxAutoencoderKL.
         params: its parameters.
-        sample: as for encode; an image of at most one tile is encoded as a whole.
+        sample: as for encode.
         tile: side of a tile, pixels; see check_tile.
 
     Returns:
         As encode.
-
-    Source: PyTorch diffusers' AutoencoderKL._tiled_encode.
     """
-    check_tile(vae, tile)
-    factor = 2 ** (len(vae.block_out_channels) - 1)
-
-    def moments(image):
-        return vae.apply({"params": params}, image, method=vae.moments)
-
-    if max(sample.shape[2:]) <= tile:
-        found = moments(sample)
-    else:
-        found = map_tiles(moments, sample, tile, tile // factor)
-    return FlaxAutoencoderKLOutput(FlaxDiagonalGaussianDistribution(found))
+    return with_tile(vae, tile).apply({"params": params}, sample, method="encode")
 
 
 def tiled_decode(vae, params, latents, tile):
-    """Decode latents in overlapping tiles; see tiled_encode.
+    """decode, in tiles; see tiled_encode.
 
     Args:
         vae: FlaxAutoencoderKL.
         params: its parameters.
-        latents: unscaled, (B, latent_channels, h, w).
+        latents: as for decode.
         tile: side of a tile, pixels of the image; see check_tile.
 
     Returns:
         As decode.
-
-    Source: PyTorch diffusers' AutoencoderKL.tiled_decode.
     """
-    check_tile(vae, tile)
-    size = tile // 2 ** (len(vae.block_out_channels) - 1)
-
-    def image(latents):
-        decoded = vae.apply({"params": params}, latents, method=vae.decode).sample
-        return jnp.transpose(decoded, (0, 2, 3, 1))
-
-    if max(latents.shape[2:]) <= size:
-        found = image(latents)
-    else:
-        found = map_tiles(image, latents, size, tile)
-    return FlaxDecoderOutput(jnp.transpose(found, (0, 3, 1, 2)))
+    return with_tile(vae, tile).apply({"params": params}, latents, method="decode")
 
 
 def map_tiles(function, x, size, out_size):
     """Apply a function to overlapping tiles of x, one after the other, and blend the results.
 
+    Memory has the results of one row of tiles at a time, besides those that are blended.
+
     Args:
-        function: (B, C, h, w) -> (B, h', w', C'), where sizes scale as out_size / size.
+        function: (B, C, h, w) -> (B, C', h', w'), where sizes scale as out_size / size.
         x: (B, C, H, W).
         size: side of a tile of x; a tile at the end may be smaller.
         out_size: side of its result.
 
     Returns:
-        (B, H', W', C').
+        (B, C', H', W').
+
+    Source: PyTorch diffusers' AutoencoderKL.tiled_decode.
     """
-    stride, extent = int(size * (1 - OVERLAP)), int(out_size * OVERLAP)
-    bounds = [
-        [(start, min(start + size, x.shape[axis])) for start in range(0, x.shape[axis], stride)]
-        for axis in (2, 3)
-    ]
-    by_shape = {}  # tiles of one shape share a loop, which is compiled once
-    for i, (top, bottom) in enumerate(bounds[0]):
-        for j, (left, right) in enumerate(bounds[1]):
-            by_shape.setdefault((bottom - top, right - left), []).append((i, j, top, left))
-    tiles = {}
-    for (height, width), places in by_shape.items():
-        corners = jnp.array([(top, left) for *_, top, left in places])
+    B, C, H, W = x.shape
+    extent = int(out_size * OVERLAP)
+    kept = out_size - extent
 
-        def tile_at(corner, height=height, width=width):
-            start, lengths = (0, 0, *corner), (*x.shape[:2], height, width)
-            return function(jax.lax.dynamic_slice(x, start, lengths))
+    def row_of_tiles(below, corner, height):
+        """(the ends of the tiles, for the next row; the row, of which the end is cut off).
 
-        results = jax.lax.map(tile_at, corners)
-        tiles |= {(i, j): results[n] for n, (i, j, *_) in enumerate(places)}
-    rows = []
-    for i in range(len(bounds[0])):
-        row = []
-        for j in range(len(bounds[1])):
-            if i:
-                tiles[i, j] = fade(tiles[i - 1, j], tiles[i, j], extent, 1)
-            if j:
-                tiles[i, j] = fade(tiles[i, j - 1], tiles[i, j], extent, 2)
-            kept = out_size - extent
-            row.append(tiles[i, j][:, :kept, :kept])
-        rows.append(jnp.concatenate(row, 2))
-    return jnp.concatenate(rows, 1)
+        below: the ends of the tiles of the row before; corner: (index of the row, its top).
+        """
+        index, top = corner
+        tiles = []
+        for width, starts in starts_by_length(W, size):
+
+            def result(left, width=width):
+                return function(jax.lax.dynamic_slice(x, (0, 0, top, left), (B, C, height, width)))
+
+            tiles.extend(jax.lax.map(result, starts))
+        for j, tile in enumerate(tiles):
+            if below is not None:
+                tile = fade(below[j], tile, extent, 2, is_alone=index == 0)
+            tiles[j] = fade(tiles[j - 1], tile, extent, 3) if j else tile
+        row = jnp.concatenate([tile[:, :, :kept, :kept] for tile in tiles], 3)
+        return [tile[:, :, -extent:] for tile in tiles], row
+
+    rows, below, number = [], None, 0
+    for height, tops in starts_by_length(H, size):
+        step = partial(row_of_tiles, height=height)
+        corners = number + jnp.arange(len(tops)), tops
+        number += len(tops)
+        if len(tops) == 1:
+            below, row = step(below, jax.tree.map(lambda values: values[0], corners))
+        else:  # the first rows
+            shapes, _ = jax.eval_shape(step, None, jax.tree.map(lambda values: values[0], corners))
+            zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+            below, row = jax.lax.scan(step, zeros, corners)  # (rows, B, C', kept, W')
+            row = jnp.moveaxis(row, 0, 2).reshape(*row.shape[1:3], -1, row.shape[-1])
+        rows.append(row)
+    return jnp.concatenate(rows, 2)
 
 
-def fade(first, second, extent, axis):
+def starts_by_length(total, size):
+    """Where the tiles of a side start: [(length, the starts of tiles of this length)], in order."""
+    by_length = {}
+    for start in range(0, total, int(size * (1 - OVERLAP))):
+        by_length.setdefault(min(size, total - start), []).append(start)
+    return [(length, jnp.array(starts)) for length, starts in by_length.items()]
+
+
+def fade(first, second, extent, axis, is_alone=False):
     """The second tile, whose beginning along an axis fades in over the end of the first.
 
     Args:
-        first, second: tiles, (B, h, w, C).
+        first, second: tiles, (B, C, h, w).
         extent: length of the overlap; less if a tile is shorter.
-        axis: 1 or 2.
+        axis: 2 or 3.
+        is_alone: True leaves the second tile as it is.
     """
     extent = min(first.shape[axis], second.shape[axis], extent)
     shape = [extent if i == axis else 1 for i in range(4)]
-    weight = (jnp.arange(extent) / extent).astype(second.dtype).reshape(shape)
+    weight = jnp.where(is_alone, 1, jnp.arange(extent) / extent)
+    weight = weight.astype(second.dtype).reshape(shape)
     end = jax.lax.slice_in_dim(first, first.shape[axis] - extent, None, axis=axis)
     beginning = jax.lax.slice_in_dim(second, 0, extent, axis=axis)
     rest = jax.lax.slice_in_dim(second, extent, None, axis=axis)

@@ -440,7 +440,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
     def _read_config(cls, path, subfolder=None, revision=None, **hub_options):
         return read_index(path, revision, **hub_options)
 
-    def save_pretrained(self, save_directory, params, push_to_hub=False):
+    def save_pretrained(self, save_directory, params, push_to_hub=False, *, max_shard_size=None):
         """Write a pipeline directory that PyTorch's class opens.
 
         The directory may exist, be a mount point or a link: a model in it is replaced, other files
@@ -452,6 +452,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             params: as from from_pretrained, not replicated; "scheduler" may be missing, and
                 "safety_checker" if the object has its parameters.
             push_to_hub: must be False; `hf upload` sends a directory to the hub.
+            max_shard_size: largest file of weights, in bytes or as "5GB"; None: each part's own
+                default, "10GB".
 
         Raises:
             ValueError: params lack a part or do not match it, or push_to_hub is True.
@@ -459,12 +461,13 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         refuse_push_to_hub(push_to_hub)
         self._require_params(params)
         parts = {name: part for name, part in self.components.items() if part is not None}
+        shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         with writing_pipeline(save_directory) as folder:
             for name, part in parts.items():
                 if name in MODULES:
-                    part.save_pretrained(folder / name, params=params[name])
+                    part.save_pretrained(folder / name, params=params[name], **shards)
                 elif name == "safety_checker":
-                    part.save_pretrained(folder / name, params=params.get(name))
+                    part.save_pretrained(folder / name, params=params.get(name), **shards)
                 else:
                     part.save_pretrained(folder / name)
                 if name in TEXT_ENCODERS:

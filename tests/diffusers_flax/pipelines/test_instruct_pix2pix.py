@@ -135,6 +135,34 @@ def test_saved_folder_gives_the_same_image_in_pytorch(folder, loaded, tmp_path):
     assert vocab == json.loads((folder / "tokenizer" / "vocab.json").read_text())
 
 
+def test_pytorch_opens_a_sharded_pipeline(folder, loaded, tmp_path):
+    """A save in one file per part and a sharded save replace each other."""
+    pipeline, params = loaded
+    images, latents = random_inputs(1, 32, 32)
+    expected = edit_with_torch(folder, PROMPTS[:1], images, latents)
+    zeros = jax.tree.map(np.zeros_like, params)
+    for saved, size in ((zeros, None), (params, "100KB"), (zeros, "50KB"), (params, None)):
+        pipeline.save_pretrained(tmp_path, saved, max_shard_size=size)
+        for part, stem in (
+            ("unet", "diffusion_pytorch_model"),
+            ("vae", "diffusion_pytorch_model"),
+            ("text_encoder", "model"),
+        ):
+            names = {file.name for file in (tmp_path / part).iterdir()} - {"config.json"}
+            if size is None:
+                assert names == {f"{stem}.safetensors"}
+                continue
+            index = f"{stem}.safetensors.index.json"
+            shards = set(json.loads((tmp_path / part / index).read_text())["weight_map"].values())
+            assert names == shards | {index}
+            assert len(shards) > 1
+        if saved is params:
+            edited = edit_with_torch(tmp_path, PROMPTS[:1], images, latents)
+            np.testing.assert_allclose(edited, expected, atol=1e-6)
+            _, again = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(tmp_path)
+            jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
 def test_saving_into_a_filled_folder_replaces_the_model_only(loaded, tmp_path):
     pipeline, params = loaded
     (tmp_path / "metrics.jsonl").write_text("{}\n")
