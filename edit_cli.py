@@ -43,6 +43,7 @@ from command_line import check_image_file, check_scale, check_seed, print_files,
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.devices.layout import DeviceFlags
 from diffusers_flax.images import IMAGE_FORMATS, save_image
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype, replicate_params
@@ -65,8 +66,8 @@ from editing.masks import check_inputs, check_masks, load_mask
 
 
 @dataclass(frozen=True)
-class Config:
-    """Flags of the script."""
+class EditFlags:
+    """What to edit and how."""
 
     model: str  # directory, hub id or file of an InstructPix2Pix model, SD or SDXL
     # configs of a one-file model: a directory or hub id; default: its family's
@@ -111,6 +112,11 @@ class Config:
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     grid: Path | None = None  # image of the first 64 edits, before and after
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
+
+
+@dataclass(frozen=True)
+class Config(DeviceFlags, EditFlags):
+    """Flags of the script."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +334,7 @@ def run(config):
         "batch_size": config.batch_size,
         "stages": stages_of(edits),
         "masked": [edit.mask is not None for edit in edits],
+        "vae_tile": config.vae_tile,
     }
     pipeline, params = load_model(
         config.model,

@@ -139,7 +139,8 @@ def run(config):
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
-    planned = plan_images(pipeline, devices, len(prompts), batch_size, branches, (width, height))
+    of_batch = len(prompts), batch_size, branches, (width, height)
+    pipeline, planned = plan_images(pipeline, devices, *of_batch)
     weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
     model, revision = config.pretrained_model_name_or_path, config.revision
     params = pipeline.load_params(model, revision, **weights)

@@ -307,6 +307,7 @@ def make_report(config, tpu, job, step, update, flops):
         "flags": changed_flags(config),
         "batch_per_chip": job.batch_per_chip,
         **({"unet_evaluations": job.evaluations} if job.evaluations else {}),
+        **({"vae_tile": job.vae_tile} if job.vae_tile else {}),
         "memory_usable": usable,
         "compile_seconds": step["compile_seconds"],
         "versions": {name: version(name) for name in ("jax", "libtpu")},

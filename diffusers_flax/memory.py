@@ -1,14 +1,21 @@
 """Memory: what images will take at least, and what a program has used."""
 
+import inspect
 import math
 import re
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from diffusers_flax.models.vae import least_tile, with_tile
 from diffusers_flax.pipelines.base import MODULES
+from diffusers_flax.pipelines.sampling import DECODED_PIXELS
+
+ARRAYS_AT_ONCE = 3  # of the VAE's features at full size
 
 
 def peak_memory(devices, reset=False):
@@ -37,7 +44,7 @@ def peak_memory(devices, reset=False):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
 
 
-def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to=""):
+def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to="", vae_tile=None):
     """What will be made, in words; what cannot fit into memory is refused. Reads no weights.
 
     Args:
@@ -47,20 +54,24 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         branches: of guidance.
         size: (width, height) of the images of a batch, pixels.
         up_to: "up to " if there are smaller ones.
+        vae_tile: side of the VAE's tiles, pixels; 0: whole images; None: tiles if whole images
+            would not fit into the memory.
 
     Returns:
-        A line for the user, with a lower bound on the memory.
+        (the pipeline, whose VAE has the tile; a line for the user, with a lower bound on the
+        memory).
 
     Raises:
-        ValueError: a lower bound on the memory is more than there is.
+        ValueError: a lower bound on the memory is more than there is, or vae_tile is not a side of
+            tiles.
     """
     params = num_bytes_of_params(pipeline)
     per_device = batch_size * bytes_per_image(pipeline, len(branches), *size)
     stats = devices[0].memory_stats() or {}
-    if on_host := devices[0].platform == "cpu":  # its devices share memory, and may share weights
-        needed, available = params + len(devices) * per_device, host_memory()
-    else:
-        needed, available = params + per_device, stats.get("bytes_limit")
+    on_host = devices[0].platform == "cpu"  # its devices share memory, and may share weights
+    available = host_memory() if on_host else stats.get("bytes_limit")
+    sharing = len(devices) if on_host else 1  # devices that share the memory
+    needed = params + sharing * per_device
     what = (
         f"{num_images} image{'s' * (num_images > 1)} of {up_to}{size[0]}x{size[1]} pixels, "
         f"{batch_size} at once on each of {len(devices)} {devices[0].device_kind}"
@@ -73,7 +84,63 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
             f"{what} take {memory}, of which the weights are {_in_bytes(params)}; lower "
             "--batch_size or the size"
         )
-    return f"{what}; memory: {memory}"
+    is_chosen = vae_tile is None
+    if is_chosen:
+        left = (available - params) / sharing if available else math.inf
+        vae_tile = choose_vae_tile(pipeline, batch_size, size, left)
+    pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
+    tiles = ""
+    if vae_tile and max(size) > vae_tile:
+        reason = ", as whole images would not fit" if is_chosen else ""
+        tiles = f"; the VAE works in tiles of {vae_tile} pixels{reason}"
+    return pipeline, f"{what}; memory: {memory}{tiles}"
+
+
+def choose_vae_tile(pipeline, batch_size, size, available):
+    """The side of tiles in which the VAE's work fits into memory; 0: whole images.
+
+    It is the size that the VAE was trained at, as in PyTorch, or a half of it, a quarter, ...
+
+    Args:
+        pipeline: as from open.
+        batch_size: images at once.
+        size: their (width, height), pixels.
+        available: bytes of memory beside the parameters.
+    """
+    vae = pipeline._vae
+    encodes = "image" in inspect.signature(type(pipeline)._generate).parameters
+    needs = partial(bytes_of_vae, vae, batch_size, size, encodes=encodes)
+    if (pipeline.accelerate.tiny_decoder and not encodes) or needs() <= available:
+        return 0
+    tile, least = vae.sample_size, least_tile(vae)
+    tile = tile if isinstance(tile, int) and tile >= least and not tile % least else 16 * least
+    while needs(tile=tile) > available and not tile % (2 * least):
+        tile //= 2
+    return tile
+
+
+def bytes_of_vae(vae, batch_size, size, tile=0, encodes=False):
+    """Memory that the VAE takes for images beside its parameters, bytes, estimated.
+
+    Most of it is ARRAYS_AT_ONCE arrays of the widest features at full size.
+
+    Args:
+        vae: FlaxAutoencoderKL, in the dtype that it computes in.
+        batch_size: images at once.
+        size: their (width, height), pixels.
+        tile: side of its tiles; 0: whole images.
+        encodes: whether images are encoded too, all of a batch at once.
+    """
+    width, height = (min(side, tile or side) for side in size)
+    decoded_at_once = min(batch_size, max(1, DECODED_PIXELS // math.prod(size)))
+    images = batch_size * math.prod(size) * 3 * 4
+    channels = vae.block_out_channels
+    # The first block of full size takes the features of the level below.
+    features = decoded_at_once * max(channels[:2])
+    if encodes:
+        features = max(features, batch_size * channels[0])
+    itemsize = np.dtype(vae.dtype).itemsize
+    return 2 * images + ARRAYS_AT_ONCE * features * width * height * itemsize
 
 
 def num_bytes_of_params(pipeline):

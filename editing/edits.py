@@ -190,7 +190,7 @@ def load_model(
     lora=(),
     accelerate=(),
     preview=None,
-    plan=lambda pipeline: "",
+    plan=lambda pipeline: (pipeline, ""),
     embedding=(),
     unet_delta=(),
 ):
@@ -202,8 +202,8 @@ def load_model(
         lora: files to fold into the weights, see loading.lora.Loras.
         accelerate: see acceleration.plans.parse.
         preview: Preview or None.
-        plan: called with the pipeline before the weights are read; returns a line to print after
-            that, or "".
+        plan: called with the pipeline before the weights are read; returns the pipeline to use
+            and a line to print after that, or "".
         embedding: files with new tokens, see loading.embeddings.Embeddings.
         unet_delta: difference to add to the UNet, see loading.deltas.UnetDelta.
 
@@ -218,7 +218,7 @@ def load_model(
         preview=preview,
         embeddings=embedding,
     )
-    planned = plan(pipeline)
+    pipeline, planned = plan(pipeline)
     params = pipeline.load_params(model, lora=lora, unet_delta=unet_delta)
     cast_params(pipeline, params)
     if planned:
@@ -250,11 +250,11 @@ def rows_at_once(groups, batch_size, num_devices):
     return {kind: min(batch_size, math.ceil(n / num_devices)) for kind, n in largest.items()}
 
 
-def plan_edits(pipeline, sizes, batch_size, branches, stages=None, masked=None):
+def plan_edits(pipeline, sizes, batch_size, branches, stages=None, masked=None, vae_tile=None):
     """plan_images for edit_batches.
 
     Args:
-        pipeline, batch_size, branches: as for plan_images.
+        pipeline, batch_size, branches, vae_tile: as for plan_images.
         sizes: (width, height) of each edit.
         stages: of stages_of; None: all in one.
         masked: whether each edit has a mask; None: none has.
@@ -265,7 +265,8 @@ def plan_edits(pipeline, sizes, batch_size, branches, stages=None, masked=None):
     at_once = rows_at_once(groups, batch_size, len(devices))
     largest = max(at_once, key=lambda kind: at_once[kind] * math.prod(kind[0]))
     up_to = "up to " if len(at_once) > 1 else ""
-    return plan_images(pipeline, devices, len(sizes), at_once[largest], branches, largest[0], up_to)
+    of_images = len(sizes), at_once[largest], branches, largest[0]
+    return plan_images(pipeline, devices, *of_images, up_to, vae_tile)
 
 
 def edit_batches(

@@ -4,7 +4,7 @@ Each has a class of flags, and a function that makes its Job for devices.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
+from diffusers_flax.devices.layout import DeviceFlags
 from diffusers_flax.loading.configs import ConfigMixin
+from diffusers_flax.memory import choose_vae_tile, num_bytes_of_params
 from diffusers_flax.models.tiny_vae import (
     TINY_VAES,
     FlaxAutoencoderTiny,
@@ -22,6 +24,7 @@ from diffusers_flax.models.tiny_vae import (
     open_tiny_vae,
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import with_tile
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -35,7 +38,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import choose_scheduler
-from tpu.programs import param_shapes, replicated_shapes
+from tpu.programs import GIB, find_slice, param_shapes, replicated_shapes
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
 DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
@@ -62,6 +65,7 @@ class Job(NamedTuple):
     batch_per_chip: int  # pairs, samples or images
     switches: tuple = ()  # of acceleration.caches.switch_shares
     evaluations: int | None = None  # of the UNet per image, for programs that make images
+    vae_tile: int = 0  # side of the tiles in which the VAE works, pixels; 0: whole images
     update: Callable | None = None  # of an average of the weights
     update_args: tuple = ()
     updates_per_step: float = 0.0
@@ -84,7 +88,7 @@ class Unet(Target):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Images(Target):
+class Images(DeviceFlags, Target):
     """Flags of the programs that make images, in bfloat16."""
 
     num_images: int = 1  # images at once on each chip
@@ -247,6 +251,19 @@ def pipeline_shapes(pipeline):
     return params
 
 
+def with_vae_tile(pipeline, config, side):
+    """(the pipeline with --vae_tile, or with tiles if the chip needs them; the tile, 0: none).
+
+    side: of the images, pixels.
+    """
+    tile, size = config.vae_tile, (side, side)
+    if tile is None:
+        left = find_slice(config.tpu).chip.memory * GIB - num_bytes_of_params(pipeline)
+        tile = choose_vae_tile(pipeline, config.num_images, size, left)
+    pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
+    return pipeline, tile if side > tile else 0
+
+
 def image_job(config, devices):
     """The program of sdxl_single.py or edit_cli.py: prompts, images and noise to images.
 
@@ -258,7 +275,8 @@ def image_job(config, devices):
         Job.
     """
     n, B, num_steps = len(devices), config.num_images, config.num_inference_steps
-    pipeline = open_pipeline_of_flags(config)
+    side = config.resolution if isinstance(config, Edit) else config.image_size
+    pipeline, vae_tile = with_vae_tile(open_pipeline_of_flags(config), config, side)
     params = replicated_shapes(pipeline_shapes(pipeline), n)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
     length = pipeline.text_encoder.module.max_position_embeddings
@@ -267,12 +285,10 @@ def image_job(config, devices):
     scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
     inputs = {"prompt_ids": ids, "neg_prompt_ids": ids, "guidance_scale": scale}
     if isinstance(config, Edit):
-        side = config.resolution
         branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
         inputs["image"] = jax.ShapeDtypeStruct((n, B, 3, side, side), jnp.float32)
         inputs["image_guidance_scale"] = scale
     else:
-        side = config.image_size
         branches = pipeline.guidance_branches(config.guidance_scale)
 
     def generate(inputs, params, keys):
@@ -294,5 +310,6 @@ def image_job(config, devices):
         held={"parameters": params, "batches": inputs},
         batch_per_chip=B,
         evaluations=count_evaluations(steps),
+        vae_tile=vae_tile,
         switches=switch_shares(steps),
     )

@@ -232,6 +232,8 @@ def verdict(report):
 def print_report(report):
     """The report as a table."""
     print(f"{report['program']} on {report['tpu']}, {report['chips']} chip(s), each:")
+    if "vae_tile" in report:
+        print(f"  the VAE works in tiles of {report['vae_tile']} pixels")
     for name, size in report.get("memory", {}).items():
         print(f"  {name:<14}{size / GIB:8.3f} GiB")
     print(verdict(report))

@@ -105,6 +105,9 @@ class DeviceFlags:
     # branches=N with different branches of guidance, rows=N with different rows of an image; see
     # docs/memory.md
     parallel: tuple[str, ...] = ()
+    # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
+    # tiles if whole images would not fit into the memory
+    vae_tile: int | None = None
 
 
 def parse_layout(parallel, devices=None, most_groups=None):

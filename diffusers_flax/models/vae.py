@@ -394,9 +394,14 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         return self.decode(jnp.transpose(latents, (0, 3, 1, 2)), deterministic, return_dict)
 
 
+def least_tile(vae):
+    """The smallest side of a tile, pixels, of which each side is a multiple."""
+    return round(2 ** (len(vae.block_out_channels) - 1) / OVERLAP)
+
+
 def check_tile(vae, tile):
     """Raise a ValueError for the side of a tile, pixels, that does not divide into latents."""
-    least = round(2 ** (len(vae.block_out_channels) - 1) / OVERLAP)
+    least = least_tile(vae)
     if tile < least or tile % least:
         raise ValueError(
             f"--vae_tile {tile} is not a multiple of {least} pixels; try "

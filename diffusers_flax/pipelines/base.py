@@ -50,7 +50,7 @@ from diffusers_flax.models.tiny_vae import (
     open_tiny_vae,
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.schedulers.factory import scheduler_from_config
@@ -189,6 +189,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         embeddings=(),
         unet_delta=(),
         layout=None,
+        vae_tile=None,
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -210,6 +211,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 added to the UNet's weights; see loading.deltas.UnetDelta.
             layout: Layout of the devices that programs run on; its place_params moves params there.
                 None: calls run where params are, with jit=True on all devices.
+            vae_tile: side in pixels of the tiles in which the VAE computes larger images; see
+                models.vae.with_tile. None or 0: whole images.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read; controlnet likewise,
@@ -249,6 +252,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             index,
             embeddings,
             layout,
+            vae_tile,
             **hub_options,
         )
         given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
@@ -270,13 +274,14 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         index=None,
         embeddings=(),
         layout=None,
+        vae_tile=None,
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview,
-                embeddings, layout: as for from_pretrained.
+                embeddings, layout, vae_tile: as for from_pretrained.
             given, index: as for check.
 
         Raises:
@@ -304,6 +309,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             parts["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
         for name in MODULES.keys() & configs.keys() - parts.keys():
             parts[name] = MODULES[name].from_config(configs[name], dtype=dtype)
+        if vae_tile:
+            parts["vae"] = with_tile(parts["vae"], vae_tile)
         for name in TEXT_ENCODERS.keys() & configs.keys() - parts.keys():
             text_encoder = parts[TEXT_ENCODERS[name]]
             parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
@@ -502,7 +509,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             if name in MODULES or name == "scheduler":
                 module = getattr(part, "module", part)  # a text encoder's config is not a mapping
                 settings = None if part is None else sorted(module.config.items())
-                lines.append(f"{name} {type(part).__name__} {settings} {vars(part).get('dtype')}")
+                runtime = [vars(part).get(field) for field in ("dtype", "tile")]
+                lines.append(f"{name} {type(part).__name__} {settings} {runtime}")
             elif name in TEXT_ENCODERS:
                 ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
                 lines.append(f"{name} {ids}")
