@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.models.vae import least_tile, with_tile
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import DECODED_PIXELS
@@ -96,6 +97,38 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     return pipeline, f"{what}; memory: {memory}{tiles}"
 
 
+def bytes_of_parts(pipeline, batch_size, num_branches, size):
+    """Memory of each part of the model, bytes: {part: (parameters, what a batch takes)}.
+
+    Args:
+        pipeline: as from open.
+        batch_size: images at once.
+        num_branches: of guidance.
+        size: (width, height) of the images, pixels.
+    """
+    vae = bytes_of_vae(pipeline._vae, batch_size, size, pipeline.vae.tile)
+    batch = {"unet": batch_size * bytes_per_image(pipeline, num_branches, *size), "vae": vae}
+    return {
+        part: (
+            num_bytes_of_params(pipeline, [x for x in MODULES if part_of_models((x,)) == part]),
+            batch.get(part, 0),
+        )
+        for part in PARTS
+    }
+
+
+def balance(sizes, num_devices):
+    """The number of a device for each part: the largest first, on the device with least.
+
+    sizes: {part: bytes}.
+    """
+    held, parts = [0] * num_devices, {}
+    for part in sorted(sizes, key=sizes.get, reverse=True):
+        parts[part] = held.index(min(held))
+        held[parts[part]] += sizes[part]
+    return parts
+
+
 def choose_vae_tile(pipeline, batch_size, size, available):
     """The side of tiles in which the VAE's work fits into memory; 0: whole images.
 
@@ -143,10 +176,10 @@ def bytes_of_vae(vae, batch_size, size, tile=0, encodes=False):
     return 2 * images + ARRAYS_AT_ONCE * features * width * height * itemsize
 
 
-def num_bytes_of_params(pipeline):
-    """Bytes of a pipeline's parameters after cast_params, from its configs."""
+def num_bytes_of_params(pipeline, models=tuple(MODULES)):
+    """Bytes of a pipeline's parameters after cast_params, from its configs; of these models."""
     total = 0
-    for name in MODULES:
+    for name in models:
         if (part := getattr(pipeline, name, None)) is not None:
             dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
             is_int8 = name == "unet" and pipeline.accelerate.int8

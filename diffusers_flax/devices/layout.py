@@ -18,9 +18,12 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.parameters import replace_leaves
 
 AXES = ("data", "branches", "rows")
+# The parts of models that several parts use, or none.
+MORE_MODELS = {"tiny_vae": "unet", "safety_checker": "vae"}
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,23 @@ class Layout:
     data: groups of devices, each with an equal part of the images; None: as many as there are
     devices for. branches, rows: devices of a group, along the branches of guidance and along the
     rows of the latents.
+
+    parts: {"text", "unet", "vae": number in devices} instead: text encoders, UNet and VAE are
+    programs of their own on these devices, one that is left out on the first device, and all images
+    are one group.
     """
 
     devices: tuple
     data: int | None = None
     branches: int = 1
     rows: int = 1
+    parts: tuple = ()
 
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))
+        if self.parts:
+            self._check_parts()
+            return
         if self.data is None:
             data = len(self.devices) // (self.branches * self.rows)
             object.__setattr__(self, "data", data)
@@ -48,6 +59,28 @@ class Layout:
                 f"data={self.data}, branches={self.branches} and rows={self.rows} take {needed} "
                 f"devices, given are {len(self.devices)}"
             )
+
+    def _check_parts(self):
+        parts = dict(self.parts)
+        object.__setattr__(self, "parts", tuple(sorted(parts.items())))
+        if self.data not in (None, 1) or self.branches != 1 or self.rows != 1:
+            raise ValueError(
+                "parts of the model on devices of their own exclude data, branches and rows; "
+                "choose one or the other"
+            )
+        object.__setattr__(self, "data", 1)
+        for name, number in parts.items():
+            if name not in PARTS:
+                raise ValueError(f"there is no part {name}; the parts are {', '.join(PARTS)}")
+            if not 0 <= number < len(self.devices):
+                raise ValueError(
+                    f"{name}={number}: there are {len(self.devices)} devices, 0 to "
+                    f"{len(self.devices) - 1}"
+                )
+
+    def device_of(self, part):
+        """The device of a part, a name of PARTS."""
+        return self.devices[dict(self.parts).get(part, 0)]
 
     @property
     def mesh(self):
@@ -61,7 +94,16 @@ class Layout:
         return {device.process_index for device in self.devices} == {jax.process_index()}
 
     def place_params(self, params):
-        """Replace parameters by copies on all devices, in place, one array at a time."""
+        """Replace parameters by copies on all devices, in place, one array at a time.
+
+        With parts each model is on the device of its part.
+        """
+        if self.parts:
+            for model in params.keys() - {"scheduler"}:
+                part = part_of_models((model,))
+                device = self.device_of(part if part in PARTS else MORE_MODELS[model])
+                replace_leaves(partial(jax.device_put, device=device), params[model])
+            return
         sharding = NamedSharding(self.mesh, PartitionSpec())
 
         def place(x):
@@ -108,6 +150,9 @@ class DeviceFlags:
     # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
     # tiles if whole images would not fit into the memory
     vae_tile: int | None = None
+    # devices of this machine for the parts of the model, text=0 unet=1 vae=2, one that is left out
+    # on device 0; or balanced, by their memory; default: all parts on each device
+    devices: tuple[str, ...] = ()
 
 
 def parse_layout(parallel, devices=None, most_groups=None):
@@ -154,3 +199,33 @@ def parse_layout(parallel, devices=None, most_groups=None):
         mesh = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         devices = mesh.ravel().tolist()
     return Layout(tuple(devices[: math.prod(shape)]), *shape)
+
+
+def parse_parts(words, num_devices):
+    """The parts of a Layout: {part: number of its device}, or "balanced".
+
+    Args:
+        words: of --devices, PART=NUMBER each, or balanced alone.
+        num_devices: how many devices there are.
+
+    Raises:
+        ValueError: a word is neither, names a part twice, or a device that does not exist.
+    """
+    if tuple(words) == ("balanced",):
+        return "balanced"
+    parts = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if name not in PARTS or not number.isdecimal():
+            raise ValueError(
+                f"--devices {word} must be PART=NUMBER, with a part of {', '.join(PARTS)} and the "
+                "number of a device, or balanced alone"
+            )
+        if name in parts:
+            raise ValueError(f"--devices has {name} twice; give it once")
+        if int(number) >= num_devices:
+            raise ValueError(
+                f"--devices {word} does not exist; this machine has {num_devices}, numbered from 0"
+            )
+        parts[name] = int(number)
+    return parts

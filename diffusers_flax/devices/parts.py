@@ -8,6 +8,8 @@ import functools
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+PARTS = ("text", "unet", "vae")  # as --devices names them
+
 _run_part = ContextVar("run_part", default=None)
 
 
@@ -42,3 +44,10 @@ def part(*names):
         return run
 
     return decorate
+
+
+def part_of_models(models):
+    """The name in PARTS of the part with these models, keys of params; see part."""
+    if models[0].startswith("text_encoder"):
+        return "text"
+    return "unet" if models[0] == "controlnet" else models[0]

@@ -273,12 +273,12 @@ class WithControlNet:
         """
         B, is_several = len(image), isinstance(self.controlnet, FlaxMultiControlNetModel)
         guess_mode = given.guess_mode or self.nets[0].global_pool_conditions
-        tree = params["controlnet"]
-        variables = {"params": self.controlnet.params_of(tree) if is_several else tree}
         scale = jnp.asarray(given.controlnet_conditioning_scale, jnp.float32).reshape(-1)
         acts, timesteps = self._steps_of_control(given)
 
         def compute(scale, sample, t, states, added):
+            tree = params["controlnet"]
+            variables = {"params": self.controlnet.params_of(tree) if is_several else tree}
             rows = B if guess_mode else len(sample)
             inputs = jax.tree.map(lambda x: x[:rows], (sample, states, added))
             images = jnp.concatenate([image] * (rows // B))

@@ -170,7 +170,8 @@ class Generation:
         compiled_in = tuple(options.items()), self.text_modules()
         program = log_compilation(self, jit, arrays, compiled_in)
         if self.layout is not None:
-            result = _generate_on_layout(self, compiled_in, arrays, shared, jit)
+            generate = _generate_in_parts if self.layout.parts else _generate_on_layout
+            result = generate(self, compiled_in, arrays, shared, jit)
         else:
             generate = _generate_on_all if jit else _generate_on_one
             result = generate(self, compiled_in, arrays, shared)
@@ -329,7 +330,8 @@ class Generation:
                 return finish(decode(self.tiny_vae, params["tiny_vae"], x_0))
 
             prediction_type = self.scheduler.vp_prediction_type
-            shown = () if self.layout is None else (is_first_of_group(),)
+            in_mesh = self.layout is not None and not self.layout.parts
+            shown = (is_first_of_group(),) if in_mesh else ()
             watch = self.preview.watch(tiny_decode, prediction_type, scales, keys, *shown)
         if self.accelerate:
             from diffusers_flax.acceleration import caches  # not for a plain image
@@ -538,3 +540,15 @@ def _generate_on_layout(pipeline, compiled_in, arrays, shared, jit):
 
     result = pipeline.layout.map(generate)(images, (arrays["params"], shared))
     return pipeline.layout.gather(result.reshape(*axes, *result.shape[1:]))
+
+
+def _generate_in_parts(pipeline, compiled_in, arrays, shared, jit):
+    """On the devices of the parts of a pipeline's layout, a program for each part."""
+    from diffusers_flax.devices.stages import stages_of
+
+    if jit:  # one group of devices
+        images = {name: x for name, x in arrays.items() if name != "params"}
+        arrays = arrays | jax.tree.map(lambda x: x[0], images)
+    stages = stages_of(_generate, (pipeline, compiled_in), arrays)
+    result = stages(arrays, shared, pipeline.layout.device_of)
+    return result[None] if jit else result
