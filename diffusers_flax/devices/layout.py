@@ -12,6 +12,7 @@ may belong to several processes: all make the same calls, and get the same array
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np

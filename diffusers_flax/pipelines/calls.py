@@ -258,7 +258,7 @@ def check_layout(layout, jit, prompt_ids, kernel):
     devices = {layout.device_of("unet")} if layout.parts else {*layout.devices}
     if kernel.ndim != 4 or not isinstance(kernel, jax.Array) or kernel.devices() != devices:
         raise ValueError(
-            f"params are not on the {len(devices)} devices of the layout; put them there "
+            f"params are not on the {len(layout.devices)} devices of the layout; put them there "
             "once: layout.place_params(params)"
         )
 

@@ -1,0 +1,216 @@
+"""Parts of a model on devices of their own give the images of one device."""
+
+import dataclasses
+import logging
+
+import jax
+import numpy as np
+import pytest
+from helpers import random_inputs, slow
+from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax import (
+    FlaxStableDiffusionImg2ImgPipeline,
+    FlaxStableDiffusionInpaintPipeline,
+    FlaxStableDiffusionXLControlNetPipeline,
+    FlaxStableDiffusionXLImg2ImgPipeline,
+    FlaxStableDiffusionXLInpaintPipeline,
+    FlaxStableDiffusionXLPipeline,
+)
+from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.devices.layout import Layout, parse_parts
+from diffusers_flax.devices.stages import stages_of
+from diffusers_flax.memory import balance
+from diffusers_flax.pipelines import generation
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+
+OPTIONS = dict(num_inference_steps=3, guidance_scale=3.0)
+KEY = jax.random.key(3)
+PROMPTS = ["make it red", "it"]
+
+
+def parts_layout(**parts):
+    parts = parts or {"text": 0, "unet": 1, "vae": 2}
+    return Layout(jax.devices()[:3], parts=parts)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    made = {
+        "sd": make_tiny_pipeline(root / "sd", in_channels=4),
+        "edit": make_tiny_pipeline(root / "edit"),
+        "xl": make_tiny_xl(root / "xl"),
+        "xl edit": make_tiny_xl(root / "xl_edit", edits=True),
+        "xl inpaint": make_tiny_xl(root / "xl_inpaint", inpaints=True),
+        "refiner": make_tiny_xl(root / "refiner", refiner=True),
+    }
+    made["controlnet"] = make_tiny_controlnet(root / "net", made["xl"], halvings=3)
+    return made
+
+
+def mask():
+    """White in the middle, (2, 32, 32)."""
+    return np.pad(np.ones((2, 8, 8), np.float32), ((0, 0), (12, 12), (12, 12)))
+
+
+CASES = {
+    "text to image": (FlaxStableDiffusionXLPipeline, "xl", {}),
+    "masked edit": (FlaxDiffusionPipeline, "edit", {"mask": True}),
+    "edit": (FlaxDiffusionPipeline, "xl edit", {"image_guidance_scale": 1.2}),
+    "image to image": (FlaxStableDiffusionImg2ImgPipeline, "sd", {"strength": 0.7}),
+    "xl image to image": (FlaxStableDiffusionXLImg2ImgPipeline, "xl", {"strength": 0.7}),
+    "refiner": (FlaxStableDiffusionXLImg2ImgPipeline, "refiner", {"strength": 0.7}),
+    "inpainting": (FlaxStableDiffusionInpaintPipeline, "sd", {"mask": True, "strength": 0.7}),
+    "inpainting by 9 channels": (
+        FlaxStableDiffusionXLInpaintPipeline,
+        "xl inpaint",
+        {"mask": True},
+    ),
+    "controlnet": (FlaxStableDiffusionXLControlNetPipeline, "xl", {"controlnet": True}),
+    "latents": (FlaxStableDiffusionXLPipeline, "xl", {"output_type": "latent"}),
+    "negative": (FlaxStableDiffusionXLPipeline, "xl", {"negative": True}),
+    "deepcache": (FlaxStableDiffusionXLPipeline, "xl", {"accelerate": "deepcache"}),
+    "spectrum": (FlaxStableDiffusionXLPipeline, "xl", {"accelerate": "guidance:stop=0.5"}),
+    "tiles": (FlaxStableDiffusionXLPipeline, "xl", {"vae_tile": 32}),
+}
+
+
+def run(folders, case, layout, again=False):
+    """The images of a case, once by call and once for a program's batch."""
+    pipeline_type, name, options = CASES[case]
+    options = OPTIONS | options
+    opening = {x: options.pop(x) for x in ("accelerate", "vae_tile") if x in options}
+    if options.pop("controlnet", False):
+        opening["controlnet"] = folders["controlnet"]
+    pipeline, params = pipeline_type.from_pretrained(folders[name], layout=layout, **opening)
+    if layout is not None:
+        layout.place_params(params)
+    image, _ = random_inputs(2, 32, 32)
+    inputs = pipeline.prepare_text_inputs(PROMPTS)
+    is_from_text = pipeline_type is FlaxStableDiffusionXLPipeline
+    if options.pop("mask", False):
+        inputs = pipeline.prepare_inputs(PROMPTS, image, mask())
+        if name == "edit":
+            *inputs, options["mask"] = inputs
+    elif not is_from_text:
+        inputs = pipeline.prepare_inputs(PROMPTS, image)
+    else:
+        inputs = (inputs,)
+    if options.pop("negative", False):
+        options["neg_prompt_ids"] = pipeline.prepare_text_inputs("red")
+    return pipeline, inputs, params, options
+
+
+@pytest.mark.parametrize("case", [*list(CASES)[:2], *slow(*list(CASES)[2:])])
+def test_images_are_those_of_one_device(folders, case):
+    pipeline, inputs, params, options = run(folders, case, None)
+    expected = pipeline(*inputs, params, KEY, **options).images
+    layout = parts_layout()
+    pipeline, inputs, params, options = run(folders, case, layout)
+    images = pipeline(*inputs, params, KEY, **options).images
+    last = 1 if case == "latents" else 2
+    assert images.devices() == {layout.devices[last]}
+    np.testing.assert_allclose(images, expected, atol=1e-6)
+
+
+def test_programs_are_compiled_once(folders, caplog):
+    """Also for a program's batches, of one group; each part has its own parameters only."""
+    caplog.set_level(logging.INFO)
+    layout = parts_layout(unet=2, text=1)  # the VAE is on device 0
+    pipeline, inputs, params, options = run(folders, "text to image", layout)
+    places = {name: next(iter(jax.tree.leaves(tree))).devices() for name, tree in params.items()}
+    one, two, three = ({device} for device in layout.devices)
+    assert [places[x] for x in ("vae", "text_encoder", "text_encoder_2", "unet")] == [
+        *(one, two, two, three)
+    ]
+    stages = []
+
+    def stages_of_call(*args):
+        stages.append(stages_of(*args))
+        return stages[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diffusers_flax.devices.stages.stages_of", stages_of_call)
+        first = pipeline(*inputs, params, KEY, **options).images
+        second = pipeline(*inputs, params, KEY, **options).images
+        batch = [x[None] for x in inputs]
+        third = pipeline(*batch, params, KEY, jit=True, **options).images
+        pipeline(*(x[:1] for x in inputs), params, KEY, **options)
+    assert stages[0] is stages[1] is stages[2]
+    assert stages[0].num_traces == 6  # three parts of two sizes
+    assert [x for x in caplog.messages if "program of" in x][:3] == [
+        f"compiling the program of {part}" for part in ("text", "unet", "vae")
+    ]
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(third[0], first, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_one_part_at_a_time_from_the_host(folders):
+    """The programs of component offload where there is no memory of another kind."""
+    pipeline, inputs, params, options = run(folders, "text to image", None)
+    expected = pipeline(*inputs, params, KEY, **options).images
+    params = jax.tree.map(np.asarray, params)
+    device = jax.devices()[1]
+    arrays = {"prompt_ids": inputs[0], "params": params, "prng_seed": KEY}
+    compiled_in = (("num_inference_steps", 3),), pipeline.text_modules()
+    stages = stages_of(generation._generate, (pipeline, compiled_in), arrays)
+    shared = {"guidance_scale": np.float32(3)}
+    images = stages(arrays, shared, lambda part: device, one_at_a_time=True)
+    np.testing.assert_allclose(images, expected, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_previews_of_parts(folders, tmp_path):
+    from diffusers import AutoencoderTiny
+
+    tiny = AutoencoderTiny(encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4)
+    tiny.save_pretrained(tmp_path)
+    shown = []
+    preview = Preview(1, lambda step, keys, images: shown.append((step, images)), str(tmp_path))
+    results = []
+    for layout in (None, parts_layout()):
+        opened = FlaxStableDiffusionXLPipeline.from_pretrained(
+            folders["xl"], layout=layout, preview=preview
+        )
+        pipeline, params = opened
+        if layout is not None:
+            layout.place_params(params)
+        pipeline(pipeline.prepare_inputs(PROMPTS), params, KEY, **OPTIONS)
+        jax.effects_barrier()
+        results.append(sorted(shown, key=lambda x: x[0]))
+        shown.clear()
+    assert [step for step, _ in results[1]] == [1, 2]
+    for (_, first), (_, second) in zip(*results):
+        np.testing.assert_allclose(first, second, atol=1e-6)
+
+
+def test_what_does_not_fit(folders):
+    devices = jax.devices()[:2]
+    for error, call in (
+        ("--devices unte=1 must be PART=NUMBER", lambda: parse_parts(["unte=1"], 4)),
+        ("--devices unet=a must be PART=NUMBER", lambda: parse_parts(["unet=a"], 4)),
+        ("--devices has unet twice", lambda: parse_parts(["unet=0", "unet=1"], 4)),
+        ("--devices vae=4 does not exist; this machine has 4", lambda: parse_parts(["vae=4"], 4)),
+        ("balanced must be PART=NUMBER", lambda: parse_parts(["balanced", "vae=1"], 4)),
+        ("vae=2: there are 2 devices, 0 to 1", lambda: Layout(devices, parts={"vae": 2})),
+        ("there is no part decoder", lambda: Layout(devices, parts={"decoder": 0})),
+        ("exclude data, branches and rows", lambda: Layout(devices, rows=2, parts={"vae": 1})),
+    ):
+        with pytest.raises(ValueError, match=error):
+            call()
+    assert parse_parts(["text=0", "vae=2"], 3) == {"text": 0, "vae": 2}
+    layout = Layout(devices, parts={"vae": 1})
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl"], layout=layout)
+    assert hash(layout) == hash(dataclasses.replace(layout, data=None))
+    with pytest.raises(ValueError, match="params are not on the"):
+        params = jax.device_put(params, jax.devices()[1])
+        pipeline(pipeline.prepare_inputs("red"), params, KEY, **OPTIONS)
+
+
+def test_balanced_parts():
+    sizes = {"text": 16, "unet": 51, "vae": 33}
+    assert balance(sizes, 1) == {"text": 0, "unet": 0, "vae": 0}
+    assert balance(sizes, 2) == {"text": 1, "unet": 0, "vae": 1}
+    assert balance(sizes, 3) == {"text": 2, "unet": 0, "vae": 1}
