@@ -43,10 +43,10 @@ from command_line import check_image_file, check_scale, check_seed, print_files,
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.devices.layout import DeviceFlags
+from diffusers_flax.devices.layout import DeviceFlags, layout_of_flags
 from diffusers_flax.images import IMAGE_FORMATS, save_image
 from diffusers_flax.loading.hub import with_single_files
-from diffusers_flax.parameters import choose_dtype, replicate_params
+from diffusers_flax.parameters import choose_dtype, place_params
 from diffusers_flax.pipelines.calls import count_steps, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
@@ -235,8 +235,8 @@ def run_edits(pipeline, params, edits, sizes, config):
         config: Config.
     """
     stages = stages_of(edits)
-    devices = devices_for(len(edits), stages)
-    replicate_params(params, devices)
+    devices = devices_for(len(edits), stages, pipeline.layout)
+    place_params(params, devices, pipeline.layout)
     with tqdm(total=len(edits), unit="edit") as bar:
         batches = edit_batches(
             pipeline,
@@ -290,6 +290,7 @@ def check_flags(config):
 def run(config):
     """Check the flags and images, load the model, edit and write."""
     check_flags(config)
+    layout = layout_of_flags(config)
     if config.edits_jsonl:
         edits = edits_of_jsonl(config.edits_jsonl)
     else:
@@ -347,6 +348,7 @@ def run(config):
         partial(plan_edits, branches=branches, **of_edits),
         config.embedding,
         config.unet_delta,
+        layout,
     )
     instructions = [edit.instruction for edit in edits]
     pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])

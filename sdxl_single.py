@@ -41,10 +41,11 @@ from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.devices.layout import DeviceFlags, layout_of_flags
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.memory import plan_images
-from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
+from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.calls import AYS_SDXL, check_steps, count_steps, timestep_options
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
@@ -52,13 +53,13 @@ from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
 
 @dataclass(frozen=True)
-class Config(BatchFlags, PreviewFlags, ImageFlags):
+class Config(DeviceFlags, BatchFlags, PreviewFlags, ImageFlags):
     """Flags of command_line.py, and those of this script alone."""
 
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
-def open_pipeline(config, steps, outputs):
+def open_pipeline(config, layout, steps, outputs):
     """(the pipeline with the chosen scheduler, without weights; its branches of guidance)."""
     model, revision = config.pretrained_model_name_or_path, config.revision
     check_xl(model, revision, config.unet)
@@ -72,6 +73,7 @@ def open_pipeline(config, steps, outputs):
         config.preview, config.preview_decoder, outputs, num_steps, config.seed, [config.grid]
     )
     added = dict(accelerate=config.accelerate, preview=preview, embeddings=config.embedding)
+    added |= {"layout": layout}
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
     branches = pipeline.guidance_branches(config.guidance_scale)
     check_steps(scheduler, state, steps, pipeline.accelerate, branches)
@@ -84,7 +86,8 @@ def run(config):
     check_scheduler(config.scheduler)
     config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
     use_compilation_cache(config.compilation_cache_dir)
-    devices = jax.local_devices()
+    layout = layout_of_flags(config)
+    devices = jax.local_devices() if layout is None else layout.groups
     prompts = list_prompts(config, len(devices) * config.batch_size)
     outputs = image_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
@@ -92,12 +95,12 @@ def run(config):
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
 
     # 1. Load
-    pipeline, branches = open_pipeline(config, steps, outputs)
+    pipeline, branches = open_pipeline(config, layout, steps, outputs)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
     of_batch = len(prompts), batch_size, branches, (width, height)
-    pipeline, planned = plan_images(pipeline, devices, *of_batch)
+    pipeline, planned = plan_images(pipeline, devices, *of_batch, vae_tile=config.vae_tile)
     weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
     model, revision = config.pretrained_model_name_or_path, config.revision
     params = pipeline.load_params(model, revision, **weights)
@@ -112,7 +115,7 @@ def run(config):
     pipeline.embeddings.warn_unused([*prompts, config.negative_prompt])
 
     # 4. Replicate the parameters, split the rest
-    replicate_params(params, devices)
+    place_params(params, devices, pipeline.layout)
     keys = keys_per_image(jax.random.key(config.seed), len(prompts))
     arrays = dict(prompt_ids=ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
     print(planned, file=sys.stderr)

@@ -42,6 +42,7 @@ from command_line import (
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import no_compilation_cache
+from diffusers_flax.devices.layout import DeviceFlags
 from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.loading.hub import with_single_files
@@ -55,7 +56,7 @@ from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
 
 @dataclass(frozen=True)
-class Config(BatchFlags, ImageFlags):
+class Config(DeviceFlags, BatchFlags, ImageFlags):
     """Flags of command_line.py, and those of this script alone."""
 
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
@@ -126,6 +127,10 @@ def run(config):
     check_image_flags(config)
     check_scheduler(config.scheduler)
     config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
+    if config.devices or config.parallel:
+        raise ValueError(
+            "--devices and --parallel are for sdxl_single.py; this saves an executable"
+        )
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     devices = jax.local_devices()
     prompts = list_prompts(config, len(devices) * config.batch_size)
@@ -140,7 +145,7 @@ def run(config):
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
     of_batch = len(prompts), batch_size, branches, (width, height)
-    pipeline, planned = plan_images(pipeline, devices, *of_batch)
+    pipeline, planned = plan_images(pipeline, devices, *of_batch, vae_tile=config.vae_tile)
     weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
     model, revision = config.pretrained_model_name_or_path, config.revision
     params = pipeline.load_params(model, revision, **weights)

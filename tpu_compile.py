@@ -357,6 +357,11 @@ def check_flags(config, num_devices):
     if isinstance(config, Images):
         check_scale("guidance_scale", config.guidance_scale)
         check_scheduler(config.scheduler)
+        if config.devices:
+            raise ValueError(
+                f"--devices {' '.join(config.devices)} makes several programs, and this compiles "
+                "one; leave it out"
+            )
 
 
 def make_job(config, devices):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from diffusers_flax.devices.layout import BALANCED
 from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.models.vae import least_tile, with_tile
 from diffusers_flax.pipelines.base import MODULES
@@ -66,16 +67,26 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         ValueError: a lower bound on the memory is more than there is, or vae_tile is not a side of
             tiles.
     """
-    params = num_bytes_of_params(pipeline)
-    per_device = batch_size * bytes_per_image(pipeline, len(branches), *size)
+    pipeline = with_balanced_parts(pipeline, batch_size, len(branches), size)
+    held = bytes_of_devices(pipeline, batch_size, len(branches), size)
+    params = sum(params for params, _ in held)
     stats = devices[0].memory_stats() or {}
     on_host = devices[0].platform == "cpu"  # its devices share memory, and may share weights
     available = host_memory() if on_host else stats.get("bytes_limit")
-    sharing = len(devices) if on_host else 1  # devices that share the memory
-    needed = params + sharing * per_device
+    sharing = len(devices) if on_host else 1  # groups of devices that share the memory
+    needed = max(map(sum, held))
+    if on_host:
+        needed = params + sharing * sum(batch for _, batch in held)
+    layout = pipeline.layout
+    on_each = f"on each of {len(devices)} {devices[0].device_kind}"
+    if layout is not None and layout.parts:
+        places = ", ".join(
+            f"{part} on {layout.devices.index(layout.device_of(part))}" for part in PARTS
+        )
+        on_each = f"with {places} of {len(layout.devices)} {devices[0].device_kind}"
     what = (
         f"{num_images} image{'s' * (num_images > 1)} of {up_to}{size[0]}x{size[1]} pixels, "
-        f"{batch_size} at once on each of {len(devices)} {devices[0].device_kind}"
+        f"{batch_size} at once {on_each}"
     )
     memory = f"at least {_in_bytes(needed)}"
     if available:
@@ -87,7 +98,10 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         )
     is_chosen = vae_tile is None
     if is_chosen:
-        left = (available - params) / sharing if available else math.inf
+        place = 0 if layout is None or not layout.parts else dict(layout.parts).get("vae", 0)
+        left = math.inf
+        if available:
+            left = (available - (params if on_host else held[place][0])) / sharing
         vae_tile = choose_vae_tile(pipeline, batch_size, size, left)
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     tiles = ""
@@ -97,8 +111,10 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     return pipeline, f"{what}; memory: {memory}{tiles}"
 
 
-def bytes_of_parts(pipeline, batch_size, num_branches, size):
-    """Memory of each part of the model, bytes: {part: (parameters, what a batch takes)}.
+def bytes_of_devices(pipeline, batch_size, num_branches, size):
+    """A lower bound on the memory of each device, bytes: [(parameters, what a batch takes)].
+
+    It has one entry, unless the layout has parts of the model on devices of their own.
 
     Args:
         pipeline: as from open.
@@ -106,15 +122,37 @@ def bytes_of_parts(pipeline, batch_size, num_branches, size):
         num_branches: of guidance.
         size: (width, height) of the images, pixels.
     """
-    vae = bytes_of_vae(pipeline._vae, batch_size, size, pipeline.vae.tile)
-    batch = {"unet": batch_size * bytes_per_image(pipeline, num_branches, *size), "vae": vae}
-    return {
-        part: (
-            num_bytes_of_params(pipeline, [x for x in MODULES if part_of_models((x,)) == part]),
-            batch.get(part, 0),
-        )
-        for part in PARTS
-    }
+    layout = pipeline.layout
+    image = batch_size * math.prod(size) * 3 * 4
+    unet = batch_size * bytes_per_image(pipeline, num_branches, *size)
+    if layout is None or not layout.parts:
+        return [(num_bytes_of_params(pipeline), unet)]
+    held = [[0, 0] for _ in layout.devices]
+    for part, batch in (("text", 0), ("unet", unet), ("vae", image)):
+        of_device = held[layout.devices.index(layout.device_of(part))]
+        of_device[0] += num_bytes_of_params(pipeline, models_of_part(part))
+        of_device[1] = max(of_device[1], batch)
+    return held
+
+
+def models_of_part(part):
+    """The names in MODULES of a part's models."""
+    return [model for model in MODULES if part_of_models((model,)) == part]
+
+
+def with_balanced_parts(pipeline, batch_size, num_branches, size):
+    """The pipeline with the devices of its parts chosen by memory, if its layout wants that.
+
+    Arguments as for bytes_of_devices.
+    """
+    layout = pipeline.layout
+    if layout is None or layout.parts != BALANCED:
+        return pipeline
+    sizes = {part: num_bytes_of_params(pipeline, models_of_part(part)) for part in PARTS}
+    sizes["unet"] += batch_size * bytes_per_image(pipeline, num_branches, *size)
+    sizes["vae"] += bytes_of_vae(pipeline._vae, batch_size, size, pipeline.vae.tile)
+    parts = balance(sizes, len(layout.devices))
+    return replace(pipeline, layout=replace(layout, parts=parts))
 
 
 def balance(sizes, num_devices):

@@ -85,6 +85,14 @@ def replicate_params(params, devices):
     replace_leaves(lambda x: jax_utils.replicate(x, devices), params)
 
 
+def place_params(params, devices, layout=None):
+    """replicate_params, or where a Layout has the parameters."""
+    if layout is None:
+        replicate_params(params, devices)
+    else:
+        layout.place_params(params)
+
+
 def choose_dtype(name):
     """The dtype of a --dtype flag; None: float32 on a CPU, else bfloat16."""
     return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

@@ -193,6 +193,7 @@ def load_model(
     plan=lambda pipeline: (pipeline, ""),
     embedding=(),
     unet_delta=(),
+    layout=None,
 ):
     """Read a model.
 
@@ -206,6 +207,7 @@ def load_model(
             and a line to print after that, or "".
         embedding: files with new tokens, see loading.embeddings.Embeddings.
         unet_delta: difference to add to the UNet, see loading.deltas.UnetDelta.
+        layout: of the devices, see devices.layout.Layout; None: each makes images of its own.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
@@ -217,6 +219,7 @@ def load_model(
         accelerate=accelerate,
         preview=preview,
         embeddings=embedding,
+        layout=layout,
     )
     pipeline, planned = plan(pipeline)
     params = pipeline.load_params(model, lora=lora, unet_delta=unet_delta)
@@ -226,13 +229,16 @@ def load_model(
     return pipeline, params
 
 
-def devices_for(num_edits, stages=None):
+def devices_for(num_edits, stages=None, layout=None):
     """The local devices that edits run on, no more than there are edits at once.
 
     Args:
         num_edits: number of edits.
         stages: of stages_of; None: all in one.
+        layout: of the pipeline; the devices are the first ones of its groups.
     """
+    if layout is not None:
+        return layout.groups
     return jax.local_devices()[: max(Counter(stages or [0] * num_edits).values())]
 
 
@@ -259,7 +265,7 @@ def plan_edits(pipeline, sizes, batch_size, branches, stages=None, masked=None, 
         stages: of stages_of; None: all in one.
         masked: whether each edit has a mask; None: none has.
     """
-    devices = devices_for(len(sizes), stages)
+    devices = devices_for(len(sizes), stages, pipeline.layout)
     kinds = zip(sizes, masked or [False] * len(sizes))
     groups = zip(stages or [0] * len(sizes), kinds)
     at_once = rows_at_once(groups, batch_size, len(devices))
@@ -298,8 +304,8 @@ def edit_batches(
 
     Args:
         pipeline: InstructPix2Pix.
-        params: its parameters, on each of the devices.
-        devices: jax devices.
+        params: its parameters, on each of the devices, or where the pipeline's layout has them.
+        devices: jax devices, one of each group of a layout.
         edits: objects with index, instruction and input, which names the image in errors.
         sizes: (width, height) of each edit.
         load: (edit, size) -> the PIL image to edit, of that size.

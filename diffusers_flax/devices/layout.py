@@ -23,6 +23,7 @@ from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.parameters import replace_leaves
 
 AXES = ("data", "branches", "rows")
+BALANCED = "balanced"
 # The parts of models that several parts use, or none.
 MORE_MODELS = {"tiny_vae": "unet", "safety_checker": "vae"}
 
@@ -37,7 +38,7 @@ class Layout:
 
     parts: {"text", "unet", "vae": number in devices} instead: text encoders, UNet and VAE are
     programs of their own on these devices, one that is left out on the first device, and all images
-    are one group.
+    are one group. Or BALANCED, until memory.balanced has chosen the devices.
     """
 
     devices: tuple
@@ -62,14 +63,16 @@ class Layout:
             )
 
     def _check_parts(self):
-        parts = dict(self.parts)
-        object.__setattr__(self, "parts", tuple(sorted(parts.items())))
         if self.data not in (None, 1) or self.branches != 1 or self.rows != 1:
             raise ValueError(
                 "parts of the model on devices of their own exclude data, branches and rows; "
                 "choose one or the other"
             )
         object.__setattr__(self, "data", 1)
+        if self.parts == BALANCED:
+            return
+        parts = dict(self.parts)
+        object.__setattr__(self, "parts", tuple(sorted(parts.items())))
         for name, number in parts.items():
             if name not in PARTS:
                 raise ValueError(f"there is no part {name}; the parts are {', '.join(PARTS)}")
@@ -82,6 +85,13 @@ class Layout:
     def device_of(self, part):
         """The device of a part, a name of PARTS."""
         return self.devices[dict(self.parts).get(part, 0)]
+
+    @property
+    def groups(self):
+        """The first device of each group, a list."""
+        if self.parts:
+            return [self.devices[0]]
+        return list(self.devices[:: self.branches * self.rows])
 
     @property
     def mesh(self):
@@ -202,6 +212,20 @@ def parse_layout(parallel, devices=None, most_groups=None):
     return Layout(tuple(devices[: math.prod(shape)]), *shape)
 
 
+def layout_of_flags(flags):
+    """The Layout of DeviceFlags, or None if each device makes images of its own.
+
+    Raises:
+        ValueError: the flags are not valid, or exclude each other.
+    """
+    if not flags.devices:
+        return parse_layout(flags.parallel)
+    if flags.parallel:
+        raise ValueError("--devices excludes --parallel; give one of them")
+    devices = jax.local_devices()
+    return Layout(devices, parts=parse_parts(flags.devices, len(devices)))
+
+
 def parse_parts(words, num_devices):
     """The parts of a Layout: {part: number of its device}, or "balanced".
 
@@ -212,8 +236,8 @@ def parse_parts(words, num_devices):
     Raises:
         ValueError: a word is neither, names a part twice, or a device that does not exist.
     """
-    if tuple(words) == ("balanced",):
-        return "balanced"
+    if tuple(words) == (BALANCED,):
+        return BALANCED
     parts = {}
     for word in words:
         name, _, number = word.partition("=")
