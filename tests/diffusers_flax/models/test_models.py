@@ -411,7 +411,7 @@ def test_vae_decodes_channels_last_latents_as_well():
 @pytest.mark.parametrize(
     ("height", "width", "tile"),
     [
-        (56, 40, 32),
+        pytest.param(56, 40, 32, marks=pytest.mark.slow),
         pytest.param(80, 24, 32, marks=pytest.mark.slow),
         pytest.param(36, 100, 16, marks=pytest.mark.slow),
         pytest.param(32, 28, 32, marks=pytest.mark.slow),

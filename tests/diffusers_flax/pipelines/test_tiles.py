@@ -1,0 +1,178 @@
+"""Pipelines whose VAE works in tiles, against PyTorch's enable_tiling; the choice of a tile."""
+
+import math
+from dataclasses import replace
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import PROMPTS, psnr, random_inputs, save_tiny_vae
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax import FlaxStableDiffusionXLPipeline, memory
+from diffusers_flax.devices.layout import Layout
+from diffusers_flax.models.vae import with_tile
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.sampling import decode
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {"edit": make_tiny_pipeline(root / "edit"), "xl": make_tiny_xl(root / "xl")}
+
+
+def tiled_by_torch(pipeline, tile, factor):
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.vae.enable_tiling()
+    pipeline.vae.tile_sample_min_size, pipeline.vae.tile_latent_min_size = tile, tile // factor
+    return pipeline
+
+
+def test_edits_equal_pytorchs_enable_tiling(folders):
+    """Two images of a size that is no multiple of the tile, encoded and decoded."""
+    images, latents = random_inputs(2, 56, 40)
+    edit = diffusers.StableDiffusionInstructPix2PixPipeline.from_pretrained(
+        folders["edit"], safety_checker=None
+    )
+    tensors = torch.tensor(images).permute(0, 3, 1, 2)
+    options = dict(num_inference_steps=4, guidance_scale=3.0, image_guidance_scale=1.5)
+    arguments = dict(image=tensors, latents=torch.tensor(latents), output_type="np")
+    whole = edit(PROMPTS[:2], **arguments, **options).images
+    expected = tiled_by_torch(edit, 32, 4)(PROMPTS[:2], **arguments, **options).images
+    assert psnr(whole, expected) < 50
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["edit"], vae_tile=32)
+    inputs = pipeline.prepare_inputs(PROMPTS[:2], images)
+    found = pipeline(*inputs, params, KEY, latents=latents, **options).images
+    assert psnr(found, expected) > 60
+
+
+@pytest.mark.slow
+def test_sdxl_equals_pytorchs_enable_tiling(folders):
+    theirs = diffusers.StableDiffusionXLPipeline.from_pretrained(
+        folders["xl"], add_watermarker=False
+    )
+    _, latents = random_inputs(2, 72, 104, 8)
+    options = dict(num_inference_steps=3, guidance_scale=3.0, height=72, width=104)
+    expected = tiled_by_torch(theirs, 32, 8)(
+        PROMPTS[:2], latents=torch.tensor(latents), output_type="np", **options
+    ).images
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=32)
+    ids = pipeline.prepare_inputs(PROMPTS[:2])
+    found = pipeline(ids, params, KEY, latents=latents, **options).images
+    assert psnr(found, expected) > 60
+
+
+def test_the_config_has_no_tile(folders):
+    pipeline, _ = FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=32)
+    assert pipeline.vae.tile == pipeline._vae.tile == 32
+    assert "tile" not in pipeline.vae.config
+    assert replace(pipeline, vae=with_tile(pipeline.vae, 0)).vae.tile is None
+    with pytest.raises(ValueError, match="--vae_tile 40 is not a multiple of 32 pixels; try 32"):
+        FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=40)
+    with pytest.raises(ValueError, match="--vae_tile -8 is not a multiple of 32 pixels; try 32"):
+        FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=-8)
+
+
+@pytest.mark.slow
+def test_rows_on_several_devices_leave_tiles_whole(folders):
+    """Each device of a group computes all tiles."""
+    images = []
+    for layout in (None, Layout(jax.devices()[:2], rows=2)):
+        pipeline, params = FlaxDiffusionPipeline.from_pretrained(
+            folders["xl"], vae_tile=32, layout=layout
+        )
+        if layout is not None:
+            layout.place_params(params)
+        ids = pipeline.prepare_inputs(PROMPTS[:1])
+        images.append(pipeline(ids, params, KEY, num_inference_steps=2).images)
+    np.testing.assert_allclose(*images, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_taesd_decodes_whole_images(folders, tmp_path):
+    save_tiny_vae(tmp_path, (8,) * 4)
+    images = []
+    for tile in (None, 32):
+        pipeline, params = FlaxDiffusionPipeline.from_pretrained(
+            folders["xl"], vae_tile=tile, accelerate=f"taesd:path={tmp_path}"
+        )
+        ids = pipeline.prepare_inputs(PROMPTS[:1])
+        images.append(pipeline(ids, params, KEY, num_inference_steps=2).images)
+    np.testing.assert_array_equal(*images)
+
+
+@pytest.mark.slow
+def test_temporary_memory_is_of_one_row_of_tiles(folders):
+    """By the compiled program for the CPU: a fourth of the pixels at once, and no copy more."""
+    pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"])
+    shapes = jax.eval_shape(pipeline.vae.init_weights, KEY)
+    latents = jax.ShapeDtypeStruct((1, 4, 64, 64), jnp.float32)
+    taken = {}
+    for tile in (0, 128):
+        vae = with_tile(pipeline.vae, tile)
+        compiled = jax.jit(lambda p, x, vae=vae: decode(vae, p, x)).lower(shapes, latents).compile()
+        taken[tile] = compiled.memory_analysis().temp_size_in_bytes
+    image = 512 * 512 * 3 * 4
+    assert taken[128] < taken[0] / 8 + 4 * image
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_choice_of_a_tile(folders, batch_size):
+    pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"])  # its VAE is for 64 pixels
+    size, choose = (1024, 1024), memory.choose_vae_tile
+    whole = memory.bytes_of_vae(pipeline._vae, batch_size, size)
+    of_64 = memory.bytes_of_vae(pipeline._vae, batch_size, size, 64)
+    assert of_64 < whole / 2
+    assert choose(pipeline, batch_size, size, math.inf) == 0
+    assert choose(pipeline, batch_size, size, whole) == 0
+    assert choose(pipeline, batch_size, size, whole - 1) == 64
+    assert choose(pipeline, batch_size, size, of_64) == 64
+    assert choose(pipeline, batch_size, size, of_64 - 1) == 32  # the least
+    assert choose(pipeline, batch_size, size, 0) == 32
+
+
+def test_the_plan_says_which_tile(folders, monkeypatch):
+    pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"])
+    monkeypatch.setattr(memory, "host_memory", lambda: 2**30)
+
+    def plan(**options):
+        of_batch = 4, 1, ("text", "null"), (512, 512)
+        return memory.plan_images(pipeline, jax.devices()[:2], *of_batch, **options)
+
+    planned, line = plan(vae_tile=32)
+    assert planned.vae.tile == 32
+    assert line.endswith("; the VAE works in tiles of 32 pixels")
+    planned, line = plan()
+    assert planned.vae.tile is None and "tiles" not in line
+    planned, line = plan(vae_tile=1024)
+    assert planned.vae.tile == 1024 and "tiles" not in line
+    needed = memory.num_bytes_of_params(pipeline) + 2 * memory.bytes_of_vae(
+        pipeline._vae, 1, (512, 512)
+    )
+    monkeypatch.setattr(memory, "host_memory", lambda: needed - 1)
+    planned, line = plan()
+    assert planned.vae.tile == 64
+    assert line.endswith("tiles of 64 pixels, as whole images would not fit")
+    assert plan(vae_tile=0)[0].vae.tile is None
+    with pytest.raises(ValueError, match="--vae_tile 33 is not a multiple of 32"):
+        plan(vae_tile=33)
+
+
+def test_the_plan_counts_each_device(folders):
+    layout = Layout(jax.devices()[:3], parts="balanced")
+    pipeline = replace(FlaxStableDiffusionXLPipeline.open(folders["xl"]), layout=layout)
+    of_batch = 4, 2, ("text", "null"), (64, 64)
+    planned, line = memory.plan_images(pipeline, layout.groups, *of_batch)
+    assert sorted(number for _, number in planned.layout.parts) == [0, 1, 2]
+    places = ", ".join(f"{x} on {dict(planned.layout.parts)[x]}" for x in ("text", "unet", "vae"))
+    assert f"2 at once with {places} of 3 cpu" in line
+    held = memory.bytes_of_devices(planned, 2, 2, (64, 64))
+    assert sum(params for params, _ in held) == memory.num_bytes_of_params(pipeline)
+    unet = sum(4 * math.prod(shape) for shape in pipeline.unet._param_shapes().values())
+    assert held[dict(planned.layout.parts)["unet"]][0] == unet
