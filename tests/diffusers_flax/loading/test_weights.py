@@ -533,6 +533,13 @@ def test_every_bad_key_is_named(folder, form):
     assert str(error.value) == f"{folder / name} {BAD_REPORT}"
 
 
+def test_weights_of_another_family_are_named(folder):
+    of_xl = tiny_state(**{"add_embedding.linear_1.bias": (2,)})
+    save_single(folder, of_xl)
+    with pytest.raises(ValueError, match="the weights are of SDXL, the config is of Stable Diff"):
+        TinyModel.from_pretrained(folder)
+
+
 def test_save_refuses_replicated_params(tmp_path):
     replicated = jax.tree.map(lambda x: np.stack([x] * 2), tiny_params())
     with pytest.raises(ValueError, match=r"params does not fit .*conv_in/bias is \(2, 6\)"):
