@@ -535,6 +535,13 @@ def print_files(paths):
         print(f"... {len(paths)} images")
 
 
+def print_continued(num_finished, num_images):
+    """Say how many images an earlier start of this command has made."""
+    if num_finished:
+        made = f"{num_finished} of {num_images} image{'s' * (num_images > 1)}"
+        print(f"made already by this command: {made}", file=sys.stderr)
+
+
 def list_prompts(config, per_batch):
     """Each image's prompt.
 

@@ -29,6 +29,7 @@ Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arX
 """
 
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -39,11 +40,20 @@ import jax
 from PIL import ImageOps
 from tqdm import tqdm
 
-from command_line import check_image_file, check_scale, check_seed, print_files, run_main
+from command_line import (
+    check_image_file,
+    check_scale,
+    check_seed,
+    print_continued,
+    print_files,
+    run_main,
+)
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.layout import DeviceFlags, layout_of_flags
+from diffusers_flax.devices.resuming import checksum_of, id_maker, is_finished
+from diffusers_flax.devices.serving import IN_FLIGHT, DeviceClock, FileWriter
 from diffusers_flax.images import IMAGE_FORMATS, save_image
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype, place_params
@@ -222,7 +232,59 @@ def before_after_grid(edits, sizes):
     return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)
 
 
-def run_edits(pipeline, params, edits, sizes, config):
+def number_edits(edits, config):
+    """The number of each edit, see id_maker; an input that another edit makes has its number."""
+    make_id, stages, ids = id_maker(config), stages_of(edits), [None] * len(edits)
+    for place in sorted(range(len(edits)), key=stages.__getitem__):
+        edit = edits[place]
+        ids[place] = make_id(
+            instruction=edit.instruction,
+            index=edit.index,
+            input=checksum_of(edit.input) if edit.after is None else ids[edit.after],
+            mask=edit.mask and checksum_of(edit.mask),
+        )
+    return ids
+
+
+def open_model(edits, sizes, checked, preview, layout, config):
+    """Load the model.
+
+    Args:
+        edits, sizes, config: as for run_edits.
+        checked: of check_model.
+        preview, layout: Preview and Layout, or None.
+
+    Returns:
+        (pipeline, its parameters as NumPy arrays).
+    """
+    dtype = choose_dtype(config.dtype)
+    branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
+    of_edits = {
+        "sizes": sizes,
+        "batch_size": config.batch_size,
+        "stages": stages_of(edits),
+        "masked": [edit.mask is not None for edit in edits],
+        "vae_tile": config.vae_tile,
+    }
+    pipeline, params = load_model(
+        config.model,
+        checked.pipeline_type,
+        checked.scheduler,
+        dtype,
+        config.lora,
+        config.accelerate,
+        preview,
+        partial(plan_edits, branches=branches, **of_edits),
+        config.embedding,
+        config.unet_delta,
+        layout,
+    )
+    instructions = [edit.instruction for edit in edits]
+    pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])
+    return pipeline, params
+
+
+def run_edits(pipeline, params, edits, sizes, finished, ids, config):
     """Edit and write all images over the local devices, images of one size together.
 
     The parameters are moved there: afterwards params has no NumPy arrays.
@@ -232,19 +294,28 @@ def run_edits(pipeline, params, edits, sizes, config):
         params: its parameters, in the dtype to compute in.
         edits: list of Edit.
         sizes: (width, height) of each edit.
+        finished: set of the places of edits whose outputs exist.
+        ids: of number_edits.
         config: Config.
     """
     stages = stages_of(edits)
     devices = devices_for(len(edits), stages, pipeline.layout)
     place_params(params, devices, pipeline.layout)
-    with tqdm(total=len(edits), unit="edit") as bar:
+    clock, id_of, todo = DeviceClock(), dict(zip(edits, ids)), len(edits) - len(finished)
+    with tqdm(total=todo, unit="edit") as bar, FileWriter() as files:
+
+        def load(edit, size):
+            if edit.after is not None and edit.after not in finished:
+                files.wait_for(edits[edit.after].output)
+            return load_fitted(edit.input, size)
+
         batches = edit_batches(
             pipeline,
             params,
             devices,
             edits,
             sizes,
-            lambda edit, size: load_fitted(edit.input, size),
+            load,
             bar,
             batch_size=config.batch_size,
             seed=config.seed,
@@ -258,10 +329,16 @@ def run_edits(pipeline, params, edits, sizes, config):
             stages=stages,
             load_mask=load_mask,
             mask_feather=config.mask_feather,
+            finished=finished,
+            clock=clock,
+            in_flight=IN_FLIGHT,
         )
         for batch, images, _ in batches:
-            for edit, edited in zip(batch, pipeline.numpy_to_pil(images)):
-                save_image(edited, edit.output, SOFTWARE)
+            for edit, image in zip(batch, images):
+                files.write(edit.output, save_image, image, edit.output, SOFTWARE, id_of[edit])
+    jax.effects_barrier()  # waits for the previews
+    if report := clock.report(todo):
+        print(report, file=sys.stderr)
 
 
 def check_flags(config):
@@ -328,32 +405,12 @@ def run(config):
     )
     sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
     edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
-    dtype = choose_dtype(config.dtype)
-    branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
-    of_edits = {
-        "sizes": sizes,
-        "batch_size": config.batch_size,
-        "stages": stages_of(edits),
-        "masked": [edit.mask is not None for edit in edits],
-        "vae_tile": config.vae_tile,
-    }
-    pipeline, params = load_model(
-        config.model,
-        checked.pipeline_type,
-        checked.scheduler,
-        dtype,
-        config.lora,
-        config.accelerate,
-        preview,
-        partial(plan_edits, branches=branches, **of_edits),
-        config.embedding,
-        config.unet_delta,
-        layout,
-    )
-    instructions = [edit.instruction for edit in edits]
-    pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])
-    run_edits(pipeline, params, edits, sizes, config)
-    jax.effects_barrier()  # waits for the previews
+    ids = number_edits(edits, config)
+    finished = {i for i, edit in enumerate(edits) if is_finished(edit.output, ids[i], SOFTWARE)}
+    print_continued(len(finished), len(edits))
+    if len(finished) < len(edits):
+        pipeline, params = open_model(edits, sizes, checked, preview, layout, config)
+        run_edits(pipeline, params, edits, sizes, finished, ids, config)
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)
     print_files(outputs)

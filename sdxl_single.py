@@ -20,11 +20,11 @@ Source: SDXL (arXiv 2307.01952).
 
 import math
 import sys
-import time
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from command_line import (
@@ -34,6 +34,7 @@ from command_line import (
     check_image_flags,
     image_files,
     list_prompts,
+    print_continued,
     print_files,
     run_main,
 )
@@ -42,6 +43,8 @@ from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.layout import DeviceFlags, layout_of_flags
+from diffusers_flax.devices.resuming import continue_images, id_maker
+from diffusers_flax.devices.serving import DeviceClock, FileWriter, run_ahead
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.memory import plan_images
@@ -50,6 +53,8 @@ from diffusers_flax.pipelines.calls import AYS_SDXL, check_steps, count_steps, t
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
+
+SOFTWARE = "sdxl_single.py"  # marks the images
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,16 @@ def open_pipeline(config, layout, steps, outputs):
     return pipeline, branches
 
 
-def run(config):
-    """Check the flags, load the model, make the images and write them."""
-    check_image_flags(config)
-    check_scheduler(config.scheduler)
-    config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
-    use_compilation_cache(config.compilation_cache_dir)
-    layout = layout_of_flags(config)
-    devices = jax.local_devices() if layout is None else layout.groups
-    prompts = list_prompts(config, len(devices) * config.batch_size)
-    outputs = image_files(config.output, len(prompts), config.grid)
+def generate(config, layout, devices, prompts, outputs, ids, todo):
+    """Load the model, make images and write them.
+
+    Args:
+        config: Config.
+        layout: Layout or None.
+        devices: that make images, each of its own, or the first ones of the layout's groups.
+        prompts, outputs, ids: of each image, its text, file and number of id_maker.
+        todo: list of the images to make.
+    """
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
@@ -99,7 +104,7 @@ def run(config):
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
-    of_batch = len(prompts), batch_size, branches, (width, height)
+    of_batch = len(todo), batch_size, branches, (width, height)
     pipeline, planned = plan_images(pipeline, devices, *of_batch, vae_tile=config.vae_tile)
     weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
     model, revision = config.pretrained_model_name_or_path, config.revision
@@ -109,7 +114,7 @@ def run(config):
     cast_params(pipeline, params)
 
     # 3. Tokenize; SDXL was trained with zeros for no text, not with the empty text
-    ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
+    prompt_ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
     negative = [config.negative_prompt] * len(prompts)
     neg_ids = pipeline.prepare_inputs(negative) if config.negative_prompt else None
     pipeline.embeddings.warn_unused([*prompts, config.negative_prompt])
@@ -117,29 +122,53 @@ def run(config):
     # 4. Replicate the parameters, split the rest
     place_params(params, devices, pipeline.layout)
     keys = keys_per_image(jax.random.key(config.seed), len(prompts))
-    arrays = dict(prompt_ids=ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
+    arrays = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
     print(planned, file=sys.stderr)
 
     # 5. Generate: the first batch compiles, the following ones are fast
     options = dict(height=config.height, width=config.width, **steps)
     scales = dict(guidance_scale=config.guidance_scale, guidance_rescale=config.guidance_rescale)
-    grid_images = []
-    with tqdm(total=len(prompts), desc="compiling", unit="image") as bar:
-        for indices, batch in to_batches(arrays, len(devices), batch_size):
-            started = time.perf_counter()
-            images = pipeline(**batch, params=params, **scales, **options, jit=True).images
-            images = np.concatenate(np.asarray(images))[: len(indices)]  # (images, H, W, 3)
-            bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
-            check_finite_images(images, f"images from {indices[0]} on", config.lora)
-            for i, image in zip(indices, pipeline.numpy_to_pil(images)):
-                save_image(image, outputs[i])
-                if config.grid and i < GRID_IMAGES:
-                    grid_images.append(image)
+
+    def dispatch(batch):
+        return pipeline(**batch[1], params=params, **scales, **options, jit=True).images
+
+    def collect(batch, images):
+        images = np.concatenate(np.asarray(images))[: len(batch[0])]  # (images, H, W, 3)
+        check_finite_images(images, f"images from {batch[0][0]} on", config.lora)
+        return images
+
+    clock, batches = DeviceClock(), to_batches(arrays, len(devices), batch_size, todo)
+    with tqdm(total=len(todo), desc="compiling", unit="image") as bar, FileWriter() as files:
+        for (batch, _), images, seconds in run_ahead(batches, dispatch, collect, clock):
+            for i, image in zip(batch, images):
+                files.write(outputs[i], save_image, image, outputs[i], SOFTWARE, ids[i])
+            bar.set_postfix_str(f"last batch {seconds:.2f} s")
             bar.set_description("generating")
-            bar.update(len(indices))
+            bar.update(len(batch))
     jax.effects_barrier()  # waits for the previews
+    if report := clock.report(len(todo)):
+        print(report, file=sys.stderr)
+
+
+def run(config):
+    """Check the flags, make the images that this command has not made yet, and the grid."""
+    check_image_flags(config)
+    check_scheduler(config.scheduler)
+    config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
+    use_compilation_cache(config.compilation_cache_dir)
+    layout = layout_of_flags(config)
+    devices = jax.local_devices() if layout is None else layout.groups
+    prompts = list_prompts(config, len(devices) * config.batch_size)
+    make_id = id_maker(config)
+    ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
+    outputs = image_files(config.output, len(prompts), config.grid)
+    outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE)
+    print_continued(len(prompts) - len(todo), len(prompts))
+    if todo:
+        generate(config, layout, devices, prompts, outputs, ids, todo)
     if config.grid:
-        save_image(image_grid(grid_images, prompts), config.grid)
+        images = [Image.open(file) for file in outputs[:GRID_IMAGES]]
+        save_image(image_grid(images, prompts), config.grid)
     print_files(outputs)
 
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from command_line import (
@@ -36,6 +37,7 @@ from command_line import (
     check_image_flags,
     image_files,
     list_prompts,
+    print_continued,
     print_files,
     run_main,
 )
@@ -43,6 +45,8 @@ from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.devices.layout import DeviceFlags
+from diffusers_flax.devices.resuming import continue_images, id_maker
+from diffusers_flax.devices.serving import DeviceClock, FileWriter, run_ahead
 from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.loading.hub import with_single_files
@@ -53,6 +57,8 @@ from diffusers_flax.pipelines.calls import AYS_SDXL, check_steps, timestep_optio
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
+
+SOFTWARE = "sdxl_single.py"  # marks the images
 
 
 @dataclass(frozen=True)
@@ -122,19 +128,16 @@ def aot_compile(pipeline, store, devices, arguments, options):
     return compiled, how
 
 
-def run(config):
-    """Check the flags, load the model, make the images and write them."""
-    check_image_flags(config)
-    check_scheduler(config.scheduler)
-    config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
-    if config.devices or config.parallel:
-        raise ValueError(
-            "--devices and --parallel are for sdxl_single.py; this saves an executable"
-        )
+def generate(config, devices, prompts, outputs, ids, todo):
+    """Load the model, make images and write them.
+
+    Args:
+        config: Config.
+        devices: that make images, each of its own.
+        prompts, outputs, ids: of each image, its text, file and number of id_maker.
+        todo: list of the images to make.
+    """
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
-    devices = jax.local_devices()
-    prompts = list_prompts(config, len(devices) * config.batch_size)
-    outputs = image_files(config.output, len(prompts), config.grid)
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
@@ -144,7 +147,7 @@ def run(config):
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
-    of_batch = len(prompts), batch_size, branches, (width, height)
+    of_batch = len(todo), batch_size, branches, (width, height)
     pipeline, planned = plan_images(pipeline, devices, *of_batch, vae_tile=config.vae_tile)
     weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
     model, revision = config.pretrained_model_name_or_path, config.revision
@@ -154,7 +157,7 @@ def run(config):
     cast_params(pipeline, params)
 
     # 3. Tokenize; SDXL was trained with zeros for no text, not with the empty text
-    ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
+    prompt_ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
     negative = [config.negative_prompt] * len(prompts)
     neg_ids = pipeline.prepare_inputs(negative) if config.negative_prompt else None
     pipeline.embeddings.warn_unused([*prompts, config.negative_prompt])
@@ -162,7 +165,7 @@ def run(config):
     # 4. Replicate the parameters, split the rest
     replicate_params(params, devices)
     keys = keys_per_image(jax.random.key(config.seed), len(prompts))
-    arrays = dict(prompt_ids=ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
+    arrays = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
     print(planned, file=sys.stderr)
 
     # 5. Compile; the scales of guidance are arrays, so that others need no other program
@@ -173,26 +176,52 @@ def run(config):
         "guidance_rescale": ones * np.float32(config.guidance_rescale),
     }
     options = {"height": config.height, "width": config.width, "branches": branches, **steps}
-    _, batch = next(to_batches(arrays, len(devices), batch_size))
+    _, batch = next(to_batches(arrays, len(devices), batch_size, todo))
     p_generate, how = aot_compile(pipeline, store, devices, batch | same, options)
     print(how, file=sys.stderr)
 
     # 6. Generate: all batches are fast, as the program is compiled
-    grid_images = []
-    with tqdm(total=len(prompts), desc="generating", unit="image") as bar:
-        for indices, batch in to_batches(arrays, len(devices), batch_size):
-            started = time.perf_counter()
-            images = p_generate(batch | same)  # (devices, batch_size, H, W, 3)
-            images = np.concatenate(np.asarray(images))[: len(indices)]
-            bar.set_postfix_str(f"last batch {time.perf_counter() - started:.2f} s")
-            check_finite_images(images, f"images from {indices[0]} on", config.lora)
-            for i, image in zip(indices, pipeline.numpy_to_pil(images)):
-                save_image(image, outputs[i])
-                if config.grid and i < GRID_IMAGES:
-                    grid_images.append(image)
-            bar.update(len(indices))
+
+    def dispatch(batch):
+        return p_generate(batch[1] | same)
+
+    def collect(batch, images):
+        images = np.concatenate(np.asarray(images))[: len(batch[0])]  # (images, H, W, 3)
+        check_finite_images(images, f"images from {batch[0][0]} on", config.lora)
+        return images
+
+    clock, batches = DeviceClock(), to_batches(arrays, len(devices), batch_size, todo)
+    with tqdm(total=len(todo), desc="generating", unit="image") as bar, FileWriter() as files:
+        for (batch, _), images, seconds in run_ahead(batches, dispatch, collect, clock):
+            for i, image in zip(batch, images):
+                files.write(outputs[i], save_image, image, outputs[i], SOFTWARE, ids[i])
+            bar.set_postfix_str(f"last batch {seconds:.2f} s")
+            bar.update(len(batch))
+    if report := clock.report(len(todo)):
+        print(report, file=sys.stderr)
+
+
+def run(config):
+    """Check the flags, make the images that this command has not made yet, and the grid."""
+    check_image_flags(config)
+    check_scheduler(config.scheduler)
+    config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
+    if config.devices or config.parallel:
+        raise ValueError(
+            "--devices and --parallel are for sdxl_single.py; this saves an executable"
+        )
+    devices = jax.local_devices()
+    prompts = list_prompts(config, len(devices) * config.batch_size)
+    make_id = id_maker(config)
+    ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
+    outputs = image_files(config.output, len(prompts), config.grid)
+    outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE)
+    print_continued(len(prompts) - len(todo), len(prompts))
+    if todo:
+        generate(config, devices, prompts, outputs, ids, todo)
     if config.grid:
-        save_image(image_grid(grid_images, prompts), config.grid)
+        images = [Image.open(file) for file in outputs[:GRID_IMAGES]]
+        save_image(image_grid(images, prompts), config.grid)
     print_files(outputs)
 
 

@@ -24,11 +24,18 @@ without and with its executable on disk, each in its own process and twice, for 
 step. The UNet has Stable Diffusion 1.5's size (860M parameters, 256 pixels). Tiny: --size tiny.
 Needs 16 GB of memory; three minutes on two otherwise idle cores.
 
+    python -m benchmarks.full_size serving
+
+makes a thousand images with a tiny SDXL model by sdxl_single.py on four CPU devices: the share of
+time in which the devices wait, by its own log; then the same command, killed at random times and
+started again, and which files were written twice; ten minutes.
+
 Rows go to benchmarks/results/full_size.json.
 """
 
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -43,6 +50,7 @@ from typing import Literal
 
 import jax
 import numpy as np
+from PIL import Image
 
 from benchmarks.data import PHOTOGRAPHS, make_shards
 from benchmarks.harness import in_new_process
@@ -374,7 +382,88 @@ def run_starts(config):
     report(format_starts(results), config.output)
 
 
-SUBCOMMANDS = {Commands: run_commands, Starts: run_starts}
+@dataclass(frozen=True)
+class Serving:
+    """A long list of prompts by sdxl_single.py, with a tiny model on CPU devices."""
+
+    num_prompts: int = 1000
+    num_devices: int = 4
+    num_inference_steps: int = 25
+    kills: int = 4  # of the second run
+    output: str = "benchmarks/results/full_size.json"
+
+
+def serve(folder, config, output, seconds=None):
+    """Start sdxl_single.py with the prompts of folder; kill it after some seconds.
+
+    Returns:
+        What it has printed on stderr.
+    """
+    command = [sys.executable, "sdxl_single.py", "--output", str(output), "--height", "64"]
+    command += ["--width", "64", "--num_inference_steps", str(config.num_inference_steps)]
+    command += ["--prompts_file", str(folder / "prompts.txt")]
+    command += ["--pretrained_model_name_or_path", str(folder / "model")]
+    flags = f"--xla_force_host_platform_device_count={config.num_devices}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    try:
+        done = subprocess.run(
+            [*command, "--compilation_cache_dir", str(folder / "cache")],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,  # then SIGKILL
+        )
+    except subprocess.TimeoutExpired as killed:
+        return (killed.stderr or b"").decode()
+    if done.returncode:
+        raise ChildProcessError(f"sdxl_single.py failed: {done.stderr.strip().splitlines()[-1]}")
+    return done.stderr
+
+
+def run_serving(config):
+    """Make the images in one run, and in several that are killed; write, print."""
+    machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        in_new_process(make_model, folder / "model", "tiny")
+        prompts = (f"a photograph, number {i}" for i in range(config.num_prompts))
+        (folder / "prompts.txt").write_text("\n".join(prompts))
+        started = time.perf_counter()
+        said = serve(folder, config, folder / "whole")
+        whole = time.perf_counter() - started
+        seconds, waited = re.search(r"in (\S+) s after .* waited (\S+)%", said).groups()
+        finished, states, written_twice = [], {}, 0
+        for _ in range(config.kills + 1):
+            is_last = len(finished) == config.kills
+            limit = None if is_last else random.uniform(0, whole / config.kills) + whole * 0.1
+            serve(folder, config, folder / "killed", limit)
+            files = (folder / "killed").glob("*.png") if (folder / "killed").exists() else ()
+            found = {x.name: x.stat() for x in files if x.stem.isdecimal()}
+            written_twice += sum(
+                (found[name].st_ino, found[name].st_mtime_ns) != (old.st_ino, old.st_mtime_ns)
+                for name, old in states.items()
+            )
+            states = found
+            finished.append(len(found))
+        different = sum(
+            np.any(np.asarray(Image.open(file)) != np.asarray(Image.open(other)))
+            for file, other in zip(*(sorted((folder / x).iterdir()) for x in ("whole", "killed")))
+        )
+    row = {
+        "images": config.num_prompts,
+        "devices": config.num_devices,
+        "seconds": float(seconds),
+        "devices_waited_percent": float(waited),
+        "files_after_each_kill": finished,
+        "files_written_twice": written_twice,
+        "images_that_differ": int(different),
+    }
+    write_rows({"serving": row}, machine, config.output)
+    print(json.dumps(row))
+
+
+SUBCOMMANDS = {Commands: run_commands, Starts: run_starts, Serving: run_serving}
 
 
 def main(args=None):

@@ -158,31 +158,46 @@ def ramp(inside, feather):
     return np.minimum(distance / (feather + 1), 1).astype(np.float32)
 
 
-def save_image(image, path, software=None):
+def save_image(image, path, software=None, image_id=None):
     """Write an image in the format of its extension, to a temporary file that is renamed.
 
     Args:
-        image: PIL image.
+        image: PIL image, or array (H, W, 3) in [0, 1].
         path: of the file.
         software: text for the EXIF tag of this name; None: no EXIF data.
+        image_id: 32 hexadecimal digits for the EXIF tag ImageUniqueID, or None.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; name a file")
+    if isinstance(image, np.ndarray):
+        (image,) = to_pil(image)
     image_format = IMAGE_FORMATS[path.suffix.lower()]
     options = {}
     if software:
         options["exif"] = Image.Exif()
         options["exif"][ExifTags.Base.Software] = software
+        if image_id:
+            details = options["exif"].get_ifd(ExifTags.IFD.Exif)
+            details[ExifTags.Base.ImageUniqueID] = image_id
     save_whole(path, partial(image.save, format=image_format, quality=JPEG_QUALITY, **options))
+
+
+def image_mark(path):
+    """(software, image_id) that save_image has written into a file; (None, None): into no image."""
+    try:
+        with Image.open(path) as image:
+            if image.format == "PNG" and "exif" not in image.info:
+                return None, None  # Pillow would decode the image to find more
+            exif = image.getexif()
+            details = exif.get_ifd(ExifTags.IFD.Exif)
+            return exif.get(ExifTags.Base.Software), details.get(ExifTags.Base.ImageUniqueID)
+    except Exception:  # decoders raise errors of many types
+        return None, None
 
 
 def made_by(path, software):
     """Whether a file is an image that save_image has written with this software text."""
-    try:
-        with Image.open(path) as image:
-            return image.getexif().get(ExifTags.Base.Software) == software
-    except OSError:  # not an image, or none that can be read
-        return False
+    return image_mark(path)[0] == software
 
 
 def read_latents(file, shape):
@@ -221,23 +236,24 @@ def read_latents(file, shape):
     return latents
 
 
-def to_batches(arrays, num_devices, batch_size):
+def to_batches(arrays, num_devices, batch_size, images):
     """Split arrays of one row per image into batches for all devices; the last is padded.
 
     Args:
-        arrays: {name: (images, ...) or None}.
+        arrays: {name: (rows, ...) or None}.
         num_devices: number of devices.
         batch_size: rows per device.
+        images: list of the rows to take.
 
     Yields:
-        (range of the batch's images, {name: (devices, batch_size, ...) or None}).
+        (list of the batch's images, {name: (devices, batch_size, ...) or None}).
     """
-    num_images = next(len(x) for x in arrays.values() if x is not None)
     per_batch = num_devices * batch_size
-    for start in range(0, num_images, per_batch):
-        rows = np.minimum(np.arange(start, start + per_batch), num_images - 1)
+    for start in range(0, len(images), per_batch):
+        batch = images[start : start + per_batch]
+        rows = np.array(batch + batch[-1:] * (per_batch - len(batch)))
         yield (
-            range(start, min(start + per_batch, num_images)),
+            batch,
             {
                 name: None if x is None else x[rows].reshape(num_devices, batch_size, *x.shape[1:])
                 for name, x in arrays.items()

@@ -8,9 +8,10 @@ for batch, images, seconds in edit_batches(pipeline, params, devices, edits, siz
 """
 
 import math
+import os
 import sys
-import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from dataloading.images import load_image
 from dataloading.lists import raise_problems, read_list
 from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.devices.serving import run_ahead
 from diffusers_flax.images import check_finite_images, made_by
 from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params
@@ -35,6 +37,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.schedulers.factory import choose_scheduler
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
+MAX_LOADERS = 8  # threads that decode images
 
 
 def edit_size(size, resolution, factor):
@@ -296,11 +299,14 @@ def edit_batches(
     stages=None,
     load_mask=None,
     mask_feather=0,
+    finished=(),
+    clock=None,
+    in_flight=1,
 ):
     """Edit images over several devices, images of one size together.
 
     The noise of an edit depends on seed and its index only. Edits with masks run in batches of
-    their own.
+    their own. Threads load the images of the next batch.
 
     Args:
         pipeline: InstructPix2Pix.
@@ -308,21 +314,23 @@ def edit_batches(
         devices: jax devices, one of each group of a layout.
         edits: objects with index, instruction and input, which names the image in errors.
         sizes: (width, height) of each edit.
-        load: (edit, size) -> the PIL image to edit, of that size.
+        load: (edit, size) -> the PIL image to edit, of that size; called in threads.
         bar: tqdm progress bar in units of edits.
         batch_size: images per device at once, at most.
         seed, num_inference_steps, guidance_scale, image_guidance_scale, negative_prompt, timesteps,
             eta: of all edits.
         lora: names for the error of a result that is not finite.
-        stages: of stages_of; images of a stage are loaded after all results of the stages before
-            were yielded. None: all in one.
+        stages: of stages_of; images of a stage are loaded after those of the stages before, and
+            load waits for results that it needs. None: all in one.
         load_mask: (edit, size) -> the PIL mask of an edit whose mask is not None, of that size;
             None: no edit has a mask.
         mask_feather: see InstructPix2Pix.prepare_inputs.
+        finished: places of edits to leave out.
+        clock, in_flight: see run_ahead.
 
     Yields:
-        (list of edits, their results, NumPy float32 (n, H, W, 3) in [0, 1], seconds of the
-        pipeline's call).
+        (list of edits, their results, NumPy float32 (n, H, W, 3) in [0, 1], seconds that the
+        devices took).
 
     Raises:
         ValueError: a result is not finite.
@@ -332,54 +340,89 @@ def edit_batches(
     neg_prompt_ids = None
     if negative_prompt:  # SDXL distinguishes no text from an empty one
         neg_prompt_ids = pipeline.prepare_text_inputs(negative_prompt)
-    base_key, num_devices = jax.random.key(seed), len(devices)
-    groups = defaultdict(list)
-    for row, (edit, size) in enumerate(zip(edits, sizes)):
-        masked = load_mask is not None and edit.mask is not None
-        groups[stages[row] if stages else 0, (size, masked)].append((row, edit))
-    group_of_each = (key for key, group in groups.items() for _ in group)
-    per_device = rows_at_once(group_of_each, batch_size, num_devices)
+    base_key, compiled = jax.random.key(seed), set()
+    masked = [load_mask is not None and edit.mask is not None for edit in edits]
+    kinds = list(zip(sizes, masked))
+    batches = rows_of_batches(kinds, stages, finished, batch_size, len(devices))
 
-    for key in sorted(groups, key=lambda key: key[0]):
-        group, (_, (size, masked)) = groups[key], key
-        at_once = per_device[size, masked] * num_devices
-        bar.set_description(f"compiling {size[0]}x{size[1]}")
-        for start in range(0, len(group), at_once):
-            batch = group[start : start + at_once]
-            padded = batch + batch[-1:] * (at_once - len(batch))
-            prompt_ids, image, keys, neg_ids, mask = batch_inputs(
-                pipeline,
-                [load(edit, size) for _, edit in padded],
-                [load_mask(edit, size) for _, edit in padded] if masked else None,
-                mask_feather,
-                all_prompt_ids[[row for row, _ in padded]],
-                neg_prompt_ids,
-                base_key,
-                np.array([edit.index for _, edit in padded]),
-                num_devices,
-            )
-            started = time.perf_counter()
-            images = pipeline(
-                prompt_ids,
-                image,
-                params,
-                keys,
-                num_inference_steps,
-                guidance_scale,
-                image_guidance_scale,
-                neg_prompt_ids=neg_ids,
-                jit=True,
-                timesteps=timesteps,
-                eta=eta,
-                mask=mask,
-            ).images  # (devices, B, H, W, 3)
-            images = np.asarray(images)
-            seconds = time.perf_counter() - started
-            images = images.reshape(-1, *images.shape[2:])[: len(batch)]
-            check_finite_images(images, f"the edit of {batch[0][1].input} and others", lora)
-            yield [edit for _, edit in batch], images, seconds
-            bar.set_description(f"editing {size[0]}x{size[1]}")
+    def prepare(kind, rows, num_edits):
+        size, is_masked = kind
+        padded, all_sizes = [edits[row] for row in rows], [size] * len(rows)
+        arrays = batch_inputs(
+            pipeline,
+            list(loaders.map(load, padded, all_sizes)),
+            list(loaders.map(load_mask, padded, all_sizes)) if is_masked else None,
+            mask_feather,
+            all_prompt_ids[rows],
+            neg_prompt_ids,
+            base_key,
+            np.array([edit.index for edit in padded]),
+            len(devices),
+        )
+        return kind, padded[:num_edits], arrays
+
+    def dispatch(prepared):
+        kind, _, (prompt_ids, image, keys, neg_ids, mask) = prepared
+        if kind not in compiled:
+            compiled.add(kind)
+            bar.set_description(f"compiling {kind[0][0]}x{kind[0][1]}")
+        return pipeline(
+            prompt_ids,
+            image,
+            params,
+            keys,
+            num_inference_steps,
+            guidance_scale,
+            image_guidance_scale,
+            neg_prompt_ids=neg_ids,
+            jit=True,
+            timesteps=timesteps,
+            eta=eta,
+            mask=mask,
+        ).images  # (devices, B, H, W, 3)
+
+    def collect(prepared, images):
+        _, batch, _ = prepared
+        images = np.asarray(images)
+        images = images.reshape(-1, *images.shape[2:])[: len(batch)]
+        check_finite_images(images, f"the edit of {batch[0].input} and others", lora)
+        return images
+
+    with ThreadPoolExecutor(min(MAX_LOADERS, os.cpu_count() or 1)) as loaders:
+        ready = (prepare(*batch) for batch in batches)
+        for prepared, images, seconds in run_ahead(ready, dispatch, collect, clock, in_flight):
+            ((width, height), _), batch, _ = prepared
+            yield batch, images, seconds
+            bar.set_description(f"editing {width}x{height}")
             bar.update(len(batch))
+
+
+def rows_of_batches(kinds, stages, finished, batch_size, num_devices):
+    """Split edits into batches of one kind and stage; the last of each is padded.
+
+    Args:
+        kinds: of each edit.
+        stages: of stages_of; None: all in one.
+        finished: places of edits to leave out.
+        batch_size: images per device at once, at most.
+        num_devices: number of devices.
+
+    Returns:
+        List of (kind, places of the edits, as many as fill the devices, how many are no padding).
+    """
+    groups = defaultdict(list)
+    for row, group in enumerate(zip(stages or [0] * len(kinds), kinds)):
+        groups[group].append(row)
+    group_of_each = (group for group, rows in groups.items() for _ in rows)
+    per_device = rows_at_once(group_of_each, batch_size, num_devices)
+    batches = []
+    for stage, kind in sorted(groups, key=lambda group: group[0]):
+        rows = [row for row in groups[stage, kind] if row not in finished]
+        at_once = per_device[kind] * num_devices
+        for start in range(0, len(rows), at_once):
+            batch = rows[start : start + at_once]
+            batches.append((kind, batch + batch[-1:] * (at_once - len(batch)), len(batch)))
+    return batches
 
 
 def batch_inputs(

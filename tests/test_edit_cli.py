@@ -146,7 +146,7 @@ def run_list(model, rows):
     return [np.asarray(Image.open(row["output"])) for row in rows]
 
 
-def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch):
+def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch, capsys):
     """An edit of another's output reads the saved file; outside of its mask the file's pixels stay.
 
     The list has the edits in the wrong order.
@@ -158,8 +158,18 @@ def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch):
     for image, edited in ((before, red), (red, both)):
         np.testing.assert_array_equal(edited[:, :16], image[:, :16])
         assert (edited[:, 16:] != image[:, 16:]).mean() > 0.5
-    again, _ = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])  # replaces them
+
+    # The same command makes what is missing, and the edit of a changed one again.
+    made = Path("out/red.png").stat()
+    Path("out/both.png").unlink()
+    again, _ = run_list(model, [row | {"mask": "right.png"} for row in CHAIN])
     np.testing.assert_array_equal(again, both)
+    assert Path("out/red.png").stat() == made
+    assert "made already by this command: 1 of 2 images" in capsys.readouterr().err
+    changed = CHAIN[1] | {"edit": "make it blue", "mask": "right.png"}
+    again, blue = run_list(model, [CHAIN[0] | {"mask": "right.png"}, changed])
+    assert np.any(blue != red) and np.any(again != both)
+    assert not {file.name for file in Path("out").iterdir()} - {"red.png", "both.png"}
 
 
 @pytest.mark.slow
@@ -408,6 +418,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "follows.jsonl has 1 problem: line 1: edit is empty",
         ),
         (["--edits_jsonl", "later.jsonl"], "small.png is 8x16 pixels (width x height) and o.png"),
+        ([*ONE, "--output", "b.png"], "b.png exists, is not by edit_cli.py and would be overw"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_loaded(

@@ -127,6 +127,40 @@ def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_
         np.testing.assert_array_equal(images(tmp_path / folder), images(made))
 
 
+def states(folder):
+    """{name of a file: what changes when it is written again}."""
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in folder.iterdir()}
+
+
+def test_an_interrupted_run_is_continued(model, made, tmp_path, capsys, monkeypatch):
+    """Also by the twin, which makes the same images; when there are all, no model is loaded."""
+    folder = tmp_path / "made"
+    shutil.copytree(made, folder)
+    for name in ("001.png", "004.png", "grid.png"):
+        (folder / name).unlink()
+    (folder / ".unfinished-001.png").write_text("of a kill")
+    before = states(folder)
+    flags = [*flags_of(model, folder), *OPTIONS]
+    sdxl_single.main([*flags, "--grid", str(folder / "grid.png"), "--batch_size", "3"])
+    captured = capsys.readouterr()
+    assert "made already by this command: 4 of 6 images\n" in captured.err
+    assert "2 images of 64x64 pixels" in captured.err
+    assert captured.out.split() == [str(folder / f"{i:03}.png") for i in range(6)]
+    after = states(folder)
+    assert after.keys() == before.keys() - {".unfinished-001.png"} | {
+        "001.png", "004.png", "grid.png"
+    }  # fmt: skip
+    assert {name: after[name] for name in before.keys() & after.keys()}.items() <= before.items()
+    assert_alike(images(folder), images(made))
+    np.testing.assert_array_equal(*(Image.open(x / "000.png") for x in (folder, made)))
+
+    for script in (sdxl_single, sdxl_single_aot):
+        monkeypatch.setattr(script, "generate", None)
+        script.main(flags)
+        assert "made already by this command: 6 of 6 images\n" in capsys.readouterr().err
+    assert states(folder) == after
+
+
 def damage(file):
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
@@ -167,19 +201,23 @@ def test_what_is_stale_or_damaged_is_compiled_again(
 ):
     """The script prints the reason, and the next start loads again."""
     folder = tmp_path / "store"
-    flags = [*flags_of(model, tmp_path / "out"), "--executable_dir", str(folder)]
-    flags += ["--num_inference_steps", "1", "--prompt", "it", "--num_images", "1"]
+    options = ["--num_inference_steps", "1", "--prompt", "it", "--num_images", "1"]
+
+    def run(name):
+        flags = [*flags_of(model, tmp_path / name), "--executable_dir", str(folder)]
+        sdxl_single_aot.main([*flags, *options])
+
     small = store.with_name("small")
     if small.exists():
         shutil.copytree(small, folder)
     else:
-        sdxl_single_aot.main(flags)
+        run("first")
         shutil.copytree(folder, small)
     (file,) = folder.iterdir()
     spoil(file)
-    sdxl_single_aot.main(flags)
+    run("second")
     assert reason in capsys.readouterr().err
-    sdxl_single_aot.main(flags)
+    run("third")
     assert "loaded in" in capsys.readouterr().err
 
 

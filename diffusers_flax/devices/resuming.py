@@ -1,0 +1,150 @@
+"""Continuing a list of images after an interruption.
+
+    make_id = id_maker(config)
+    ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
+    files, missing = continue_images(files, ids, output, "sdxl_single.py")
+
+An image file holds a number, made of all that the image depends on. A program that is started again
+finds its finished images by this number, whatever else is in the directory, and makes the others.
+"""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from diffusers_flax.images import image_mark
+from diffusers_flax.loading.hub import fetch_file
+from diffusers_flax.loading.single_file import INDEX_NAME, SingleFile
+
+MODEL_FLAGS = {"model", "pretrained_model_name_or_path"}
+# Flags whose values may name files, also as FILE:WEIGHT and taesd:path=DIRECTORY.
+FILE_FLAGS = MODEL_FLAGS | {
+    *("config_name_or_path", "unet", "unet_delta", "lora", "embedding", "accelerate"),
+    *("latents", "preview_decoder"),
+}
+# Flags that do not change an image, or that a program gives for each image.
+NOT_OF_AN_IMAGE = {
+    *("prompt", "prompts_file", "num_images", "input", "edit", "mask", "edits_jsonl", "output"),
+    *("grid", "batch_size", "parallel", "devices", "offload"),
+    *("compilation_cache_dir", "executable_dir"),
+}
+
+
+def id_maker(config):
+    """A function that numbers the images of a command.
+
+    Args:
+        config: of a program; its flags, except for NOT_OF_AN_IMAGE, and the names, sizes and times
+            of the files that they name are part of all numbers.
+
+    Returns:
+        Function of keywords, all that an image depends on besides; it returns 32 hexadecimal
+        digits, as EXIF's ImageUniqueID has, that no image of another command or of other keywords
+        gets.
+    """
+    given = {
+        name: identify(value) if name in FILE_FLAGS else value
+        for name, value in vars(config).items()
+        if name not in NOT_OF_AN_IMAGE and value not in (None, "", ()) and value is not False
+    }
+    for name in MODEL_FLAGS & given.keys():
+        given["commit"] = commit_of(getattr(config, name), vars(config).get("revision"))
+    common = hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode())
+
+    def make_id(**image):
+        digest = common.copy()
+        digest.update(json.dumps(image, sort_keys=True, default=str).encode())
+        return digest.hexdigest()[:32]
+
+    return make_id
+
+
+def identify(value):
+    """What identifies a value of FILE_FLAGS: itself, and the files that it names."""
+    if isinstance(value, tuple):
+        return [identify(x) for x in value]
+    if isinstance(value, SingleFile):
+        return [identify(str(value)), value.use_ema_weights, identify(value.configs)]
+    words = dict.fromkeys([str(value), *re.split("[:=,]", str(value))])
+    paths = [os.path.expanduser(word) for word in words if word]
+    return [str(value), *(files_of(Path(path)) for path in paths if os.path.exists(path))]
+
+
+def files_of(path):
+    """(name, bytes, time of the last change) of a file, or of all files of a directory."""
+    files = [path] if path.is_file() else sorted(path.rglob("[!.]*"))
+    found = ((file, file.stat()) for file in files if file.is_file())
+    return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
+
+
+def commit_of(model, revision):
+    """The commit of a model of the hub; None: it is a directory or a file, or cannot be found."""
+    if isinstance(model, SingleFile) or os.path.exists(model):
+        return None
+    try:
+        file = fetch_file(model, INDEX_NAME, None, revision)
+    except (ValueError, OSError):  # opening the model says more
+        return None
+    return file and file.parent.name
+
+
+def checksum_of(path):
+    """What identifies the content of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_finished(path, image_id, software):
+    """Whether an image is in place; False: it does not exist, or another command made it.
+
+    Args:
+        path: of the image.
+        image_id: of id_maker's function.
+        software: of the program that makes it.
+
+    Raises:
+        ValueError: the file is not by the program, so that it must not be replaced.
+    """
+    if not path.exists():
+        return False
+    by, found = image_mark(path)
+    if by != software:
+        raise ValueError(
+            f"{path} exists, is not by {software} and would be overwritten; name another output, "
+            "or delete the file"
+        )
+    return found == image_id
+
+
+def continue_images(files, ids, output, software):
+    """The files of images, some of which this command may have made already.
+
+    Args:
+        files: names for all images in the directory output, 007.png, 008.png, ... that are not in
+            use; or output alone, the file of one image.
+        ids: of id_maker's function.
+        output: path.
+        software: see is_finished.
+
+    Returns:
+        (files, list of the places of those that do not exist).
+    """
+    if files == [output]:
+        return files, [] if is_finished(output, ids[0], software) else [0]
+    folder = files[0].parent
+    numbered = {int(x.stem): x for x in sorted(folder.glob("*.png")) if x.stem.isdecimal()}
+    place_of, found = {image_id: i for i, image_id in enumerate(ids)}, {}
+    for number, path in numbered.items():
+        if (place := place_of.get(image_mark(path)[1])) is not None:
+            found.setdefault(place, number)
+    missing = [i for i in range(len(ids)) if i not in found]
+    made = {i: numbered[number] for i, number in found.items()}
+    if made and missing:
+        place, number = next(iter(found.items()))
+        wanted = {i: number - place + i for i in missing}
+        # The names of the interrupted run, unless other images have some of them.
+        if min(wanted.values()) >= 0 and not numbered.keys() & {*wanted.values()}:
+            made |= {i: folder / f"{number:03}.png" for i, number in wanted.items()}
+    return [made.get(i, file) for i, file in enumerate(files)], missing

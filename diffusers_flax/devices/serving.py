@@ -1,0 +1,161 @@
+"""Keeping the devices busy over a long list of images.
+
+    clock = DeviceClock()
+    with FileWriter() as files:
+        for batch, images, seconds in run_ahead(batches, dispatch, collect, clock):
+            for file, image in zip(batch.files, images):
+                files.write(file, save_image, image, file)
+    print(clock.report(num_images))
+
+While the devices run one batch, a thread prepares the inputs of the next one, which is dispatched
+before the results of the first are fetched, and other threads write the files of the batch before.
+"""
+
+import os
+import time
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from threading import BoundedSemaphore
+
+import jax
+
+IN_FLIGHT = 2  # batches on the devices: one runs, the next one waits
+MAX_WRITERS = 8  # threads that write images; compressing a PNG takes longer than all else
+WAITING_PER_WRITER = 4  # images in memory
+
+
+class DeviceClock:
+    """The share of a run in which no program ran on the devices, see report."""
+
+    def __init__(self):
+        self.begin = self.ready = None
+        self.waited, self.num_batches = 0.0, 0
+
+    def add(self, dispatched, ready):
+        """Count a batch.
+
+        Args:
+            dispatched: time.perf_counter() after its program was given to the devices.
+            ready: likewise, when its result was ready.
+        """
+        if self.begin is None:
+            self.begin = dispatched  # the first call compiles
+        else:
+            self.waited += max(0.0, dispatched - self.ready)
+        self.ready, self.num_batches = ready, self.num_batches + 1
+
+    def share(self):
+        """Of the time from the first program's start until now."""
+        now = time.perf_counter()
+        return (self.waited + now - self.ready) / (now - self.begin)
+
+    def report(self, num_images):
+        """A line for the user, once all files are written; "" for one batch, which says nothing."""
+        if self.num_batches < 2:
+            return ""
+        seconds, share = time.perf_counter() - self.begin, self.share()
+        return (
+            f"{num_images} images in {seconds:.1f} s after compiling; the devices waited "
+            f"{100 * share:.1f}% of the time"
+        )
+
+
+def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
+    """Run batches on devices, and prepare and dispatch the next ones meanwhile.
+
+    Args:
+        batches: iterable, which a thread advances, one batch ahead of those that are dispatched.
+        dispatch: batch -> arrays on devices; does not wait for them.
+        collect: (batch, arrays) -> the result on the host, in a thread.
+        clock: DeviceClock or None.
+        in_flight: batches that are dispatched and not yet yielded, at most; with 1 nothing runs
+            while the caller works.
+
+    Yields:
+        (batch, result, seconds that the devices took), in order. The first of a shape compiles,
+        which is part of the seconds.
+    """
+    clock = clock or DeviceClock()
+    batches, end, failed = iter(batches), object(), None
+
+    def finish(batch, arrays, started, dispatched):
+        jax.block_until_ready(arrays)
+        before, ready = clock.ready, time.perf_counter()
+        clock.add(dispatched, ready)
+        seconds = ready - (started if before is None else max(started, before))
+        return batch, collect(batch, arrays), seconds
+
+    preparer, collector = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    following, running = preparer.submit(next, batches, end), deque()
+    try:
+        while following or running:
+            has_room = following is not None and len(running) < in_flight
+            if has_room and (following.done() or not running):
+                try:
+                    if (batch := following.result()) is not end:
+                        started = time.perf_counter()
+                        arrays = dispatch(batch)
+                        times = started, time.perf_counter()
+                        running.append(collector.submit(finish, batch, arrays, *times))
+                except Exception as error:  # raised after the results of the batches before
+                    failed, batch = error, end
+                following = None if batch is end else preparer.submit(next, batches, end)
+                batch = arrays = None  # their memory
+            elif not has_room or running[0].done():
+                yield running.popleft().result()
+            else:
+                wait([following, running[0]], return_when=FIRST_COMPLETED)
+        if failed:
+            raise failed
+    finally:  # after Ctrl-C without waiting for the devices
+        preparer.shutdown(wait=False, cancel_futures=True)
+        collector.shutdown(wait=False, cancel_futures=True)
+
+
+class FileWriter:
+    """Writes files in a few threads, and waits for them at the end of its `with` block.
+
+    An error ends the block, at the next file or at its end. After an exception in the block, such
+    as Ctrl-C, the files that were given to `write` are still written.
+    """
+
+    def __init__(self):
+        num_threads = min(MAX_WRITERS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._places = BoundedSemaphore(num_threads * (1 + WAITING_PER_WRITER))
+        self._files, self._error = {}, None
+
+    def __enter__(self):
+        return self
+
+    def write(self, path, function, *args):
+        """Have a thread call function(*args), which writes the file; waits if many are waiting."""
+        self._places.acquire()
+        if self._error:
+            raise self._error
+        self._pool.submit(self._write, path, function, args)
+
+    def wait_for(self, path):
+        """In another thread: wait until the file is written; raise the error that prevents it."""
+        self._file(path).result()
+
+    def _file(self, path):
+        return self._files.setdefault(path, Future())
+
+    def _write(self, path, function, args):
+        try:
+            function(*args)
+            self._file(path).set_result(None)
+        except BaseException as error:
+            self._error = self._error or error
+            self._file(path).set_exception(error)
+        finally:
+            self._places.release()
+
+    def __exit__(self, kind, error, trace):
+        self._pool.shutdown(cancel_futures=self._error is not None)
+        for file in list(self._files.values()):  # what nobody will write
+            if not file.done():
+                file.set_exception(self._error or CancelledError())
+        if self._error and kind is None:
+            raise self._error
