@@ -20,10 +20,10 @@ of the VAE's factor. The image is resized (Lanczos) to cover that size and cropp
 sides. Transparent parts become white.
 
 The noise of an edit depends on --seed and its index in the list, not on batch size, devices or
-other edits: the same command gives the same images on any machine, up to rounding. Images of one
-size run in one batch. Each size compiles once, which takes most of the time of a short list;
---compilation_cache_dir saves the programs for the next start. Runs on TPU, GPU and CPU, with
---batch_size images at once on each device.
+other edits: the same command gives the same images on any machine, up to rounding. Started again,
+it makes those that do not exist. Images of one size run in one batch. Each size compiles once,
+which takes most of the time of a short list; --compilation_cache_dir saves the programs for the
+next start. Runs on TPU, GPU and CPU, with --batch_size images at once on each device.
 
 Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arXiv 2206.02779).
 """

@@ -6,8 +6,8 @@
 
 Each device makes an equal part of the images, --batch_size at once; the last batch is padded. The
 noise of image i of the list (--num_images of each prompt in a row) depends only on --seed and i, so
-the same command gives the same images on any number of devices, up to rounding. The first batch
-compiles; --compilation_cache_dir saves the program.
+the same command gives the same images on any number of devices, up to rounding. Started again, it
+makes those that do not exist. The first batch compiles; --compilation_cache_dir saves the program.
 
 sdxl_single_aot.py makes the same images, but compiles ahead of time and saves the executable, so
 that later starts are faster; `diff sdxl_single.py sdxl_single_aot.py` shows the difference.
@@ -115,8 +115,8 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
 
     # 3. Tokenize; SDXL was trained with zeros for no text, not with the empty text
     prompt_ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
-    negative = [config.negative_prompt] * len(prompts)
-    neg_ids = pipeline.prepare_inputs(negative) if config.negative_prompt else None
+    neg_ids = pipeline.prepare_inputs([config.negative_prompt])  # of all images
+    neg_ids = np.repeat(neg_ids, len(prompts), 0) if config.negative_prompt else None
     pipeline.embeddings.warn_unused([*prompts, config.negative_prompt])
 
     # 4. Replicate the parameters, split the rest

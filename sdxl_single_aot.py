@@ -158,8 +158,8 @@ def generate(config, devices, prompts, outputs, ids, todo):
 
     # 3. Tokenize; SDXL was trained with zeros for no text, not with the empty text
     prompt_ids = pipeline.prepare_inputs(prompts)  # int32 (images, 2, 77)
-    negative = [config.negative_prompt] * len(prompts)
-    neg_ids = pipeline.prepare_inputs(negative) if config.negative_prompt else None
+    neg_ids = pipeline.prepare_inputs([config.negative_prompt])  # of all images
+    neg_ids = np.repeat(neg_ids, len(prompts), 0) if config.negative_prompt else None
     pipeline.embeddings.warn_unused([*prompts, config.negative_prompt])
 
     # 4. Replicate the parameters, split the rest
