@@ -32,7 +32,7 @@ from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPi
 from tpu.jobs import image_job
 from tpu.program_text import (
     expected_cycles,
-    group_size,
+    first_group,
     hbm_bytes,
     interconnect_bytes,
     kernel_bytes,
@@ -53,6 +53,7 @@ from tpu_compile import Edit, Sdxl, Train, Unet
 from training.ema import start_average
 from training.models import cast_frozen, load_models
 from training.sharding import (
+    Split,
     gather,
     reduce_scatter_mean,
     replicate,
@@ -514,7 +515,8 @@ ENTRY %main (a: f32[256]) -> f32[256] {
     "groups", ["{{0,1,2,3}}", "[2,4]<=[8]", "mesh['batch'=4,'model'=2] {'batch'}"]
 )
 def test_groups_in_every_notation(groups):
-    assert group_size(f"%x), channel_id=1, replica_groups={groups}, dimensions={{0}}") == 4
+    rest = f"%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    assert first_group(rest) == [0, 2, 4, 6] if "mesh" in groups else [0, 1, 2, 3]
 
 
 @needs_libtpu
@@ -535,16 +537,38 @@ def test_bytes_to_other_chips_by_hand(libtpu_environment):
 
 
 @needs_libtpu
-def test_sixteen_chips_reduce_and_scatter_gradients(libtpu_environment):
-    """A chip sends 15/16 of the array in stages, twice that at once; padding is left aside."""
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.bfloat16, 2), (jnp.float32, 4)])
+def test_sixteen_chips_reduce_and_scatter_gradients(dtype, size, libtpu_environment):
+    """In bfloat16 a chip sends to its host's, in float32 a quarter of the sum to other hosts.
+
+    Chips of a host are one link apart on average, hosts two links. Padding is left aside.
+    """
     devices = slice_devices(find_slice("v5e-16"))
-    x = jax.ShapeDtypeStruct((16, 51200, 512), jnp.float32)
-    sent = {}
-    for in_stages in (False, True):
-        step = partial(reduce_scatter_mean, axes=0, in_stages=in_stages)
-        text = jax.pmap(step, axis_name="batch", devices=devices).lower(x).compile().as_text()
-        sent[in_stages] = interconnect_bytes(text) / (4 * 51200 * 512)
-    assert sent == {False: 2 * 15 / 16, True: pytest.approx(15 / 16, rel=0.01)}
+    x = jax.ShapeDtypeStruct((16, 51200, 512), dtype)
+    step = partial(reduce_scatter_mean, axes=Split(0, 16))
+    text = jax.pmap(step, axis_name="batch", devices=devices).lower(x).compile().as_text()
+    sent = interconnect_bytes(text, [device.coords for device in devices]) / (51200 * 512)
+    in_host = {2: 1.0, 4: 3 / 4}[size]  # all to all, or a ring
+    assert sent == pytest.approx(in_host * size + 2 * 3 / 4 * 4 / 4, rel=0.06)
+
+
+def test_bytes_of_an_all_to_all_count_once_for_each_link():
+    """Two hosts of 2x2 chips side by side, in every notation of groups."""
+    coords = [(x + 2 * host, y, 0) for host in (0, 1) for y in (0, 1) for x in (0, 1)]
+
+    def crossed(operation, groups, coords=coords):
+        text = f"ENTRY %main (a: x) -> x {{\n  %a = f32[256]{{0}} {operation}(%x), {groups}\n}}"
+        return interconnect_bytes(text, coords)
+
+    hosts = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+    assert crossed("all-to-all", hosts, None) == 3 * 256
+    assert crossed("all-to-all", hosts) == (1 + 1 + 2) * 256  # two neighbours, one across
+    between = "replica_groups=[4,2]<=[2,4]T(1,0)"
+    assert crossed("all-to-all", between) == 2 * 512
+    assert crossed("reduce-scatter", between) == 2 * 1024
+    assert crossed("reduce-scatter", between, None) == 1024
+    assert crossed("all-gather", "replica_groups=mesh['host'=2,'chip'=4] {'chip'}") == 3 * 256
+    assert crossed("all-reduce", "replica_groups={{0}}") == 0
 
 
 def test_of_a_sliced_operand_the_slices_are_read():

@@ -11,6 +11,8 @@ import math
 import re
 from functools import cache
 
+import numpy as np
+
 # bf16[8,1024]{1,0:T(8,128)S(1)}; the name has the number of bits, except pred, which is a byte.
 SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
@@ -213,38 +215,71 @@ def expected_cycles(text, switches=()):
     return sum_over_run(text, cost, switches)
 
 
-COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce)(-start)?")
-# replica_groups={{0,1,2,3}}, =[1,4]<=[4] or =mesh['batch'=4] {'batch'}
+COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce|all-to-all)(-start)?")
+# replica_groups={{0,1,2,3},{4,5,6,7}}, =[2,4]<=[8], =[2,4]<=[4,2]T(1,0)
+# or =mesh['batch'=4,'model'=2] {'batch'}
 LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-TILED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+TILED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
-def group_size(rest):
-    """Number of chips in a group of a collective, from the rest of its line."""
+def first_group(rest):
+    """The chips of a collective's first group, from the rest of its line."""
     if listed := LISTED_GROUP.search(rest):
-        return len(listed[1].split(","))
+        return integers(listed[1])
     if tiled := TILED_GROUPS.search(rest):
-        return int(tiled[1])
+        shape = integers(tiled[2])
+        order = integers(tiled[3]) if tiled[3] else range(len(shape))
+        chips = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+        return chips.ravel()[: int(tiled[1])].tolist()
     axes, used = MESH_GROUPS.search(rest).groups()
-    sizes = dict(re.findall(r"'([^']*)'=(\d+)", axes))
-    return math.prod(int(sizes[name]) for name in re.findall(r"'([^']*)'", used))
+    sizes = re.findall(r"'([^']*)'=(\d+)", axes)
+    chips = np.arange(math.prod(int(size) for _, size in sizes)).reshape([int(s) for _, s in sizes])
+    return (
+        chips[tuple(slice(None) if f"'{name}'" in used else 0 for name, _ in sizes)]
+        .ravel()
+        .tolist()
+    )
 
 
-def interconnect_bytes(text):
-    """Bytes that a chip sends to other chips in one run of a program.
+def integers(text):
+    """The numbers of a list: "4,2" -> [4, 2]."""
+    return [int(number) for number in text.split(",")]
 
-    A ring of n chips sends (n - 1) / n of the gathered array per chip for an all-gather or a
+
+def links_between(coords, group):
+    """Links between the chips of a group, an array (n, n), on a mesh whose axes do not close."""
+    places = np.array([coords[chip] for chip in group])
+    return np.abs(places[:, None] - places).sum(axis=-1)
+
+
+def interconnect_bytes(text, coords=None):
+    """Bytes that cross a chip's links to other chips in one run of a program.
+
+    In a ring of n chips (n - 1) / n of the gathered array leave a chip for an all-gather or a
     reduce-scatter, and twice as much for an all-reduce. A fusion of an all-reduce and a slice is a
-    reduce-scatter (its emitter is called AllReduceScatterFusion).
+    reduce-scatter (its emitter is called AllReduceScatterFusion). In an all-to-all a chip sends
+    1 / n of its array to each chip of the group. What passes through other chips counts once for
+    each link; a ring's neighbours are as far apart as the two closest chips of the group.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
+        coords: coordinates of the chips; None: every two chips have a link.
 
     Returns:
         int.
     """
     computations, entry = parse_program(text)
+
+    def links_of(operation, group):
+        """Links that an array crosses, in units of its size."""
+        n = len(group)
+        if n == 1:
+            return 0.0
+        links = 1 - np.eye(n) if coords is None else links_between(coords, group)
+        if operation == "all-to-all":
+            return links.mean()
+        return links[links > 0].min() * (n - 1) / n
 
     @cache
     def sent_by(computation, sum_factor=2):
@@ -254,9 +289,9 @@ def interconnect_bytes(text):
                 sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind)]
                 if found[2] and len(sizes) > 1:
                     sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
-                n = group_size(rest)
-                factors = {"all-gather": 1 / n, "reduce-scatter": 1.0, "all-reduce": sum_factor / n}
-                total += sum(sizes) * (n - 1) * factors[found[1]]
+                group = first_group(rest)
+                times = {"reduce-scatter": len(group), "all-reduce": sum_factor}.get(found[1], 1)
+                total += sum(sizes) * times * links_of(found[1], group)
             if "AllReduceScatterFusion" in rest and operation == "fusion":
                 total += sum(sent_by(called, sum_factor=1) for called in FUSED.findall(rest))
             trips = 1

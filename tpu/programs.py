@@ -175,6 +175,9 @@ def program_costs(program, args, switches=(), compiler_options=None):
     memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
     formats = jax.tree.leaves(compiled.input_formats)
     used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
+    coords = [chip.coords for chip in meshes[0].devices.ravel()] if meshes else None
     return {
         "padding": memory.argument_size_in_bytes - num_bytes(used),
         "temporaries": memory.temp_size_in_bytes,
@@ -182,7 +185,7 @@ def program_costs(program, args, switches=(), compiler_options=None):
         "code": memory.generated_code_size_in_bytes,
         "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
         "hbm_bytes": hbm_bytes(text, switches),
-        "interconnect_bytes": interconnect_bytes(text),
+        "interconnect_bytes": interconnect_bytes(text, coords),
         "cycles": expected_cycles(text, switches),
         "compile_seconds": time.perf_counter() - started,
     }

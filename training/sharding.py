@@ -17,8 +17,10 @@ models that do not fit into a device's memory as a whole.
 """
 
 import itertools
+import math
 import time
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +34,21 @@ from jax.experimental import multihost_utils
 from jax.tree_util import Partial
 
 MAX_STEPS_IN_FLIGHT = 2  # steps that the host may run ahead of the devices; batches to prefetch
-REPLICATED = -1  # in a tree of axes: every device has the whole array
+CHIPS_PER_HOST = 4  # of TPU slices of several hosts; their device numbers are consecutive
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an array is split: along axis into parts, one for each of that many devices.
+
+    With fewer parts than devices, every group of `parts` consecutive devices has all of them.
+    """
+
+    axis: int
+    parts: int
+
+
+REPLICATED = Split(0, 1)  # every device has the whole array
 
 
 @struct.dataclass
@@ -44,27 +60,29 @@ class TrainState:
     opt_state: Any
 
 
-def shard_axes(tree, num_shards):
-    """The axis along which each array is split: the longest that num_shards divides.
+def shard_axes(tree, num_devices):
+    """The Split of each array: along the longest axis that num_devices divides.
+
+    Matrices and kernels without such an axis are split into fewer parts, as many as possible.
 
     Args:
         tree: arrays or their shapes (ShapeDtypeStructs), not sharded.
-        num_shards: number of devices.
+        num_devices: number of devices.
 
     Returns:
-        The tree with integers; REPLICATED where no axis can be split, and for one device.
+        The tree with Splits; REPLICATED where no axis can be split, and for one device.
     """
 
-    def axis_of(x):
-        axes = [axis for axis, size in enumerate(x.shape) if size and size % num_shards == 0]
-        if num_shards == 1 or not axes:
-            return REPLICATED
-        return max(axes, key=lambda axis: x.shape[axis])
+    def split_of(x):
+        splits = [Split(i, math.gcd(size, num_devices)) for i, size in enumerate(x.shape) if size]
+        best = max(splits, key=lambda s: (s.parts, x.shape[s.axis]), default=REPLICATED)
+        is_worth_it = best.parts == num_devices or x.ndim > 1
+        return best if best.parts > 1 and is_worth_it else REPLICATED
 
-    return jax.tree.map(axis_of, tree)
+    return jax.tree.map(split_of, tree)
 
 
-def gather(shards, axes, dtype, in_stages=False):
+def gather(shards, axes, dtype):
     """The whole parameters, on every device; the gradient is reduce_scatter_mean.
 
     Args:
@@ -72,7 +90,6 @@ def gather(shards, axes, dtype, in_stages=False):
         axes: of shard_axes.
         dtype: of the matrices and kernels that are returned. Vectors (biases, scales of norms)
             stay in float32: they are small, and the norms compute in float32.
-        in_stages: as for reduce_scatter_mean.
 
     Source: ZeRO (arXiv 1910.02054), section 5.3.
     """
@@ -81,15 +98,18 @@ def gather(shards, axes, dtype, in_stages=False):
     def gather_all(shards):
         return jax.tree.map(gather_array, wait_for_devices(shards), axes)
 
-    def gather_array(x, axis):
+    def gather_array(x, split):
         x = cast_kernels(x, dtype)
-        return x if axis == REPLICATED else jax.lax.all_gather(x, "batch", axis=axis, tiled=True)
+        if split == REPLICATED:
+            return x
+        groups = groups_at_once(split.parts, jax.lax.axis_size("batch"))
+        return jax.lax.all_gather(x, "batch", axis=split.axis, axis_index_groups=groups, tiled=True)
 
     def forward(shards):
         return gather_all(shards), None
 
     def backward(_, grads):
-        return (reduce_scatter_mean(grads, axes, in_stages),)
+        return (reduce_scatter_mean(grads, axes),)
 
     gather_all.defvjp(forward, backward)
     return gather_all(shards)
@@ -111,12 +131,12 @@ def gather_by_block(shards, axes, dtype, blocks):
     """
     flat, flat_axes = flatten_dict(shards), flatten_dict(axes)
     later = {
-        path: Partial(partial(gather, axes=flat_axes[path], dtype=dtype, in_stages=True), x)
+        path: Partial(partial(gather, axes=flat_axes[path], dtype=dtype), x)
         for path, x in flat.items()
         if any(name.startswith(blocks) for name in path)
     }
     first = {path: x for path, x in flat.items() if path not in later}
-    first = gather(first, {path: flat_axes[path] for path in first}, dtype, in_stages=True)
+    first = gather(first, {path: flat_axes[path] for path in first}, dtype)
     return unflatten_dict(first | later)
 
 
@@ -130,60 +150,107 @@ def combine(frozen, trained):
     return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
 
 
-def reduce_scatter_mean(grads, axes, in_stages=False):
+def reduce_scatter_mean(grads, axes):
     """This device's shard of the mean over all devices, in float32.
 
     Args:
         grads: gradients of the whole parameters, of any dtype.
         axes: of shard_axes.
-        in_stages: on TPUs, save memory, see reduce_scatter_stages.
     """
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     num_devices = jax.lax.axis_size("batch")
     if num_devices == 1:  # XLA would copy the gradients
-        return grads
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-    def reduce_tree(grads, stages):
-        return jax.tree.map(partial(reduce_array, stages=stages), grads, axes)
-
-    def reduce_array(g, axis, stages):
-        if axis == REPLICATED:
-            return jax.lax.pmean(g, "batch")
-        for groups in stages:
-            g = jax.lax.psum_scatter(
-                g, "batch", scatter_dimension=axis, axis_index_groups=groups, tiled=True
-            )
+    def mean(g, split, scatter):
+        if split == REPLICATED:
+            return jax.lax.pmean(g.astype(jnp.float32), "batch")
+        g = scatter(g, split)
+        if split.parts < num_devices:
+            replicas = np.arange(num_devices).reshape(-1, split.parts).T.tolist()
+            g = jax.lax.psum(g, "batch", axis_index_groups=replicas)
         return g / num_devices
 
-    grads, at_once = wait_for_devices(grads), partial(reduce_tree, stages=[None])
-    if not in_stages:
-        return at_once(grads)
-    staged = partial(reduce_tree, stages=reduce_scatter_stages(num_devices))
-    return jax.lax.platform_dependent(grads, tpu=staged, default=at_once)
+    def scatter_at_once(g, split):
+        return sum_scatter(g, split.axis, groups_at_once(split.parts, num_devices))
+
+    def scatter_in_stages(g, split):
+        for groups in reduce_scatter_stages(split.parts, num_devices):
+            g = sum_scatter(g, split.axis, groups)
+        return g
+
+    def in_stages(grads):
+        return jax.tree.map(partial(mean, scatter=scatter_in_stages), grads, axes)
+
+    def at_once(grads):
+        grads = wait_for_devices(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        return jax.tree.map(partial(mean, scatter=scatter_at_once), grads, axes)
+
+    return jax.lax.platform_dependent(grads, tpu=in_stages, default=at_once)
 
 
-def reduce_scatter_stages(num_devices):
-    """The groups of devices of a reduce-scatter in stages, for TPUs.
+def sum_scatter(g, axis, groups):
+    """This device's part of the sum over its group, added in float32.
+
+    An array of a smaller dtype is sent as it is.
+
+    Args:
+        g: array of any floating dtype.
+        axis: that is split.
+        groups: axis_index_groups; None: all devices.
+    """
+    if g.dtype == jnp.float32:
+        return jax.lax.psum_scatter(
+            g, "batch", scatter_dimension=axis, axis_index_groups=groups, tiled=True
+        )
+    size = len(groups[0]) if groups else jax.lax.axis_size("batch")
+    g = g.reshape(*g.shape[:axis], size, -1, *g.shape[axis + 1 :])
+    parts = jax.lax.all_to_all(g, "batch", axis, 0, axis_index_groups=groups)
+    return parts.astype(jnp.float32).sum(axis=0)
+
+
+def stage_sizes(parts):
+    """Sizes of the groups of a reduce-scatter in stages, the last stage first.
 
     XLA compiles a reduce-scatter over 16 chips of a v5e slice, and over most larger numbers, as an
-    all-reduce, which uses all links of a chip but holds the full sum. In groups of at most 8 it
-    compiles rings that hold a shard. The groups of the last stage are the four chips of a host.
-
-    Returns:
-        List of axis_index_groups, one per stage; None: all devices.
+    all-reduce, which sends twice as much and holds the full sum. In groups of at most 8 a chip
+    sends and holds what it should. The first groups are the chips of a host, because the first
+    stage sends most.
     """
     sizes = []
-    while num_devices > 8 and num_devices % 4 == 0:
-        sizes.insert(0, 4)
-        num_devices //= 4
-    if not sizes:
-        return [None]
-    sizes.insert(0, num_devices)
-    devices = np.arange(np.prod(sizes)).reshape(sizes)
+    while parts > 2 * CHIPS_PER_HOST and parts % CHIPS_PER_HOST == 0:
+        sizes.insert(0, CHIPS_PER_HOST)
+        parts //= CHIPS_PER_HOST
+    return [parts, *sizes]
+
+
+def reduce_scatter_stages(parts, num_devices):
+    """The groups of devices of each stage of a reduce-scatter, for TPUs.
+
+    Args:
+        parts: of a Split.
+        num_devices: a multiple of parts.
+
+    Returns:
+        List of axis_index_groups, one per stage, in their order.
+    """
+    sizes = stage_sizes(parts)
+    devices = np.arange(num_devices).reshape(-1, *sizes)
     return [
-        np.moveaxis(devices, stage, -1).reshape(-1, size).tolist()
-        for stage, size in enumerate(sizes)
+        np.moveaxis(devices, stage + 1, -1).reshape(-1, sizes[stage]).tolist()
+        for stage in reversed(range(len(sizes)))
     ]
+
+
+def shard_order(parts):
+    """The device, of `parts` consecutive ones, that has each shard: where the stages end."""
+    return np.arange(parts).reshape(stage_sizes(parts)).T.ravel()
+
+
+def groups_at_once(parts, num_devices):
+    """The axis_index_groups of a gather or reduce-scatter in one stage; None: all, in order."""
+    order = shard_order(parts)
+    groups = [(first + order).tolist() for first in range(0, num_devices, parts)]
+    return None if groups == [list(range(num_devices))] else groups
 
 
 def wait_for_devices(tree):
@@ -203,9 +270,14 @@ def global_norm(shards, axes):
     """L2 norm of a tree of which every device has its shards; the same on all devices."""
     squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), shards)
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(axes)))
-    total = sum(square for square, axis in pairs if axis == REPLICATED)
-    split = [square for square, axis in pairs if axis != REPLICATED]
-    return jnp.sqrt(total + jax.lax.psum(sum(split), "batch") if split else total)
+    total = sum(square for square, split in pairs if split == REPLICATED)
+    num_devices = jax.lax.axis_size("batch")
+    shares = [
+        square / (num_devices // split.parts) if split.parts < num_devices else square
+        for square, split in pairs
+        if split != REPLICATED
+    ]
+    return jnp.sqrt(total + jax.lax.psum(sum(shares), "batch") if shares else total)
 
 
 def update_shards(tx, grads, opt_state, params):
@@ -292,7 +364,7 @@ def shard(tree, axes, devices=None):
     Args:
         tree: whole arrays, the same on all processes.
         axes: of shard_axes.
-        devices: one per shard; None: the devices of all processes.
+        devices: that share the arrays; None: the devices of all processes.
 
     Returns:
         The tree with arrays (local devices, ...), which a program may overwrite (donate).
@@ -300,11 +372,14 @@ def shard(tree, axes, devices=None):
     devices = devices or jax.devices()
     local = [device for device in devices if device.process_index == jax.process_index()]
 
-    def shard_array(x, axis):
-        if axis == REPLICATED:
+    def shard_array(x, split):
+        if split == REPLICATED:
             return replicate(x, local)
-        shards = np.split(np.asarray(x), len(devices), axis)
-        return _place([shards[devices.index(device)][None] for device in local], local)
+        shards = np.split(np.asarray(x), split.parts, split.axis)
+        number = np.argsort(shard_order(split.parts))  # of each device's shard
+        return _place(
+            [shards[number[devices.index(device) % split.parts]][None] for device in local], local
+        )
 
     return jax.tree.map(shard_array, tree, axes)
 
@@ -405,12 +480,12 @@ def to_host(tree, axes):
         axes: of shard_axes.
     """
 
-    def gather_array(x, axis):
-        if axis == REPLICATED:
+    def gather_array(x, split):
+        if split == REPLICATED:
             return first_replica(x)
         if jax.process_count() > 1:
             x = multihost_utils.process_allgather(x, tiled=True)
-        return np.concatenate(np.asarray(x), axis)
+        return np.concatenate(np.asarray(x)[shard_order(split.parts)], split.axis)
 
     return jax.tree.map(gather_array, tree, axes)
 
@@ -439,8 +514,8 @@ def state_shapes(params, tx, axes, num_devices):
         num_devices: that the axes are for.
     """
 
-    def shard_shape(x, axis):
-        shape = [n // num_devices if i == axis else n for i, n in enumerate(x.shape)]
+    def shard_shape(x, split):
+        shape = [n // split.parts if i == split.axis else n for i, n in enumerate(x.shape)]
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     shards = jax.tree.map(shard_shape, params, axes)

@@ -67,6 +67,7 @@ from training.models import Models, encode_text
 from training.optimizer import lr_schedule
 from training.sharding import (
     REPLICATED,
+    Split,
     gather,
     global_norm,
     reduce_scatter_stages,
@@ -328,9 +329,8 @@ def test_every_device_holds_its_shard(parallel):
     for name, tree in (("params", state.params), ("moments", state.opt_state[0].mu)):
         for key, x in flatten_dict(tree, sep="/").items():
             shape = list(whole[key].shape)
-            axis = flatten_dict(parallel.axes, sep="/")[key]
-            if axis != REPLICATED:
-                shape[axis] //= NUM_DEVICES
+            split = flatten_dict(parallel.axes, sep="/")[key]
+            shape[split.axis] //= split.parts
             assert x.shape == (NUM_DEVICES, *shape)
         sizes[name] = sum(x.nbytes for x in jax.tree.leaves(tree)) / NUM_DEVICES
     total = sum(x.nbytes for x in whole.values())
@@ -356,8 +356,16 @@ def test_a_batch_is_divided_over_the_devices():
 def test_shard_axes():
     shapes = [(3, 3, 320, 640), (3, 3, 320, 4), (3, 3, 4, 4), (8,), ()]
     trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert shard_axes(trees, 8) == [3, 2, REPLICATED, 0, REPLICATED]
+    assert shard_axes(trees, 8) == [
+        *(Split(3, 8), Split(2, 8), Split(2, 4), Split(0, 8), REPLICATED)
+    ]
     assert shard_axes(trees, 1) == [REPLICATED] * 5
+    # Of 256 devices every 64th has the same part; vectors stay whole.
+    shapes = [(3, 3, 320, 320), (1920, 640), (320,), (0, 256), (0, 0), (5, 7)]
+    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert shard_axes(trees, 256) == [
+        *(Split(2, 64), Split(0, 128), REPLICATED, Split(1, 256), REPLICATED, REPLICATED)
+    ]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
@@ -385,35 +393,63 @@ def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
             np.testing.assert_allclose(x, weights[name].mean(axis=0), rtol=1e-6)
 
 
-def test_a_reduce_scatter_in_stages_is_one_over_all_devices():
-    """On 16 devices; each ends with its own part."""
+def test_shards_on_sixteen_devices():
+    """With the branch of TPUs and the other: parameters, gradient and norm of closed forms.
+
+    No axis of "b" is a multiple of 16: four devices share it, four times.
+    """
     program = """
-import jax, numpy as np
-from jax.lax import psum_scatter
-from training.sharding import reduce_scatter_stages
+import jax, jax.numpy as jnp, numpy as np, optax
+from training.sharding import Split, gather, global_norm, shard_axes, start_state, to_host
 
-def in_stages(x):
-    for groups in reduce_scatter_stages(16):
-        x = psum_scatter(x, "batch", scatter_dimension=1, axis_index_groups=groups, tiled=True)
-    return x
+rng, n = np.random.default_rng(0), 16
+shapes = {"a": (3, 32, 6), "b": (20, 12), "bias": (20,), "scale": (32,)}
+params = {name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in shapes.items()}
+weights = {k: rng.integers(-9, 9, (n, *x.shape)).astype(np.float32) for k, x in params.items()}
+mean = {k: x.mean(axis=0) for k, x in weights.items()}
+axes = shard_axes(params, n)
+assert axes["b"] == Split(0, 4)
+state = start_state(params, optax.identity(), axes)
+assert state.params["b"].shape == (16, 5, 12)
+for k, x in to_host(state.params, axes).items():
+    np.testing.assert_array_equal(x, params[k])
 
-def at_once(x):
-    return psum_scatter(x, "batch", scatter_dimension=1, tiled=True)
+def step(shards, weights):
+    def loss(shards):
+        whole = gather(shards, axes, jnp.bfloat16)
+        return sum((x.astype(jnp.float32) * weights[k]).sum() for k, x in whole.items()), whole
+    grads, whole = jax.grad(loss, has_aux=True)(shards)
+    return grads, whole, global_norm(grads, axes)
 
-x = np.random.default_rng(0).integers(0, 99, (16, 3, 32)).astype(np.float32)
-found, expected = (jax.pmap(f, axis_name="batch")(x) for f in (in_stages, at_once))
-np.testing.assert_array_equal(found, expected)
-np.testing.assert_array_equal(found[5], x.sum(axis=0)[:, 10:12])
+def on_tpu(*args, tpu, default):
+    return tpu(*args)
+
+for choose in (jax.lax.platform_dependent, on_tpu):
+    jax.lax.platform_dependent = choose
+    grads, whole, norm = jax.pmap(step, axis_name="batch")(state.params, weights)
+    for k, x in to_host(grads, axes).items():
+        np.testing.assert_array_equal(x, mean[k])
+        for copy in np.asarray(whole[k]).astype(np.float32):
+            np.testing.assert_array_equal(copy, params[k])
+    squares = sum(np.square(x).sum() for x in mean.values())
+    np.testing.assert_allclose(norm, np.sqrt(squares), rtol=1e-6)
+    jax.clear_caches()
 """
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
     folder = SCRIPT.parent
     subprocess.run([sys.executable, "-c", program], env=os.environ | flags, cwd=folder, check=True)
-    for n in (1, 2, 4, 6, 8, 9):
-        assert reduce_scatter_stages(n) == [None]
-    for n, sizes in ((12, [3, 4]), (32, [8, 4]), (256, [4, 4, 4, 4])):
-        stages = reduce_scatter_stages(n)
-        assert [len(groups[0]) for groups in stages] == sizes
-        assert all(sorted(np.ravel(groups)) == list(range(n)) for groups in stages)
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_devices", "sizes"),
+    [(1, 1, [1]), (8, 8, [8]), (9, 9, [9]), (12, 12, [4, 3]), (64, 256, [4, 4, 4])],
+)
+def test_stages_of_a_reduce_scatter(parts, num_devices, sizes):
+    """The first groups are hosts of four chips."""
+    stages = reduce_scatter_stages(parts, num_devices)
+    assert [len(groups[0]) for groups in stages] == sizes
+    assert all(sorted(np.ravel(groups)) == list(range(num_devices)) for groups in stages)
+    assert stages[0][0] == list(range(sizes[0]))
 
 
 def test_one_device_copies_no_parameters(optimized):
