@@ -2,7 +2,7 @@
 
 Parameters, optimizer moments and averages are split along one axis of every array, so that each
 device holds its shard (ZeRO, stage 3, arXiv 1910.02054). A training step gathers the parameters in
-the compute dtype; the gradient of the gather is a reduce-scatter in float32:
+the compute dtype; the gradient of the gather is a reduce-scatter that adds in float32:
 
     axes = shard_axes(params, jax.device_count())
     state = start_state(params, tx, axes)                         # host to devices
@@ -151,7 +151,9 @@ def combine(frozen, trained):
 
 
 def reduce_scatter_mean(grads, axes):
-    """This device's shard of the mean over all devices, in float32.
+    """This device's shard of the mean over all devices, added in float32.
+
+    TPUs send gradients in their dtype, other platforms in float32.
 
     Args:
         grads: gradients of the whole parameters, of any dtype.
