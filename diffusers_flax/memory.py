@@ -170,7 +170,8 @@ def balance(sizes, num_devices):
 def choose_vae_tile(pipeline, batch_size, size, available):
     """The side of tiles in which the VAE's work fits into memory; 0: whole images.
 
-    It is the size that the VAE was trained at, as in PyTorch, or a half of it, a quarter, ...
+    It is the size that the VAE was trained at, as in PyTorch, or a half or a quarter of it. Smaller
+    ones would show.
 
     Args:
         pipeline: as from open.
@@ -183,11 +184,11 @@ def choose_vae_tile(pipeline, batch_size, size, available):
     needs = partial(bytes_of_vae, vae, batch_size, size, encodes=encodes)
     if (pipeline.accelerate.tiny_decoder and not encodes) or needs() <= available:
         return 0
-    tile, least = vae.sample_size, least_tile(vae)
-    tile = tile if isinstance(tile, int) and tile >= least and not tile % least else 16 * least
-    while needs(tile=tile) > available and not tile % (2 * least):
-        tile //= 2
-    return tile
+    side, least = vae.sample_size, least_tile(vae)
+    if not isinstance(side, int) or side < least or side % least:
+        side = 16 * least
+    tiles = [side // n for n in (1, 2, 4) if side % (n * least) == 0]
+    return next((tile for tile in tiles if needs(tile=tile) <= available), tiles[-1])
 
 
 def bytes_of_vae(vae, batch_size, size, tile=0, encodes=False):

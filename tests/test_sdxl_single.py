@@ -115,6 +115,42 @@ def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch
     assert_alike(images(tmp_path / "8"), expected)
 
 
+@pytest.mark.slow
+def test_parts_on_devices_of_their_own_make_the_same(model, made, tmp_path, capsys):
+    flags = ["--devices", "text=3", "unet=1", "vae=2", "--batch_size", "4"]
+    errors = run("sdxl_single.py", model, tmp_path, *OPTIONS, *flags)
+    assert "4 at once with text on 3, unet on 1, vae on 2 of 4 cpu; memory" in errors
+    for found, expected in zip(images(tmp_path), images(made), strict=True):
+        assert_alike(found, expected)
+    for given, message in (
+        (["--devices", "unet=4"], "--devices unet=4 does not exist; this machine has 4"),
+        (["--devices", "unet=1", "--parallel", "rows=2"], "--devices excludes --parallel"),
+        (["--vae_tile", "48"], "--vae_tile 48 is not a multiple of 32 pixels; try 64"),
+    ):
+        with pytest.raises(SystemExit):
+            sdxl_single.main([*flags_of(model, tmp_path / "out"), *given])
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_twin_makes_the_same_tiles(model, tmp_path, store):
+    """The executable of whole images is not taken for tiles."""
+    options = [*OPTIONS[:2], "--prompt", "it", "--num_images", "1"]
+    found = {}
+    for tile in (0, 32):
+        for script in ("sdxl_single.py", "sdxl_single_aot.py"):
+            saved = ["--executable_dir", store] if "aot" in script else []
+            output = tmp_path / f"{tile}{script}"
+            flags = ["--vae_tile", str(tile), *saved]
+            errors = run(script, model, output, *options, *flags, num_devices=1)
+            assert ("tiles of 32 pixels" in errors) == bool(tile)
+            (found[tile, script],) = images(output)
+        np.testing.assert_array_equal(
+            found[tile, "sdxl_single.py"], found[tile, "sdxl_single_aot.py"]
+        )
+    assert (found[0, "sdxl_single.py"] != found[32, "sdxl_single.py"]).any()
+
+
 def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_path):
     kept = ["--executable_dir", store]
     errors = run("sdxl_single_aot.py", model, tmp_path / "first", *OPTIONS, *kept)

@@ -418,6 +418,19 @@ def test_an_edit_by_the_tiny_decoder(model, tmp_path):
     assert {x.dtype for x in kernels} == {jnp.dtype(x) for x in ("bfloat16", "float32", "int8")}
 
 
+@pytest.mark.slow
+def test_tiles_of_the_vae(model, monkeypatch):
+    """Chosen if the chip needs them; a chip has no parts of the model of its own."""
+    devices = jax.devices()[:1]
+    assert image_job(accelerated(model), devices).vae_tile == 0
+    assert image_job(accelerated(model, vae_tile=32), devices).vae_tile == 32
+    assert image_job(accelerated(model, vae_tile=64), devices).vae_tile == 0  # one tile
+    monkeypatch.setattr("tpu.jobs.GIB", 2**16)  # a v5e has a megabyte
+    assert image_job(accelerated(model, resolution=256), devices).vae_tile == 64 // 4
+    with pytest.raises(ValueError, match="--devices unet=1 makes several programs"):
+        tpu_compile.check_flags(accelerated(model, devices=("unet=1",)), 4)
+
+
 def test_counts_below_one_are_refused():
     for config, message in (
         (Sdxl(tpu="v5e-4", num_images=0), "--num_images 0 must be at least 1"),
