@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from diffusers_flax.devices.layout import BALANCED
 from diffusers_flax.devices.parts import PARTS, part_of_models
+from diffusers_flax.models.attention import fits_splash
 from diffusers_flax.models.vae import least_tile, with_tile
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import DECODED_PIXELS
 
-ARRAYS_AT_ONCE = 3  # of the VAE's features at full size
+ARRAYS_AT_ONCE = 3.6  # of the VAE's features at full size, by programs compiled for v5e
 
 
 def peak_memory(devices, reset=False):
@@ -102,7 +103,7 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         left = math.inf
         if available:
             left = (available - (params if on_host else held[place][0])) / sharing
-        vae_tile = choose_vae_tile(pipeline, batch_size, size, left)
+        vae_tile = choose_vae_tile(pipeline, batch_size, size, left, devices[0].platform)
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     tiles = ""
     if vae_tile and max(size) > vae_tile:
@@ -150,7 +151,8 @@ def with_balanced_parts(pipeline, batch_size, num_branches, size):
         return pipeline
     sizes = {part: num_bytes_of_params(pipeline, models_of_part(part)) for part in PARTS}
     sizes["unet"] += batch_size * bytes_per_image(pipeline, num_branches, *size)
-    sizes["vae"] += bytes_of_vae(pipeline._vae, batch_size, size, pipeline.vae.tile)
+    platform = layout.devices[0].platform
+    sizes["vae"] += bytes_of_vae(pipeline._vae, batch_size, size, platform, pipeline.vae.tile)
     parts = balance(sizes, len(layout.devices))
     return replace(pipeline, layout=replace(layout, parts=parts))
 
@@ -167,7 +169,7 @@ def balance(sizes, num_devices):
     return parts
 
 
-def choose_vae_tile(pipeline, batch_size, size, available):
+def choose_vae_tile(pipeline, batch_size, size, available, platform):
     """The side of tiles in which the VAE's work fits into memory; 0: whole images.
 
     It is the size that the VAE was trained at, as in PyTorch, or a half or a quarter of it. Smaller
@@ -178,10 +180,11 @@ def choose_vae_tile(pipeline, batch_size, size, available):
         batch_size: images at once.
         size: their (width, height), pixels.
         available: bytes of memory beside the parameters.
+        platform: of the device, "cpu", "gpu" or "tpu".
     """
     vae = pipeline._vae
     encodes = "image" in inspect.signature(type(pipeline)._generate).parameters
-    needs = partial(bytes_of_vae, vae, batch_size, size, encodes=encodes)
+    needs = partial(bytes_of_vae, vae, batch_size, size, platform, encodes=encodes)
     if (pipeline.accelerate.tiny_decoder and not encodes) or needs() <= available:
         return 0
     side, least = vae.sample_size, least_tile(vae)
@@ -191,28 +194,36 @@ def choose_vae_tile(pipeline, batch_size, size, available):
     return next((tile for tile in tiles if needs(tile=tile) <= available), tiles[-1])
 
 
-def bytes_of_vae(vae, batch_size, size, tile=0, encodes=False):
+def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
     """Memory that the VAE takes for images beside its parameters, bytes, estimated.
 
-    Most of it is ARRAYS_AT_ONCE arrays of the widest features at full size.
+    Most of it is ARRAYS_AT_ONCE arrays of the widest features at full size; or the logits of the
+    attention in the middle, where it has no kernel.
 
     Args:
         vae: FlaxAutoencoderKL, in the dtype that it computes in.
         batch_size: images at once.
         size: their (width, height), pixels.
+        platform: of the device, "cpu", "gpu" or "tpu".
         tile: side of its tiles; 0: whole images.
         encodes: whether images are encoded too, all of a batch at once.
     """
     width, height = (min(side, tile or side) for side in size)
-    decoded_at_once = min(batch_size, max(1, DECODED_PIXELS // math.prod(size)))
-    images = batch_size * math.prod(size) * 3 * 4
-    channels = vae.block_out_channels
-    # The first block of full size takes the features of the level below.
-    features = decoded_at_once * max(channels[:2])
+    num_decoded = min(batch_size, max(1, DECODED_PIXELS // math.prod(size)))  # at once
+    channels, factor = vae.block_out_channels, 2 ** (len(vae.block_out_channels) - 1)
+    # The decoder's first block of full size takes the features of the level below.
+    features = num_decoded * max(channels[:2])
     if encodes:
         features = max(features, batch_size * channels[0])
-    itemsize = np.dtype(vae.dtype).itemsize
-    return 2 * images + ARRAYS_AT_ONCE * features * width * height * itemsize
+    features *= width * height * np.dtype(vae.dtype).itemsize
+    positions = width * height // factor**2
+    shape = (1, positions, 1, channels[-1])
+    has_kernel = platform == "cpu" or (platform == "tpu" and fits_splash(shape, shape))
+    logits = 0
+    if vae.mid_block_add_attention and not has_kernel:  # float32, and their softmax
+        logits = 2 * (batch_size if encodes else num_decoded) * positions**2 * 4
+    images = batch_size * math.prod(size) * 3 * 4
+    return 2 * images + max(ARRAYS_AT_ONCE * features, logits)
 
 
 def num_bytes_of_params(pipeline, models=tuple(MODULES)):

@@ -259,7 +259,7 @@ def with_vae_tile(pipeline, config, side):
     tile, size = config.vae_tile, (side, side)
     if tile is None:
         left = find_slice(config.tpu).chip.memory * GIB - num_bytes_of_params(pipeline)
-        tile = choose_vae_tile(pipeline, config.num_images, size, left)
+        tile = choose_vae_tile(pipeline, config.num_images, size, left, "tpu")
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
     return pipeline, tile if side > tile else 0
 

@@ -84,6 +84,11 @@ class Layout:
 
     def device_of(self, part):
         """The device of a part, a name of PARTS."""
+        if self.parts == BALANCED:
+            raise ValueError(
+                "the devices of parts='balanced' are not chosen; diffusers_flax.memory."
+                "with_balanced_parts chooses them"
+            )
         return self.devices[dict(self.parts).get(part, 0)]
 
     @property

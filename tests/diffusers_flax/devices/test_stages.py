@@ -111,7 +111,7 @@ def test_images_are_those_of_one_device(folders, case):
     images = pipeline(*inputs, params, KEY, **options).images
     last = 1 if case == "latents" else 2
     assert images.devices() == {layout.devices[last]}
-    np.testing.assert_allclose(images, expected, atol=1e-6)
+    np.testing.assert_allclose(images, expected, atol=4e-6)  # XLA fuses other operations
 
 
 def test_programs_are_compiled_once(folders, caplog):
@@ -160,7 +160,7 @@ def test_one_part_at_a_time_from_the_host(folders):
     stages = stages_of(generation._generate, (pipeline, compiled_in), arrays)
     shared = {"guidance_scale": np.float32(3)}
     images = stages(arrays, shared, lambda part: device, one_at_a_time=True)
-    np.testing.assert_allclose(images, expected, atol=1e-6)
+    np.testing.assert_allclose(images, expected, atol=4e-6)  # XLA fuses other operations
 
 
 @pytest.mark.slow
@@ -198,6 +198,7 @@ def test_what_does_not_fit(folders):
         ("balanced must be PART=NUMBER", lambda: parse_parts(["balanced", "vae=1"], 4)),
         ("vae=2: there are 2 devices, 0 to 1", lambda: Layout(devices, parts={"vae": 2})),
         ("there is no part decoder", lambda: Layout(devices, parts={"decoder": 0})),
+        ("with_balanced_parts chooses", lambda: Layout(devices, parts="balanced").device_of("vae")),
         ("exclude data, branches and rows", lambda: Layout(devices, rows=2, parts={"vae": 1})),
     ):
         with pytest.raises(ValueError, match=error):

@@ -14,9 +14,10 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline, memory
 from diffusers_flax.devices.layout import Layout
-from diffusers_flax.models.vae import with_tile
+from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import decode
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 KEY = jax.random.key(0)
 
@@ -125,16 +126,28 @@ def test_temporary_memory_is_of_one_row_of_tiles(folders):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_choice_of_a_tile(folders, batch_size):
     pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"])  # its VAE is for 64 pixels
-    size, choose = (1024, 1024), memory.choose_vae_tile
-    whole = memory.bytes_of_vae(pipeline._vae, batch_size, size)
-    of_64 = memory.bytes_of_vae(pipeline._vae, batch_size, size, 64)
+    size = (1024, 1024)
+    whole = memory.bytes_of_vae(pipeline._vae, batch_size, size, "cpu")
+    of_64 = memory.bytes_of_vae(pipeline._vae, batch_size, size, "cpu", 64)
     assert of_64 < whole / 2
-    assert choose(pipeline, batch_size, size, math.inf) == 0
-    assert choose(pipeline, batch_size, size, whole) == 0
-    assert choose(pipeline, batch_size, size, whole - 1) == 64
-    assert choose(pipeline, batch_size, size, of_64) == 64
-    assert choose(pipeline, batch_size, size, of_64 - 1) == 32  # the least
-    assert choose(pipeline, batch_size, size, 0) == 32
+
+    def choose(available):
+        return memory.choose_vae_tile(pipeline, batch_size, size, available, "cpu")
+
+    assert choose(math.inf) == choose(whole) == 0
+    assert choose(whole - 1) == choose(of_64) == 64
+    assert choose(of_64 - 1) == choose(0) == 32  # the least
+
+
+def test_memory_of_attention():
+    """Without a kernel the logits of all positions take most of it."""
+    vae = FlaxAutoencoderKL.from_config(PUBLISHED_CONFIGS["stable-diffusion-v1-5"]["vae"])
+    size, features = (2048, 2048), 3.6 * 256 * 4 * 2048**2
+    image = 2 * 2048**2 * 3 * 4
+    assert memory.bytes_of_vae(vae, 1, size, "tpu") == image + features
+    assert memory.bytes_of_vae(vae, 1, size, "gpu") == image + 2 * 4 * 256**4
+    assert memory.bytes_of_vae(vae, 1, (2040, 2040), "tpu") > 2 * 4 * 255**4  # no blocks of 128
+    assert memory.bytes_of_vae(vae, 1, size, "gpu", 512) == image + features / 16
 
 
 def test_the_plan_says_which_tile(folders, monkeypatch):
@@ -152,9 +165,8 @@ def test_the_plan_says_which_tile(folders, monkeypatch):
     assert planned.vae.tile is None and "tiles" not in line
     planned, line = plan(vae_tile=1024)
     assert planned.vae.tile == 1024 and "tiles" not in line
-    needed = memory.num_bytes_of_params(pipeline) + 2 * memory.bytes_of_vae(
-        pipeline._vae, 1, (512, 512)
-    )
+    of_vae = memory.bytes_of_vae(pipeline._vae, 1, (512, 512), "cpu")
+    needed = memory.num_bytes_of_params(pipeline) + 2 * of_vae
     monkeypatch.setattr(memory, "host_memory", lambda: needed - 1)
     planned, line = plan()
     assert planned.vae.tile == 64
