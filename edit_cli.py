@@ -51,7 +51,7 @@ from command_line import (
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.devices.layout import DeviceFlags, layout_of_flags
+from diffusers_flax.devices.layout import DeviceFlags, ProcessFlags, layout_of_flags
 from diffusers_flax.devices.resuming import checksum_of, id_maker, is_finished
 from diffusers_flax.devices.serving import IN_FLIGHT, DeviceClock, FileWriter
 from diffusers_flax.images import IMAGE_FORMATS, save_image
@@ -125,7 +125,7 @@ class EditFlags:
 
 
 @dataclass(frozen=True)
-class Config(DeviceFlags, EditFlags):
+class Config(ProcessFlags, DeviceFlags, EditFlags):
     """Flags of the script."""
 
 
@@ -302,7 +302,8 @@ def run_edits(pipeline, params, edits, sizes, finished, ids, config):
     devices = devices_for(len(edits), stages, pipeline.layout)
     place_params(params, devices, pipeline.layout)
     clock, id_of, todo = DeviceClock(), dict(zip(edits, ids)), len(edits) - len(finished)
-    with tqdm(total=todo, unit="edit") as bar, FileWriter() as files:
+    is_writer = pipeline.layout is None or pipeline.layout.is_writer
+    with tqdm(total=todo, unit="edit") as bar, FileWriter(is_writer) as files:
 
         def load(edit, size):
             if edit.after is not None and edit.after not in finished:
@@ -341,6 +342,19 @@ def run_edits(pipeline, params, edits, sizes, finished, ids, config):
         print(report, file=sys.stderr)
 
 
+def layout_of_edits(config, edits):
+    """The Layout of the flags, of no more groups than there are edits at once; None without."""
+    layout, stages = layout_of_flags(config), stages_of(edits)
+    if layout is None:
+        return None
+    if not layout.is_local and any(stages):
+        raise ValueError(
+            "--edits_jsonl has edits of the outputs of others, which only process 0 writes; edit "
+            "them with a second list, or in one process"
+        )
+    return layout.first(max(Counter(stages).values()))
+
+
 def check_flags(config):
     """Raise a ValueError for invalid flags."""
     if config.edits_jsonl and (config.input or config.edit or config.output):
@@ -367,7 +381,6 @@ def check_flags(config):
 def run(config):
     """Check the flags and images, load the model, edit and write."""
     check_flags(config)
-    layout = layout_of_flags(config)
     if config.edits_jsonl:
         edits = edits_of_jsonl(config.edits_jsonl)
     else:
@@ -376,6 +389,7 @@ def run(config):
     if config.mask_feather and not any(edit.mask for edit in edits):
         raise ValueError(f"--mask_feather {config.mask_feather} is for --mask; give both or none")
     check_outputs(edits, config.grid)
+    layout = layout_of_edits(config, edits)
     use_compilation_cache(config.compilation_cache_dir)
     bar = partial(tqdm, desc="checking images", unit="edit", disable=len(edits) < 100)
     image_sizes = check_inputs(edits, bar)
@@ -407,10 +421,13 @@ def run(config):
     edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
     ids = number_edits(edits, config)
     finished = {i for i, edit in enumerate(edits) if is_finished(edit.output, ids[i], SOFTWARE)}
+    finished = {*layout.agree(list(finished))} if layout else finished
     print_continued(len(finished), len(edits))
     if len(finished) < len(edits):
         pipeline, params = open_model(edits, sizes, checked, preview, layout, config)
         run_edits(pipeline, params, edits, sizes, finished, ids, config)
+    if layout and not layout.is_writer:
+        return
     if config.grid:
         save_image(before_after_grid(edits, sizes), config.grid)
     print_files(outputs)

@@ -38,6 +38,7 @@ from jax.experimental.multihost_utils import process_allgather
 from command_line import run_main
 from dataloading.mixture import open_pairs
 from dataloading.shards import COLUMN_FLAGS
+from diffusers_flax.devices.processes import start_distributed
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
@@ -70,7 +71,7 @@ from training.output import (
     merge_finished_run,
     merges_finished_run,
 )
-from training.processes import from_process_0, start_distributed, wait_for_all
+from training.processes import from_process_0, wait_for_all
 from training.report import fit_validation_images, load_validation_images
 from training.run import TrainRun, cache_programs, compile_steps
 from training.sharding import (

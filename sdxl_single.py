@@ -42,7 +42,7 @@ from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.devices.layout import DeviceFlags, layout_of_flags
+from diffusers_flax.devices.layout import DeviceFlags, ProcessFlags, layout_of_flags
 from diffusers_flax.devices.resuming import continue_images, id_maker
 from diffusers_flax.devices.serving import DeviceClock, FileWriter, run_ahead
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
@@ -58,7 +58,7 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 
 @dataclass(frozen=True)
-class Config(DeviceFlags, BatchFlags, PreviewFlags, ImageFlags):
+class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, ImageFlags):
     """Flags of command_line.py, and those of this script alone."""
 
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
@@ -81,6 +81,7 @@ def open_pipeline(config, layout, steps, outputs):
     added |= {"layout": layout}
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
     branches = pipeline.guidance_branches(config.guidance_scale)
+    pipeline.check_parallel(branches, config.height)
     check_steps(scheduler, state, steps, pipeline.accelerate, branches)
     return pipeline, branches
 
@@ -97,6 +98,8 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
     """
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
+    layout = layout and layout.first(len(devices))
+    devices, is_writer = layout.groups if layout else devices, not layout or layout.is_writer
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
 
     # 1. Load
@@ -138,7 +141,10 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
         return images
 
     clock, batches = DeviceClock(), to_batches(arrays, len(devices), batch_size, todo)
-    with tqdm(total=len(todo), desc="compiling", unit="image") as bar, FileWriter() as files:
+    with (
+        tqdm(total=len(todo), desc="compiling", unit="image") as bar,
+        FileWriter(is_writer) as files,
+    ):
         for (batch, _), images, seconds in run_ahead(batches, dispatch, collect, clock):
             for i, image in zip(batch, images):
                 files.write(outputs[i], save_image, image, outputs[i], SOFTWARE, ids[i])
@@ -163,9 +169,12 @@ def run(config):
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
     outputs = image_files(config.output, len(prompts), config.grid)
     outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE)
+    todo = layout.agree(todo) if layout else todo
     print_continued(len(prompts) - len(todo), len(prompts))
     if todo:
         generate(config, layout, devices, prompts, outputs, ids, todo)
+    if layout and not layout.is_writer:
+        return
     if config.grid:
         images = [Image.open(file) for file in outputs[:GRID_IMAGES]]
         save_image(image_grid(images, prompts), config.grid)

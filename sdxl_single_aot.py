@@ -44,7 +44,7 @@ from command_line import (
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.devices.layout import DeviceFlags
+from diffusers_flax.devices.layout import DeviceFlags, ProcessFlags, layout_of_flags
 from diffusers_flax.devices.resuming import continue_images, id_maker
 from diffusers_flax.devices.serving import DeviceClock, FileWriter, run_ahead
 from diffusers_flax.executables import ExecutableStore, surroundings
@@ -52,7 +52,7 @@ from diffusers_flax.images import check_finite_images, read_latents, save_image,
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import one_line
-from diffusers_flax.parameters import cast_params, choose_dtype, replicate_params
+from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.calls import AYS_SDXL, check_steps, timestep_options
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
@@ -62,13 +62,13 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 
 @dataclass(frozen=True)
-class Config(DeviceFlags, BatchFlags, ImageFlags):
+class Config(ProcessFlags, DeviceFlags, BatchFlags, ImageFlags):
     """Flags of command_line.py, and those of this script alone."""
 
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
-def open_pipeline(config, steps):
+def open_pipeline(config, layout, steps):
     """(the pipeline with the chosen scheduler, without weights; its branches of guidance)."""
     model, revision = config.pretrained_model_name_or_path, config.revision
     check_xl(model, revision, config.unet)
@@ -77,9 +77,10 @@ def open_pipeline(config, steps):
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, given)
     options = config.scheduler, config.timestep_spacing, config.prediction_type
     scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
-    added = dict(accelerate=config.accelerate, embeddings=config.embedding)
+    added = dict(accelerate=config.accelerate, embeddings=config.embedding, layout=layout)
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
     branches = pipeline.guidance_branches(config.guidance_scale)
+    pipeline.check_parallel(branches, config.height)
     check_steps(scheduler, state, steps, pipeline.accelerate, branches)
     return pipeline, branches
 
@@ -90,8 +91,8 @@ def aot_compile(pipeline, store, devices, arguments, options):
     Args:
         pipeline: FlaxStableDiffusionXLPipeline.
         store: ExecutableStore or None.
-        devices: that the program runs on.
-        arguments: {argument of _generate: tree of arrays (devices, ...)}.
+        devices: that the program runs on, or the first ones of a layout's groups.
+        arguments: {argument of _generate: tree of arrays (devices, ...)}, and the parameters.
         options: {argument of _generate: hashable}, compiled in.
 
     Returns:
@@ -99,12 +100,14 @@ def aot_compile(pipeline, store, devices, arguments, options):
     """
     started = time.perf_counter()
 
-    def generate(arguments):
-        return pipeline._generate(**arguments, **options)
+    def generate(images, params):
+        return pipeline._generate(**images, params=params, **options)
 
     p_generate = jax.pmap(generate, devices=devices)
+    if layout := pipeline.layout:
+        p_generate, devices = layout.jit_batches(generate), layout.devices
     if store is None:
-        compiled = p_generate.lower(arguments).compile()
+        compiled = p_generate.lower(*arguments).compile()
         return compiled, f"compiled in {time.perf_counter() - started:.2f} s"
     cache_key = {
         "pipeline": hashlib.sha256(pipeline.description().encode()).hexdigest()[:16],
@@ -113,13 +116,13 @@ def aot_compile(pipeline, store, devices, arguments, options):
     }
     name = hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:16]
     cache_key |= surroundings(devices, [__file__])
-    in_tree, out_tree = jax.tree.structure(((arguments,), {})), jax.tree.structure(0)
+    in_tree, out_tree = jax.tree.structure((arguments, {})), jax.tree.structure(0)
     compiled, reason = store.load(name, cache_key, devices, in_tree, out_tree)
     if compiled is not None:
         return compiled, f"loaded in {time.perf_counter() - started:.2f} s"
     print(f"compiling ({reason}), which may take minutes", file=sys.stderr)
     with no_compilation_cache():
-        compiled = p_generate.lower(arguments).compile()
+        compiled = p_generate.lower(*arguments).compile()
     how = f"compiled ({reason}) in {time.perf_counter() - started:.2f} s"
     try:
         store.save(name, cache_key, compiled)
@@ -128,22 +131,25 @@ def aot_compile(pipeline, store, devices, arguments, options):
     return compiled, how
 
 
-def generate(config, devices, prompts, outputs, ids, todo):
+def generate(config, layout, devices, prompts, outputs, ids, todo):
     """Load the model, make images and write them.
 
     Args:
         config: Config.
-        devices: that make images, each of its own.
+        layout: Layout or None.
+        devices: that make images, each of its own, or the first ones of the layout's groups.
         prompts, outputs, ids: of each image, its text, file and number of id_maker.
         todo: list of the images to make.
     """
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))
     devices = devices[: math.ceil(len(prompts) / batch_size)]
+    layout = layout and layout.first(len(devices))
+    devices, is_writer = layout.groups if layout else devices, not layout or layout.is_writer
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
 
     # 1. Load
-    pipeline, branches = open_pipeline(config, steps)
+    pipeline, branches = open_pipeline(config, layout, steps)
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
@@ -163,7 +169,7 @@ def generate(config, devices, prompts, outputs, ids, todo):
     pipeline.embeddings.warn_unused([*prompts, config.negative_prompt])
 
     # 4. Replicate the parameters, split the rest
-    replicate_params(params, devices)
+    place_params(params, devices, layout)
     keys = keys_per_image(jax.random.key(config.seed), len(prompts))
     arrays = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_ids, prng_seed=keys, latents=latents)
     print(planned, file=sys.stderr)
@@ -171,19 +177,19 @@ def generate(config, devices, prompts, outputs, ids, todo):
     # 5. Compile; the scales of guidance are arrays, so that others need no other program
     ones = np.ones((len(devices), 1), np.float32)
     same = {
-        "params": params,
         "guidance_scale": ones * np.float32(config.guidance_scale),
         "guidance_rescale": ones * np.float32(config.guidance_rescale),
     }
     options = {"height": config.height, "width": config.width, "branches": branches, **steps}
+    arrays = layout.to_host(arrays) if layout else arrays
     _, batch = next(to_batches(arrays, len(devices), batch_size, todo))
-    p_generate, how = aot_compile(pipeline, store, devices, batch | same, options)
+    p_generate, how = aot_compile(pipeline, store, devices, (batch | same, params), options)
     print(how, file=sys.stderr)
 
     # 6. Generate: all batches are fast, as the program is compiled
 
     def dispatch(batch):
-        return p_generate(batch[1] | same)
+        return p_generate(batch[1] | same, params)
 
     def collect(batch, images):
         images = np.concatenate(np.asarray(images))[: len(batch[0])]  # (images, H, W, 3)
@@ -191,7 +197,10 @@ def generate(config, devices, prompts, outputs, ids, todo):
         return images
 
     clock, batches = DeviceClock(), to_batches(arrays, len(devices), batch_size, todo)
-    with tqdm(total=len(todo), desc="generating", unit="image") as bar, FileWriter() as files:
+    with (
+        tqdm(total=len(todo), desc="generating", unit="image") as bar,
+        FileWriter(is_writer) as files,
+    ):
         for (batch, _), images, seconds in run_ahead(batches, dispatch, collect, clock):
             for i, image in zip(batch, images):
                 files.write(outputs[i], save_image, image, outputs[i], SOFTWARE, ids[i])
@@ -206,19 +215,21 @@ def run(config):
     check_image_flags(config)
     check_scheduler(config.scheduler)
     config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
-    if config.devices or config.parallel:
-        raise ValueError(
-            "--devices and --parallel are for sdxl_single.py; this saves an executable"
-        )
-    devices = jax.local_devices()
+    if config.devices:
+        raise ValueError("--devices is for sdxl_single.py; this saves one executable")
+    layout = layout_of_flags(config)
+    devices = jax.local_devices() if layout is None else layout.groups
     prompts = list_prompts(config, len(devices) * config.batch_size)
     make_id = id_maker(config)
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
     outputs = image_files(config.output, len(prompts), config.grid)
     outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE)
+    todo = layout.agree(todo) if layout else todo
     print_continued(len(prompts) - len(todo), len(prompts))
     if todo:
-        generate(config, devices, prompts, outputs, ids, todo)
+        generate(config, layout, devices, prompts, outputs, ids, todo)
+    if layout and not layout.is_writer:
+        return
     if config.grid:
         images = [Image.open(file) for file in outputs[:GRID_IMAGES]]
         save_image(image_grid(images, prompts), config.grid)

@@ -248,7 +248,7 @@ def program_name(config):
     return type(config).__name__.lower()
 
 
-def count_step_flops(config, batch_per_chip):
+def count_step_flops(config, batch_per_chip, job=None):
     """(FLOPs of a chip's step, the part of them that is in int8).
 
     They are counted as traced for a CPU, in plain operations: a TPU's attention is a kernel.
@@ -256,9 +256,11 @@ def count_step_flops(config, batch_per_chip):
     Args:
         config: Train, Unet, Sdxl or Edit.
         batch_per_chip: pairs, samples or images of a chip.
+        job: Job of which all chips do the same work; None: of one chip and this batch.
     """
-    config = replace(config, **{BATCH_FLAGS[type(config)]: batch_per_chip})
-    job = make_job(config, jax.devices("cpu")[:1])
+    if job is None:
+        config = replace(config, **{BATCH_FLAGS[type(config)]: batch_per_chip})
+        job = make_job(config, jax.devices("cpu")[:1])
     with plain_operations():
         program = jax.make_jaxpr(job.step)(*job.args)
     return matmul_flops(program.jaxpr, job.switches)
@@ -298,7 +300,7 @@ def make_report(config, tpu, job, step, update, flops):
     Returns:
         dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step.
     """
-    n, usable = tpu.num_chips, round(tpu.chip.memory * GIB)
+    n, usable = job.num_chips or tpu.num_chips, round(tpu.chip.memory * GIB)
     report = {
         "tpu": config.tpu,
         "chips": n,
@@ -387,7 +389,8 @@ def compile_job(config, job, tpu):
     update = None
     if job.update:
         update = program_costs(job.update, job.update_args, compiler_options=options)
-    flops = count_step_flops(config, job.batch_per_chip)
+    is_shared = bool(getattr(config, "parallel", ()))  # the work on an image
+    flops = count_step_flops(config, job.batch_per_chip, job if is_shared else None)
     return make_report(config, tpu, job, step, update, flops)
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from diffusers_flax.devices.layout import BALANCED
 from diffusers_flax.devices.parts import PARTS, part_of_models
+from diffusers_flax.devices.shares import num_devices_of_rows
 from diffusers_flax.models.attention import fits_splash
 from diffusers_flax.models.vae import least_tile, with_tile
 from diffusers_flax.pipelines.base import MODULES
@@ -71,7 +72,10 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     pipeline = with_balanced_parts(pipeline, batch_size, len(branches), size)
     held = bytes_of_devices(pipeline, batch_size, len(branches), size)
     params = sum(params for params, _ in held)
-    stats = devices[0].memory_stats() or {}
+    all_devices = devices if pipeline.layout is None else pipeline.layout.devices
+    # The devices of other processes do not tell.
+    ours = (x for x in all_devices if x.process_index == x.client.process_index())
+    stats = next(ours).memory_stats() or {}
     on_host = devices[0].platform == "cpu"  # its devices share memory, and may share weights
     available = host_memory() if on_host else stats.get("bytes_limit")
     sharing = len(devices) if on_host else 1  # groups of devices that share the memory
@@ -80,6 +84,9 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         needed = params + sharing * sum(batch for _, batch in held)
     layout = pipeline.layout
     on_each = f"on each of {len(devices)} {devices[0].device_kind}"
+    group_size = 1 if layout is None else layout.branches * layout.rows
+    if group_size > 1:
+        on_each = f"on each of {len(devices)} x {group_size} {devices[0].device_kind}"
     if layout is not None and layout.parts:
         places = ", ".join(
             f"{part} on {layout.devices.index(layout.device_of(part))}" for part in PARTS
@@ -103,6 +110,8 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         left = math.inf
         if available:
             left = (available - (params if on_host else held[place][0])) / sharing
+        if layout is not None and not on_host:  # the devices of a group share its rows
+            left *= num_devices_of_rows(layout, size[1] // pipeline.vae_scale_factor)
         vae_tile = choose_vae_tile(pipeline, batch_size, size, left, devices[0].platform)
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     tiles = ""
@@ -127,7 +136,9 @@ def bytes_of_devices(pipeline, batch_size, num_branches, size):
     image = batch_size * math.prod(size) * 3 * 4
     unet = batch_size * bytes_per_image(pipeline, num_branches, *size)
     if layout is None or not layout.parts:
-        return [(num_bytes_of_params(pipeline), unet)]
+        group_size = 1 if layout is None else layout.branches * layout.rows
+        on_host = layout is not None and layout.devices[0].platform == "cpu"
+        return [(num_bytes_of_params(pipeline), unet // (1 if on_host else group_size))]
     held = [[0, 0] for _ in layout.devices]
     for part, batch in (("text", 0), ("unet", unet), ("vae", image)):
         of_device = held[layout.devices.index(layout.device_of(part))]

@@ -269,6 +269,8 @@ def plan_edits(pipeline, sizes, batch_size, branches, stages=None, masked=None, 
         masked: whether each edit has a mask; None: none has.
     """
     devices = devices_for(len(sizes), stages, pipeline.layout)
+    for _, height in set(sizes):
+        pipeline.check_parallel(branches, height)
     kinds = zip(sizes, masked or [False] * len(sizes))
     groups = zip(stages or [0] * len(sizes), kinds)
     at_once = rows_at_once(groups, batch_size, len(devices))

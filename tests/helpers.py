@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +27,13 @@ from diffusers_flax.pipelines.sampling import keys_per_image, normal
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["make it red", "invert the colors", "turn it upside down", ""]
+
+
+def free_port():
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
 
 
 def slow(*cases):

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
-from diffusers_flax.devices.layout import DeviceFlags
+from diffusers_flax.devices.layout import DeviceFlags, parse_layout
+from diffusers_flax.devices.shares import num_devices_of_rows
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.memory import choose_vae_tile, num_bytes_of_params
 from diffusers_flax.models.tiny_vae import (
@@ -57,13 +58,14 @@ class Target:
 
 
 class Job(NamedTuple):
-    """Programs to compile under pmap; their arguments are ShapeDtypeStructs of (chips, ...)."""
+    """Programs to compile; their arguments are ShapeDtypeStructs, for pmap of (chips, ...)."""
 
     step: Callable
     args: tuple
     held: dict[str, Any]  # arrays in memory before the step: trees by their names in the report
-    batch_per_chip: int  # pairs, samples or images
+    batch_per_chip: float  # pairs, samples or images
     switches: tuple = ()  # of acceleration.caches.switch_shares
+    num_chips: int | None = None  # that take part; None: all
     evaluations: int | None = None  # of the UNet per image, for programs that make images
     vae_tile: int = 0  # side of the tiles in which the VAE works, pixels; 0: whole images
     update: Callable | None = None  # of an average of the weights
@@ -91,7 +93,7 @@ class Unet(Target):
 class Images(DeviceFlags, Target):
     """Flags of the programs that make images, in bfloat16."""
 
-    num_images: int = 1  # images at once on each chip
+    num_images: int = 1  # images at once on each chip, with --parallel in each group of chips
     num_inference_steps: int = 20  # denoising steps
     guidance_scale: float = 7.5  # weight of the text; up to 1: no guidance
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
@@ -175,7 +177,7 @@ def unet_job(config, devices):
     )
 
 
-def open_pipeline_of_flags(config):
+def open_pipeline_of_flags(config, layout=None):
     """The pipeline of Sdxl's or Edit's flags, from config files only.
 
     Raises:
@@ -217,9 +219,8 @@ def open_pipeline_of_flags(config):
         for name in modules
         if name.startswith("text_encoder")
     }
-    return cls(
-        **modules, **tokenizers, **settings, dtype=dtype, scheduler=scheduler, accelerate=accelerate
-    )
+    settings |= {"dtype": dtype, "accelerate": accelerate, "layout": layout}
+    return cls(**modules, **tokenizers, **settings, scheduler=scheduler)
 
 
 def tiny_vae_module(source, vae, dtype):
@@ -259,6 +260,8 @@ def with_vae_tile(pipeline, config, side):
     tile, size = config.vae_tile, (side, side)
     if tile is None:
         left = find_slice(config.tpu).chip.memory * GIB - num_bytes_of_params(pipeline)
+        if layout := pipeline.layout:
+            left *= num_devices_of_rows(layout, side // pipeline.vae_scale_factor)
         tile = choose_vae_tile(pipeline, config.num_images, size, left, "tpu")
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
     return pipeline, tile if side > tile else 0
@@ -274,10 +277,12 @@ def image_job(config, devices):
     Returns:
         Job.
     """
-    n, B, num_steps = len(devices), config.num_images, config.num_inference_steps
+    layout = parse_layout(config.parallel, devices)
+    n = len(devices) if layout is None else layout.data
+    B, num_steps = config.num_images, config.num_inference_steps
     side = config.resolution if isinstance(config, Edit) else config.image_size
-    pipeline, vae_tile = with_vae_tile(open_pipeline_of_flags(config), config, side)
-    params = replicated_shapes(pipeline_shapes(pipeline), n)
+    pipeline, vae_tile = with_vae_tile(open_pipeline_of_flags(config, layout), config, side)
+    params = pipeline_shapes(pipeline)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
     length = pipeline.text_encoder.module.max_position_embeddings
     encoders = (2,) * (pipeline.text_axes - 1)
@@ -291,7 +296,8 @@ def image_job(config, devices):
     else:
         branches = pipeline.guidance_branches(config.guidance_scale)
 
-    def generate(inputs, params, keys):
+    def generate(inputs_and_keys, params):
+        inputs, keys = inputs_and_keys
         return pipeline._generate(
             params=params,
             prng_seed=keys,
@@ -304,11 +310,21 @@ def image_job(config, devices):
 
     _, scales = pipeline._schedule(num_steps, pipeline.latent_shape(B, side, side))
     steps = plan_steps(pipeline.accelerate, branches, scales)
+    keys = jax.ShapeDtypeStruct((n, B), keys.dtype)
+    if layout is None:
+        step, batch_per_chip = jax.pmap(generate, axis_name="batch", devices=devices), B
+        params = replicated_shapes(params, n)
+    else:
+        pipeline.check_parallel(branches, side)
+        step, batch_per_chip = layout.jit_batches(generate), B * n / len(layout.devices)
+        inputs, keys = layout.with_shardings((inputs, keys))
+        params = layout.with_shardings(params)
     return Job(
-        step=jax.pmap(generate, axis_name="batch", devices=devices),
-        args=(inputs, params, jax.ShapeDtypeStruct((n, B), keys.dtype)),
+        step=step,
+        args=((inputs, keys), params),
         held={"parameters": params, "batches": inputs},
-        batch_per_chip=B,
+        batch_per_chip=batch_per_chip,
+        num_chips=None if layout is None else len(layout.devices),
         evaluations=count_evaluations(steps),
         vae_tile=vae_tile,
         switches=switch_shares(steps),

@@ -215,7 +215,11 @@ def expected_cycles(text, switches=()):
     return sum_over_run(text, cost, switches)
 
 
-COLLECTIVE = re.compile("(all-gather|reduce-scatter|all-reduce|all-to-all)(-start)?")
+COLLECTIVE = re.compile(
+    "(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?"
+)
+# source_target_pairs={{0,1},{1,2}} of a collective-permute
+PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]+\})\}")
 # replica_groups={{0,1,2,3},{4,5,6,7}}, =[2,4]<=[8], =[2,4]<=[4,2]T(1,0)
 # or =mesh['batch'=4,'model'=2] {'batch'}
 LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -259,7 +263,7 @@ def interconnect_bytes(text, coords=None):
     In a ring of n chips (n - 1) / n of the gathered array leave a chip for an all-gather or a
     reduce-scatter, and twice as much for an all-reduce. A fusion of an all-reduce and a slice is a
     reduce-scatter (its emitter is called AllReduceScatterFusion). In an all-to-all a chip sends
-    1 / n of its array to each chip of the group. What passes through other chips counts once for
+    1 / n of its array to each chip of the group, in a collective-permute all of it to one. What passes through other chips counts once for
     each link; a ring's neighbours are as far apart as the two closest chips of the group.
 
     Args:
@@ -279,6 +283,8 @@ def interconnect_bytes(text, coords=None):
         links = 1 - np.eye(n) if coords is None else links_between(coords, group)
         if operation == "all-to-all":
             return links.mean()
+        if operation == "collective-permute":
+            return links.max()
         return links[links > 0].min() * (n - 1) / n
 
     @cache
@@ -287,6 +293,11 @@ def interconnect_bytes(text, coords=None):
         for name, kind, operation, rest in computations[computation]:
             if found := COLLECTIVE.fullmatch(operation):
                 sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind)]
+                if found[1] == "collective-permute":
+                    pairs = re.findall(r"(\d+),(\d+)", PAIRS.search(rest)[1])
+                    # The type of a start has operand, result and two semaphores.
+                    total += sizes[0] * max(links_of(found[1], list(map(int, x))) for x in pairs)
+                    continue
                 if found[2] and len(sizes) > 1:
                     sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
                 group = first_group(rest)

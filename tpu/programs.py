@@ -128,8 +128,16 @@ def replicated_shapes(tree, num_devices):
 
 
 def num_bytes(tree):
-    """Bytes that a tree of arrays (chips, ...) takes on each chip, without padding."""
-    return sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes that a tree of arrays takes on each chip, without padding.
+
+    Arrays are (chips, ...), or ShapeDtypeStructs with a sharding.
+    """
+
+    def on_a_chip(x):
+        sharding = getattr(x, "sharding", None)
+        return x.shape[1:] if sharding is None else sharding.shard_shape(x.shape)
+
+    return sum(math.prod(on_a_chip(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def program_costs(program, args, switches=(), compiler_options=None):

@@ -24,12 +24,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from diffusers_flax.devices.processes import check_agreement
 from diffusers_flax.loading.directories import INDEX_NAME
 from diffusers_flax.messages import differences, one_line
 from training.ema import Averages, start_average
 from training.flags import final_file, fixed_flags, flag
 from training.models import checksums
-from training.processes import check_agreement, from_process_0, on_process_0, wait_for_all
+from training.processes import from_process_0, on_process_0, wait_for_all
 from training.sharding import TrainState, replicate, shard, shard_axes, start_state
 
 CHECKPOINTS_DIR = "checkpoints"  # a checkpoint is the directory OUTPUT_DIR/checkpoints/STEP

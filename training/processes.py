@@ -1,17 +1,15 @@
-"""Processes of a training run: join, compare flags, wait, lock the output directory, stop.
+"""Processes of a training run: wait, lock the output directory, stop; see devices.processes.
 
 At SIGTERM all processes stop after the same step. Every function also works for a single process.
 """
 
 import contextlib
-import importlib.util
 import itertools
 import logging
 import os
 import platform
 import signal
 import time
-import zlib
 from pathlib import Path
 
 import jax
@@ -22,82 +20,9 @@ from jax.experimental import multihost_utils
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 3600  # timeout of wait_for_all; meanwhile others compile, or process 0 uploads
-GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
-COLLECTIVE_SECONDS = 90  # timeout of a collective operation on CPUs; below HEARTBEAT_SECONDS
-HEARTBEAT_SECONDS = 100  # a process that is silent for this long counts as dead and ends the run
 LOCK_SECONDS = 120  # timeout for the lock; NFS releases a crashed host's lock late
 MESSAGE_BYTES = 4096  # of an error message that process 0 sends to all processes
 _numbers = itertools.count()
-
-
-def several_tasks():
-    """Whether Slurm, Open MPI or a TPU's environment variables name several processes."""
-    env = os.environ
-    tasks = env.get("SLURM_NTASKS", env.get("OMPI_COMM_WORLD_SIZE", "1"))
-    return tasks != "1" or "," in env.get("TPU_WORKER_HOSTNAMES", "")
-
-
-def on_tpu_vm():
-    """Whether jax will use a TPU here, whose metadata server knows the other hosts."""
-    if os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] not in ("", "tpu"):
-        return False
-    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
-    is_google = any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors)
-    return is_google and importlib.util.find_spec("libtpu") is not None
-
-
-def start_distributed(coordinator_address=None, num_processes=None, process_id=None):
-    """Join the other processes that the arguments, a TPU slice, Slurm or Open MPI name, if any.
-
-    Args:
-        coordinator_address: HOST:PORT of process 0.
-        num_processes: number of processes.
-        process_id: number of this process, from 0.
-
-    Raises:
-        ValueError: some arguments are missing, process_id is out of range, or jax finds several
-            processes and not their coordinator.
-    """
-    arguments = (coordinator_address, num_processes, process_id)
-    if any(argument is not None for argument in arguments):
-        if any(argument is None for argument in arguments) or not 0 <= process_id < num_processes:
-            raise ValueError(
-                f"--coordinator_address {coordinator_address}, --num_processes {num_processes}, "
-                f"--process_id {process_id}: give all three, process_id from 0 to num_processes-1"
-            )
-    elif jax.distributed.is_initialized():
-        return
-    elif not (several_tasks() or on_tpu_vm()):
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"jax finds {jax.process_count()} processes and no coordinator; give "
-                "--coordinator_address, --num_processes and --process_id"
-            )
-        return
-    # On CPUs the default is half a minute, less than a busy machine takes to compile a step.
-    timeout = "--xla_cpu_collective_timeout_seconds"
-    if timeout not in (flags := os.environ.get("XLA_FLAGS", "")):
-        os.environ["XLA_FLAGS"] = f"{flags} {timeout}={COLLECTIVE_SECONDS}"
-    jax.distributed.initialize(*arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-    # Connect the devices now: a process that compiles later may exceed the timeout of the rest.
-    jax.pmap(lambda x: jax.lax.psum(x, "batch"), "batch")(np.ones(jax.local_device_count()))
-
-
-def check_agreement(text):
-    """Check that all processes have the same text, for example of their flags.
-
-    Raises:
-        ValueError: it names the processes that differ from process 0.
-    """
-    if jax.process_count() == 1:
-        return
-    checksums = multihost_utils.process_allgather(np.uint32(zlib.crc32(text.encode())))
-    different = np.flatnonzero(checksums != checksums[0]).tolist()
-    if different:
-        raise ValueError(
-            f"process {', '.join(map(str, different))} was started with other flags or "
-            "models than process 0; start all with the same command"
-        )
 
 
 def wait_for_all(name):

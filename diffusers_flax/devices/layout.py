@@ -11,15 +11,17 @@ may belong to several processes: all make the same calls, and get the same array
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusers_flax.devices.parts import PARTS, part_of_models
+from diffusers_flax.devices.processes import check_agreement, list_of_process_0, start_distributed
 from diffusers_flax.parameters import replace_leaves
 
 AXES = ("data", "branches", "rows")
@@ -131,6 +133,63 @@ class Layout:
 
         replace_leaves(place, params)
 
+    @property
+    def is_writer(self):
+        """Whether this process writes files: the first one."""
+        return jax.process_index() == 0
+
+    def agree(self, numbers):
+        """A list of numbers, as process 0 has it, in all processes: what it finds in its files."""
+        return numbers if self.is_local else list_of_process_0(numbers)
+
+    def to_host(self, tree):
+        """Arrays for calls, which several processes must pass as NumPy arrays, keys as their data.
+
+        One process may pass jax's arrays.
+        """
+
+        def convert(x):
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            return np.asarray(jax.random.key_data(x) if is_key else x)
+
+        return tree if self.is_local else jax.tree.map(convert, tree)
+
+    def jit_batches(self, function):
+        """function as map takes it, of one batch, compiled for one batch of each group.
+
+        Args:
+            function: (images, shared) -> array (B, ...); images are arrays (B, ...).
+
+        Returns:
+            Its jit of (images, shared), where images are arrays (data, B, ...), as for jax.pmap.
+        """
+
+        def on_group(images, shared):
+            return function(jax.tree.map(lambda x: x[0], images), shared)[None]
+
+        def on_all(images, shared):
+            return self.gather(self.map(on_group)(images, shared))
+
+        # Each process passes all arrays, of which each device takes its part.
+        return jax.jit(on_all, in_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    def first(self, num_groups):
+        """The Layout of the first groups alone; of all if the devices belong to several processes.
+
+        Each process takes part in a program.
+        """
+        if self.parts or not self.is_local or num_groups >= self.data:
+            return self
+        size = num_groups * self.branches * self.rows
+        return replace(self, devices=self.devices[:size], data=num_groups)
+
+    def with_shardings(self, shapes):
+        """ShapeDtypeStructs of arrays that are on all devices, to compile for."""
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
+
     def gather(self, x):
         """An array of map, inside jit; all of it on all devices if they are of several processes.
 
@@ -171,15 +230,48 @@ class DeviceFlags:
     devices: tuple[str, ...] = ()
 
 
-def parse_layout(parallel, devices=None, most_groups=None):
+@dataclass(frozen=True)
+class ProcessFlags:
+    """Flags of the programs that may run on several hosts."""
+
+    # HOST:PORT of process 0, with --parallel over several hosts; a TPU slice, Slurm and Open MPI
+    # tell it themselves
+    coordinator_address: str | None = None
+    num_processes: int | None = None  # number of processes; one per host
+    process_id: int | None = None  # number of this process, from 0
+
+
+def layout_of_flags(flags):
+    """The Layout of DeviceFlags, or None if each device makes images of its own.
+
+    ProcessFlags say which processes join before, so no device may be used before this call.
+
+    Raises:
+        ValueError: the flags are not valid, or exclude each other.
+    """
+    names = ("coordinator_address", "num_processes", "process_id")
+    given = [name for name in names if getattr(flags, name) is not None]
+    if flags.parallel and flags.devices:
+        raise ValueError("--devices excludes --parallel; give one of them")
+    if given and not flags.parallel:
+        raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
+    if flags.devices:
+        devices = jax.local_devices()
+        return Layout(devices, parts=parse_parts(flags.devices, len(devices)))
+    if not flags.parallel:
+        return None
+    start_distributed(*(getattr(flags, name) for name in names))
+    check_agreement(repr(replace(flags, process_id=None)))
+    return parse_layout(flags.parallel)
+
+
+def parse_layout(parallel, devices=None):
     """The Layout of --parallel, or None without.
 
     Args:
         parallel: NAME=NUMBER,... with names of AXES, or several such texts. Without data there are
             as many groups as there are devices for.
         devices: to take them from; None: all devices of all processes.
-        most_groups: how many groups have something to do; None: all. Groups over several processes
-            all stay, as each process takes part.
 
     Raises:
         ValueError: a name or number is not valid, or there are too few devices.
@@ -207,28 +299,18 @@ def parse_layout(parallel, devices=None, most_groups=None):
             f"--parallel {' '.join(words)} takes {needed} devices, there are {len(devices)}; take "
             "smaller numbers"
         )
-    is_local = len({device.process_index for device in devices}) == 1
-    if most_groups and is_local:
-        data = min(data, most_groups)
     shape = data, branches, rows
     if len(devices) == math.prod(shape):  # neighbours in the mesh are neighbours in the slice
         mesh = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         devices = mesh.ravel().tolist()
-    return Layout(tuple(devices[: math.prod(shape)]), *shape)
-
-
-def layout_of_flags(flags):
-    """The Layout of DeviceFlags, or None if each device makes images of its own.
-
-    Raises:
-        ValueError: the flags are not valid, or exclude each other.
-    """
-    if not flags.devices:
-        return parse_layout(flags.parallel)
-    if flags.parallel:
-        raise ValueError("--devices excludes --parallel; give one of them")
-    devices = jax.local_devices()
-    return Layout(devices, parts=parse_parts(flags.devices, len(devices)))
+    chosen = tuple(devices[: math.prod(shape)])
+    idle = {x.process_index for x in devices} - {x.process_index for x in chosen}
+    if idle:
+        raise ValueError(
+            f"--parallel {' '.join(words)} takes {len(chosen)} of {len(devices)} devices, none of "
+            f"process {', '.join(map(str, sorted(idle)))}; leave data out, or start fewer processes"
+        )
+    return Layout(chosen, *shape)
 
 
 def parse_parts(words, num_devices):

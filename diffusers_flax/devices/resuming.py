@@ -29,6 +29,7 @@ NOT_OF_AN_IMAGE = {
     *("prompt", "prompts_file", "num_images", "input", "edit", "mask", "edits_jsonl", "output"),
     *("grid", "batch_size", "parallel", "devices", "offload"),
     *("compilation_cache_dir", "executable_dir"),
+    *("coordinator_address", "num_processes", "process_id"),
 }
 
 

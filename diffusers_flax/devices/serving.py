@@ -119,7 +119,9 @@ class FileWriter:
     as Ctrl-C, the files that were given to `write` are still written.
     """
 
-    def __init__(self):
+    def __init__(self, is_writer=True):
+        """is_writer: False writes nothing, in a process whose files another one writes."""
+        self._is_writer = is_writer
         num_threads = min(MAX_WRITERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads)
         self._places = BoundedSemaphore(num_threads * (1 + WAITING_PER_WRITER))
@@ -130,6 +132,8 @@ class FileWriter:
 
     def write(self, path, function, *args):
         """Have a thread call function(*args), which writes the file; waits if many are waiting."""
+        if not self._is_writer:
+            return
         self._places.acquire()
         if self._error:
             raise self._error

@@ -145,6 +145,17 @@ def row_axes(layout, height, spread=True):
     return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
 
+def num_devices_of_rows(layout, height):
+    """How many devices of a group have parts of the rows of a VAE's latents; 1: all have all.
+
+    layout, height: as for row_axes.
+    """
+    names = row_axes(layout, height)
+    return {None: 1, "rows": layout.rows, "branches": layout.branches}.get(
+        names, layout.branches * layout.rows
+    )
+
+
 def map_rows(layout, function, x, height, axis, out_axis):
     """function(x), of which each device of a group computes a part of the rows, if they divide.
 

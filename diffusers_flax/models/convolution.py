@@ -46,11 +46,19 @@ def convolve(x, kernel, stride, padding):
     B, (size, *_, C, D) = x.shape[0], kernel.shape
     h, w = ((n + sum(pad) - size) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
     positions = B * h * w
-    is_wide = (size, stride, padding) == (3, 1, ((1, 1), (1, 1))) and min(C, D) >= LEAST_CHANNELS
-    if is_wide and B < BATCH_UNIT and positions >= LEAST_POSITIONS and positions * D <= MOST_SUMS:
-        kernels["tpu"] = shifted_matmuls
+    is_wide = (size, stride, padding[1]) == (3, 1, (1, 1)) and min(C, D) >= LEAST_CHANNELS
+    keeps_height, has_neighbours = padding[0] == (1, 1), padding[0] == (0, 0)  # of devices.rows
     if (
         is_wide
+        and (keeps_height or has_neighbours)
+        and B < BATCH_UNIT
+        and positions >= LEAST_POSITIONS
+        and positions * D <= MOST_SUMS
+    ):
+        kernels["tpu"] = partial(shifted_matmuls, rows=padding[0])
+    if (
+        is_wide
+        and keeps_height
         and MOST_CHANNELS_PER_POSITION * positions >= D
         and positions * (C + D) <= MOST_NUMBERS
     ):
@@ -88,28 +96,29 @@ def sum_of_matmuls(x, kernel, stride, padding, dtype):
     )
 
 
-@jax.custom_vjp
-def shifted_matmuls(x, kernel):
-    """A 3x3 convolution of stride 1 that keeps height and width: a matmul per kernel position.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def shifted_matmuls(x, kernel, rows=(1, 1)):
+    """A 3x3 convolution of stride 1 that keeps the width: a matmul per kernel position.
 
     Args:
         x: (B, H, W, C).
         kernel: (3, 3, C, D).
+        rows: of zeros above and below x; (1, 1) keeps the height.
 
     Returns:
-        (B, H, W, D), in x's dtype; summed in float32.
+        (B, h, W, D), in x's dtype; summed in float32.
     """
-    return sum_of_matmuls(x, kernel, 1, ((1, 1), (1, 1)), jnp.float32).astype(x.dtype)
+    return sum_of_matmuls(x, kernel, 1, (rows, (1, 1)), jnp.float32).astype(x.dtype)
 
 
-def _shifted_matmuls_forward(x, kernel):
-    return shifted_matmuls(x, kernel), (x, kernel)
+def _shifted_matmuls_forward(x, kernel, rows):
+    return shifted_matmuls(x, kernel, rows), (x, kernel)
 
 
-def _shifted_matmuls_backward(kept, g):
+def _shifted_matmuls_backward(rows, kept, g):
     x, kernel = kept
-    g_x = shifted_matmuls(g, kernel[::-1, ::-1].swapaxes(2, 3))
-    _, kernel_vjp = jax.vjp(partial(xla_convolve, x), kernel)
+    g_x = shifted_matmuls(g, kernel[::-1, ::-1].swapaxes(2, 3), tuple(2 - n for n in rows))
+    _, kernel_vjp = jax.vjp(partial(xla_convolve, x, padding=(rows, (1, 1))), kernel)
     return g_x, *kernel_vjp(g)
 
 

@@ -157,8 +157,7 @@ class Generation:
         names = ("guidance_scale", "image_guidance_scale", "guidance_rescale")
         scales = {name: given[name] for name in names if name in given}
         branches = self.guidance_branches(**scales)
-        if self.layout is not None:
-            check_parallel(self.layout, self.unet, branches, height, self.vae_scale_factor)
+        self.check_parallel(branches, height)
         options |= {"branches": branches}
         arrays |= {name: scale for name, scale in scales.items() if np.ndim(scale)}
         shared = {name: np.float32(scale) for name, scale in scales.items() if not np.ndim(scale)}
@@ -170,6 +169,7 @@ class Generation:
         compiled_in = tuple(options.items()), self.text_modules()
         program = log_compilation(self, jit, arrays, compiled_in)
         if self.layout is not None:
+            arrays |= self.layout.to_host({k: x for k, x in arrays.items() if k != "params"})
             generate = _generate_in_parts if self.layout.parts else _generate_on_layout
             result = generate(self, compiled_in, arrays, shared, jit)
         else:
@@ -240,6 +240,17 @@ class Generation:
             reason = "must be positive" if min(sides) < 1 else f"is not divisible by {factor}"
             raise ValueError(f"{size} {reason}; try {near}")
         return tuple(map(int, sides))
+
+    def check_parallel(self, branches, height=None):
+        """Raise a ValueError for branches or a height that the layout's devices cannot share.
+
+        Args:
+            branches: of guidance.
+            height: of the images, pixels; None: the model's.
+        """
+        if self.layout is not None:
+            height, _ = self.image_size(height)
+            check_parallel(self.layout, self.unet, branches, height, self.vae_scale_factor)
 
     def _is_latents(self, image_shape):
         return image_shape[-3] == self.vae.config.latent_channels

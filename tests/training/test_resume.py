@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from helpers import (
     config_of,
     edit_with_torch_xl,
     flags_of,
+    free_port,
     psnr,
     random_inputs,
     read_metrics,
@@ -244,12 +244,6 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     arrays, _, rows = contents(out)
     assert arrays.keys() == whole_run[0].keys() and arrays != whole_run[0]
     assert len(rows) == NUM_STEPS
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 def start_all(

@@ -1,15 +1,25 @@
 """Images whose branches of guidance and rows several devices share equal those of one device."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow
+from helpers import ROOT, free_port, photo, psnr, save_tiny_vae, slow
 from jax.sharding import Mesh, PartitionSpec
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from PIL import Image
+from several_devices import make_images
+from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 
+from diffusers_flax import (
+    FlaxStableDiffusionControlNetPipeline,
+    FlaxStableDiffusionImg2ImgPipeline,
+)
+from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import parse_layout
 from diffusers_flax.devices.rows import split_rows
 from diffusers_flax.models.blocks import (
@@ -20,6 +30,7 @@ from diffusers_flax.models.blocks import (
     Upsample2D,
 )
 from diffusers_flax.models.quantization import to_int8
+from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.vae import AttentionBlock
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
@@ -133,3 +144,177 @@ def test_images_from_text(family, sizes, tolerance, request):
     expected = pipeline(*inputs, params, jax.random.key(3), **options).images
     images = shared_images(loaded, layout_of(**sizes), inputs, **options)
     np.testing.assert_allclose(images, expected, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(branches=3), dict(rows=2), dict(rows=4), dict(data=2)])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_edits(edit, sizes, with_mask):
+    pipeline, params = edit
+    image = photo(32, 64)
+    mask = Image.fromarray(np.eye(64, 32, dtype=np.uint8) * 255) if with_mask else None
+    ids, images, *masks = pipeline.prepare_inputs(["it"] * sizes.get("data", 1), image, mask)
+    options = EDIT | ({"mask": masks[0]} if with_mask else {})
+    expected = pipeline(ids, images, params, jax.random.key(3), **options).images
+    found = shared_images(edit, layout_of(**sizes), (ids, images), **options)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(branches=2), dict(branches=2, rows=2), dict(rows=4)])
+def test_image_to_image(text, sizes):
+    pipeline, params = text
+    pipeline = FlaxStableDiffusionImg2ImgPipeline(**pipeline.components)
+    inputs = pipeline.prepare_inputs("it", photo(32, 64))
+    options = OPTIONS | {"num_inference_steps": 4, "strength": 0.5}
+    expected = pipeline(*inputs, params, jax.random.key(3), **options).images
+    found = shared_images((pipeline, params), layout_of(**sizes), inputs, **options)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(branches=2), dict(branches=2, rows=2), dict(rows=2)])
+@pytest.mark.parametrize(
+    "accelerate",
+    [
+        "guidance:stop=0.5",
+        "deepcache:interval=2 guidance:stop=0.5",
+        "spectrum",
+        "tgate:gate=5,interval=2",
+        "fbcache:threshold=0.5",
+        "tome:ratio=0.5",
+        "int8:mode=dynamic",
+        "int8:mode=weight",
+    ],
+)
+def test_accelerations(tmp_path, sizes, accelerate):
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=4, unet_channels=(16, 32))
+    loaded = FlaxDiffusionPipeline.from_pretrained(model, accelerate=accelerate)
+    pipeline, params = loaded
+    inputs = (pipeline.prepare_inputs("it"),)
+    options = dict(num_inference_steps=12, guidance_scale=3.0, height=64, width=32)
+    if "rows" in sizes and accelerate.startswith(("fbcache", "tome")):
+        with pytest.raises(ValueError, match="needs all rows of an image on one device"):
+            shared_images(loaded, layout_of(**sizes), inputs, **options)
+        return
+    expected = pipeline(*inputs, params, jax.random.key(3), **options).images
+    found = shared_images(loaded, layout_of(**sizes), inputs, **options)
+    if "dynamic" in accelerate:  # rounding moves some activations to the next of 255 values
+        assert psnr(found, expected) > 50
+    else:
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_previews_are_shown_once(text, tmp_path):
+    pipeline, params = text
+    save_tiny_vae(tmp_path / "taesd", (16, 16, 16))
+    tiny, tiny_params = FlaxAutoencoderTiny.from_pretrained(tmp_path / "taesd", from_pt=True)
+    shown = []
+    preview = Preview(every=1, show=lambda *arrays: shown.append(arrays))
+    parts = dict(tiny_vae=tiny, preview=preview)
+    loaded = dataclasses.replace(pipeline, **parts), params | {"tiny_vae": tiny_params}
+    inputs = (pipeline.prepare_inputs(["it", "make"]),)
+    shared_images(loaded, layout_of(branches=2, rows=2), inputs, height=64, width=32, **OPTIONS)
+    jax.effects_barrier()
+    assert [step for step, *_ in shown] == [1]
+
+
+@pytest.mark.slow
+def test_controlnet(tmp_path):
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=4, unet_channels=(16, 32))
+    controlnet = make_tiny_controlnet(tmp_path / "controlnet", model)
+    loaded = pipeline, params = FlaxStableDiffusionControlNetPipeline.from_pretrained(
+        model, controlnet=controlnet
+    )
+    inputs = pipeline.prepare_inputs("it", photo(32, 64))
+    expected = pipeline(*inputs, params, jax.random.key(3), **OPTIONS).images
+    found = shared_images(loaded, layout_of(branches=2, rows=2), inputs, **OPTIONS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "parallel, message",
+    [
+        (["rows=2,branches"], "--parallel branches must be NAME=NUMBER"),
+        (["row=2"], "with a name of data, branches, rows"),
+        (["rows=0"], "1 or more"),
+        (["rows=2", "rows=2"], "--parallel has rows twice"),
+        (["data=3", "rows=2"], "--parallel data=3 rows=2 takes 6 devices, there are 4"),
+    ],
+)
+def test_wrong_flags(parallel, message):
+    with pytest.raises(ValueError, match=message):
+        parse_layout(parallel)
+
+
+def test_default_of_data():
+    sizes = [
+        (layout.data, layout.branches, layout.rows)
+        for layout in (parse_layout(text) for text in ("rows=2", "branches=3", "data=1,branches=2"))
+    ]
+    assert sizes == [(2, 1, 2), (1, 3, 1), (1, 2, 1)]
+    assert parse_layout(()) is None
+
+
+def test_what_devices_cannot_share(text):
+    inputs = (text[0].prepare_inputs("it"),)
+    for sizes, options, message in (
+        (dict(branches=2), {"guidance_scale": 1.0}, "branches=2 does not divide the 1 branches"),
+        (dict(branches=3), {}, r"branches=3 does not divide the 2 .*\(text, null\); take .*1 or 2"),
+        (dict(rows=3), {}, "rows=3 does not divide a height of 64 .*; take a height of 48 or 72"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shared_images(text, layout_of(**sizes), inputs, **OPTIONS | options)
+
+
+def start_processes(model, parallel, folder, num_devices, num_processes=1):
+    """Images of processes with as many devices in all, started by several_devices.py."""
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices // num_processes}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    outputs, children = [folder / f"{k}.npy" for k in range(num_processes)], []
+    address = f"localhost:{free_port()}"
+    for k, output in enumerate(outputs):
+        command = [sys.executable, ROOT / "tests/several_devices.py", model, parallel, output]
+        command += [address, num_processes, k] if num_processes > 1 else []
+        children.append(subprocess.Popen(list(map(str, command)), env=env))
+    codes = [child.wait(300) for child in children]
+    assert codes == [0] * num_processes
+    return [np.load(output) for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel, num_devices, num_processes",
+    [
+        ("rows=3,data=1", 3, 1),
+        ("rows=3,data=2", 6, 1),
+        ("data=1,rows=6", 6, 1),
+        ("data=1,rows=4", 8, 1),
+        ("data=2,rows=4", 8, 1),
+        ("data=1,rows=4", 4, 2),
+        ("data=2,rows=2", 4, 2),
+    ],
+)
+@pytest.mark.parametrize("family", ["text", "xl", "edit"])
+def test_many_devices_and_processes(family, parallel, num_devices, num_processes, tmp_path):
+    make = make_tiny_xl if family == "xl" else make_tiny_pipeline
+    options = {"in_channels": 4} if family == "text" else {}
+    model = make(tmp_path / "model", **options)
+    found = start_processes(model, parallel, tmp_path, num_devices, num_processes)
+    for images in found:
+        np.testing.assert_allclose(images, make_images(model, None, len(images)), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, parallel", [("text", "branches=2,rows=3"), ("edit", "branches=3,rows=2")]
+)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_branches_and_rows_of_six_devices(family, parallel, num_processes, tmp_path):
+    options = {"in_channels": 4} if family == "text" else {}
+    model = make_tiny_pipeline(tmp_path / "model", unet_channels=(16, 32), **options)
+    for images in start_processes(model, parallel, tmp_path, 6, num_processes):
+        np.testing.assert_allclose(images, make_images(model, None), atol=1e-5)
