@@ -107,7 +107,13 @@ def accelerated_jobs():
 
 
 ACCELERATED = accelerated_jobs()
-JOBS |= ACCELERATED
+SHARED = {  # one image on several chips
+    "sdxl, branches=2 rows=2": ("sdxl", "--parallel", "branches=2", "rows=2"),
+    "sdxl, rows=4": ("sdxl", "--parallel", "rows=4"),
+    "edit, branches=3": ("edit", "--parallel", "data=1", "branches=3"),
+    "edit, rows=4": ("edit", "--parallel", "rows=4"),
+}
+JOBS |= ACCELERATED | SHARED
 JobName = Literal[tuple(JOBS)]
 
 
