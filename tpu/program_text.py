@@ -263,8 +263,9 @@ def interconnect_bytes(text, coords=None):
     In a ring of n chips (n - 1) / n of the gathered array leave a chip for an all-gather or a
     reduce-scatter, and twice as much for an all-reduce. A fusion of an all-reduce and a slice is a
     reduce-scatter (its emitter is called AllReduceScatterFusion). In an all-to-all a chip sends
-    1 / n of its array to each chip of the group, in a collective-permute all of it to one. What passes through other chips counts once for
-    each link; a ring's neighbours are as far apart as the two closest chips of the group.
+    1 / n of its array to each chip of the group, in a collective-permute all of it to one. What
+    passes through other chips counts once for each link; a ring's neighbours are as far apart as
+    the two closest chips of the group.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
