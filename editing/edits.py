@@ -37,7 +37,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.schedulers.factory import choose_scheduler
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
-MAX_LOADERS = 8  # threads that decode images
+MAX_LOADERS = 8
 
 
 def edit_size(size, resolution, factor):
@@ -114,6 +114,11 @@ def stages_of(edits):
     for place in TopologicalSorter(after).static_order():
         stages[place] = max((stages[before] + 1 for before in after[place]), default=0)
     return stages
+
+
+def num_loaders():
+    """How many threads decode images."""
+    return min(MAX_LOADERS, os.cpu_count() or 1)
 
 
 def size_of_image(path):
@@ -390,7 +395,7 @@ def edit_batches(
         check_finite_images(images, f"the edit of {batch[0].input} and others", lora)
         return images
 
-    with ThreadPoolExecutor(min(MAX_LOADERS, os.cpu_count() or 1)) as loaders:
+    with ThreadPoolExecutor(num_loaders()) as loaders:
         ready = (prepare(*batch) for batch in batches)
         for prepared, images, seconds in run_ahead(ready, dispatch, collect, clock, in_flight):
             ((width, height), _), batch, _ = prepared

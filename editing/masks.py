@@ -8,6 +8,7 @@ Edits are frozen dataclasses with input, mask (a path or None) and after, see ed
 """
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 
 from dataloading.images import decode_mask
 from diffusers_flax.images import ramp
-from editing.edits import fit_image, size_of_image, stages_of
+from editing.edits import fit_image, num_loaders, size_of_image, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def load_mask(edit, size):
 
 
 def check_inputs(edits, bar=iter):
-    """Decode all images and masks, to check them.
+    """Decode all images and masks, in a few threads, to check them.
 
     Args:
         edits: list of edits.
@@ -78,20 +79,29 @@ def check_inputs(edits, bar=iter):
             its image.
     """
     stages, sizes = stages_of(edits), [None] * len(edits)
-    for place in bar(sorted(range(len(edits)), key=stages.__getitem__)):
-        edit = edits[place]
-        sizes[place] = size_of_image(edit.input) if edit.after is None else sizes[edit.after]
-        if edit.mask is None:
-            continue
-        mask = read_mask(edit.mask)
-        if not mask.getbbox():
-            raise ValueError(
-                f"{edit.mask} has no white, so nothing of {edit.input} may change; paint the part "
-                "white that may change"
-            )
-        if edit.after is None:
-            require_size(edit, mask, sizes[place])
+    order = sorted(range(len(edits)), key=stages.__getitem__)
+    with ThreadPoolExecutor(num_loaders()) as loaders:
+        found = loaders.map(check_input, (edits[place] for place in order))
+        for place, (size, mask) in zip(bar(order), found):
+            edit = edits[place]
+            sizes[place] = size if edit.after is None else sizes[edit.after]
+            if mask is not None and edit.after is None:
+                require_size(edit, mask, size)
     return sizes
+
+
+def check_input(edit):
+    """The size of an edit's image, unless another edit makes it, and its mask or None."""
+    size = size_of_image(edit.input) if edit.after is None else None
+    if edit.mask is None:
+        return size, None
+    mask = read_mask(edit.mask)
+    if not mask.getbbox():
+        raise ValueError(
+            f"{edit.mask} has no white, so nothing of {edit.input} may change; paint the part "
+            "white that may change"
+        )
+    return size, mask
 
 
 def require_size(edit, mask, *sizes):

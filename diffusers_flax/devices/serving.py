@@ -25,7 +25,12 @@ WAITING_PER_WRITER = 4  # images in memory
 
 
 class DeviceClock:
-    """The share of a run in which no program ran on the devices, see report."""
+    """The share of a run in which no program ran on the devices.
+
+    It counts from the start of the first program until the report. The time between a result and
+    the end of the call that gives the next program to the devices counts in full, though that may
+    have begun before.
+    """
 
     def __init__(self):
         self.begin = self.ready = None
@@ -44,19 +49,15 @@ class DeviceClock:
             self.waited += max(0.0, dispatched - self.ready)
         self.ready, self.num_batches = ready, self.num_batches + 1
 
-    def share(self):
-        """Of the time from the first program's start until now."""
-        now = time.perf_counter()
-        return (self.waited + now - self.ready) / (now - self.begin)
-
     def report(self, num_images):
         """A line for the user, once all files are written; "" for one batch, which says nothing."""
         if self.num_batches < 2:
             return ""
-        seconds, share = time.perf_counter() - self.begin, self.share()
+        now = time.perf_counter()
+        seconds, waited = now - self.begin, self.waited + now - self.ready
         return (
             f"{num_images} images in {seconds:.1f} s after compiling; the devices waited "
-            f"{100 * share:.1f}% of the time"
+            f"{100 * waited / seconds:.1f}% of the time"
         )
 
 
