@@ -1,6 +1,6 @@
 # make demo: train and use a small editing model, 4 minutes on two CPU cores with AVX-512.
 # make test: one test of everything that matters, 5 minutes on two cores.  make test-all: all tests,
-# with programs compiled as users' are.
+# with programs compiled as users' are.  make test-export: all tests of export_model.py.
 # make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ BIN := .venv/bin
 # --max-worker-restart 0: pytest would hang after a worker crash.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 0
 
-.PHONY: demo test test-all aria2 lint
+.PHONY: demo test test-all test-export aria2 lint
 demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
@@ -20,6 +20,14 @@ test: .venv/installed .venv/tpu aria2
 
 test-all: .venv/installed .venv/tpu aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" --optimized
+
+# Without its packages the tests of export_model.py are skipped.
+test-export: .venv/export
+	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_export_model.py
+
+.venv/export: .venv/installed requirements-export.txt
+	$(BIN)/python -m pip install --quiet -r requirements-export.txt
+	touch $@
 
 aria2:
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2

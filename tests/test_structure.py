@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 LIBRARY = "diffusers_flax"
-FOLDERS = {"training", "dataloading", "editing", "tpu"}
+FOLDERS = {"training", "dataloading", "editing", "tpu", "exporting"}
 # Of the repository, what the files of a folder may import besides the folder itself.
 BELOW = {
     LIBRARY: set(),
@@ -18,6 +18,8 @@ BELOW = {
     "training": {LIBRARY, "command_line", "dataloading"},
     "editing": {LIBRARY, "command_line", "dataloading"},
     "tpu": {LIBRARY, "command_line"},
+    "exporting": {LIBRARY, "command_line"},
+    "examples": set(),  # what users copy
 }
 # Programs that import more than one folder, or another program.
 EXCEPTIONS = {

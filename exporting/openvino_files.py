@@ -1,0 +1,63 @@
+"""OpenVINO's files of the parts of a pipeline, made from ONNX files, compared in its runtime."""
+
+import openvino
+
+from exporting.folders import quiet, write_parts
+from exporting.onnx_files import DATA_FILE, FILE, NOTE, write_onnx
+from exporting.twins import example_tensors, open_twin
+
+XML, BIN = "openvino_model.xml", "openvino_model.bin"
+
+
+def export_openvino(pipeline, params, output_dir, dtype, quantize):
+    """Write OpenVINO's files of a pipeline.
+
+    Args:
+        pipeline, params, output_dir: as for write_parts.
+        dtype: "float32" or "float16", of the weights; inputs and outputs are float32.
+        quantize: "int8", of all weights, or None.
+    """
+
+    def write(part, saved, folder):
+        with quiet():
+            twin, tensors = open_twin(part, saved, "float32"), example_tensors(part, pipeline)
+            write_onnx(twin, part, tensors, folder)
+            model = openvino.Core().read_model(folder / FILE)
+            if quantize:
+                import nncf  # seconds
+
+                model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
+            save(model, folder, dtype)
+        for name in (FILE, DATA_FILE):
+            (folder / name).unlink(missing_ok=True)
+
+        def note(agreement):
+            model = openvino.Core().read_model(folder / XML)
+            for name, value in ({"note": NOTE} | agreement).items():
+                model.set_rt_info(value, ["export", name])
+            written = folder / "noted"
+            save(model, written, "float32")
+            for name in (XML, BIN):
+                (written / name).replace(folder / name)
+            written.rmdir()
+
+        return open_openvino(folder / XML), note
+
+    write_parts(pipeline, params, output_dir, write, lambda part: quantize or dtype, (XML, BIN))
+
+
+def save(model, folder, dtype):
+    """Write a model; the weights of float16 are half as large and computed with in float32."""
+    openvino.save_model(model, folder / XML, compress_to_fp16=dtype == "float16")
+
+
+def open_openvino(file):
+    """A function {input: array} -> list of outputs, by OpenVINO on the CPU, in float32."""
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(file, "CPU", exact)
+
+    def run(inputs):
+        found = compiled(inputs)
+        return [found[output] for output in compiled.outputs]
+
+    return run

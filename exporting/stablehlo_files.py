@@ -1,0 +1,108 @@
+"""The whole run of a pipeline as one program of jax.export, for run_stablehlo.py.
+
+The file has no weights and no model code; weights lie beside it. jax refuses such files after about
+six months, see jax.export's compatibility guarantees: the weights are the archive.
+"""
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import export
+from safetensors.flax import save_file
+
+from diffusers_flax.loading.files import save_whole, write_json
+from diffusers_flax.parameters import cast_params
+from exporting.folders import write_beside
+
+PLATFORMS = {"tpu": ("tpu",), "cpu-cuda": ("cpu", "cuda")}
+
+
+def program_name(pipeline, platform, batch_size, size, num_inference_steps):
+    """The file's name without its ending."""
+    kind = "edit" if is_edit(pipeline) else "image"
+    height, width = size
+    return f"{kind}-batch{batch_size}-{width}x{height}-{num_inference_steps}steps-{platform}"
+
+
+def is_edit(pipeline):
+    """Whether a pipeline edits an image."""
+    return "InstructPix2Pix" in type(pipeline).__name__
+
+
+def generate_function(pipeline, size, num_inference_steps):
+    """(weights, arrays) -> images, float32 (B, H, W, 3) in [0, 1]; one pure function.
+
+    weights: {path joined by "/": array}; arrays: as of abstract_arrays.
+    """
+    height, width = size
+    options = dict(num_inference_steps=num_inference_steps, height=height, width=width)
+    state = pipeline.scheduler.create_state()
+
+    def generate(weights, arrays):
+        params = unflatten_dict(weights, sep="/") | {"scheduler": state}
+        rng = jax.random.wrap_key_data(arrays["key"])
+        given = {name: x for name, x in arrays.items() if name != "key"}
+        return pipeline._generate(params=params, prng_seed=rng, **given, **options)
+
+    return generate
+
+
+def abstract_arrays(pipeline, batch_size, size):
+    """{argument: jax.ShapeDtypeStruct} of a program."""
+    struct = jax.ShapeDtypeStruct
+    ids = np.asarray(pipeline.prepare_text_inputs([""] * batch_size))
+    arrays = {
+        "prompt_ids": struct(ids.shape, jnp.int32),
+        "key": struct((2,), jnp.uint32),
+        "guidance_scale": struct((), jnp.float32),
+    }
+    # SDXL's states of no negative prompt are zeros, of which a program with the ids has none.
+    if not getattr(pipeline, "force_zeros_for_empty_prompt", False):
+        arrays["neg_prompt_ids"] = struct(ids.shape, jnp.int32)
+    if is_edit(pipeline):
+        arrays["image"] = struct((batch_size, 3, *size), jnp.float32)
+        arrays["image_guidance_scale"] = struct((), jnp.float32)
+    return arrays
+
+
+def export_stablehlo(pipeline, params, output_dir, platform, batch_size, size, num_inference_steps):
+    """Write a program, and the weights, tokenizers and schedule that it needs.
+
+    Args:
+        pipeline: in the dtype to compute in.
+        params: its parameters, cast in place.
+        output_dir: Path of a directory, made if absent; a program of another size joins those in
+            it.
+        platform: key of PLATFORMS.
+        batch_size: images at once.
+        size: (height, width), pixels.
+        num_inference_steps: denoising steps.
+
+    Returns:
+        Path of the program.
+    """
+    cast_params(pipeline, params)
+    parts = {name: tree for name, tree in params.items() if name != "scheduler"}
+    weights = {key: np.asarray(x) for key, x in flatten_dict(parts, sep="/").items()}
+    arrays = abstract_arrays(pipeline, batch_size, size)
+    struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+    function = jax.jit(generate_function(pipeline, size, num_inference_steps))
+    exported = export.export(function, platforms=PLATFORMS[platform])(struct, arrays)
+    name = program_name(pipeline, platform, batch_size, size, num_inference_steps)
+    settings = {
+        "arrays": {key: [list(x.shape), str(x.dtype)] for key, x in arrays.items()},
+        "platforms": list(exported.platforms),
+        "jax": jax.__version__,
+    }
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_beside(pipeline, output_dir)
+    file = output_dir / f"{name}.jaxexport"
+    save_whole(output_dir / "weights.safetensors", lambda path: save_file(weights, path))
+    shutil.copymode(output_dir / "model_index.json", output_dir / "weights.safetensors")
+    save_whole(output_dir / f"{name}.json", lambda path: write_json(path, settings))
+    save_whole(file, lambda path: Path.write_bytes(path, exported.serialize()))
+    return file
