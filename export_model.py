@@ -96,9 +96,8 @@ class Config:
     width: int | None = None  # likewise
     num_inference_steps: int | None = None  # stablehlo: denoising steps; default: 20
     scheduler: str | None = None  # stablehlo: ddim, euler, ...; default: the model's own
-    platform: Literal["cpu-cuda", "tpu"] | None = (
-        None  # stablehlo: where it runs; default: cpu-cuda
-    )
+    # stablehlo: where the program runs; default: cpu-cuda
+    platform: Literal["cpu-cuda", "tpu"] | None = None
     overwrite_output_dir: bool = False  # replace an export in output_dir
     run: Path | None = None  # program of --format stablehlo to make images with
     prompt: str | None = None  # of --run: what to show, or what to change
