@@ -157,7 +157,7 @@ def test_example_without_jax_and_torch(tmp_path):
 
 
 @needs("onnx")
-def test_lora_and_interruption(tmp_path, monkeypatch):
+def test_interruption(tmp_path, monkeypatch):
     from exporting import folders
 
     model = MODELS["text"](tmp_path / "model")
@@ -275,7 +275,7 @@ assert "tpu_custom_call" in jax.jit(program.call).lower(*args).compile().as_text
 
 WRONG = [
     ([], "give --model and --output_dir to export, or --run and --prompt"),
-    (["--format", "tflite"], "--format tflite is unknown; choose from onnx, openvino, coreml"),
+    (["--format", "tflite"], "--format tflite is unknown; choose from coreml, onnx, openvino"),
     (["--model", "m", "--output_dir", "o", "--prompt", "x"], "--prompt goes with --run"),
     (["--model", "m", "--output_dir", "o", "--height", "64"], "--height 64 is for --format coreml"),
     (["--model", "m", "--output_dir", "o", "--dtype", "bfloat16"], "not for --format onnx"),
