@@ -75,8 +75,8 @@ def test_programs(tmp_path, capsys):
         flags = ["--input", str(tmp_path / "in.png"), "--edit", "make it red", "--resolution", "32"]
         flags += ["--num_inference_steps", "2", "--output", str(tmp_path / "out.png")]
         edit_cli.main(["--model", *model, *flags, "--compilation_cache_dir", ""])
-        results.append((tmp_path / "out.png").read_bytes())
-    assert results[0] == results[1]
+        results.append(np.asarray(Image.open(tmp_path / "out.png")))
+    np.testing.assert_array_equal(*results)
     with pytest.raises(SystemExit):
         edit_cli.main(["--model", str(file), *flags, "--config_name_or_path", str(folder)])
     assert "is a StableDiffusionPipeline, not an InstructPix2Pix model" in capsys.readouterr().err
