@@ -31,7 +31,7 @@ from benchmarks.rows import describe_compiler, read_rows, report, rows_of, run_b
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.models.blocks import Attention as AttentionLayer
 from diffusers_flax.models.convolution import shifted_matmuls, xla_convolve
-from diffusers_flax.models.quantization import int8_layer
+from diffusers_flax.models.quantization import eight_bit_layer
 from tpu.program_text import expected_cycles, kernel_bytes
 from tpu.programs import find_slice, program_costs, replicated_shapes, slice_devices
 
@@ -182,7 +182,7 @@ class Convolution:
 def int8_convolve(x, kernel):
     """An int8 kernel's convolution of activations that are quantized first."""
     params = {"kernel": kernel, "dynamic_scale": jnp.ones(kernel.shape[-1])}
-    return int8_layer(params, x, x.dtype, padding=((1, 1), (1, 1)))
+    return eight_bit_layer(params, x, x.dtype, padding=((1, 1), (1, 1)))
 
 
 CONVOLVE = {  # name: function of (x, kernel), dtype of the kernel

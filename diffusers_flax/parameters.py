@@ -1,7 +1,5 @@
 """Trees of parameters: casting them, and replacing their arrays without holding them twice."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +66,8 @@ def cast_params(pipeline, params):
     """Cast a pipeline's parameters, in place, to the dtype in which they compute.
 
     That is pipeline.dtype, but float32 for a VAE with force_upcast, and for the scheduler's state;
-    int8 for the UNet's kernels if the pipeline's acceleration says so.
+    int8 for the UNet's kernels if the pipeline's acceleration says so. Kernels in the pipeline's
+    storage, with their scales, stay as they are.
 
     Args:
         pipeline: as from open or from_pretrained.
@@ -76,8 +75,17 @@ def cast_params(pipeline, params):
     """
     for name in params.keys() - {"scheduler", "safety_checker"}:
         dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
-        replace_leaves(partial(np.asarray, dtype=dtype), params[name])
+        _cast(params[name], dtype, pipeline.storage)
     pipeline.quantize_params(params)
+
+
+def _cast(params, dtype, storage):
+    """Cast arrays in place; with a storage not those of 8 bits and their scales."""
+    for name, x in params.items():
+        if isinstance(x, dict):
+            _cast(x, dtype, storage)
+        elif not storage or (np.dtype(x.dtype).itemsize > 1 and name != "weight_scale"):
+            params[name] = np.asarray(x, dtype=dtype)
 
 
 def replicate_params(params, devices):

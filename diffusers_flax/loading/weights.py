@@ -208,12 +208,13 @@ def weights_pattern(stem, dot_variant=""):
     return re.compile("|".join(files + indices))
 
 
-def read_weights(file, read=None):
+def read_weights(file, read=None, has_int8=False):
     """Yield (Flax path, NumPy array) of one file; arrays of .bin are in the file's memory map.
 
     Args:
         file: Path.
         read: yields (PyTorch's name, array) of the file; None: by its suffix.
+        has_int8: whether kernels may be int8, with their scales as further arrays.
     """
     readers = {".msgpack": _read_msgpack, ".bin": _read_bin}
     read = read or partial(readers.get(file.suffix, read_safetensors), file)
@@ -221,8 +222,11 @@ def read_weights(file, read=None):
         for key, array in read():
             if key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
                 continue
-            if not isinstance(array, np.ndarray) or not jnp.issubdtype(array.dtype, jnp.floating):
-                kind = getattr(array, "dtype", type(array).__name__)
+            kind = getattr(array, "dtype", type(array).__name__)
+            is_int8 = has_int8 and kind == np.int8
+            if not isinstance(array, np.ndarray) or not (
+                is_int8 or jnp.issubdtype(kind, jnp.floating)
+            ):
                 raise ValueError(f"its entry {key!r} is {kind}, no array of floats")
             if file.suffix != ".msgpack":
                 key, array = torch_to_flax(key, array)

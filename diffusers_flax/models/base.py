@@ -43,6 +43,13 @@ from diffusers_flax.loading.weights import (
     write_safetensors,
 )
 from diffusers_flax.messages import first_names, reason_of, warn_once
+from diffusers_flax.models.quantization import (
+    INT8_FILES,
+    check_stored,
+    scale_name,
+    storage_of,
+    store_array,
+)
 from diffusers_flax.parameters import FloatingCasts
 
 # Keys of transformers' config.json that describe the file, not the model.
@@ -135,7 +142,12 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             elif key in overrides:
                 known = ", ".join(sorted(fields.keys() - {"parent", "name"}))
                 raise ValueError(f"{cls.__name__} has no setting {key!r}; it has {known}")
-            elif not (key.startswith("_") or key in cls.ignored_config or key in FILE_KEYS):
+            elif not (
+                key.startswith("_")
+                or key in cls.ignored_config
+                or key in FILE_KEYS
+                or value == INT8_FILES
+            ):
                 warn_once(f"{cls.__name__} does not know the config key {key!r}: ignored")
         module = cls(**settings)
         return (module, unused) if return_unused_kwargs else module
@@ -152,6 +164,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         from_pt=False,
         config=None,
         convert=None,
+        storage=None,
         **config_overrides,
     ):
         """Read config.json and the weights in the same directory.
@@ -168,6 +181,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
             config: mapping that replaces config.json, or its directory or hub id.
             convert: (name joined by "/", array) -> array, called for each parameter as it is read.
+            storage: "float8" or "int8", of the kernels, see models.quantization.store; None: as in
+                the files, which must not be int8.
             **config_overrides: config entries that win over config.json; and cache_dir,
                 force_download, local_files_only, token of huggingface_hub.hf_hub_download.
 
@@ -200,6 +215,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 "is set or the hub is out of reach, download it first"
             )
         cls.check_class(config, config_file)
+        check_stored(config, storage, where)
         try:
             module = cls.from_config(cls.own_config(config), **config_overrides, dtype=dtype)
             expected = module._param_shapes()  # finds faults of the config before a long download
@@ -218,7 +234,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         cpu = host_device()
         flat, unexpected = {}, []
         for file in files:
-            for key, array in read_weights(file, read):
+            for key, array in read_weights(file, read, storage == "int8"):
                 key = cls.path_in_tree(key, config)
                 if key is None:
                     continue
@@ -226,8 +242,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                     unexpected.append(key)  # left out, as by PyTorch's from_single_file
                     continue
                 array = array if convert is None else convert(key, array)
-                # A copy, so that a program may overwrite (donate) it.
-                flat[key] = jax.device_put(array, cpu, may_alias=False)
+                for name, x in store_array(key, array, storage).items():
+                    # A copy, so that a program may overwrite (donate) it.
+                    flat[name] = jax.device_put(x, cpu, may_alias=False)
         if unexpected:
             warn_once(
                 f"{source} has tensors that {cls.__name__} lacks, which are not read: "
@@ -278,7 +295,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as tmp:
             tmp = Path(tmp)
-            write_json(tmp / "config.json", self._file_content())
+            is_int8 = storage_of(params) == "int8"
+            content = {"quantization_config": INT8_FILES} if is_int8 else {}
+            write_json(tmp / "config.json", self._file_content() | content)
             write_safetensors(tmp, flat, self.weights_name, dot_variant, dtype, max_shard_size)
             for file in tmp.glob("*.safetensors"):
                 shutil.copymode(tmp / "config.json", file)  # safetensors leaves 0600
@@ -312,6 +331,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     def _check_params(self, flat, expected, where):
         """Raise one ValueError that names every missing, unexpected or mis-shaped parameter."""
         found = {key: np.shape(array) for key, array in flat.items()}
+        int8 = {key for key, array in flat.items() if array.dtype == np.int8} & expected.keys()
+        expected = expected | {scale_name(key): expected[key][-1:] for key in int8}
         misshaped = sorted(k for k in expected.keys() & found.keys() if expected[k] != found[k])
         groups = {
             "missing": sorted(expected.keys() - found.keys()),

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from diffusers_flax.devices.rows import all_positions, moments_of_all, with_neighbours
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.convolution import convolve
-from diffusers_flax.models.quantization import int8_layer, is_int8
+from diffusers_flax.models.quantization import eight_bit_layer, is_eight_bit
 from diffusers_flax.outputs import ModelOutput
 
 # How the names of blocks begin that a UNet with gradient_checkpointing recomputes.
@@ -172,7 +172,7 @@ class LayerNorm(nn.Module):
 
 
 class Conv(nn.Module):
-    """A convolution with bias, int8 and with LoRA if its parameters say so; convolve."""
+    """A convolution with bias, in 8 bits and with LoRA if its parameters say so; convolve."""
 
     features: int
     size: int = 3
@@ -194,8 +194,8 @@ class Conv(nn.Module):
             padding = ((self.size // 2, self.size // 2),) * 2
         x, padding = with_neighbours(x, self.size, self.stride, padding)
         apply_kernel = partial(convolve, stride=self.stride, padding=padding)
-        if is_int8(params):
-            out = int8_layer(params, x, self.dtype, self.stride, padding)
+        if is_eight_bit(params):
+            out = eight_bit_layer(params, x, self.dtype, self.stride, padding)
         else:
             x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
             out = apply_kernel(x, kernel) + bias
@@ -219,12 +219,15 @@ def lora_product(params, x, dtype, apply_kernel=jnp.matmul):
 
 
 class Dense(nn.Dense):
-    """A dense layer, int8 and with LoRA if its parameters say so."""
+    """A dense layer, in 8 bits and with LoRA if its parameters say so."""
 
     def __call__(self, x):
         """x (..., C) -> (..., features)."""
         params = self.variables.get("params", {})  # none before init
-        out = int8_layer(params, x, self.dtype) if is_int8(params) else super().__call__(x)
+        if is_eight_bit(params):
+            out = eight_bit_layer(params, x, self.dtype)
+        else:
+            out = super().__call__(x)
         if "lora_A" in params:
             out = out + lora_product(params, x, self.dtype)
         return out
@@ -486,7 +489,7 @@ class CLIPAttention(nn.Module):
     @nn.compact
     def __call__(self, x, mask, deterministic, output_attentions):
         """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
-        dense = partial(nn.Dense, x.shape[-1], dtype=self.dtype)
+        dense = partial(Dense, x.shape[-1], dtype=self.dtype)
         query, key, value = (dense(name=f"{name}_proj")(x) for name in "qkv")
         weights = None
         if output_attentions or (self.dropout and not deterministic):
@@ -529,9 +532,9 @@ class CLIPMLP(nn.Module):
             raise ValueError(
                 f"hidden_act={self.hidden_act} is not supported; {' and '.join(ACTIVATIONS)} are"
             )
-        h = nn.Dense(self.intermediate_size, dtype=self.dtype, name="fc1")(x)
+        h = Dense(self.intermediate_size, dtype=self.dtype, name="fc1")(x)
         h = ACTIVATIONS[self.hidden_act](h)
-        return nn.Dense(x.shape[-1], dtype=self.dtype, name="fc2")(h)
+        return Dense(x.shape[-1], dtype=self.dtype, name="fc2")(h)
 
 
 class CLIPEncoderLayer(nn.Module):

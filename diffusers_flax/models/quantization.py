@@ -1,20 +1,21 @@
-"""Int8 inference of the UNet: kernels as 8-bit integers, each with a scale per output channel.
+"""Weights in 8 bits: stored to save memory, or multiplied as int8 to save time.
 
+    params["unet"] = store(params["unet"], "float8")     # or "int8": half the memory of bfloat16
     params["unet"] = quantize(params["unet"], "fast")    # int8 matmuls where they are faster
-    params["unet"] = quantize(params["unet"], "weight")  # int8 storage only
     sample = unet.apply({"params": params["unet"]}, ...).sample
 
-A layer is int8 if its parameters say so: Dense and Conv compute in int8 if there is a
-`dynamic_scale` beside the kernel, and cast the kernel up before use if there is a `weight_scale`.
-Both scales are the largest absolute weight of an output channel divided by 127. In dynamic mode the
-activations are quantized in the program, with their own scales. This is for inference; dynamic
-layers have no gradients. LoRA factors of an int8 layer stay as they are and are added in `dtype`.
+A layer is in 8 bits if its parameters say so. Dense and Conv cast a float8 kernel up before each
+use; an int8 kernel has a `weight_scale` beside it, by which it is multiplied, or a `dynamic_scale`:
+then the layer computes in int8. Both scales are the largest absolute weight of an output channel
+divided by 127. In dynamic mode the activations are quantized in the program, with their own scales.
+This is for inference; dynamic layers have no gradients. LoRA factors of an 8-bit layer stay as they
+are and are added in `dtype`.
 
 A TPU multiplies int8 at twice the rate of bfloat16, but finding the scales of activations costs two
 passes over them. By the compiler's estimate for a v5e this pays for wide convolutions and the first
 layer of wide feed-forwards (the mode "fast"), not for the other layers. Convolutions are matmuls
 here, because XLA has no integer convolution for GPUs (github.com/jax-ml/jax/issues/7637). On a CPU
-int8 is slow, and in a loop it saves no memory: XLA keeps the kernels that it has cast up.
+int8 is slow, and in a loop 8 bits save no memory: XLA keeps the kernels that it has cast up.
 
 Source: Integer Quantization for Deep Learning Inference (arXiv 2004.09602), sections 3.1.2 and 3.2.
 """
@@ -22,11 +23,15 @@ Source: Integer Quantization for Deep Learning Inference (arXiv 2004.09602), sec
 import re
 from functools import partial
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.tree_util import keystr
 
 from diffusers_flax.devices.rows import largest_of_all
+from diffusers_flax.models.attention import by_platform
 from diffusers_flax.models.convolution import convolve, sum_of_matmuls
 
 SCALE_NAMES = {
@@ -42,9 +47,147 @@ DENSE_KERNEL = re.compile(
 CONVOLUTION_KERNEL = re.compile(
     _BLOCK + r"(?:resnets_\d+/conv[12]|(?:down|up)samplers_\d+/conv)/kernel"
 )
+TEXT_KERNEL = re.compile(
+    r"text_model/encoder/layers/\d+/(?:self_attn/(?:[qkv]|out)_proj|mlp/fc[12])/kernel"
+)
+ONE_OF_SEVERAL = re.compile(r"^(?:nets_)?\d+/")  # ControlNets, in a dict or list
+# The dtypes of stored kernels; an int8 kernel has a scale. The value of config.json's
+# quantization_config in a directory with int8 kernels, which PyTorch's classes refuse by name.
+STORAGES = {"float8": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dtype(np.int8)}
+INT8_FILES = {"quant_method": "diffusers_flax_int8"}
 # In mode "fast" the dense layers of this name with at least so many input channels.
 FAST_DENSE, FAST_WIDTH = "ff/net_0/proj/kernel", 1280
 SMALLEST_SCALE = 1e-30  # an array of zeros stays zeros; 1 / SMALLEST_SCALE is finite
+
+
+def check_storage(storage, int8=None):
+    """Raise a ValueError unless storage is None or a key of STORAGES; int8: of an Acceleration."""
+    if storage is not None and storage not in STORAGES:
+        raise ValueError(f"storage={storage!r} is not known; known are {', '.join(STORAGES)}")
+    if storage and int8:
+        raise ValueError(
+            f"--storage {storage} and --accelerate int8 both change the UNet's kernels; leave one "
+            "out"
+        )
+
+
+def check_stored(config, storage, where):
+    """Raise a ValueError if a directory's weights cannot be opened with a storage.
+
+    Args:
+        config: the content of its config.json.
+        storage: a key of STORAGES, or None.
+        where: the directory, in words.
+    """
+    check_storage(storage)
+    if config.get("quantization_config") == INT8_FILES and storage != "int8":
+        raise ValueError(
+            f"the weights in {where} are int8; open them with storage='int8' (--storage int8), or "
+            "take the model that they were made from"
+        )
+
+
+def check_foldable(x, where):
+    """Raise a ValueError if an array of a directory is int8, to which nothing can be added."""
+    if x.dtype == np.int8:
+        raise ValueError(
+            f"--lora and --unet_delta change weights, which {where} has as int8; take the model "
+            "that they were made from"
+        )
+
+
+def check_quantized(params, storage, mode):
+    """Raise a ValueError unless a pipeline's parameters are as it wants them.
+
+    Args:
+        params: of a pipeline.
+        storage: of all parts but the VAE.
+        mode: of quantize, for the UNet; None: not quantized.
+    """
+    for name in sorted(params.keys() - {"vae", "tiny_vae", "scheduler", "safety_checker"}):
+        if storage and storage != (found := storage_of(params[name])):
+            raise ValueError(
+                f"the parameters of {name} are {f'in {found}' if found else 'not in 8 bits'}, "
+                f"the pipeline has storage={storage!r}; diffusers_flax.models.quantization.store "
+                "makes them so"
+            )
+    wanted, found = "weight" if storage == "int8" else mode, mode_of(params["unet"])
+    if wanted != found:
+        raise ValueError(
+            f"the UNet's parameters are {f'int8 in mode {found}' if found else 'not int8'}, "
+            f"accelerate says {f'int8:mode={wanted}' if wanted else 'nothing of int8'}; give "
+            "from_pretrained this accelerate="
+        )
+
+
+def is_stored_kernel(name):
+    """Whether `store` takes a parameter, by its path joined by "/".
+
+    It takes what quantize takes of UNets and ControlNets, and the layers of text encoders. Norms,
+    biases, embeddings, also of time, conv_in, conv_out, projections of text and 1x1 convolutions of
+    residual blocks stay, and VAEs.
+    """
+    name = ONE_OF_SEVERAL.sub("", name)
+    patterns = DENSE_KERNEL, CONVOLUTION_KERNEL, TEXT_KERNEL
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def scale_name(kernel, mode="weight"):
+    """The path of an int8 kernel's scale; kernel: its path. mode: of quantize."""
+    return f"{kernel.removesuffix('kernel')}{SCALE_NAMES[mode]}"
+
+
+def store(params, storage):
+    """Store the kernels of a UNet, ControlNet or text encoder in 8 bits; see is_stored_kernel.
+
+    A layer casts its kernel up before each use.
+
+    Args:
+        params: nested dict of NumPy or JAX arrays (also inside jit), one array at a time.
+        storage: "float8", e4m3 as PyTorch's enable_layerwise_casting; or "int8", with a float32
+            (output channels,) weight_scale beside each kernel. None: params stay as they are.
+
+    Returns:
+        params with float8 or int8 kernels.
+
+    Raises:
+        ValueError: storage is unknown, a kernel is in another storage already, or has a weight that
+            float8 cannot have.
+    """
+    stored = {}
+    for name, x in flatten_dict(params, sep="/").items():
+        stored |= store_array(name, x, storage)
+    return unflatten_dict(stored, sep="/")
+
+
+def store_array(name, x, storage):
+    """As store, for one parameter: {its path, or its and its scale's: array}."""
+    check_storage(storage)
+    if storage is None or x.dtype == STORAGES[storage] or not is_stored_kernel(name):
+        return {name: x}
+    if x.dtype == np.int8:
+        raise ValueError(f"{name} is int8 already; take storage='int8'")
+    if storage == "int8":
+        kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
+        return {name: kernel, scale_name(name): scale.reshape(-1)}
+    kernel = x.astype(STORAGES[storage])
+    if isinstance(kernel, np.ndarray) and not np.isfinite(kernel.astype(np.float32)).all():
+        largest = np.abs(x.astype(np.float32)).max()
+        raise ValueError(
+            f"{name} has weights up to {largest:.4g}, float8 has numbers up to 448; take "
+            "storage='int8'"
+        )
+    return {name: kernel}
+
+
+def storage_of(params):
+    """How a model's parameters are stored: "float8", "int8", or None."""
+    arrays = jax.tree_util.tree_leaves_with_path(params)  # several ControlNets may be in a list
+    names = {keystr(path, simple=True, separator="/"): x.dtype for path, x in arrays}
+    kernels = {dtype for name, dtype in names.items() if is_stored_kernel(name)}
+    if any(name.endswith("/weight_scale") for name in names):
+        return "int8"
+    return "float8" if STORAGES["float8"] in kernels else None
 
 
 def quantize(params, mode="dynamic"):
@@ -82,7 +225,7 @@ def quantize(params, mode="dynamic"):
             raise ValueError(f"{name} is already int8; quantize the parameters that were loaded")
         kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
         quantized[name] = kernel
-        quantized[f"{name.removesuffix('kernel')}{SCALE_NAMES[mode]}"] = scale.reshape(-1)
+        quantized[scale_name(name, mode)] = scale.reshape(-1)
         num_kernels += 1
     if not num_kernels:
         raise ValueError("there is no kernel to quantize; params must be a UNet's, params['unet']")
@@ -118,16 +261,16 @@ def mode_of(params):
     return "fast" if any(name.endswith("/dynamic_scale") for name in names) else None
 
 
-def is_int8(params):
-    """Whether a layer's parameters are int8."""
-    return any(name in params for name in SCALE_NAMES.values())
+def is_eight_bit(params):
+    """Whether a layer's kernel is int8 or float8."""
+    return "kernel" in params and jnp.dtype(params["kernel"].dtype).itemsize == 1
 
 
-def int8_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
-    """The output of an int8 Dense or Conv.
+def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
+    """The output of a Dense or Conv whose kernel is int8 or float8.
 
     Args:
-        params: of the layer, with kernel, dynamic_scale or weight_scale, and bias if it has one.
+        params: of the layer: kernel; of int8 dynamic_scale or weight_scale; bias if it has one.
         x: (..., C); (B, H, W, C) for a convolution.
         dtype: of the result. Sums are int32 in dynamic mode, times float32 scales.
         stride, padding: of a convolution, as for convolve.
@@ -138,9 +281,11 @@ def int8_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
     kernel = params["kernel"]
     if kernel.shape[:-2] == (1, 1):
         kernel = kernel.reshape(kernel.shape[-2:])  # a 1x1 convolution is a dense layer
-    if "weight_scale" in params:
-        scale = params["weight_scale"].astype(jnp.float32)
-        x, kernel = x.astype(dtype), (kernel.astype(jnp.float32) * scale).astype(dtype)
+    if "dynamic_scale" not in params:
+        kernel, x = cast_later(kernel, x.astype(dtype))
+        if "weight_scale" in params:
+            kernel = kernel.astype(jnp.float32) * params["weight_scale"].astype(jnp.float32)
+        kernel = kernel.astype(dtype)
         out = x @ kernel if kernel.ndim == 2 else convolve(x, kernel, stride, padding)
     else:
         if kernel.ndim == 2:
@@ -153,6 +298,26 @@ def int8_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
     if "bias" in params:
         out = out + params["bias"].astype(out.dtype)
     return out.astype(dtype)
+
+
+def cast_later(kernel, x):
+    """A kernel and a layer's input, tied so that XLA casts the kernel when the layer runs.
+
+    Otherwise it might cast the kernels of all layers before a loop, and keep them. A TPU's compiler
+    casts within each matmul, to which the tie would cost other fusions (9% of the cycles that it
+    expects of a UNet); a CPU's drops the tie and keeps the kernels.
+    """
+
+    def together(kernel, x):
+        return kernel, x
+
+    return by_platform(
+        kernel,
+        x,
+        default=lambda *pair: jax.lax.optimization_barrier(pair),
+        tpu=together,
+        cpu=together,
+    )
 
 
 int8_matmul = partial(jnp.matmul, preferred_element_type=jnp.int32)

@@ -42,7 +42,13 @@ from diffusers_flax.loading.tokenizer import load_tokenizer, tokenize
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.controlnet import FlaxControlNetModel
-from diffusers_flax.models.quantization import mode_of, quantize
+from diffusers_flax.models.quantization import (
+    check_foldable,
+    check_quantized,
+    check_storage,
+    check_stored,
+    quantize,
+)
 from diffusers_flax.models.tiny_vae import (
     TINY_VAES,
     FlaxAutoencoderTiny,
@@ -95,6 +101,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
     layout: Layout | None = field(default=None, kw_only=True)  # None: jit or pmap, see the call
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
+    storage: str | None = field(default=None, kw_only=True)  # of kernels: "float8", "int8"
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
     # {part: what its from_pretrained takes} of parts whose weights are not in the directory.
     part_sources: dict = field(default_factory=dict, kw_only=True)
@@ -114,6 +121,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         self.check_acceleration(self.accelerate)
         if self.layout is not None:
             check_rows(self.accelerate, self.layout.rows)
+        check_storage(self.storage, self.accelerate.int8)
         if self.accelerate.tome:
             from diffusers_flax.acceleration.token_merging import check_levels
 
@@ -190,6 +198,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         unet_delta=(),
         layout=None,
         vae_tile=None,
+        storage=None,
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -213,6 +222,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 None: calls run where params are, with jit=True on all devices.
             vae_tile: side in pixels of the tiles in which the VAE computes larger images; see
                 models.vae.with_tile. None or 0: whole images.
+            storage: "float8" or "int8": the kernels of UNet, ControlNets and text encoders take
+                half the memory of bfloat16; see models.quantization.store.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read; controlnet likewise,
@@ -253,6 +264,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             embeddings,
             layout,
             vae_tile,
+            storage,
             **hub_options,
         )
         given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
@@ -275,13 +287,15 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         embeddings=(),
         layout=None,
         vae_tile=None,
+        storage=None,
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview,
-                embeddings, layout, vae_tile: as for from_pretrained.
+                embeddings, layout, vae_tile,
+                storage: as for from_pretrained.
             given, index: as for check.
 
         Raises:
@@ -308,6 +322,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         if scheduler is None:
             parts["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
         for name in MODULES.keys() & configs.keys() - parts.keys():
+            check_stored(configs[name], storage, f"{path}, {name}")
             parts[name] = MODULES[name].from_config(configs[name], dtype=dtype)
         if vae_tile:
             parts["vae"] = with_tile(parts["vae"], vae_tile)
@@ -319,7 +334,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         # A refiner has no first text encoder.
         absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
-        settings |= {"embeddings": embeddings, "part_sources": part_sources}
+        settings |= {"embeddings": embeddings, "part_sources": part_sources, "storage": storage}
         if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
             tiny_vae = open_tiny_vae(source, parts["vae"], dtype, **hub_options)
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
@@ -349,15 +364,18 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         delta = UnetDelta(unet_delta, self.unet.config, variant, **hub_options)
 
         def convert(part, name, x):
-            x = delta.fold(name, x) if part == "unet" else x
-            return self.embeddings.extend(part, name, loras.fold(part, name, x))
+            folded = delta.fold(name, x) if part == "unet" else x
+            folded = loras.fold(part, name, folded)
+            if folded is not x:
+                check_foldable(x, pretrained_model_name_or_path)
+            return self.embeddings.extend(part, name, folded)
 
         params = {"scheduler": self.scheduler.create_state()}
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
         for name, module in vars(self).items():
             if name in self.part_sources:
-                options = {"from_pt": from_pt, **hub_options}
+                options = {"from_pt": from_pt, "storage": self.storage, **hub_options}
                 _, params[name] = type(module).from_pretrained(self.part_sources[name], **options)
             elif name in MODULES and name not in given and module is not None:
                 source = pretrained_model_name_or_path
@@ -368,6 +386,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                     source = fetch_source("--unet", self.unet_source, **hub_options)
                     options = {"config": dict(module.config)}
                 options |= {"from_pt": from_pt, "convert": partial(convert, name)}
+                options |= {} if name == "vae" else {"storage": self.storage}
                 _, params[name] = type(module).from_pretrained(source, **options, **hub_options)
         loras.require_folded()
         delta.require_folded()
@@ -487,13 +506,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         names = {name for name in (*MODULES, "tiny_vae") if getattr(self, name, None) is not None}
         if missing := sorted(names - params.keys()):
             raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
-        wanted, found = getattr(self.accelerate.int8, "mode", None), mode_of(params["unet"])
-        if wanted != found:
-            raise ValueError(
-                f"the UNet's parameters are {f'int8 in mode {found}' if found else 'not int8'}, "
-                f"accelerate says {f'int8:mode={wanted}' if wanted else 'nothing of int8'}; give "
-                "from_pretrained this accelerate="
-            )
+        check_quantized(params, self.storage, getattr(self.accelerate.int8, "mode", None))
 
     def _index(self):
         """Entries of model_index.json other than parts."""
@@ -516,7 +529,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 lines.append(f"{name} {ids}")
             elif name == "tiny_vae" and part is not None:
                 lines.append(f"{name} {sorted(part.config.items())} {part.dtype}")
-            elif name in ("dtype", "accelerate", "layout", *self._settings({})):
+            elif name in ("dtype", "accelerate", "layout", "storage", *self._settings({})):
                 lines.append(f"{name} {part}")
         return "\n".join(lines)
 
