@@ -278,6 +278,7 @@ def open_model(edits, sizes, checked, preview, layout, config):
         config.embedding,
         config.unet_delta,
         layout,
+        config.storage,
     )
     instructions = [edit.instruction for edit in edits]
     pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])

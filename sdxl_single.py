@@ -78,7 +78,7 @@ def open_pipeline(config, layout, steps, outputs):
         config.preview, config.preview_decoder, outputs, num_steps, config.seed, [config.grid]
     )
     added = dict(accelerate=config.accelerate, preview=preview, embeddings=config.embedding)
-    added |= {"layout": layout}
+    added |= {"layout": layout, "storage": config.storage}
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
     branches = pipeline.guidance_branches(config.guidance_scale)
     pipeline.check_parallel(branches, config.height)

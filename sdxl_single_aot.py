@@ -78,6 +78,7 @@ def open_pipeline(config, layout, steps):
     options = config.scheduler, config.timestep_spacing, config.prediction_type
     scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
     added = dict(accelerate=config.accelerate, embeddings=config.embedding, layout=layout)
+    added |= {"storage": config.storage}
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
     branches = pipeline.guidance_branches(config.guidance_scale)
     pipeline.check_parallel(branches, config.height)

@@ -318,12 +318,16 @@ def make_report(config, tpu, job, step, update, flops):
         return report | {"fits": False, "memory_total": round(step["needs"])}
     memory = memory_parts(job, step, update)
     total = sum(memory.values())
-    traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes"), {}
+    traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes", "host_bytes"), {}
     for name in traffic[:2]:
         averages[f"ema_{name}"] = update[name] * job.updates_per_step if update else 0.0
     flops, int8_flops = flops
     moved, sent = step["hbm_bytes"], step["interconnect_bytes"]
     seconds = roofline_seconds(tpu.chip, flops, moved, sent, int8_flops)
+    fetching = step["host_bytes"] / tpu.chip.host
+    # Only groups are fetched while others compute.
+    is_ahead = getattr(config, "offload", None) == "group"
+    seconds = max(seconds, fetching) if is_ahead else seconds + fetching
     seconds += roofline_seconds(tpu.chip, 0.0, averages["ema_hbm_bytes"])
     return report | {
         "fits": total <= usable,

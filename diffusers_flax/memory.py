@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 from tqdm import tqdm
 
 from diffusers_flax.devices.layout import BALANCED
+from diffusers_flax.devices.offload import KEPT_MODELS, group_of
 from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.devices.shares import num_devices_of_rows
 from diffusers_flax.models.attention import fits_splash
+from diffusers_flax.models.quantization import is_stored_kernel
 from diffusers_flax.models.vae import least_tile, with_tile
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import DECODED_PIXELS
@@ -118,7 +121,16 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     if vae_tile and max(size) > vae_tile:
         reason = ", as whole images would not fit" if is_chosen else ""
         tiles = f"; the VAE works in tiles of {vae_tile} pixels{reason}"
-    return pipeline, f"{what}; memory: {memory}{tiles}"
+    return pipeline, f"{what}; memory: {memory}{tiles}{words_of_offload(layout)}"
+
+
+def words_of_offload(layout):
+    """What a layout's offload does, for the line of plan_images."""
+    if layout is None or layout.offload is None:
+        return ""
+    if not layout.fetches:
+        return f"; --offload {layout.offload} changes nothing on a {layout.devices[0].platform}"
+    return f"; parameters are in the host's memory, fetched by {layout.offload}"
 
 
 def bytes_of_devices(pipeline, batch_size, num_branches, size):
@@ -138,7 +150,7 @@ def bytes_of_devices(pipeline, batch_size, num_branches, size):
     if layout is None or not layout.parts:
         group_size = 1 if layout is None else layout.branches * layout.rows
         on_host = layout is not None and layout.devices[0].platform == "cpu"
-        return [(num_bytes_of_params(pipeline), unet // (1 if on_host else group_size))]
+        return [(num_bytes_at_once(pipeline), unet // (1 if on_host else group_size))]
     held = [[0, 0] for _ in layout.devices]
     for part, batch in (("text", 0), ("unet", unet), ("vae", image)):
         of_device = held[layout.devices.index(layout.device_of(part))]
@@ -239,16 +251,43 @@ def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
 
 def num_bytes_of_params(pipeline, models=tuple(MODULES)):
     """Bytes of a pipeline's parameters after cast_params, from its configs; of these models."""
-    total = 0
-    for name in models:
-        if (part := getattr(pipeline, name, None)) is not None:
-            dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
-            is_int8 = name == "unet" and pipeline.accelerate.int8
-            shapes = getattr(part, "module", part)._param_shapes()  # a text encoder has a module
-            total += sum(map(math.prod, shapes.values())) * (
-                1 if is_int8 else np.dtype(dtype).itemsize
-            )
-    return total
+    return sum(size for model in models for _, size in params_of(pipeline, model))
+
+
+def params_of(pipeline, model):
+    """[(name, bytes)] of a model's parameters after cast_params; [] if it is absent."""
+    if (module := getattr(pipeline, model, None)) is None:
+        return []
+    dtype = pipeline._vae.dtype if model == "vae" else pipeline.dtype
+    is_int8 = model == "unet" and pipeline.accelerate.int8
+    sizes = []
+    shapes = getattr(module, "module", module)._param_shapes()  # a text encoder has a module
+    for name, shape in shapes.items():
+        is_small = is_int8 or (pipeline.storage and is_stored_kernel(name))
+        sizes.append((name, math.prod(shape) * (1 if is_small else np.dtype(dtype).itemsize)))
+    return sizes
+
+
+def num_bytes_at_once(pipeline):
+    """A lower bound on the bytes of parameters that are on a device at once.
+
+    They are all, or with offload those of the part that runs, with groups the largest one and what
+    is in none.
+    """
+    if pipeline.layout is None or not pipeline.layout.fetches:
+        return num_bytes_of_params(pipeline)
+    offload = pipeline.layout.offload
+    kept = KEPT_MODELS if offload == "component" else ()
+    most = 0
+    for part in PARTS:
+        rest, groups = 0, Counter()
+        for model in set(models_of_part(part)) - set(kept):
+            for name, size in params_of(pipeline, model):
+                group = group_of(name.split("/"), offload)
+                groups[model, group] += size * (group is not None)
+                rest += size * (group is None)
+        most = max(most, rest + max(groups.values(), default=0))
+    return most + num_bytes_of_params(pipeline, kept)
 
 
 def bytes_per_image(pipeline, num_branches, width, height):

@@ -202,6 +202,7 @@ def load_model(
     embedding=(),
     unet_delta=(),
     layout=None,
+    storage=None,
 ):
     """Read a model.
 
@@ -216,6 +217,7 @@ def load_model(
         embedding: files with new tokens, see loading.embeddings.Embeddings.
         unet_delta: difference to add to the UNet, see loading.deltas.UnetDelta.
         layout: of the devices, see devices.layout.Layout; None: each makes images of its own.
+        storage: of the kernels, see models.quantization.store.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
@@ -228,6 +230,7 @@ def load_model(
         preview=preview,
         embeddings=embedding,
         layout=layout,
+        storage=storage,
     )
     pipeline, planned = plan(pipeline)
     params = pipeline.load_params(model, lora=lora, unet_delta=unet_delta)

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
-from diffusers_flax.devices.layout import DeviceFlags, parse_layout
+from diffusers_flax.devices.layout import DeviceFlags, Layout, parse_layout
 from diffusers_flax.devices.shares import num_devices_of_rows
 from diffusers_flax.loading.configs import ConfigMixin
-from diffusers_flax.memory import choose_vae_tile, num_bytes_of_params
+from diffusers_flax.memory import choose_vae_tile, num_bytes_at_once
+from diffusers_flax.models.quantization import store
 from diffusers_flax.models.tiny_vae import (
     TINY_VAES,
     FlaxAutoencoderTiny,
@@ -220,6 +221,7 @@ def open_pipeline_of_flags(config, layout=None):
         if name.startswith("text_encoder")
     }
     settings |= {"dtype": dtype, "accelerate": accelerate, "layout": layout}
+    settings["storage"] = config.storage
     return cls(**modules, **tokenizers, **settings, scheduler=scheduler)
 
 
@@ -235,8 +237,12 @@ def tiny_vae_module(source, vae, dtype):
 
 def pipeline_shapes(pipeline):
     """Shapes of a pipeline's parameters, as parameters.cast_params leaves them."""
+
+    def stored(params):
+        return jax.eval_shape(partial(store, storage=pipeline.storage), params)
+
     params = {
-        name: param_shapes(module, pipeline.dtype)
+        name: stored(param_shapes(module, pipeline.dtype))
         for name in (*MODULES, "tiny_vae")
         if (module := getattr(pipeline, name, None)) is not None
     }
@@ -259,7 +265,7 @@ def with_vae_tile(pipeline, config, side):
     """
     tile, size = config.vae_tile, (side, side)
     if tile is None:
-        left = find_slice(config.tpu).chip.memory * GIB - num_bytes_of_params(pipeline)
+        left = find_slice(config.tpu).chip.memory * GIB - num_bytes_at_once(pipeline)
         if layout := pipeline.layout:
             left *= num_devices_of_rows(layout, side // pipeline.vae_scale_factor)
         tile = choose_vae_tile(pipeline, config.num_images, size, left, "tpu")
@@ -278,6 +284,8 @@ def image_job(config, devices):
         Job.
     """
     layout = parse_layout(config.parallel, devices)
+    if config.offload:
+        layout = replace(layout or Layout(devices), offload=config.offload)
     n = len(devices) if layout is None else layout.data
     B, num_steps = config.num_images, config.num_inference_steps
     side = config.resolution if isinstance(config, Edit) else config.image_size
@@ -318,7 +326,7 @@ def image_job(config, devices):
         pipeline.check_parallel(branches, side)
         step, batch_per_chip = layout.jit_batches(generate), B * n / len(layout.devices)
         inputs, keys = layout.with_shardings((inputs, keys))
-        params = layout.with_shardings(params)
+        params = layout.shapes_of_params(params)
     return Job(
         step=step,
         args=((inputs, keys), params),

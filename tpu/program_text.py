@@ -3,7 +3,7 @@
 The compiler's own "bytes accessed" counts every operand and result, also values in the chip's
 VMEM; a prefetched value counts three times (read, written to VMEM, read there). hbm_bytes counts
 only traffic of the chip's memory (HBM), from the program's text: a layout with S(1) is in VMEM, one
-without S in HBM. kernel_bytes adds what Pallas kernels access,
+without S in HBM, S(5) in the host's memory. kernel_bytes adds what Pallas kernels access,
 which the compiler does not count. interconnect_bytes counts what the chips send to each other.
 """
 
@@ -198,6 +198,26 @@ def moved_by(instructions, computations):
             written = max(0, written - read)  # its type includes the operands
         total += read + written
     return total
+
+
+def host_bytes(text, switches=()):
+    """Bytes that a program fetches from the host's memory in one run; layouts with S(5) are there.
+
+    Args and errors: as for sum_over_run.
+
+    Returns:
+        int.
+    """
+
+    def cost(instructions, computations):
+        total = 0
+        for _, kind, operation, _ in instructions:
+            if operation == "copy-start":  # its type is (target, source, flag)
+                dtype, shape, layout = SHAPE.findall(kind)[1]
+                total += array_bytes(dtype, shape) * ("S(5)" in layout)
+        return total
+
+    return sum_over_run(text, cost, switches)
 
 
 def expected_cycles(text, switches=()):

@@ -16,13 +16,22 @@ from jax.experimental.topologies import get_topology_desc
 
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.messages import one_line
-from tpu.program_text import expected_cycles, hbm_bytes, interconnect_bytes, kernel_bytes
+from tpu.program_text import (
+    expected_cycles,
+    hbm_bytes,
+    host_bytes,
+    interconnect_bytes,
+    kernel_bytes,
+)
 
 GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """A type of TPU. Source: Cloud TPU's documentation; memory is the compiler's limit."""
+    """A type of TPU. Source: Cloud TPU's documentation; memory is the compiler's limit.
+
+    host: "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 2.
+    """
 
     topology: str  # its name in jax.experimental.topologies
     cores: int  # TensorCores per chip if the slice's name counts them, else 1
@@ -31,13 +40,14 @@ class Chip(NamedTuple):
     bandwidth: float  # of the memory, bytes per second
     interconnect: float  # sum over a chip's links, one direction, bytes per second
     memory: float  # usable by a program, GiB
+    host: float = 15e9  # from the host's memory, bytes per second
 
 
 CHIPS = {
     "v4": Chip("v4", 2, 275e12, 275e12, 1.23e12, 0.3e12, 30.75),
     "v5e": Chip("v5e", 1, 197e12, 393e12, 0.82e12, 0.2e12, 15.75),
     "v5p": Chip("v5", 2, 459e12, 918e12, 2.8e12, 0.6e12, 95.74),
-    "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25),
+    "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25, 32e9),
 }
 # Slices have three dimensions (v4, v5p) or two.
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
@@ -130,11 +140,14 @@ def replicated_shapes(tree, num_devices):
 def num_bytes(tree):
     """Bytes that a tree of arrays takes on each chip, without padding.
 
-    Arrays are (chips, ...), or ShapeDtypeStructs with a sharding.
+    Arrays are (chips, ...), or ShapeDtypeStructs with a sharding; those in the host's memory do not
+    count.
     """
 
     def on_a_chip(x):
         sharding = getattr(x, "sharding", None)
+        if sharding is not None and sharding.memory_kind == "pinned_host":
+            return (0,)
         return x.shape[1:] if sharding is None else sharding.shard_shape(x.shape)
 
     return sum(math.prod(on_a_chip(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -152,6 +165,7 @@ def program_costs(program, args, switches=(), compiler_options=None):
     Returns:
         dict: "padding" (of the arguments), "temporaries", "outputs" (unless they replace an
         argument) and "code", bytes; "hbm_bytes", to and from the memory;
+        "host_bytes", from the host's memory;
         "interconnect_bytes", sent to other chips; "cycles", of expected_cycles;
         "bytes_accessed", the compiler's count plus kernel_bytes, a loop's body once;
         "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
@@ -194,6 +208,7 @@ def program_costs(program, args, switches=(), compiler_options=None):
         "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
         "hbm_bytes": hbm_bytes(text, switches),
         "interconnect_bytes": interconnect_bytes(text, coords),
+        "host_bytes": host_bytes(text, switches),
         "cycles": expected_cycles(text, switches),
         "compile_seconds": time.perf_counter() - started,
     }
@@ -256,12 +271,13 @@ def print_report(report):
     if "smallest_not_fitting" in report:
         print(f"{report['smallest_not_fitting']} per chip do not fit")
     if "flops" in report:
-        ema = report["ema_hbm_bytes"] / 1e9
+        ema, fetched = report["ema_hbm_bytes"] / 1e9, report.get("host_bytes", 0)
         unit = {"train": "pairs", "unet": "samples"}.get(report["program"], "images")
         print(
             f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
             f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
             f"{report['interconnect_bytes'] / 1e9:.3g} GB to other chips"
+            + (f", {fetched / 1e9:.3g} GB from the host's memory" if fetched else "")
         )
         print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
         print(

@@ -13,6 +13,7 @@ may belong to several processes: all make the same calls, and get the same array
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from diffusers_flax.devices.offload import HOST_PLATFORMS, check_offload, fetching, lives_on_host
 from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.devices.processes import check_agreement, list_of_process_0, start_distributed
 from diffusers_flax.parameters import replace_leaves
@@ -41,6 +43,8 @@ class Layout:
     parts: {"text", "unet", "vae": number in devices} instead: text encoders, UNet and VAE are
     programs of their own on these devices, one that is left out on the first device, and all images
     are one group. Or BALANCED, until memory.balanced has chosen the devices.
+
+    offload: a key of offload.GROUPS, parameters live in the host's memory; None: on the devices.
     """
 
     devices: tuple
@@ -48,9 +52,11 @@ class Layout:
     branches: int = 1
     rows: int = 1
     parts: tuple = ()
+    offload: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))
+        check_offload(self.offload, self.devices)
         if self.parts:
             self._check_parts()
             return
@@ -65,6 +71,10 @@ class Layout:
             )
 
     def _check_parts(self):
+        if self.offload:
+            raise ValueError(
+                f"--offload {self.offload} and --devices both choose where parameters are; give one"
+            )
         if self.data not in (None, 1) or self.branches != 1 or self.rows != 1:
             raise ValueError(
                 "parts of the model on devices of their own exclude data, branches and rows; "
@@ -111,8 +121,22 @@ class Layout:
         """Whether all devices belong to this process."""
         return {device.process_index for device in self.devices} == {jax.process_index()}
 
+    @property
+    def fetches(self):
+        """Whether parameters are in another memory than the devices'."""
+        return self.offload is not None and self.devices[0].platform not in HOST_PLATFORMS
+
+    def sharding_of(self, model, x):
+        """Where a parameter is: on all devices, or with offload in pinned memory of the host.
+
+        model: its key in params; x: array or its shape.
+        """
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        on_host = self.fetches and lives_on_host(model, x, self.offload)
+        return sharding.with_memory_kind("pinned_host") if on_host else sharding
+
     def place_params(self, params):
-        """Replace parameters by copies on all devices, in place, one array at a time.
+        """Replace parameters by copies for all devices, in place, one array at a time.
 
         With parts each model is on the device of its part.
         """
@@ -122,16 +146,19 @@ class Layout:
                 device = self.device_of(part if part in PARTS else MORE_MODELS[model])
                 replace_leaves(partial(jax.device_put, device=device), params[model])
             return
-        sharding = NamedSharding(self.mesh, PartitionSpec())
 
-        def place(x):
+        def place(model, x):
+            sharding = self.sharding_of(model, x)
             if self.is_local:
                 return jax.device_put(x, sharding)
             # device_put would compare the arrays of all processes.
             x = np.asarray(x)
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-        replace_leaves(place, params)
+        for model in params:
+            own = {model: params[model]}
+            replace_leaves(partial(place, model), own)
+            params |= own
 
     @property
     def is_writer(self):
@@ -171,7 +198,8 @@ class Layout:
             return self.gather(self.map(on_group)(images, shared))
 
         # Each process passes all arrays, of which each device takes its part.
-        return jax.jit(on_all, in_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(on_all, in_shardings=(everywhere, None if self.fetches else everywhere))
 
     def first(self, num_groups):
         """The Layout of the first groups alone; of all if the devices belong to several processes.
@@ -182,6 +210,14 @@ class Layout:
             return self
         size = num_groups * self.branches * self.rows
         return replace(self, devices=self.devices[:size], data=num_groups)
+
+    def shapes_of_params(self, shapes):
+        """ShapeDtypeStructs of parameters as place_params places them, to compile for."""
+
+        def place(model, x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding_of(model, x))
+
+        return {model: jax.tree.map(partial(place, model), x) for model, x in shapes.items()}
 
     def with_shardings(self, shapes):
         """ShapeDtypeStructs of arrays that are on all devices, to compile for."""
@@ -209,9 +245,14 @@ class Layout:
         Returns:
             The function of all images and shared, to be compiled by jit.
         """
+
+        def fetch_and_call(images, shared):
+            with fetching(self.offload if self.fetches else None):
+                return function(images, shared)
+
         images = PartitionSpec("data")
         specs = dict(in_specs=(images, PartitionSpec()), out_specs=images)
-        return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
+        return jax.shard_map(fetch_and_call, mesh=self.mesh, check_vma=False, **specs)
 
 
 @dataclass(frozen=True)
@@ -228,6 +269,11 @@ class DeviceFlags:
     # devices of this machine for the parts of the model, text=0 unet=1 vae=2, one that is left out
     # on device 0; or balanced, by their memory; default: all parts on each device
     devices: tuple[str, ...] = ()
+    # keep parameters in the host's memory and fetch them when they are needed: component, text
+    # encoders and VAE; group, blocks of all models, ahead; layer, one layer at a time
+    offload: Literal["component", "group", "layer"] | None = None
+    # store the kernels of UNet and text encoders in 8 bits, cast up before each use
+    storage: Literal["float8", "int8"] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,14 +301,15 @@ def layout_of_flags(flags):
         raise ValueError("--devices excludes --parallel; give one of them")
     if given and not flags.parallel:
         raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
+    devices = jax.local_devices() if flags.devices or not flags.parallel else None
     if flags.devices:
-        devices = jax.local_devices()
-        return Layout(devices, parts=parse_parts(flags.devices, len(devices)))
+        parts = parse_parts(flags.devices, len(devices))
+        return Layout(devices, parts=parts, offload=flags.offload)
     if not flags.parallel:
-        return None
+        return Layout(devices, offload=flags.offload) if flags.offload else None
     start_distributed(*(getattr(flags, name) for name in names))
     check_agreement(repr(replace(flags, process_id=None)))
-    return parse_layout(flags.parallel)
+    return replace(parse_layout(flags.parallel), offload=flags.offload)
 
 
 def parse_layout(parallel, devices=None):

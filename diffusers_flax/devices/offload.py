@@ -1,0 +1,166 @@
+"""Parameters in the host's memory, which a program fetches to the device when it needs them.
+
+    layout = Layout(jax.devices()[:1], offload="group")
+    layout.place_params(params)                       # matrices and kernels into pinned memory
+    with fetching("group"):
+        images = pipeline._generate(...)              # inside of Layout.map
+
+component: text encoders and VAE have their parameters on the device while they run; UNet and
+ControlNets, which run most of the time, stay there. group: residual blocks and transformers in
+UNet, ControlNet and VAE, and layers of text encoders, are fetched each time they run, while the one
+before computes, so two of them are on the device. layer: residual blocks and blocks of transformers
+are fetched when they run, one at a time. What is in no group, such as time embeddings, is on the
+device while its model runs.
+
+A fetch is tied to a value of the program by an optimization barrier: XLA can start it when the
+value is known, neither before a loop nor all at once.
+
+Source: ZeRO-Offload (arXiv 2101.06840) keeps states of training in the host's memory in this way.
+"""
+
+import re
+from contextlib import contextmanager
+
+import flax.linen as nn
+import jax
+from jax.tree_util import keystr
+
+from diffusers_flax.devices.parts import run_parts
+
+# What a group is: the names of its module, from the model on, joined by "/".
+_LAYER_OF_TEXT = r"text_model/encoder/layers/\d+"
+_SAMPLERS = r"(?:.*/)?(?:down|up)samplers_\d+"
+GROUPS = {
+    "component": None,
+    "group": re.compile(rf"(?:.*/)?(?:resnets|attentions)_\d+|{_SAMPLERS}|{_LAYER_OF_TEXT}"),
+    "layer": re.compile(
+        rf"(?:.*/)?(?:resnets|transformer_blocks)_\d+|{_SAMPLERS}|{_LAYER_OF_TEXT}"
+    ),
+}
+# Platforms whose devices compute in the host's memory, so that parameters stay where they are.
+HOST_PLATFORMS = ("cpu",)
+NO_PARTS = ("scheduler", "safety_checker")  # in params, but in no part of a run
+KEPT_MODELS = ("unet", "controlnet")  # in component
+
+
+def check_offload(offload, devices):
+    """Raise a ValueError unless devices can fetch parameters; offload: a key of GROUPS or None."""
+    if offload is None:
+        return
+    if offload not in GROUPS:
+        raise ValueError(f"offload={offload!r} is not known; known are {', '.join(GROUPS)}")
+    for device in devices:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if "pinned_host" not in kinds:
+            raise ValueError(
+                f"--offload {offload} needs pinned memory of the host, which {device.platform} "
+                f"does not have (it has {', '.join(kinds)}); leave it out"
+            )
+
+
+def lives_on_host(model, x, offload):
+    """Whether a parameter is kept in the host's memory; vectors are small and stay on the device.
+
+    Args:
+        model: its name in a pipeline's params, "unet", "vae", ...
+        x: array.
+        offload: a key of GROUPS.
+    """
+    if x.ndim < 2 or model in NO_PARTS:
+        return False
+    return offload != "component" or model not in KEPT_MODELS
+
+
+def group_of(names, offload):
+    """The group that a parameter or module belongs to, joined by "/"; None: it is in none.
+
+    Args:
+        names: of the modules from the model on, and of the parameter.
+        offload: a key of GROUPS.
+    """
+    pattern, names = GROUPS[offload], list(names)
+    paths = ("/".join(names[:end]) for end in range(1, len(names) + 1))
+    return pattern and next(filter(pattern.fullmatch, paths), None)
+
+
+@contextmanager
+def fetching(offload):
+    """A context in which models and parts of a run fetch parameters that are on the host.
+
+    Args:
+        offload: a key of GROUPS; None: nothing is fetched.
+    """
+    if offload is None:
+        yield
+        return
+    fetcher = _Fetcher(offload)
+    with run_parts(fetcher.run_part), nn.intercept_methods(fetcher.call_module):
+        yield
+
+
+def fetch(params, after):
+    """Parameters on the device.
+
+    Args:
+        params: tree of arrays; those in the host's memory are fetched.
+        after: tree of arrays that the device has before the fetch starts.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    on_host = [i for i, x in enumerate(leaves) if is_on_host(x)]
+    if on_host:
+        tied, _ = jax.lax.optimization_barrier(([leaves[i] for i in on_host], after))
+        for i, x in zip(on_host, tied):
+            leaves[i] = jax.device_put(x, jax.memory.Space.Device)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def is_on_host(x):
+    """Whether an array of a traced program is in the host's memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+class _Fetcher:
+    """What `fetching` does to parts and modules; offload: a key of GROUPS."""
+
+    def __init__(self, offload):
+        self.offload = offload
+        self.part_before = ()  # the result of the part before
+        self.group_before = None  # what the group before takes, in the same call of a model
+        self.is_in_group = False
+
+    def run_part(self, names, call, params):
+        """See run_parts: fetch what is in no group of the part's models."""
+        own = {name: self.fetch_rest(params[name]) for name in names if name in params}
+        self.part_before = call(params | own)
+        return self.part_before
+
+    def fetch_rest(self, params):
+        """The parameters of a model; groups stay on the host."""
+        paths, structure = jax.tree_util.tree_flatten_with_path(params)
+        leaves = [x for _, x in paths]
+        names = [keystr(path, simple=True, separator="/").split("/") for path, _ in paths]
+        rest = [i for i, names in enumerate(names) if group_of(names, self.offload) is None]
+        for i, x in zip(rest, fetch([leaves[i] for i in rest], self.part_before)):
+            leaves[i] = x
+        return jax.tree.unflatten(structure, leaves)
+
+    def call_module(self, method, args, kwargs, context):
+        """See nn.intercept_methods: call a group with parameters on the device."""
+        module = context.module
+        if self.is_in_group:
+            return method(*args, **kwargs)
+        if not module.path:  # a call of a model begins; what was before may be of another trace
+            self.group_before = None
+        is_group = group_of(module.path, self.offload) == "/".join(module.path)
+        if context.method_name != "__call__" or not is_group:
+            return method(*args, **kwargs)
+        module, variables = module.unbind()
+        after = args[0] if self.group_before is None else self.group_before
+        params = fetch(variables["params"], after)
+        # The next group is fetched when this one starts; in layer when this one is done.
+        self.group_before = args[0] if self.offload == "group" else None
+        self.is_in_group = True
+        try:
+            return module.apply({"params": params}, *args, **kwargs)
+        finally:
+            self.is_in_group = False

@@ -1,0 +1,209 @@
+"""Parameters in the host's memory: same images, and what is fetched when."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import random_inputs
+from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax import FlaxStableDiffusionXLControlNetPipeline, FlaxStableDiffusionXLPipeline
+from diffusers_flax.devices import layout as layout_module
+from diffusers_flax.devices.layout import Layout
+from diffusers_flax.devices.offload import GROUPS, fetching, group_of
+from diffusers_flax.memory import num_bytes_at_once, plan_images
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
+from tpu.program_text import host_bytes
+
+MODES = tuple(GROUPS)
+OPTIONS = dict(num_inference_steps=2, guidance_scale=3.0)
+KEY = jax.random.key(3)
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """Let CPUs keep parameters in pinned memory, as accelerators do."""
+    monkeypatch.setattr(layout_module, "HOST_PLATFORMS", ())
+
+
+def images_of(pipeline, params, jit=False, image=None):
+    """Two images of a pipeline, (2, H, W, 3)."""
+    prompts = ["make it red", "it"]
+    inputs = pipeline.prepare_inputs(*([prompts] if image is None else [prompts, image]))
+    inputs = jax.tree.map(np.asarray, inputs if isinstance(inputs, tuple) else (inputs,))
+    if jit:
+        inputs = [x[:, None] for x in inputs]
+    images = np.asarray(pipeline(*inputs, params, KEY, **OPTIONS, jit=jit).images)
+    return images.reshape(2, *images.shape[-3:])
+
+
+def place(params, layout):
+    params = jax.tree.map(np.asarray, params)
+    layout.place_params(params)
+    return params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, accelerate, modes",
+    [
+        ("edit", (), ("group",)),
+        ("edit", (), ("component", "layer")),
+        ("xl", (), MODES),
+        ("xl edit", (), MODES),
+        ("xl", ("deepcache",), MODES),
+        ("controlnet", (), MODES),
+    ],
+)
+def test_images_are_those_without(family, accelerate, modes, tmp_path, pinned):
+    """Bit for bit, in one call and with an axis of devices."""
+    make = make_tiny_pipeline if family == "edit" else make_tiny_xl
+    folder = make(tmp_path / "model", **({"edits": True} if family == "xl edit" else {}))
+    pipeline_type, more = FlaxDiffusionPipeline, {}
+    if family == "controlnet":
+        pipeline_type = FlaxStableDiffusionXLControlNetPipeline
+        more["controlnet"] = make_tiny_controlnet(tmp_path / "net", folder, halvings=3)
+    image = None if family == "xl" else random_inputs(2, 32, 32)[0]
+    for jit, devices in ((False, jax.devices()[:1]), (True, jax.devices()[:2])):
+        options = {"accelerate": accelerate, "layout": Layout(devices), **more}
+        pipeline, params = pipeline_type.from_pretrained(folder, **options)
+        expected = images_of(pipeline, place(params, Layout(devices)), jit, image)
+        for mode in modes:
+            layout = Layout(devices, offload=mode)
+            pipeline, _ = pipeline_type.from_pretrained(folder, **options | {"layout": layout})
+            placed = place(params, layout)
+            for name, part in placed.items():
+                kinds = {x.sharding.memory_kind for x in jax.tree.leaves(part) if x.ndim > 1}
+                stays = mode == "component" and name in ("unet", "controlnet")
+                assert kinds == ({"device"} if stays else {"pinned_host"} if kinds else set())
+            np.testing.assert_array_equal(images_of(pipeline, placed, jit, image), expected)
+
+
+def test_a_cpu_keeps_its_parameters(tmp_path):
+    """Offload is the identity there."""
+    layout = Layout(jax.devices()[:1], offload="group")
+    params = place({"unet": {"kernel": np.ones((2, 2))}}, layout)
+    assert params["unet"]["kernel"].sharding.memory_kind == "device"
+
+
+TINY = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+    "attention_head_dim": 2,
+    "cross_attention_dim": 24,
+    "norm_num_groups": 8,
+}
+
+
+def unet_loop(mode, layout):
+    """A program of three steps of a tiny UNet, and its arguments as shapes."""
+    unet = FlaxUNet2DConditionModel(**TINY)
+    shapes = flatten_dict(jax.eval_shape(unet.init_weights, jax.random.key(0)))
+    for path, x in shapes.items():
+        if group_of(path, mode):  # the part fetches what is in no group
+            shapes[path] = jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=layout.sharding_of("unet", x)
+            )
+
+    def loop(params, x, context):
+        with fetching(mode):
+            return jax.lax.fori_loop(
+                0, 3, lambda i, x: unet.apply({"params": params}, x, i, context).sample, x
+            )
+
+    arrays = jnp.zeros((1, 4, 8, 8)), jnp.zeros((1, 7, 24))
+    return loop, (unflatten_dict(shapes), *arrays)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("mode", ["group", "layer"])
+def test_a_unet_computes_the_same(mode, pinned):
+    loop, (shapes, *arrays) = unet_loop(mode, Layout(jax.devices()[:1], offload=mode))
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(x.shape, np.float32) for x in arrays]
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, shapes)
+    placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), params, shapes)
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves(placed)]
+    assert kinds.count("pinned_host") > len(kinds) / 3
+    # One program, compiled for both places.
+    found, expected = (jax.jit(loop)(x, *arrays) for x in (placed, params))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("mode", ["group", "layer"])
+def test_lowering_for_gpus(mode, pinned):
+    """Every matrix is fetched once in a step, each group behind its own barrier."""
+    loop, args = unet_loop(mode, Layout(jax.devices()[:1], offload=mode))
+    text = jax.jit(loop).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    params = flatten_dict(args[0])
+    groups = {path: group_of(path, mode) for path, x in params.items() if x.ndim > 1}
+    matrices = [path for path, group in groups.items() if group]
+    assert text.count("@annotate_device_placement") == len(matrices)
+    assert text.count("optimization_barrier") == len({*groups.values()} - {None})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, groups, largest", [("group", 32, 0.702), ("layer", 91, 0.098)])
+def test_groups_of_sdxl(mode, groups, largest):
+    """How many groups SDXL's UNet has, and the largest one in bfloat16, GB."""
+    unet = FlaxUNet2DConditionModel(**PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"])
+    sizes = {}
+    for path, shape in unet._param_shapes().items():
+        if group := group_of(path.split("/"), mode):
+            sizes[group] = sizes.get(group, 0) + 2 * np.prod(shape)
+    assert len(sizes) == groups
+    np.testing.assert_allclose(max(sizes.values()) / 1e9, largest, atol=1e-3)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="offload='disk' is not known; known are component"):
+        Layout(jax.devices()[:1], offload="disk")
+    device = SimpleNamespace(
+        platform="metal", addressable_memories=lambda: [SimpleNamespace(kind="device")]
+    )
+    error = "--offload group needs pinned memory of the host, which metal does not have"
+    with pytest.raises(ValueError, match=error):
+        Layout((device,), offload="group")
+    with pytest.raises(ValueError, match="--offload layer and --devices both choose"):
+        Layout(jax.devices()[:2], parts={"unet": 1}, offload="layer")
+
+
+def test_fetched_bytes_count_trips():
+    """Of a program's text: a loop's fetches as often as it runs."""
+    text = """
+%body (x: f32[2]) -> f32[2] {
+  %w.1 = (bf16[64,128]{1,0}, bf16[64,128]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%a)
+  %v.1 = (bf16[64]{0:S(1)}, bf16[64]{0}, u32[]{:S(2)}) copy-start(%b)
+}
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %w.2 = (s8[4,8]{1,0}, s8[4,8]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%a)
+  %l = f32[2] while(%x), condition=%c, body=%body, config={"known_trip_count":{"n":"20"}}
+}
+%c (x: f32[2]) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+"""
+    assert host_bytes(text) == 20 * 2 * 64 * 128 + 4 * 8
+
+
+@pytest.mark.slow
+def test_memory_that_is_planned(tmp_path, pinned):
+    """With offload the parameters of the largest part count; on a CPU it changes nothing."""
+    folder = make_tiny_xl(tmp_path / "model")
+    devices = jax.devices()[:1]
+    counts = {}
+    for mode in (None, *MODES):
+        layout = Layout(devices, offload=mode)
+        pipeline = FlaxStableDiffusionXLPipeline.open(folder, layout=layout)
+        counts[mode] = num_bytes_at_once(pipeline)
+        _, line = plan_images(pipeline, devices, 1, 1, ("text",), (64, 64))
+        assert ("fetched by" in line) == (mode is not None)
+    assert counts[None] > counts["component"] > counts["group"] >= counts["layer"]
