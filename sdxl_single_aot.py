@@ -8,7 +8,7 @@ Makes the same images as sdxl_single.py with the same flags. Here
 `jax.pmap(pipeline._generate).lower(...).compile()` compiles before the first image, for one number
 of steps and one size, and the executable is saved in --executable_dir: the next start loads it
 without tracing or compiling. If jax, the device, the code or settings have changed, the script
-compiles again and prints the reason. --devices and --parallel are for sdxl_single.py.
+compiles again and prints the reason. --devices is for sdxl_single.py.
 
 An executable is code. --executable_dir is created for its owner only (mode 0700); a directory that
 others may write to is refused. Never use executables from others.

@@ -140,7 +140,7 @@ def test_the_twin_makes_the_same_tiles(model, tmp_path, store):
     for tile in (0, 32):
         for script in ("sdxl_single.py", "sdxl_single_aot.py"):
             saved = ["--executable_dir", store] if "aot" in script else []
-            output = tmp_path / f"{tile}{script}"
+            output = tmp_path / f"{tile}_{script[:-3]}"
             flags = ["--vae_tile", str(tile), *saved]
             errors = run(script, model, output, *options, *flags, num_devices=1)
             assert ("tiles of 32 pixels" in errors) == bool(tile)

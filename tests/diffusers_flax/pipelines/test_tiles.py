@@ -19,6 +19,8 @@ from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
+# diffusers' Euler scheduler under NumPy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 KEY = jax.random.key(0)
 
 
