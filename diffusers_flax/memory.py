@@ -22,7 +22,9 @@ from diffusers_flax.models.vae import least_tile, with_tile
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import DECODED_PIXELS
 
-ARRAYS_AT_ONCE = 3.6  # of the VAE's features at full size, by programs compiled for v5e
+# How many arrays of the features at full size the VAE has in memory, by programs compiled for a CPU
+# and v5e (there 3.5 in the decoder).
+DECODER_ARRAYS, ENCODER_ARRAYS = 4.1, 4.5
 
 
 def peak_memory(devices, reset=False):
@@ -220,8 +222,8 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
 def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
     """Memory that the VAE takes for images beside its parameters, bytes, estimated.
 
-    Most of it is ARRAYS_AT_ONCE arrays of the widest features at full size; or the logits of the
-    attention in the middle, where it has no kernel.
+    Most of it is the widest features at full size, or the logits of the attention in the middle,
+    where it has no kernel.
 
     Args:
         vae: FlaxAutoencoderKL, in the dtype that it computes in.
@@ -235,9 +237,9 @@ def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
     num_decoded = min(batch_size, max(1, DECODED_PIXELS // math.prod(size)))  # at once
     channels, factor = vae.block_out_channels, 2 ** (len(vae.block_out_channels) - 1)
     # The decoder's first block of full size takes the features of the level below.
-    features = num_decoded * max(channels[:2])
+    features = DECODER_ARRAYS * num_decoded * max(channels[:2])
     if encodes:
-        features = max(features, batch_size * channels[0])
+        features = max(features, ENCODER_ARRAYS * batch_size * channels[0])
     features *= width * height * np.dtype(vae.dtype).itemsize
     positions = width * height // factor**2
     shape = (1, positions, 1, channels[-1])
@@ -246,7 +248,7 @@ def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
     if vae.mid_block_add_attention and not has_kernel:  # float32, and their softmax
         logits = 2 * (batch_size if encodes else num_decoded) * positions**2 * 4
     images = batch_size * math.prod(size) * 3 * 4
-    return 2 * images + max(ARRAYS_AT_ONCE * features, logits)
+    return 2 * images + max(features, logits)
 
 
 def num_bytes_of_params(pipeline, models=tuple(MODULES)):

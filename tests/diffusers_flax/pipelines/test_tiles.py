@@ -123,6 +123,8 @@ def test_temporary_memory_is_of_one_row_of_tiles(folders):
         taken[tile] = compiled.memory_analysis().temp_size_in_bytes
     image = 512 * 512 * 3 * 4
     assert taken[128] < taken[0] / 8 + 4 * image
+    estimate = memory.bytes_of_vae(pipeline._vae, 1, (512, 512), "cpu")
+    assert 0.7 < taken[0] / estimate < 1.3, (taken, estimate)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -144,7 +146,7 @@ def test_choice_of_a_tile(folders, batch_size):
 def test_memory_of_attention():
     """Without a kernel the logits of all positions take most of it."""
     vae = FlaxAutoencoderKL.from_config(PUBLISHED_CONFIGS["stable-diffusion-v1-5"]["vae"])
-    size, features = (2048, 2048), 3.6 * 256 * 4 * 2048**2
+    size, features = (2048, 2048), 4.1 * 256 * 4 * 2048**2
     image = 2 * 2048**2 * 3 * 4
     assert memory.bytes_of_vae(vae, 1, size, "tpu") == image + features
     assert memory.bytes_of_vae(vae, 1, size, "gpu") == image + 2 * 4 * 256**4
