@@ -124,7 +124,7 @@ def test_temporary_memory_is_of_one_row_of_tiles(folders):
     image = 512 * 512 * 3 * 4
     assert taken[128] < taken[0] / 8 + 4 * image
     estimate = memory.bytes_of_vae(pipeline._vae, 1, (512, 512), "cpu")
-    assert 0.7 < taken[0] / estimate < 1.3, (taken, estimate)
+    assert 0.5 < taken[0] / estimate <= 1
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
