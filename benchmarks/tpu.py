@@ -15,6 +15,12 @@ With the demo's model, in a minute:
 counts the UNet's evaluations and the FLOPs of images and edits with each technique of --accelerate
 and without; nothing is compiled.
 
+    python -m benchmarks.tpu shared
+
+counts the FLOPs of a chip and what it sends to other chips where several chips make one image
+(--parallel), in the traced programs; nothing is compiled. `programs --tpus v5e-4 --jobs "sdxl,
+branches=2 rows=2"` compiles one of them.
+
     python -m benchmarks.tpu options
 
 compiles blocks of SDXL's UNet, its VAE's decoder, blocks of Stable Diffusion 1.5's UNet with their
@@ -28,6 +34,7 @@ kernels access, which the compiler does not count. "HBM" is the traffic of the c
 5 to 75 minutes per program on two cores.
 """
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -38,6 +45,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.extend.core import jaxprs_in_params
 from tqdm import tqdm
 
 from benchmarks.harness import ACCELERATIONS
@@ -52,7 +60,10 @@ from benchmarks.rows import (
     run_benchmark,
     write_rows,
 )
+from diffusers_flax.devices.layout import AXES, parse_layout
+from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import read_json
+from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.models.blocks import ResnetBlock2D, Transformer2D
 from diffusers_flax.models.vae import Decoder
 from tpu.jobs import Edit, Sdxl, image_job
@@ -138,6 +149,15 @@ class Accelerations:
     num_images: int = 1  # images at once
     pretrained_model_name_or_path: str = ""  # for edits, in place of Stable Diffusion 1.5
     edits_only: bool = False  # leave out SDXL's images
+    output: str = "benchmarks/results/tpu.json"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """FLOPs and exchanges of images that four v5e chips share."""
+
+    image_size: int | None = None  # pixels, of all images; default: 1024 and 512
+    jobs: tuple[Literal[tuple(SHARED)], ...] = tuple(SHARED)
     output: str = "benchmarks/results/tpu.json"
 
 
@@ -414,9 +434,84 @@ def run_accelerations(config):
     report(format_accelerations(results), config.output)
 
 
+EXCHANGES = {"all_gather", "ppermute", "psum", "pmax"}
+
+
+def exchanges_of(jaxpr, sizes):
+    """What a device exchanges with other devices in a traced program.
+
+    Args:
+        jaxpr: its Jaxpr, without conditions. A loop counts once for each of its trips.
+        sizes: {axis of the mesh: number of devices}.
+
+    Returns:
+        (number of exchanges, bytes that the device sends: to one other device in a ppermute, to
+        all in an all_gather, and in a ring for a sum or maximum).
+    """
+    count = sent = 0
+    for equation in jaxpr.eqns:
+        params, name = equation.params, equation.primitive.name
+        trips = params["length"] if name == "scan" else 1
+        for inner in jaxprs_in_params(params):
+            more, bytes_of_trip = exchanges_of(inner, sizes)
+            count, sent = count + trips * more, sent + trips * bytes_of_trip
+        if name in EXCHANGES:
+            axes = params.get("axis_name", params.get("axes"))
+            axes = (axes,) if isinstance(axes, str) else axes
+            n = math.prod(sizes[axis] for axis in axes)
+            num_bytes = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+            factor = {"all_gather": n - 1, "ppermute": 1}.get(name, 2 * (n - 1) / n)
+            count, sent = count + 1, sent + num_bytes * factor
+    return count, round(sent)
+
+
+def format_shared(results):
+    """Markdown of the rows of images that chips share."""
+    lines = [
+        "| | chips | TFLOP of a chip | FLOPs, s | exchanges | sent, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in rows_of(results, "shared").items():
+        lines.append(
+            f"| {name} | {row['chips']} | {row['flops'] / 1e12:.3g} | {row['seconds']:.3g} | "
+            f"{row['exchanges']} | {row['sent'] / 1e9:.3g} |"
+        )
+    return "\n".join(lines)
+
+
+def run_shared(config):
+    """Trace, write, print."""
+    jax.config.update("jax_platforms", "cpu")
+    machine, devices = describe_machine(("jax", "jaxlib")), slice_devices(find_slice("v5e-4"))
+    rows = {}
+    for job in tqdm(config.jobs, unit="program"):
+        program, *words = SHARED[job]
+        if config.image_size:
+            flag = {"sdxl": "--image_size", "edit": "--resolution"}[program]
+            words = [*words, flag, str(config.image_size)]
+        kind, words = {"edit": Edit, "sdxl": Sdxl}[program], ["--tpu", "v5e-4", *words]
+        flags = tyro.cli(kind, args=words, use_underscores=True)
+        layout, made = parse_layout(flags.parallel, devices), image_job(flags, devices)
+        with plain_operations():
+            traced = jax.make_jaxpr(made.step)(*made.args).jaxpr
+        flops, _ = matmul_flops(traced)
+        exchanges, sent = exchanges_of(traced, dict(zip(AXES, layout.mesh.devices.shape)))
+        rows[f"shared {job}"] = {
+            "parallel": " ".join(flags.parallel),
+            "chips": len(layout.devices),
+            "flops": flops,
+            "seconds": roofline_seconds(CHIPS["v5e"], flops, 0),  # of the FLOPs alone
+            "exchanges": exchanges,
+            "sent": sent,
+        }
+    results = write_rows(rows, machine, config.output)
+    report(format_shared(results), config.output)
+
+
 SUBCOMMANDS = {
     Programs: run_programs,
     Accelerations: run_accelerations,
+    Shared: run_shared,
     Options: run_options,
 }
 

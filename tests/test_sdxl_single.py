@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, free_port
 from PIL import Image
 from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -99,6 +99,37 @@ def assert_alike(found, expected):
     assert len(found) == len(expected)
     difference = np.abs(np.int16(found) - np.int16(expected))
     assert difference.max() <= 1 and difference.mean() < 0.01
+
+
+@pytest.mark.slow
+def test_same_images_by_devices_that_share_them(model, made, tmp_path):
+    shared = [*OPTIONS, "--parallel", "branches=2", "rows=2"]
+    run("sdxl_single.py", model, tmp_path / "jit", *shared)
+    assert_alike(images(tmp_path / "jit"), images(made))
+    for name, how in (("compiled", "compiled (no"), ("loaded", "loaded in")):
+        store = ["--executable_dir", tmp_path / "store"]
+        assert how in run("sdxl_single_aot.py", model, tmp_path / name, *shared, *store)
+        assert_alike(images(tmp_path / name), images(made))
+
+
+@pytest.mark.slow
+def test_same_images_by_two_processes(model, made, tmp_path):
+    flags = [*flags_of(model, tmp_path / "out"), *OPTIONS, "--parallel", "branches=2", "rows=2"]
+    flags += ["--coordinator_address", f"localhost:{free_port()}", "--num_processes", "2"]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    starts = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "sdxl_single.py", *flags, "--process_id", str(k)],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for k in range(2)
+    ]
+    printed = [start.communicate(timeout=300)[0] for start in starts]
+    assert [start.returncode for start in starts] == [0, 0]
+    assert "000.png" in printed[0] and not printed[1]
+    assert_alike(images(tmp_path / "out"), images(made))
 
 
 @pytest.mark.slow

@@ -565,7 +565,7 @@ def test_sixteen_chips_reduce_and_scatter_gradients(dtype, size, libtpu_environm
     assert sent == pytest.approx(in_host * size + 2 * 3 / 4 * 4 / 4, rel=0.06)
 
 
-def test_bytes_of_an_all_to_all_count_once_for_each_link():
+def test_bytes_that_pass_through_chips_count_once_for_each_link():
     """Two hosts of 2x2 chips side by side, in every notation of groups."""
     coords = [(x + 2 * host, y, 0) for host in (0, 1) for y in (0, 1) for x in (0, 1)]
 
@@ -582,6 +582,8 @@ def test_bytes_of_an_all_to_all_count_once_for_each_link():
     assert crossed("reduce-scatter", between, None) == 1024
     assert crossed("all-gather", "replica_groups=mesh['host'=2,'chip'=4] {'chip'}") == 3 * 256
     assert crossed("all-reduce", "replica_groups={{0}}") == 0
+    assert crossed("collective-permute", "source_target_pairs={{0,1},{3,2}}") == 1024
+    assert crossed("collective-permute", "source_target_pairs={{0,1},{1,2}}") == 2 * 1024
 
 
 def test_of_a_sliced_operand_the_slices_are_read():

@@ -42,6 +42,7 @@ TABLES = {
     "tpu_recipes": tpu.recipes_table,
     "tpu_train": tpu.train_table,
     "tpu_sdxl": tpu.sdxl_table,
+    "tpu_shared": tpu.shared_table,
     "tpu_unet": tpu.unet_table,
     "gpu_memory": tpu.gpu_memory_table,
     "attention": tpu.attention_table,

@@ -12,7 +12,7 @@ from benchmarks.tables.cells import (
     results,
     seconds,
 )
-from benchmarks.tpu import OPTIONS
+from benchmarks.tpu import OPTIONS, SHARED
 from benchmarks.tpu_kernels import CASES
 from tpu.programs import find_slice, roofline_seconds
 from training.flags import Config as TrainingConfig
@@ -139,6 +139,32 @@ def sdxl_table() -> str:
         "chip | images at once | holds, GiB | to and from HBM, GB per image "
         f"| at least, s per image | {AT_SHARE}, s | at most, images/s per chip "
         f"| {AT_SHARE}, images/s",
+        lines,
+    )
+
+
+def shared_table() -> str:
+    """Images that several v5e chips share: FLOPs of a chip, and what it sends."""
+    lines, link = [], find_slice("v5e-4").chip.interconnect / 4  # of a chip's four links
+    for job in SHARED:
+        row = results("tpu")[f"shared {job}"]
+        image, _ = job.split(", ")
+        lines.append(
+            [
+                {"sdxl": "SDXL, 1024 px", "edit": "edit, 512 px"}[image],
+                str(row["chips"]),
+                f"`{row['parallel']}`",
+                f"{row['flops'] / 1e12:.1f}",
+                f"{row['seconds']:.3f}",
+                estimated_seconds(row["seconds"]).removesuffix(" s"),
+                f"{row['exchanges']}",
+                f"{row['sent'] / 1e9:.2f}",
+                f"{row['sent'] / link:.3f}",
+            ]
+        )
+    return markdown_table(
+        "20 steps | chips | `--parallel` | TFLOP of a chip | at least, s "
+        f"| {AT_SHARE}, s | exchanges | sent by a chip, GB | over one link, s",
         lines,
     )
 

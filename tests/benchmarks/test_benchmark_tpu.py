@@ -5,8 +5,12 @@ import json
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import ROOT
+from jax.sharding import Mesh, PartitionSpec
 from tiny_models import make_tiny_pipeline
 
 from benchmarks import tpu, tpu_kernels
@@ -31,6 +35,24 @@ LB: loop body
 def test_a_kernels_loop_counts_as_often_as_it_is_run(tmp_path):
     (tmp_path / "bundles.txt").write_text(BUNDLES)
     assert tpu_kernels.kernel_cycles(tmp_path / "bundles.txt") == (5 - 2) * 10
+
+
+def test_exchanges_of_a_traced_program():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("branches", "rows"))
+
+    def on_each(x):  # (4,) float32
+        def body(i, x):
+            return x + jax.lax.ppermute(x, "rows", [(0, 1)])  # 16 bytes, three times
+
+        x = jax.lax.fori_loop(0, 3, body, x)
+        x = jax.lax.all_gather(x, ("branches", "rows"))  # 16 bytes to each of three
+        return jax.lax.psum(x, "rows")  # 64 bytes in a ring of two
+
+    shared = jax.shard_map(
+        on_each, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    traced = jax.make_jaxpr(shared)(jnp.zeros(4)).jaxpr
+    assert tpu.exchanges_of(traced, {"branches": 2, "rows": 2}) == (5, 3 * 16 + 3 * 16 + 64)
 
 
 SMALL = """if True:
