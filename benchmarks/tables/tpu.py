@@ -158,8 +158,8 @@ def shared_table() -> str:
                 f"{row['seconds']:.3f}",
                 estimated_seconds(row["seconds"]).removesuffix(" s"),
                 f"{row['exchanges']}",
-                f"{row['sent'] / 1e9:.2f}",
-                f"{row['sent'] / link:.3f}",
+                f"{row['sent'] / 1e9:.3g}",
+                f"{row['sent'] / link:.2g}",
             ]
         )
     return markdown_table(
