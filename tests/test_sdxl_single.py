@@ -156,11 +156,28 @@ def test_parts_on_devices_of_their_own_make_the_same(model, made, tmp_path, caps
     for given, message in (
         (["--devices", "unet=4"], "--devices unet=4 does not exist; this machine has 4"),
         (["--devices", "unet=1", "--parallel", "rows=2"], "--devices excludes --parallel"),
+        (["--devices", "unet=1", "--offload", "layer"], "--offload layer and --devices both"),
         (["--vae_tile", "48"], "--vae_tile 48 is not a multiple of 32 pixels; try 64"),
     ):
         with pytest.raises(SystemExit):
             sdxl_single.main([*flags_of(model, tmp_path / "out"), *given])
         assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_offload_and_storage(model, made, tmp_path, store):
+    """A CPU has nothing to fetch, and says so; both programs store the same numbers."""
+    stored = []
+    for script in ("sdxl_single.py", "sdxl_single_aot.py"):
+        flags = [*OPTIONS, *(["--executable_dir", store] if "aot" in script else [])]
+        errors = run(script, model, tmp_path / script, *flags, "--offload", "group")
+        assert "; --offload group changes nothing on a cpu" in errors
+        np.testing.assert_array_equal(images(tmp_path / script), images(made))
+        folder = tmp_path / f"int8 {script}"
+        run(script, model, folder, *flags, "--storage", "int8", "--offload", "layer")
+        stored.append(images(folder))
+    np.testing.assert_array_equal(*stored)
+    assert (np.array(stored[0]) != np.array(images(made))).any()
 
 
 @pytest.mark.slow
@@ -476,6 +493,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ),
         ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs an image"),
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
+        ("--storage int8 --accelerate int8", "--storage int8 and --accelerate int8 both change"),
     ],
 )
 def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, flags, message):

@@ -21,7 +21,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffusers_flax.devices.offload import HOST_PLATFORMS, check_offload, fetching, lives_on_host
+from diffusers_flax.devices.offload import (
+    HOST_PLATFORMS,
+    check_offload,
+    fetching,
+    format_on_host,
+    lives_on_host,
+)
 from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.devices.processes import check_agreement, list_of_process_0, start_distributed
 from diffusers_flax.parameters import replace_leaves
@@ -129,11 +135,14 @@ class Layout:
     def sharding_of(self, model, x):
         """Where a parameter is: on all devices, or with offload in pinned memory of the host.
 
+        A sharding, or a Format of one.
+
         model: its key in params; x: array or its shape.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        on_host = self.fetches and lives_on_host(model, x, self.offload)
-        return sharding.with_memory_kind("pinned_host") if on_host else sharding
+        if not self.fetches or not lives_on_host(model, x, self.offload):
+            return sharding
+        return format_on_host(x, sharding.with_memory_kind("pinned_host"))
 
     def place_params(self, params):
         """Replace parameters by copies for all devices, in place, one array at a time.

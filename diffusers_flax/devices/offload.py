@@ -71,6 +71,20 @@ def lives_on_host(model, x, offload):
     return offload != "component" or model not in KEPT_MODELS
 
 
+def format_on_host(x, sharding):
+    """The sharding in the host's memory, for arrays of 8 bits on TPUs with the order of numbers.
+
+    Without it libtpu 0.0.42 does not compile a fetch outside of a loop: it takes tiles of 8 rows
+    for the array on the host and tiles of 32 rows for its copy, and finds that they differ.
+    """
+    (platform,) = {device.platform for device in sharding.device_set}
+    if platform != "tpu" or x.dtype.itemsize > 1:
+        return sharding
+    from jax.experimental.layout import Format, Layout  # for this case alone
+
+    return Format(Layout(tuple(range(x.ndim)), ((8, 128), (4, 1))), sharding)
+
+
 def group_of(names, offload):
     """The group that a parameter or module belongs to, joined by "/"; None: it is in none.
 
