@@ -324,7 +324,9 @@ def image_job(config, devices):
         params = replicated_shapes(params, n)
     else:
         pipeline.check_parallel(branches, side)
-        step, batch_per_chip = layout.jit_batches(generate), B * n / len(layout.devices)
+        group_size = layout.branches * layout.rows
+        batch_per_chip = B if group_size == 1 else B / group_size
+        step = layout.jit_batches(generate)
         inputs, keys = layout.with_shardings((inputs, keys))
         params = layout.shapes_of_params(params)
     return Job(
