@@ -431,6 +431,19 @@ def test_tiles_of_the_vae(model, monkeypatch):
         tpu_compile.check_flags(accelerated(model, devices=("unet=1",)), 4)
 
 
+@pytest.mark.slow
+def test_parameters_in_the_hosts_memory_take_none_of_a_chip(model, monkeypatch):
+    monkeypatch.setattr("diffusers_flax.devices.layout.HOST_PLATFORMS", ())
+    devices = jax.devices()[:1]
+
+    def held(**options):
+        return num_bytes(image_job(accelerated(model, **options), devices).held["parameters"])
+
+    plain, int8 = held(), held(storage="int8")
+    component, layer = held(offload="component"), held(offload="layer")
+    assert plain > int8 > component > 5 * layer  # layer keeps vectors there
+
+
 def test_counts_below_one_are_refused():
     for config, message in (
         (Sdxl(tpu="v5e-4", num_images=0), "--num_images 0 must be at least 1"),
