@@ -48,7 +48,7 @@ def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, siz
         model.save(str(folder / PACKAGE))
         return None, None
 
-    write_parts(pipeline, params, output_dir, write, lambda part: dtype, ())
+    write_parts(pipeline, params, output_dir, write, None, ())
 
 
 def convert(twin, part, inputs, dtype):

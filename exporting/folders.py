@@ -41,9 +41,9 @@ def write_parts(pipeline, params, output_dir, write, precision_of, files):
         params: its parameters; a module's are removed when its parts are written.
         output_dir: directory, made if absent.
         write: function (part, saved, folder) that writes a part's files into a folder and returns
-            a function {input: array} -> list of outputs that runs them, or None if this machine
-            cannot, and a function that takes the agreement, to keep it in the files.
-        precision_of: function (part) -> key of TOLERANCES.
+            a function {input: array} -> list of outputs that runs them, and a function that takes
+            the agreement, to keep it in the files; two times None if this machine cannot run them.
+        precision_of: function (part) -> key of TOLERANCES; None if this machine cannot run it.
         files: names of the files that a part may have; left over ones of an earlier export go.
     """
     parts = parts_of(pipeline)
@@ -56,7 +56,8 @@ def write_parts(pipeline, params, output_dir, write, precision_of, files):
                 (folder / part.name).mkdir()
                 module = getattr(pipeline, part.module)
                 getattr(module, "module", module).save_config(folder / part.name)
-                expected = references(part, pipeline, params[part.module])
+                runs = precision_of is not None
+                expected = references(part, pipeline, params[part.module]) if runs else None
                 is_last = all(later.module != part.module for later in parts[i + 1 :])
                 take = params.pop if is_last else params.get
                 with tempfile.TemporaryDirectory(dir=folder) as saved:
@@ -64,7 +65,7 @@ def write_parts(pipeline, params, output_dir, write, precision_of, files):
                     module.save_pretrained(saved, params=take(part.module))
                     run, note = write(part, saved, folder / part.name)
                 text = "converted, never run here"
-                if run is not None:
+                if runs:
                     agreement = compare(part, run, expected, precision_of(part))
                     note(agreement)
                     text = "largest difference {largest_difference} of {largest_output}".format(
