@@ -15,7 +15,7 @@ With another --format:
     python export_model.py --model MODEL --output_dir exported --format openvino --dtype float16
     python export_model.py --model MODEL --output_dir exported --format coreml --quantize palette6
     python export_model.py --model MODEL --output_dir programs --format stablehlo --height 512
-    python export_model.py --run programs/image-batch1-512x512-20steps-cpu-cuda.jaxexport \\
+    python export_model.py --run programs/image-batch1-512x512-20steps-cpu.jaxexport \\
         --prompt "a red panda" --output panda.png
 
 onnx: text encoders, UNet, VAE encoder and VAE decoder for any batch and size, in the folders and
@@ -30,7 +30,7 @@ coreml: the same parts for one --batch_size, --height and --width, as .mlpackage
 are converted and never run here. --quantize palette8 or palette6 stores 256 or 64 values a matrix.
 
 stablehlo: the whole run as one program of jax.export, for one --batch_size, --height, --width and
---num_inference_steps, which its name has; --platform cpu-cuda or tpu. --run makes an image with it
+--num_inference_steps, which its name has; a file for each --platform. --run makes an image with it
 in a process that has no model code, the same to the last bit as jit makes. jax refuses such files
 after about six months; weights.safetensors beside them stays.
 
@@ -96,8 +96,8 @@ class Config:
     width: int | None = None  # likewise
     num_inference_steps: int | None = None  # stablehlo: denoising steps; default: 20
     scheduler: str | None = None  # stablehlo: ddim, euler, ...; default: the model's own
-    # stablehlo: where the program runs; default: cpu-cuda
-    platform: Literal["cpu-cuda", "tpu"] | None = None
+    # stablehlo: where programs run, each with a file of its own; default: cpu cuda
+    platform: tuple[Literal["cpu", "cuda", "tpu"], ...] | None = None
     overwrite_output_dir: bool = False  # replace an export in output_dir
     run: Path | None = None  # program of --format stablehlo to make images with
     prompt: str | None = None  # of --run: what to show, or what to change
@@ -215,10 +215,9 @@ def export(config):
     else:
         from exporting.stablehlo_files import export_stablehlo
 
-        platform, steps = config.platform or "cpu-cuda", config.num_inference_steps or 20
-        output_dir = export_stablehlo(
-            pipeline, params, output_dir, platform, batch_size, size, steps
-        )
+        platforms, steps = config.platform or ("cpu", "cuda"), config.num_inference_steps or 20
+        files = export_stablehlo(pipeline, params, output_dir, platforms, batch_size, size, steps)
+        return print_files(files)
     print(output_dir)
 
 

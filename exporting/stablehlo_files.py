@@ -5,6 +5,7 @@ six months, see jax.export's compatibility guarantees: the weights are the archi
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,8 +18,6 @@ from safetensors.flax import save_file
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.parameters import cast_params
 from exporting.folders import write_beside
-
-PLATFORMS = {"tpu": ("tpu",), "cpu-cuda": ("cpu", "cuda")}
 
 
 def program_name(pipeline, platform, batch_size, size, num_inference_steps):
@@ -77,13 +76,14 @@ def export_stablehlo(pipeline, params, output_dir, platform, batch_size, size, n
         params: its parameters, cast in place.
         output_dir: Path of a directory, made if absent; a program of another size joins those in
             it.
-        platform: key of PLATFORMS.
+        platforms: names of jax. Each has a program of its own: one for several chooses kernels
+            while it runs, which changes XLA's fusions and so the last bits of the image.
         batch_size: images at once.
         size: (height, width), pixels.
         num_inference_steps: denoising steps.
 
     Returns:
-        Path of the program.
+        Paths of the programs.
     """
     cast_params(pipeline, params)
     parts = {name: tree for name, tree in params.items() if name != "scheduler"}
@@ -91,18 +91,19 @@ def export_stablehlo(pipeline, params, output_dir, platform, batch_size, size, n
     arrays = abstract_arrays(pipeline, batch_size, size)
     struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
     function = jax.jit(generate_function(pipeline, size, num_inference_steps))
-    exported = export.export(function, platforms=PLATFORMS[platform])(struct, arrays)
-    name = program_name(pipeline, platform, batch_size, size, num_inference_steps)
-    settings = {
-        "arrays": {key: [list(x.shape), str(x.dtype)] for key, x in arrays.items()},
-        "platforms": list(exported.platforms),
-        "jax": jax.__version__,
-    }
     output_dir.mkdir(parents=True, exist_ok=True)
     write_beside(pipeline, output_dir)
-    file = output_dir / f"{name}.jaxexport"
     save_whole(output_dir / "weights.safetensors", lambda path: save_file(weights, path))
     shutil.copymode(output_dir / "model_index.json", output_dir / "weights.safetensors")
-    save_whole(output_dir / f"{name}.json", lambda path: write_json(path, settings))
-    save_whole(file, lambda path: Path.write_bytes(path, exported.serialize()))
-    return file
+    settings = {
+        "arrays": {key: [list(x.shape), str(x.dtype)] for key, x in arrays.items()},
+        "jax": jax.__version__,
+    }
+    files = []
+    for platform in platforms:
+        exported = export.export(function, platforms=(platform,))(struct, arrays)
+        name = program_name(pipeline, platform, batch_size, size, num_inference_steps)
+        files.append(output_dir / f"{name}.jaxexport")
+        save_whole(files[-1].with_suffix(".json"), partial(write_json, content=settings))
+        save_whole(files[-1], partial(Path.write_bytes, data=exported.serialize()))
+    return files

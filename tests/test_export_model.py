@@ -207,7 +207,7 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
     is_edit, h, w = name == "xl_edit", 64, 96
     size = ["--height", str(h), "--width", str(w), "--batch_size", "2"]
     export(model, folder, "--format", "stablehlo", *size, "--num_inference_steps", "3")
-    file = folder / f"{'edit' if is_edit else 'image'}-batch2-{w}x{h}-3steps-cpu-cuda.jaxexport"
+    file = folder / f"{'edit' if is_edit else 'image'}-batch2-{w}x{h}-3steps-cpu.jaxexport"
     image = photo(w, h)
     image.save(tmp_path / "input.png")
     code = (
