@@ -68,7 +68,9 @@ def abstract_arrays(pipeline, batch_size, size):
     return arrays
 
 
-def export_stablehlo(pipeline, params, output_dir, platform, batch_size, size, num_inference_steps):
+def export_stablehlo(
+    pipeline, params, output_dir, platforms, batch_size, size, num_inference_steps
+):
     """Write a program, and the weights, tokenizers and schedule that it needs.
 
     Args:
@@ -91,6 +93,10 @@ def export_stablehlo(pipeline, params, output_dir, platform, batch_size, size, n
     arrays = abstract_arrays(pipeline, batch_size, size)
     struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
     function = jax.jit(generate_function(pipeline, size, num_inference_steps))
+    programs = {  # before anything is written
+        platform: export.export(function, platforms=(platform,))(struct, arrays).serialize()
+        for platform in platforms
+    }
     output_dir.mkdir(parents=True, exist_ok=True)
     write_beside(pipeline, output_dir)
     save_whole(output_dir / "weights.safetensors", lambda path: save_file(weights, path))
@@ -100,10 +106,9 @@ def export_stablehlo(pipeline, params, output_dir, platform, batch_size, size, n
         "jax": jax.__version__,
     }
     files = []
-    for platform in platforms:
-        exported = export.export(function, platforms=(platform,))(struct, arrays)
+    for platform, program in programs.items():
         name = program_name(pipeline, platform, batch_size, size, num_inference_steps)
         files.append(output_dir / f"{name}.jaxexport")
         save_whole(files[-1].with_suffix(".json"), partial(write_json, content=settings))
-        save_whole(files[-1], partial(Path.write_bytes, data=exported.serialize()))
+        save_whole(files[-1], partial(Path.write_bytes, data=program))
     return files
