@@ -144,8 +144,13 @@ class _Fetcher:
 
     def run_part(self, names, call, params):
         """See run_parts: fetch what is in no group of the part's models."""
-        own = {name: self.fetch_rest(params[name]) for name in names if name in params}
-        self.part_before = call(params | own)
+        kept = {name: params[name] for name in names if name in params}
+        # In place: the function of a ControlNet's residuals has the same dict.
+        params.update({name: self.fetch_rest(x) for name, x in kept.items()})
+        try:
+            self.part_before = call(params)
+        finally:
+            params.update(kept)
         return self.part_before
 
     def fetch_rest(self, params):
