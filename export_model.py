@@ -39,6 +39,7 @@ UNet's weights in float32.
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -205,11 +206,15 @@ def export(config):
 
         export_onnx(*of_parts, config.quantize)
     elif config.format == "openvino":
+        os.environ.setdefault("CI", "true")  # else the import of openvino starts its telemetry
         from exporting.openvino_files import export_openvino
 
         export_openvino(*of_parts, config.quantize)
     elif config.format == "coreml":
-        from exporting.coreml_files import export_coreml
+        from exporting.folders import quiet
+
+        with quiet():
+            from exporting.coreml_files import export_coreml
 
         export_coreml(*of_parts, config.quantize, batch_size, size)
     else:
