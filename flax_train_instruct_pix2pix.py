@@ -387,7 +387,7 @@ def run_training(config: Config, validation_images):
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
     with_vae = bool(validation_images) or not dataset.latents
-    p_frozen = move_to_devices(frozen, models, with_vae)
+    p_frozen = move_to_devices(frozen, models, with_vae, config.storage)
     p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     batches = Batches(dataset, pipeline.prepare_text_inputs, start.step)
     if start.step < max_train_steps:  # compile before the state takes memory

@@ -93,7 +93,14 @@ from training.flags import (
     chosen_sizes,
     named_buckets,
 )
-from training.models import Models, check_models, encode_text, is_sdxl, lora_options
+from training.models import (
+    Models,
+    check_models,
+    encode_text,
+    is_sdxl,
+    lora_options,
+    store_frozen,
+)
 from training.sharding import MAX_STEPS_IN_FLIGHT, cast_kernels, shard_axes, state_shapes
 
 
@@ -169,6 +176,7 @@ def training_model_shapes(config):
     if config.lora_rank is not None:
         params, base = jax.eval_shape(lambda *x: x, *add_lora(params, **lora_options(config)))
         frozen["unet"] = jax.eval_shape(partial(cast_kernels, dtype=dtype), base)
+        frozen = jax.eval_shape(partial(store_frozen, storage=config.storage), frozen)
     return models, frozen, params
 
 

@@ -96,6 +96,8 @@ class Config:
     lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
     # layers that get updates, by the ends of their names in PyTorch
     lora_target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    # 8-bit kernels of the frozen UNet and text encoders, with --lora_rank; None: the compute dtype
+    storage: Literal["float8", "int8"] | None = None
     merge_lora: bool = may_change(False)  # also write a pipeline with the updates added
     # exponential moving average (EMA) of the weights
     ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
@@ -292,7 +294,7 @@ def check_lora(config: Config) -> None:
             "not a UNet; give the UNet that it was trained from, or its unet/ if it was merged"
         )
     if config.lora_rank is None:
-        for name in ("lora_alpha", "lora_target_modules", "merge_lora"):
+        for name in ("lora_alpha", "lora_target_modules", "storage", "merge_lora"):
             if getattr(config, name) != getattr(Config, name):
                 raise ValueError(f"--{name} goes with --lora_rank, for example --lora_rank 16")
         return

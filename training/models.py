@@ -17,6 +17,7 @@ from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.attention import by_platform
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.quantization import store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.parameters import replace_leaves
@@ -292,8 +293,13 @@ def lora_options(config: Config):
     )
 
 
-def cast_frozen(frozen, models):
-    """train_step's frozen parameters in the compute dtypes; vectors of the UNet stay float32."""
+def cast_frozen(frozen, models, storage=None):
+    """train_step's frozen parameters in the compute dtypes; vectors of the UNet stay float32.
+
+    Args:
+        frozen, models: of load_models.
+        storage: of the kernels of UNet and text encoders, see models.quantization.store.
+    """
     dtype = models.unet.dtype
     casts = {
         "vae": lambda x: np.asarray(x, models.vae.dtype),
@@ -302,7 +308,18 @@ def cast_frozen(frozen, models):
     cast = {name: jax.tree.map(casts[name], frozen[name]) for name in casts}
     if "unet" in frozen:  # with LoRA
         cast["unet"] = cast_kernels(frozen["unet"], dtype)
-    return frozen | cast
+    return frozen | store_frozen(cast, storage)
+
+
+def store_frozen(frozen, storage):
+    """Store frozen kernels in 8 bits, see models.quantization.store; None: as they are."""
+    encoders = frozen["text_encoder"]
+    are_two = isinstance(encoders, tuple)
+    encoders = tuple(store(x, storage) for x in (encoders if are_two else (encoders,)))
+    stored = {"text_encoder": encoders if are_two else encoders[0]}
+    if "unet" in frozen:
+        stored["unet"] = store(frozen["unet"], storage)
+    return frozen | stored
 
 
 def mixed_precision_dtype(config: Config):
@@ -380,15 +397,16 @@ def checksums(frozen, params):
     return dict(zip(WEIGHTS, map(tree_checksum, trees)))
 
 
-def move_to_devices(frozen, models, with_vae):
+def move_to_devices(frozen, models, with_vae, storage=None):
     """Put train_step's frozen parameters on every device, in the compute dtypes.
 
     Args:
         frozen: of load_models; emptied, so that the host's copies can be freed one by one.
         models: Models.
         with_vae: whether a program encodes or decodes images; cached latents need no VAE.
+        storage: as for cast_frozen.
     """
-    p_frozen = cast_frozen(frozen, models)
+    p_frozen = cast_frozen(frozen, models, storage)
     frozen.clear()
     if not with_vae:
         del p_frozen["vae"]

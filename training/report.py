@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -183,7 +183,8 @@ class Validation:
     """
 
     def __init__(self, config, pipeline, images):
-        self.pipeline, self.images, self.seed = pipeline, images, config.seed
+        self.pipeline = replace(pipeline, storage=config.storage) if config.storage else pipeline
+        self.images, self.seed = images, config.seed
         prompts = list(config.validation_prompt)  # one for each image, or one for all
         self.prompts = prompts * (len(images) if len(prompts) == 1 else 1)
         self.folder = Path(config.output_dir, "validation")
