@@ -92,6 +92,7 @@ JOBS = {
     "train sdxl latents": (*TRAIN_SDXL, *LATENTS),
     "train sdxl by block": (*TRAIN_SDXL, *LATENTS, "--gather_by_block"),
     "train sdxl lora": (*TRAIN_SDXL, *LATENTS, "--lora_rank", "16"),
+    "train sdxl lora int8": (*TRAIN_SDXL, *LATENTS, "--lora_rank", "16", "--storage", "int8"),
     "unet": ("unet", "--batch_size", str(PAIRS_PER_CHIP)),
     "unet sdxl": (
         *("unet", "--family", "sdxl", "--no_gradient", "--batch_size", "2"),

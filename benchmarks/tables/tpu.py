@@ -58,6 +58,7 @@ def training_settings(flags: dict) -> str:
         ("gradient_checkpointing", "checkpointing"),
         ("gather_by_block", "by block"),
         ("lora_rank", "LoRA of rank {}"),
+        ("storage", "frozen kernels in {}"),
         ("optimization_level", "{}"),
     ):
         if flag in flags:

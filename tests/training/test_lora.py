@@ -45,9 +45,10 @@ import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.loading.lora import add_lora, fold_lora, save_conv_in, save_lora
 from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
+from diffusers_flax.models.quantization import storage_of
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from training.models import checksums, load_models, lora_options
+from training.models import cast_frozen, checksums, load_models, lora_options
 from training.output import lora_record, remove_replaced_model
 from training.sharding import combine
 
@@ -285,6 +286,30 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
     assert psnr(found, expected) > 60
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "storage"), [("sd", "float8"), pytest.param("xl", "int8", marks=pytest.mark.slow)]
+)
+def test_a_lora_beside_kernels_in_eight_bits(models, data, tmp_path, monkeypatch, family, storage):
+    """It trains and edits validation images; the losses differ by the rounding of the kernels."""
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "in.png")
+    images = {"validation_image": (str(tmp_path / "in.png"),), "validation_prompt": ("green",)}
+    losses = {}
+    for kind in (None, storage):
+        out = tmp_path / str(kind)
+        config = config_of(models[family], data, out, storage=kind, **images, **LORA)
+        run_main(config, monkeypatch)
+        losses[kind] = np.array([row["loss"] for row in read_metrics(out)])
+        assert list((out / "validation").glob("*.png"))
+    assert not np.array_equal(losses[storage], losses[None])
+    np.testing.assert_allclose(losses[storage], losses[None], rtol=0.03)
+
+    modules, _, frozen, _ = load_models(config, jnp.bfloat16)
+    stored = cast_frozen(frozen, modules, storage)
+    encoders = stored["text_encoder"] if family == "xl" else (stored["text_encoder"],)
+    assert {storage_of(params) for params in (stored["unet"], *encoders)} == {storage}
+
+
 def test_a_replaced_model_leaves_no_files(tmp_path):
     """A LoRA's run removes models beside a model_index.json; a full model's removes LoRA files."""
     pipeline = SimpleNamespace(components={"unet": object(), "safety_checker": None})
@@ -469,6 +494,7 @@ def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch, fami
         ({"lora_rank": 4, "lora_alpha": -1.0}, "--lora_alpha -1.0 must be above 0"),
         ({"merge_lora": True}, "--merge_lora goes with --lora_rank"),
         ({"lora_alpha": 4.0}, "--lora_alpha goes with --lora_rank"),
+        ({"storage": "int8"}, "--storage goes with --lora_rank"),
         ({"lora_rank": 4, "lora_target_modules": ("to_x", "to_q")}, "--lora_target_modules to_x"),
         ({"lora_rank": 4, "ema": "power"}, "--ema power does not go with --lora_rank"),
     ],
