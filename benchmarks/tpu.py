@@ -125,6 +125,23 @@ SHARED = {  # one image on several chips
     "edit, branches=3": ("edit", "--parallel", "data=1", "branches=3"),
     "edit, rows=4": ("edit", "--parallel", "rows=4"),
 }
+TILES = ("--vae_tile", "512")
+LITTLE_MEMORY = {  # one image of SDXL on one chip: flags in words, without "sdxl, "
+    "plain": (),
+    "tiles": TILES,
+    "offload component": ("--offload", "component"),
+    "offload component, tiles": ("--offload", "component", *TILES),
+    "offload group, tiles": ("--offload", "group", *TILES),
+    "offload layer, tiles": ("--offload", "layer", *TILES),
+    "storage int8, tiles": ("--storage", "int8", *TILES),
+    "storage float8, tiles": ("--storage", "float8", *TILES),
+    "offload component, storage int8, tiles": (
+        *("--offload", "component", "--storage", "int8"),
+        *TILES,
+    ),
+    "offload group, storage int8, tiles": ("--offload", "group", "--storage", "int8", *TILES),
+}
+JOBS |= {f"sdxl, {name}": ("sdxl", *flags) for name, flags in LITTLE_MEMORY.items()}
 JOBS |= ACCELERATED | SHARED
 JobName = Literal[tuple(JOBS)]
 

@@ -43,6 +43,7 @@ TABLES = {
     "tpu_train": tpu.train_table,
     "tpu_sdxl": tpu.sdxl_table,
     "tpu_shared": tpu.shared_table,
+    "tpu_memory": tpu.little_memory_table,
     "tpu_unet": tpu.unet_table,
     "gpu_memory": tpu.gpu_memory_table,
     "attention": tpu.attention_table,

@@ -12,7 +12,7 @@ from benchmarks.tables.cells import (
     results,
     seconds,
 )
-from benchmarks.tpu import OPTIONS, SHARED
+from benchmarks.tpu import LITTLE_MEMORY, OPTIONS, SHARED
 from benchmarks.tpu_kernels import CASES
 from tpu.programs import find_slice, roofline_seconds
 from training.flags import Config as TrainingConfig
@@ -166,6 +166,35 @@ def shared_table() -> str:
     return markdown_table(
         "20 steps | chips | `--parallel` | TFLOP of a chip | at least, s "
         f"| {AT_SHARE}, s | exchanges | sent by a chip, GB | over one link, s",
+        lines,
+    )
+
+
+def little_memory_table() -> str:
+    """An image of SDXL on a v5e chip with less memory; times count FLOPs and what is fetched."""
+    lines, chip = [], find_slice("v5e-1").chip
+    for name, flags in LITTLE_MEMORY.items():
+        if (row := results("tpu").get(f"program v5e-1 sdxl, {name} O0")) is None:
+            continue
+        compute = roofline_seconds(chip, row["flops"], 0)
+        fetched = row.get("host_bytes", 0) / chip.host
+        at_once = "group" in flags  # blocks are fetched while others compute
+        least, estimated = (
+            max(x, fetched) if at_once else x + fetched for x in (compute, estimate(compute))
+        )
+        lines.append(
+            [
+                f"`{' '.join(flags)}`" if flags else "no flags",
+                f"{row['memory_total'] / GIB:.1f}",
+                f"{row['memory']['temporaries'] / GIB:.1f}",
+                f"{row.get('host_bytes', 0) / 1e9:.1f}",
+                f"{least:.2f}",
+                f"{estimated:.2f}",
+            ]
+        )
+    return markdown_table(
+        "flags | memory, GiB | of which temporaries | fetched from the host, GB | at least, s "
+        f"| {AT_SHARE}, s",
         lines,
     )
 
