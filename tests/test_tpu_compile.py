@@ -269,7 +269,7 @@ def test_report_by_hand(model):
     )
     step = {"padding": 1000, "temporaries": 100, "outputs": 10, "code": 1, "compile_seconds": 1.0}
     step |= {"bytes_accessed": 9e12, "hbm_bytes": 0.82e12, "interconnect_bytes": 1e9}
-    step["cycles"] = 5
+    step |= {"cycles": 5, "host_bytes": 0}
     update = {"padding": 800, "temporaries": 200, "code": 2}
     update |= {"bytes_accessed": 5e12, "hbm_bytes": 1.64e12}
     report = tpu_compile.make_report(config, find_slice("v5e-4"), job, step, update, (394e12, 0.0))

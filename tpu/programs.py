@@ -199,7 +199,8 @@ def program_costs(program, args, switches=(), compiler_options=None):
     used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-    coords = [chip.coords for chip in meshes[0].devices.ravel()] if meshes else None
+    chips = meshes[0].devices.ravel() if meshes else []
+    coords = [chip.coords for chip in chips if hasattr(chip, "coords")] or None  # a CPU has none
     return {
         "padding": memory.argument_size_in_bytes - num_bytes(used),
         "temporaries": memory.temp_size_in_bytes,

@@ -273,13 +273,15 @@ def global_norm(shards, axes):
     squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), shards)
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(axes)))
     total = sum(square for square, split in pairs if split == REPLICATED)
-    num_devices = jax.lax.axis_size("batch")
-    shares = [
-        square / (num_devices // split.parts) if split.parts < num_devices else square
-        for square, split in pairs
-        if split != REPLICATED
-    ]
-    return jnp.sqrt(total + jax.lax.psum(sum(shares), "batch") if shares else total)
+    sharded = [(square, split.parts) for square, split in pairs if split != REPLICATED]
+    if sharded:
+        num_devices = jax.lax.axis_size("batch")
+        shares = [
+            square / (num_devices // parts) if parts < num_devices else square
+            for square, parts in sharded
+        ]
+        total = total + jax.lax.psum(sum(shares), "batch")
+    return jnp.sqrt(total)
 
 
 def update_shards(tx, grads, opt_state, params):

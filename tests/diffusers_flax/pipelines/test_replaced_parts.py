@@ -50,7 +50,7 @@ def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
 
     def open_pipeline(**flags):
         config = program.Config(pretrained_model_name_or_path=str(folder), **flags)
-        return program.open_pipeline(config, timestep_options(4, None, None), *outputs)
+        return program.open_pipeline(config, None, timestep_options(4, None, None), *outputs)
 
     assert type(open_pipeline(scheduler="ddim")[0].scheduler) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
