@@ -398,13 +398,16 @@ def edit_batches(
         check_finite_images(images, f"the edit of {batch[0].input} and others", lora)
         return images
 
-    with ThreadPoolExecutor(num_loaders()) as loaders:
+    loaders = ThreadPoolExecutor(num_loaders())
+    try:
         ready = (prepare(*batch) for batch in batches)
         for prepared, images, seconds in run_ahead(ready, dispatch, collect, clock, in_flight):
             ((width, height), _), batch, _ = prepared
             yield batch, images, seconds
             bar.set_description(f"editing {width}x{height}")
             bar.update(len(batch))
+    finally:  # without waiting: after an error load may wait for a result that never comes
+        loaders.shutdown(wait=False, cancel_futures=True)
 
 
 def rows_of_batches(kinds, stages, finished, batch_size, num_devices):

@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Lock
 
 import jax
 
@@ -79,14 +79,18 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
     clock = clock or DeviceClock()
     batches, end, failed = iter(batches), object(), None
 
-    def finish(batch, arrays, started, dispatched):
+    def watch(arrays, started, dispatched):
         jax.block_until_ready(arrays)
         before, ready = clock.ready, time.perf_counter()
         clock.add(dispatched, ready)
-        seconds = ready - (started if before is None else max(started, before))
+        return ready - (started if before is None else max(started, before))
+
+    def finish(batch, arrays, watched):
+        seconds = watched.result()
         return batch, collect(batch, arrays), seconds
 
-    preparer, collector = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    # The watcher does nothing else, so that its times are those at which results are ready.
+    preparer, watcher, collector = pools = [ThreadPoolExecutor(1) for _ in range(3)]
     following, running = preparer.submit(next, batches, end), deque()
     try:
         while following or running:
@@ -96,8 +100,8 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
                     if (batch := following.result()) is not end:
                         started = time.perf_counter()
                         arrays = dispatch(batch)
-                        times = started, time.perf_counter()
-                        running.append(collector.submit(finish, batch, arrays, *times))
+                        watched = watcher.submit(watch, arrays, started, time.perf_counter())
+                        running.append(collector.submit(finish, batch, arrays, watched))
                 except Exception as error:  # raised after the results of the batches before
                     failed, batch = error, end
                 following = None if batch is end else preparer.submit(next, batches, end)
@@ -109,8 +113,8 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
         if failed:
             raise failed
     finally:  # after Ctrl-C without waiting for the devices
-        preparer.shutdown(wait=False, cancel_futures=True)
-        collector.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class FileWriter:
@@ -127,6 +131,7 @@ class FileWriter:
         self._pool = ThreadPoolExecutor(num_threads)
         self._places = BoundedSemaphore(num_threads * (1 + WAITING_PER_WRITER))
         self._files, self._error = {}, None
+        self._closing, self._is_closed = Lock(), False
 
     def __enter__(self):
         return self
@@ -141,11 +146,27 @@ class FileWriter:
         self._pool.submit(self._write, path, function, args)
 
     def wait_for(self, path):
-        """In another thread: wait until the file is written; raise the error that prevents it."""
+        """In another thread: wait until a file is written.
+
+        Args:
+            path: as given to `write`, before or after this.
+
+        Raises:
+            CancelledError: the `with` block ends and nobody writes the file.
+            BaseException: the error that prevents it.
+        """
         self._file(path).result()
 
     def _file(self, path):
-        return self._files.setdefault(path, Future())
+        with self._closing:
+            file = self._files.setdefault(path, Future())
+            if self._is_closed:
+                self._give_up(file)
+        return file
+
+    def _give_up(self, file):
+        if not file.done():
+            file.set_exception(self._error or CancelledError())
 
     def _write(self, path, function, args):
         try:
@@ -158,9 +179,12 @@ class FileWriter:
             self._places.release()
 
     def __exit__(self, kind, error, trace):
-        self._pool.shutdown(cancel_futures=self._error is not None)
-        for file in list(self._files.values()):  # what nobody will write
-            if not file.done():
-                file.set_exception(self._error or CancelledError())
+        try:
+            self._pool.shutdown(cancel_futures=self._error is not None)
+        finally:  # also after Ctrl-C: who waits for a file that nobody writes goes on
+            with self._closing:
+                self._is_closed = True
+                for file in self._files.values():
+                    self._give_up(file)
         if self._error and kind is None:
             raise self._error

@@ -1,8 +1,10 @@
 """Batches that run while others are prepared and written; finding the images that exist."""
 
 import os
+import re
 import threading
 import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -121,6 +123,51 @@ def test_who_waits_for_a_file_that_is_never_written_is_told():
         files.write("a", fail)
     thread.join(10)
     assert told.is_set()
+
+
+def test_who_waits_for_a_file_after_the_end_is_told():
+    with FileWriter() as files:
+        files.write("a", int)
+    files.wait_for("a")
+    waiting = ThreadPoolExecutor(1).submit(files.wait_for, "b")
+    assert isinstance(waiting.exception(timeout=10), CancelledError)
+
+
+class SlowDevice:
+    """Runs programs in the order of their dispatch, and counts the time between them."""
+
+    def __init__(self, seconds):
+        self.seconds, self.begin, self.free_at, self.waited = seconds, None, None, 0.0
+
+    def dispatch(self, batch):
+        now = time.perf_counter()
+        if self.begin is None:
+            self.begin = self.free_at = now
+        self.waited += max(0.0, now - self.free_at)
+        self.free_at = max(now, self.free_at) + self.seconds
+        return SlowArray(self.free_at)
+
+
+@dataclass
+class SlowArray:
+    ready_at: float
+
+    def block_until_ready(self):
+        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+        return self
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03])
+def test_devices_that_wait_for_a_slow_collector(seconds):
+    """The clock tells the share of time in which a device does nothing, as the device counts it."""
+    device, clock = SlowDevice(seconds), DeviceClock()
+    for _ in run_ahead(range(8), device.dispatch, lambda *_: time.sleep(0.05), clock):
+        pass
+    told = float(re.search(r"waited (\S+)%", clock.report(8))[1])
+    now = time.perf_counter()
+    share = 100 * (device.waited + now - device.free_at) / (now - device.begin)
+    assert share > (30 if seconds else 95)
+    assert told == pytest.approx(share, abs=8)
 
 
 def test_the_share_of_time_that_devices_wait(monkeypatch):
