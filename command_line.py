@@ -503,8 +503,7 @@ def image_files(output, num_images, grid=None):
         Paths; in a directory 000.png, 001.png, ..., numbered on from the existing files.
 
     Raises:
-        ValueError: output is one file for several images, or is the grid too; output or the grid
-            cannot be written.
+        ValueError: output is one file for several images; output or the grid cannot be written.
     """
     if grid:
         check_image_file(grid)
@@ -520,8 +519,6 @@ def image_files(output, num_images, grid=None):
         numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
         first = max(numbers, default=-1) + 1
         files = [output / f"{first + i:03}.png" for i in range(num_images)]
-    if grid and grid.resolve() in [file.resolve() for file in files]:
-        raise ValueError(f"--grid {grid} is an image of --output too; give it another name")
     for file in files if is_one_file else files[:1]:  # the others are new in the same directory
         check_image_file(file)
     return files

@@ -224,7 +224,7 @@ def run(config):
     make_id = id_maker(config)
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
     outputs = image_files(config.output, len(prompts), config.grid)
-    outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE)
+    outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE, config.grid)
     todo = layout.agree(todo) if layout else todo
     print_continued(len(prompts) - len(todo), len(prompts))
     if todo:

@@ -86,7 +86,17 @@ def check_agreement(text):
 
 
 def list_of_process_0(numbers):
-    """Process 0's list of whole numbers, on all processes; all call this together."""
+    """Process 0's list of whole numbers, on all processes, which call this together.
+
+    Args:
+        numbers: list of int32 of any length, of which only process 0's counts.
+
+    Returns:
+        List of int.
+
+    Raises:
+        OverflowError: a number is no int32.
+    """
     from jax.experimental import multihost_utils
 
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))

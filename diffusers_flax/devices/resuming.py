@@ -2,7 +2,7 @@
 
     make_id = id_maker(config)
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
-    files, missing = continue_images(files, ids, output, "sdxl_single.py")
+    files, missing = continue_images(files, ids, output, "sdxl_single.py", grid)
 
 An image file holds a number, made of all that the image depends on. A program that is started again
 finds its finished images by this number, whatever else is in the directory, and makes the others.
@@ -15,19 +15,18 @@ import re
 from pathlib import Path
 
 from diffusers_flax.images import image_mark
-from diffusers_flax.loading.hub import fetch_file
+from diffusers_flax.loading.hub import WEIGHTS_SUFFIXES, fetch_file
 from diffusers_flax.loading.single_file import INDEX_NAME, SingleFile
 
 MODEL_FLAGS = {"model", "pretrained_model_name_or_path"}
-# Flags whose values may name files, also as FILE:WEIGHT and taesd:path=DIRECTORY.
 FILE_FLAGS = MODEL_FLAGS | {
-    *("config_name_or_path", "unet", "unet_delta", "lora", "embedding", "accelerate"),
-    *("latents", "preview_decoder"),
+    *("config_name_or_path", "unet", "unet_delta", "lora", "embedding", "accelerate", "latents"),
 }
+MODEL_SUFFIXES = {*WEIGHTS_SUFFIXES, ".json", ".txt"}  # weights, configs and tokenizers
 # Flags that do not change an image, or that a program gives for each image.
 NOT_OF_AN_IMAGE = {
     *("prompt", "prompts_file", "num_images", "input", "edit", "mask", "edits_jsonl", "output"),
-    *("grid", "batch_size", "parallel", "devices", "offload"),
+    *("grid", "preview", "preview_decoder", "batch_size", "parallel", "devices", "offload"),
     *("compilation_cache_dir", "executable_dir"),
     *("coordinator_address", "num_processes", "process_id"),
 }
@@ -38,7 +37,8 @@ def id_maker(config):
 
     Args:
         config: of a program; its flags, except for NOT_OF_AN_IMAGE, and the names, sizes and times
-            of the files that they name are part of all numbers.
+            of the files that they name are part of all numbers. vae_tile counts as given: what
+            memory makes of None is not known before the model is open, and 0 is like None.
 
     Returns:
         Function of keywords, all that an image depends on besides; it returns 32 hexadecimal
@@ -46,10 +46,12 @@ def id_maker(config):
         gets.
     """
     given = {
-        name: identify(value) if name in FILE_FLAGS else value
+        name: identify(name, value) if name in FILE_FLAGS else value
         for name, value in vars(config).items()
         if name not in NOT_OF_AN_IMAGE and value not in (None, "", ()) and value is not False
     }
+    if given.get("vae_tile") == 0:
+        del given["vae_tile"]
     for name in MODEL_FLAGS & given.keys():
         given["commit"] = commit_of(getattr(config, name), vars(config).get("revision"))
     common = hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode())
@@ -62,20 +64,28 @@ def id_maker(config):
     return make_id
 
 
-def identify(value):
-    """What identifies a value of FILE_FLAGS: itself, and the files that it names."""
+def identify(flag, value):
+    """What identifies the value of one of FILE_FLAGS: itself, and the files that it names."""
     if isinstance(value, tuple):
-        return [identify(x) for x in value]
+        return [identify(flag, x) for x in value]
     if isinstance(value, SingleFile):
-        return [identify(str(value)), value.use_ema_weights, identify(value.configs)]
-    words = dict.fromkeys([str(value), *re.split("[:=,]", str(value))])
-    paths = [os.path.expanduser(word) for word in words if word]
-    return [str(value), *(files_of(Path(path)) for path in paths if os.path.exists(path))]
+        configs = identify(flag, value.configs)
+        return [identify(flag, str(value)), value.use_ema_weights, configs]
+    value = str(value)
+    if flag == "accelerate":  # taesd:path=DIRECTORY; other words may be names of directories too
+        paths = re.findall("[:,]path=([^,]+)", value)
+    else:  # FILE, FILE:WEIGHT or FILE:TOKEN
+        paths = [value if os.path.exists(os.path.expanduser(value)) else value.rpartition(":")[0]]
+    return [value, *(file for path in paths if path for file in files_of(Path(path).expanduser()))]
 
 
 def files_of(path):
-    """(name, bytes, time of the last change) of a file, or of all files of a directory."""
-    files = [path] if path.is_file() else sorted(path.rglob("[!.]*"))
+    """(name, bytes, time of the last change) of a file, or of the files of a model's directory.
+
+    Images, which a program may write into the directory, are no files of a model.
+    """
+    files = sorted(x for x in path.rglob("[!.]*") if x.suffix.lower() in MODEL_SUFFIXES)
+    files = [path] if path.is_file() else files
     found = ((file, file.stat()) for file in files if file.is_file())
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
 
@@ -119,7 +129,7 @@ def is_finished(path, image_id, software):
     return found == image_id
 
 
-def continue_images(files, ids, output, software):
+def continue_images(files, ids, output, software, grid=None):
     """The files of images, some of which this command may have made already.
 
     Args:
@@ -128,12 +138,25 @@ def continue_images(files, ids, output, software):
         ids: of id_maker's function.
         output: path.
         software: see is_finished.
+        grid: another image file that will be written, or None.
 
     Returns:
         (files, list of the places of those that do not exist).
+
+    Raises:
+        ValueError: the file of one image is not by the program, or the grid is one of the files.
     """
     if files == [output]:
-        return files, [] if is_finished(output, ids[0], software) else [0]
+        missing = [] if is_finished(output, ids[0], software) else [0]
+    else:
+        files, missing = images_of_folder(files, ids)
+    if grid and grid.resolve() in [file.resolve() for file in files]:
+        raise ValueError(f"--grid {grid} is an image of --output too; give it another name")
+    return files, missing
+
+
+def images_of_folder(files, ids):
+    """continue_images for images in a directory."""
     folder = files[0].parent
     numbered = {int(x.stem): x for x in sorted(folder.glob("*.png")) if x.stem.isdecimal()}
     place_of, found = {image_id: i for i, image_id in enumerate(ids)}, {}

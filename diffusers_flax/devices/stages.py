@@ -1,6 +1,6 @@
 """A run as one program per part, each on the device of its part.
 
-    stages = stages_of(generate, (pipeline, compiled_in), arrays)
+    stages = programs_of_parts(generate, (pipeline, compiled_in), arrays)
     images = stages(arrays, shared, device_of={"text": d0, "unet": d1, "vae": d2}.get)
 
 A stage replays the run: the results of the parts before are its inputs, the run ends with the
@@ -28,7 +28,7 @@ class _NextPart(Exception):
 
 
 class Stages:
-    """The programs of a run; see stages_of.
+    """The programs of a run; see programs_of_parts.
 
     Attributes:
         models: for each part of the run, in order, the names of its models, as far as they are
@@ -108,7 +108,7 @@ def _stages(function, static, structure):
     return Stages(function, static)
 
 
-def stages_of(function, static, arrays):
+def programs_of_parts(function, static, arrays):
     """The Stages of a run; the same ones for the same run.
 
     Args:

@@ -555,11 +555,11 @@ def _generate_on_layout(pipeline, compiled_in, arrays, shared, jit):
 
 def _generate_in_parts(pipeline, compiled_in, arrays, shared, jit):
     """On the devices of the parts of a pipeline's layout, a program for each part."""
-    from diffusers_flax.devices.stages import stages_of
+    from diffusers_flax.devices.stages import programs_of_parts
 
     if jit:  # one group of devices
         images = {name: x for name, x in arrays.items() if name != "params"}
         arrays = arrays | jax.tree.map(lambda x: x[0], images)
-    stages = stages_of(_generate, (pipeline, compiled_in), arrays)
+    stages = programs_of_parts(_generate, (pipeline, compiled_in), arrays)
     result = stages(arrays, shared, pipeline.layout.device_of)
     return result[None] if jit else result

@@ -133,41 +133,12 @@ def test_who_waits_for_a_file_after_the_end_is_told():
     assert isinstance(waiting.exception(timeout=10), CancelledError)
 
 
-class SlowDevice:
-    """Runs programs in the order of their dispatch, and counts the time between them."""
-
-    def __init__(self, seconds):
-        self.seconds, self.begin, self.free_at, self.waited = seconds, None, None, 0.0
-
-    def dispatch(self, batch):
-        now = time.perf_counter()
-        if self.begin is None:
-            self.begin = self.free_at = now
-        self.waited += max(0.0, now - self.free_at)
-        self.free_at = max(now, self.free_at) + self.seconds
-        return SlowArray(self.free_at)
-
-
-@dataclass
-class SlowArray:
-    ready_at: float
-
-    def block_until_ready(self):
-        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
-        return self
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.03])
-def test_devices_that_wait_for_a_slow_collector(seconds):
-    """The clock tells the share of time in which a device does nothing, as the device counts it."""
-    device, clock = SlowDevice(seconds), DeviceClock()
-    for _ in run_ahead(range(8), device.dispatch, lambda *_: time.sleep(0.05), clock):
+def test_devices_that_wait_for_a_slow_collector():
+    """Fetching results counts as waiting: nearly the whole run, if the programs take no time."""
+    clock = DeviceClock()
+    for _ in run_ahead(range(8), np.ones, lambda *_: time.sleep(0.05), clock):
         pass
-    told = float(re.search(r"waited (\S+)%", clock.report(8))[1])
-    now = time.perf_counter()
-    share = 100 * (device.waited + now - device.free_at) / (now - device.begin)
-    assert share > (30 if seconds else 95)
-    assert told == pytest.approx(share, abs=8)
+    assert float(re.search(r"waited (\S+)%", clock.report(8))[1]) > 70
 
 
 def test_the_share_of_time_that_devices_wait(monkeypatch):
@@ -191,12 +162,16 @@ class Config:
     seed: int = 0
     batch_size: int = 1
     grid: str | None = None
+    accelerate: tuple = ()
+    vae_tile: int | None = None
+    preview: int | None = None
+    preview_decoder: str = ""
 
 
 def test_what_the_number_of_an_image_depends_on(tmp_path):
     model, lora = tmp_path / "model", tmp_path / "a.safetensors"
     (model / "unet").mkdir(parents=True)
-    (model / "unet" / "weights").write_text("1")
+    (model / "unet" / "weights.bin").write_text("1")
     lora.write_text("1")
     config = Config(str(model), lora=(f"{lora}:0.5",))
     number = id_maker(config)(prompt="red", index=0)
@@ -210,9 +185,44 @@ def test_what_the_number_of_an_image_depends_on(tmp_path):
     lora.write_text("12")
     others.add(id_maker(config)(prompt="red", index=0))
     lora.write_text("1")
-    os.utime(model / "unet" / "weights", ns=(1, 1))
+    os.utime(model / "unet" / "weights.bin", ns=(1, 1))
     others.add(id_maker(config)(prompt="red", index=0))
     assert len(others - {number}) == 8
+
+
+def test_what_the_number_of_an_image_does_not_depend_on(tmp_path, monkeypatch):
+    """Images that the program writes, and flags that make the same image."""
+    monkeypatch.chdir(tmp_path)
+    taesd = tmp_path / "taesd"
+    for folder in ("model/unet", "taesd"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "weights.safetensors").write_text("1")
+    chosen = ("deepcache", f"taesd:path={taesd}")
+    config = Config("model", lora=("owner/lora:0.5",), accelerate=chosen)
+    number = id_maker(config)(index=0)
+    for output in ("deepcache", "path", "owner/lora", "0.5", "model", "model/output"):
+        folder = tmp_path / output
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("000.png", "a.jpg"):
+            save_image(np.zeros((8, 8, 3)), folder / name)
+        assert id_maker(config)(index=0) == number
+    for same in ({"vae_tile": 0}, {"preview": 5}, {"preview_decoder": str(taesd)}):
+        assert id_maker(replace(config, **same))(index=0) == number
+    assert id_maker(replace(config, vae_tile=512))(index=0) != number
+    (taesd / "weights.safetensors").write_text("12")
+    assert id_maker(config)(index=0) != number
+
+
+def test_the_grid_is_no_image_of_an_interrupted_run(tmp_path):
+    ids = [f"{i:032x}" for i in range(4)]
+    for i in (0, 1, 3):
+        save_image(np.zeros((8, 8, 3)), tmp_path / f"{i:03}.png", "a.py", ids[i])
+    new = [tmp_path / f"{4 + i:03}.png" for i in range(4)]
+    for number in (0, 2):  # exists, is missing
+        with pytest.raises(ValueError, match=rf"--grid .*/{number:03}\.png is an image of"):
+            continue_images(new, ids, tmp_path, "a.py", tmp_path / f"{number:03}.png")
+    files, missing = continue_images(new, ids, tmp_path, "a.py", tmp_path / "004.png")
+    assert missing == [2] and files[2] == tmp_path / "002.png"
 
 
 def test_images_of_a_folder_that_exist(tmp_path):

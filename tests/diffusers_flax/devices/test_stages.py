@@ -19,7 +19,7 @@ from diffusers_flax import (
 )
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout, parse_parts
-from diffusers_flax.devices.stages import stages_of
+from diffusers_flax.devices.stages import programs_of_parts
 from diffusers_flax.images import prepare_images
 from diffusers_flax.memory import balance
 from diffusers_flax.pipelines import generation
@@ -133,12 +133,12 @@ def test_programs_are_compiled_once(folders, caplog):
     ]
     stages = []
 
-    def stages_of_call(*args):
-        stages.append(stages_of(*args))
+    def programs_of_call(*args):
+        stages.append(programs_of_parts(*args))
         return stages[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffusers_flax.devices.stages.stages_of", stages_of_call)
+        patch.setattr("diffusers_flax.devices.stages.programs_of_parts", programs_of_call)
         first = pipeline(*inputs, params, KEY, **options).images
         second = pipeline(*inputs, params, KEY, **options).images
         batch = [x[None] for x in inputs]
@@ -162,7 +162,7 @@ def test_one_part_at_a_time_from_the_host(folders):
     device = jax.devices()[1]
     arrays = {"prompt_ids": inputs[0], "params": params, "prng_seed": KEY}
     compiled_in = (("num_inference_steps", 3),), pipeline.text_modules()
-    stages = stages_of(generation._generate, (pipeline, compiled_in), arrays)
+    stages = programs_of_parts(generation._generate, (pipeline, compiled_in), arrays)
     shared = {"guidance_scale": np.float32(3)}
     images = stages(arrays, shared, lambda part: device, one_at_a_time=True)
     np.testing.assert_allclose(images, expected, atol=4e-6)  # XLA fuses other operations
