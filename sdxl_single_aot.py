@@ -115,6 +115,8 @@ def aot_compile(pipeline, store, devices, arguments, options):
         "options": options,
         "arguments": str(jax.tree.map(jax.typeof, arguments)),
     }
+    if layout and not layout.is_local:  # an executable has the part of one process
+        cache_key["process"] = f"{jax.process_index()} of {jax.process_count()}"
     name = hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:16]
     cache_key |= surroundings(devices, [__file__])
     in_tree, out_tree = jax.tree.structure((arguments, {})), jax.tree.structure(0)

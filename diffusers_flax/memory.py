@@ -71,9 +71,13 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         memory).
 
     Raises:
-        ValueError: a lower bound on the memory is more than there is, or vae_tile is not a side of
-            tiles.
+        ValueError: a lower bound on the memory is more than there is, vae_tile is not a side of
+            tiles, or nothing would be computed in tiles.
     """
+    is_chosen = vae_tile is None
+    if not is_chosen:
+        check_vae_computes(pipeline, vae_tile)
+        pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     pipeline = with_balanced_parts(pipeline, batch_size, len(branches), size)
     held = bytes_of_devices(pipeline, batch_size, len(branches), size)
     params = sum(params for params, _ in held)
@@ -109,7 +113,6 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
             f"{what} take {memory}, of which the weights are {_in_bytes(params)}; lower "
             "--batch_size or the size"
         )
-    is_chosen = vae_tile is None
     if is_chosen:
         place = 0 if layout is None or not layout.parts else dict(layout.parts).get("vae", 0)
         left = math.inf
@@ -118,12 +121,26 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         if layout is not None and not on_host:  # the devices of a group share its rows
             left *= num_devices_of_rows(layout, size[1] // pipeline.vae_scale_factor)
         vae_tile = choose_vae_tile(pipeline, batch_size, size, left, devices[0].platform)
-    pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
+        pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     tiles = ""
     if vae_tile and max(size) > vae_tile:
         reason = ", as whole images would not fit" if is_chosen else ""
         tiles = f"; the VAE works in tiles of {vae_tile} pixels{reason}"
     return pipeline, f"{what}; memory: {memory}{tiles}{words_of_offload(layout)}"
+
+
+def check_vae_computes(pipeline, vae_tile):
+    """Raise a ValueError for tiles of a VAE that neither encodes nor decodes."""
+    if vae_tile and pipeline.accelerate.tiny_decoder and not encodes_images(pipeline):
+        raise ValueError(
+            f"--vae_tile {vae_tile} has no effect with --accelerate taesd, which decodes whole "
+            "images; give one of them"
+        )
+
+
+def encodes_images(pipeline):
+    """Whether a pipeline's VAE encodes images."""
+    return "image" in inspect.signature(type(pipeline)._generate).parameters
 
 
 def words_of_offload(layout):
@@ -177,7 +194,8 @@ def with_balanced_parts(pipeline, batch_size, num_branches, size):
     sizes = {part: num_bytes_of_params(pipeline, models_of_part(part)) for part in PARTS}
     sizes["unet"] += batch_size * bytes_per_image(pipeline, num_branches, *size)
     platform = layout.devices[0].platform
-    sizes["vae"] += bytes_of_vae(pipeline._vae, batch_size, size, platform, pipeline.vae.tile)
+    of_batch = batch_size, size, platform, pipeline.vae.tile, encodes_images(pipeline)
+    sizes["vae"] += bytes_of_vae(pipeline._vae, *of_batch)
     parts = balance(sizes, len(layout.devices))
     return replace(pipeline, layout=replace(layout, parts=parts))
 
@@ -208,7 +226,7 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
         platform: of the device, "cpu", "gpu" or "tpu".
     """
     vae = pipeline._vae
-    encodes = "image" in inspect.signature(type(pipeline)._generate).parameters
+    encodes = encodes_images(pipeline)
     needs = partial(bytes_of_vae, vae, batch_size, size, platform, encodes=encodes)
     if (pipeline.accelerate.tiny_decoder and not encodes) or needs() <= available:
         return 0

@@ -24,6 +24,7 @@ from diffusers_flax.compilation_cache import (
     no_compilation_cache,
     use_compilation_cache,
 )
+from diffusers_flax.devices.layout import Layout
 from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import check_finite_images
 from diffusers_flax.models.base import FlaxModelMixin
@@ -162,6 +163,27 @@ def test_parts_on_devices_of_their_own_make_the_same(model, made, tmp_path, caps
         with pytest.raises(SystemExit):
             sdxl_single.main([*flags_of(model, tmp_path / "out"), *given])
         assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_processes_save_executables_of_their_own(monkeypatch):
+    """A home that hosts share has one of each process."""
+    saved = []
+
+    class Store:
+        def load(self, name, cache_key, *others):
+            saved.append((name, cache_key.get("process")))
+            return others, None
+
+    layout = Layout(jax.devices()[:1])
+    pipeline = SimpleNamespace(description=lambda: "tiny", layout=layout)
+    arguments = pipeline, Store(), layout.groups, (np.ones(1), {}), {}
+    sdxl_single_aot.aot_compile(*arguments)
+    monkeypatch.setattr(Layout, "is_local", False)
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        sdxl_single_aot.aot_compile(*arguments)
+    assert [process for _, process in saved] == [None, "0 of 1", "1 of 1"]
+    assert len({name for name, _ in saved}) == 3
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ Source: ZeRO-Offload (arXiv 2101.06840) keeps states of training in the host's m
 
 import re
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import flax.linen as nn
 import jax
@@ -41,6 +42,8 @@ GROUPS = {
 HOST_PLATFORMS = ("cpu",)
 NO_PARTS = ("scheduler", "safety_checker")  # in params, but in no part of a run
 KEPT_MODELS = ("unet", "controlnet")  # in component
+
+_group = ContextVar("group", default=())  # the path of the group that runs
 
 
 def check_offload(offload, devices):
@@ -128,6 +131,11 @@ def fetch(params, after):
     return jax.tree.unflatten(structure, leaves)
 
 
+def path_of(module):
+    """The names of a module's places in its model; flax's path begins anew in a group."""
+    return (*_group.get(), *module.path)
+
+
 def is_on_host(x):
     """Whether an array of a traced program is in the host's memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
@@ -140,7 +148,6 @@ class _Fetcher:
         self.offload = offload
         self.part_before = ()  # the result of the part before
         self.group_before = None  # what the group before takes, in the same call of a model
-        self.is_in_group = False
 
     def run_part(self, names, call, params):
         """See run_parts: fetch what is in no group of the part's models."""
@@ -166,20 +173,21 @@ class _Fetcher:
     def call_module(self, method, args, kwargs, context):
         """See nn.intercept_methods: call a group with parameters on the device."""
         module = context.module
-        if self.is_in_group:
+        if _group.get():
             return method(*args, **kwargs)
         if not module.path:  # a call of a model begins; what was before may be of another trace
             self.group_before = None
         is_group = group_of(module.path, self.offload) == "/".join(module.path)
         if context.method_name != "__call__" or not is_group:
             return method(*args, **kwargs)
+        path = module.path
         module, variables = module.unbind()
         after = args[0] if self.group_before is None else self.group_before
         params = fetch(variables["params"], after)
         # The next group is fetched when this one starts; in layer when this one is done.
         self.group_before = args[0] if self.offload == "group" else None
-        self.is_in_group = True
+        token = _group.set(path)
         try:
             return module.apply({"params": params}, *args, **kwargs)
         finally:
-            self.is_in_group = False
+            _group.reset(token)

@@ -121,6 +121,11 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         self.check_acceleration(self.accelerate)
         if self.layout is not None:
             check_rows(self.accelerate, self.layout.rows)
+            if self.preview and not self.layout.is_local:
+                raise ValueError(
+                    "--preview shows images of the devices of one process, and --parallel takes "
+                    "those of several; leave --preview out"
+                )
         check_storage(self.storage, self.accelerate.int8)
         if self.accelerate.tome:
             from diffusers_flax.acceleration.token_merging import check_levels

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 from diffusers_flax import FlaxStableDiffusionXLControlNetPipeline, FlaxStableDiffusionXLPipeline
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices.layout import Layout
-from diffusers_flax.devices.offload import GROUPS, fetching, group_of
+from diffusers_flax.devices.offload import GROUPS, fetching, group_of, path_of
 from diffusers_flax.memory import num_bytes_at_once, plan_images
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -31,14 +32,14 @@ def pinned(monkeypatch):
     monkeypatch.setattr(layout_module, "HOST_PLATFORMS", ())
 
 
-def images_of(pipeline, params, jit=False, image=None):
+def images_of(pipeline, params, jit=False, image=None, **more):
     """Two images of a pipeline, (2, H, W, 3)."""
     prompts = ["make it red", "it"]
     inputs = pipeline.prepare_inputs(*([prompts] if image is None else [prompts, image]))
     inputs = jax.tree.map(np.asarray, inputs if isinstance(inputs, tuple) else (inputs,))
     if jit:
         inputs = [x[:, None] for x in inputs]
-    images = np.asarray(pipeline(*inputs, params, KEY, **OPTIONS, jit=jit).images)
+    images = np.asarray(pipeline(*inputs, params, KEY, **OPTIONS | more, jit=jit).images)
     return images.reshape(2, *images.shape[-3:])
 
 
@@ -58,6 +59,8 @@ def place(params, layout):
         ("xl edit", (), MODES),
         ("xl", ("deepcache",), MODES),
         ("controlnet", (), MODES),
+        ("xl", ("tgate:gate=5,interval=2",), ("group", "layer")),
+        ("xl", ("tome:ratio=0.5",), ("group", "layer")),
     ],
 )
 def test_images_are_those_without(family, accelerate, modes, tmp_path, pinned):
@@ -69,10 +72,12 @@ def test_images_are_those_without(family, accelerate, modes, tmp_path, pinned):
         pipeline_type = FlaxStableDiffusionXLControlNetPipeline
         more["controlnet"] = make_tiny_controlnet(tmp_path / "net", folder, halvings=3)
     image = None if family == "xl" else random_inputs(2, 32, 32)[0]
+    more_steps = {"num_inference_steps": 12} if "tgate" in "".join(accelerate) else {}
     for jit, devices in ((False, jax.devices()[:1]), (True, jax.devices()[:2])):
         options = {"accelerate": accelerate, "layout": Layout(devices), **more}
         pipeline, params = pipeline_type.from_pretrained(folder, **options)
-        expected = images_of(pipeline, place(params, Layout(devices)), jit, image)
+        placed = place(params, Layout(devices))
+        expected = images_of(pipeline, placed, jit, image, **more_steps)
         for mode in modes:
             layout = Layout(devices, offload=mode)
             pipeline, _ = pipeline_type.from_pretrained(folder, **options | {"layout": layout})
@@ -81,7 +86,8 @@ def test_images_are_those_without(family, accelerate, modes, tmp_path, pinned):
                 kinds = {x.sharding.memory_kind for x in jax.tree.leaves(part) if x.ndim > 1}
                 stays = mode == "component" and name in ("unet", "controlnet")
                 assert kinds == ({"device"} if stays else {"pinned_host"} if kinds else set())
-            np.testing.assert_array_equal(images_of(pipeline, placed, jit, image), expected)
+            images = images_of(pipeline, placed, jit, image, **more_steps)
+            np.testing.assert_array_equal(images, expected)
 
 
 def test_a_cpu_keeps_its_parameters(tmp_path):
@@ -135,6 +141,25 @@ def test_a_unet_computes_the_same(mode, pinned):
     # One program, compiled for both places.
     found, expected = (jax.jit(loop)(x, *arrays) for x in (placed, params))
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("mode", ["group", "layer"])
+def test_modules_keep_their_paths(mode, pinned):
+    """Accelerations know attention layers by them."""
+    loop, args = unet_loop(mode, Layout(jax.devices()[:1], offload=mode))
+    found = []
+
+    def note(method, args, kwargs, context):
+        if context.module.name == "attn1":
+            found.append("/".join(path_of(context.module)))
+        return method(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(loop, *args)
+    places = "down_blocks_0/attentions_0", "mid_block/attentions_0", "up_blocks_1/attentions_0"
+    places += ("up_blocks_1/attentions_1",)
+    assert {*found} == {f"{place}/transformer_blocks_0/attn1" for place in places}
 
 
 @pytest.mark.variants

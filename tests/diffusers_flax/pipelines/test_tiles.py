@@ -13,9 +13,10 @@ from helpers import PROMPTS, psnr, random_inputs, save_tiny_vae
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline, memory
+from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, pipeline_class
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
@@ -178,6 +179,46 @@ def test_the_plan_says_which_tile(folders, monkeypatch):
     assert plan(vae_tile=0)[0].vae.tile is None
     with pytest.raises(ValueError, match="--vae_tile 33 is not a multiple of 32"):
         plan(vae_tile=33)
+
+
+def test_tiles_need_a_vae_that_computes(folders, tmp_path):
+    for name, levels in (("xl", 4), ("edit", 3)):
+        save_tiny_vae(tmp_path / name, (8,) * levels)
+        accelerate = f"taesd:path={tmp_path / name}"
+        pipeline_type = pipeline_class(folders[name])
+        pipeline = pipeline_type.open(folders[name], accelerate=accelerate)
+        of_batch = jax.devices()[:1], 1, 1, ("text",), (64, 64)
+        if name == "xl":
+            error = "--vae_tile 32 has no effect with --accelerate taesd"
+            with pytest.raises(ValueError, match=error):
+                memory.plan_images(pipeline, *of_batch, vae_tile=32)
+            assert "tiles" not in memory.plan_images(pipeline, *of_batch, vae_tile=0)[1]
+        else:  # it encodes in tiles
+            assert "tiles of 32" in memory.plan_images(pipeline, *of_batch, vae_tile=32)[1]
+
+
+def test_devices_are_balanced_with_tiles(folders, monkeypatch):
+    layout, found, balance = Layout(jax.devices()[:3], parts="balanced"), [], memory.balance
+    monkeypatch.setattr(
+        memory, "balance", lambda sizes, n: found.append(sizes["vae"]) or balance(sizes, n)
+    )
+    pipeline = replace(pipeline_class(folders["edit"]).open(folders["edit"]), layout=layout)
+    for tile in (0, 32):
+        of_batch = jax.devices()[:1], 8, 8, ("text", "null"), (256, 256)
+        memory.plan_images(pipeline, *of_batch, vae_tile=tile)
+    weights = memory.num_bytes_of_params(pipeline, ("vae",))
+    arrays = 4.5 * 8 * pipeline.vae.block_out_channels[0] * 4  # the encoder's, of all images
+    images = 2 * 8 * 256**2 * 3 * 4
+    expected = [weights + images + arrays * side**2 for side in (256, 32)]
+    np.testing.assert_allclose(found, expected)
+
+
+def test_previews_need_one_process(folders, tmp_path, monkeypatch):
+    save_tiny_vae(tmp_path, (8,) * 4)
+    preview, layout = Preview(1, print, str(tmp_path)), Layout(jax.devices()[:1])
+    monkeypatch.setattr(Layout, "is_local", False)
+    with pytest.raises(ValueError, match="--preview shows images of the devices of one process"):
+        FlaxStableDiffusionXLPipeline.open(folders["xl"], preview=preview, layout=layout)
 
 
 def test_the_plan_counts_each_device(folders):
