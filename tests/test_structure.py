@@ -101,6 +101,15 @@ def test_imports():
     assert {str(file): found for file, found in wrong.items() if found} == {}
 
 
+def test_devices_are_below_the_models():
+    above = ("models", "schedulers", "pipelines", "acceleration")
+    above = tuple(f"{LIBRARY}.{folder}" for folder in above)
+    files = {file: tree for file, tree in code().items() if file.parts[:2] == (LIBRARY, "devices")}
+    assert len(files) > 5
+    for file, tree in files.items():
+        assert [name for name in imports(tree) if name.startswith(above)] == [], file
+
+
 def test_script_needs_neither_jax_nor_the_library():
     waiting, seen = ["script"], set()
     while waiting:

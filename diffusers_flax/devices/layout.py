@@ -132,12 +132,15 @@ class Layout:
         """Whether parameters are in another memory than the devices'."""
         return self.offload is not None and self.devices[0].platform not in HOST_PLATFORMS
 
-    def sharding_of(self, model, x):
+    def placement_of(self, model, x):
         """Where a parameter is: on all devices, or with offload in pinned memory of the host.
 
-        A sharding, or a Format of one.
+        Args:
+            model: its key in params.
+            x: array or ShapeDtypeStruct.
 
-        model: its key in params; x: array or its shape.
+        Returns:
+            A sharding, or a Format of one.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec())
         if not self.fetches or not lives_on_host(model, x, self.offload):
@@ -148,6 +151,12 @@ class Layout:
         """Replace parameters by copies for all devices, in place, one array at a time.
 
         With parts each model is on the device of its part.
+
+        Args:
+            params: {model: tree of arrays}, NumPy or jax; of several processes all have the same.
+
+        Raises:
+            ValueError: parts are BALANCED, whose devices are not chosen.
         """
         if self.parts:
             for model in params.keys() - {"scheduler"}:
@@ -157,7 +166,7 @@ class Layout:
             return
 
         def place(model, x):
-            sharding = self.sharding_of(model, x)
+            sharding = self.placement_of(model, x)
             if self.is_local:
                 return jax.device_put(x, sharding)
             # device_put would compare the arrays of all processes.
@@ -175,13 +184,24 @@ class Layout:
         return jax.process_index() == 0
 
     def agree(self, numbers):
-        """A list of numbers, as process 0 has it, in all processes: what it finds in its files."""
+        """A list of process 0, in all processes: what it finds in its files.
+
+        Args:
+            numbers: whole numbers below 2^31, of this process; all processes call this together.
+
+        Returns:
+            Process 0's numbers, a list.
+        """
         return numbers if self.is_local else list_of_process_0(numbers)
 
     def to_host(self, tree):
         """Arrays for calls, which several processes must pass as NumPy arrays, keys as their data.
 
-        One process may pass jax's arrays.
+        Args:
+            tree: of arrays, NumPy or jax, all of them on devices of this process.
+
+        Returns:
+            The tree as it is for one process, which may pass jax's arrays.
         """
 
         def convert(x):
@@ -197,8 +217,15 @@ class Layout:
             function: (images, shared) -> array (B, ...); images are arrays (B, ...).
 
         Returns:
-            Its jit of (images, shared), where images are arrays (data, B, ...), as for jax.pmap.
+            Its jit of (images, shared), where images are arrays (data, B, ...), as for jax.pmap,
+            NumPy if there are several processes; shared is as place_params places it.
+
+        Raises:
+            ValueError: parts of the model are on devices of their own, in programs of their own.
         """
+
+        if self.parts:
+            raise ValueError("parts on devices of their own are several programs; leave parts out")
 
         def on_group(images, shared):
             return function(jax.tree.map(lambda x: x[0], images), shared)[None]
@@ -224,7 +251,7 @@ class Layout:
         """ShapeDtypeStructs of parameters as place_params places them, to compile for."""
 
         def place(model, x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding_of(model, x))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.placement_of(model, x))
 
         return {model: jax.tree.map(partial(place, model), x) for model, x in shapes.items()}
 

@@ -85,12 +85,6 @@ def moments_of_all(mean, variance):
     return mean, (variances + jnp.square(means - mean)).mean(0)
 
 
-def mean_of_all(x):
-    """The mean over all parts of an array that each part has."""
-    axis = _axis.get()
-    return x if axis is None else jax.lax.pmean(x, axis)
-
-
 def largest_of_all(x):
     """The largest of all parts' values, element by element."""
     axis = _axis.get()
