@@ -26,6 +26,8 @@ import flax_train_instruct_pix2pix as trainer
 import tpu_compile
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.flops import matmul_flops
+from diffusers_flax.models.quantization import store
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines import sampling
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
@@ -472,6 +474,41 @@ def test_padding_is_that_of_tiles(libtpu_environment):
     unused = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
     result = program_costs(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused))
     assert result["padding"] == 4 * 8 * (128 - 100)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_kernels_in_8_bits_are_cast_up_one_at_a_time(libtpu_environment):
+    """A loop does not keep its kernels in bfloat16."""
+    devices = slice_devices(find_slice("v5e-4"))
+    unet = FlaxUNet2DConditionModel(
+        block_out_channels=(128, 256),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=8,
+        cross_attention_dim=128,
+        dtype=jnp.bfloat16,
+    )
+    params = jax.eval_shape(unet.init_weights, jax.random.key(0))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+
+    def loop(params, x, context):
+        def step(i, x):
+            return unet.apply({"params": params}, x, i, context).sample.astype(x.dtype)
+
+        return jax.lax.fori_loop(0, 3, step, x)
+
+    temporaries = {}
+    for storage in (None, "int8"):
+        stored = jax.eval_shape(partial(store, storage=storage), params)
+        args = stored, jnp.zeros((1, 4, 16, 16)), jnp.zeros((1, 77, 128), jnp.bfloat16)
+        args = replicated_shapes(args, len(devices))
+        costs = program_costs(jax.pmap(loop, devices=devices), args)
+        temporaries[storage] = costs["temporaries"]
+    kernels = sum(2 * x.size for x in jax.tree.leaves(stored) if x.dtype == jnp.int8)
+    assert kernels > 2**24
+    assert temporaries["int8"] - temporaries[None] < kernels / 4, temporaries
 
 
 @needs_libtpu

@@ -128,10 +128,10 @@ def layout_of(**sizes):
     [
         (dict(branches=2, rows=2), 1e-5),
         *slow(
-            (dict(branches=2), 1e-6),
+            (dict(branches=2), 2e-6),
             (dict(rows=2), 1e-5),
             (dict(rows=4), 1e-5),
-            (dict(data=2, branches=2), 1e-6),
+            (dict(data=2, branches=2), 2e-6),
             (dict(data=2, rows=2), 1e-5),
         ),
     ],
