@@ -226,7 +226,7 @@ def export(config):
     print(output_dir)
 
 
-def make_images(config):
+def run_file(config):
     """Run a program of --format stablehlo and write its images."""
     for name in ("model", "output_dir", *OF_FORMATS):
         if getattr(config, name) is not None:
@@ -252,7 +252,7 @@ def make_images(config):
 def work(config):
     """Export a model, or run a program."""
     if config.run is not None:
-        make_images(config)
+        run_file(config)
     else:
         export(config)
 

@@ -93,9 +93,8 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         needed = params + sharing * sum(batch for _, batch in held)
     layout = pipeline.layout
     on_each = f"on each of {len(devices)} {devices[0].device_kind}"
-    group_size = 1 if layout is None else layout.branches * layout.rows
-    if group_size > 1:
-        on_each = f"on each of {len(devices)} x {group_size} {devices[0].device_kind}"
+    if layout is not None and layout.group_size > 1:
+        on_each = f"on each of {len(devices)} x {layout.group_size} {devices[0].device_kind}"
     if layout is not None and layout.parts:
         places = ", ".join(
             f"{part} on {layout.devices.index(layout.device_of(part))}" for part in PARTS
@@ -167,9 +166,9 @@ def bytes_of_devices(pipeline, batch_size, num_branches, size):
     image = batch_size * math.prod(size) * 3 * 4
     unet = batch_size * bytes_per_image(pipeline, num_branches, *size)
     if layout is None or not layout.parts:
-        group_size = 1 if layout is None else layout.branches * layout.rows
-        on_host = layout is not None and layout.devices[0].platform == "cpu"
-        return [(num_bytes_at_once(pipeline), unet // (1 if on_host else group_size))]
+        if layout is not None and layout.devices[0].platform != "cpu":
+            unet //= layout.group_size
+        return [(num_bytes_at_once(pipeline), unet)]
     held = [[0, 0] for _ in layout.devices]
     for part, batch in (("text", 0), ("unet", unet), ("vae", image)):
         of_device = held[layout.devices.index(layout.device_of(part))]

@@ -35,7 +35,7 @@ from diffusers_flax.acceleration.plans import (
     plan_steps,
 )
 from diffusers_flax.acceleration.token_merging import merging_hook
-from diffusers_flax.devices.offload import path_of
+from diffusers_flax.devices.offload import path_in_model
 from diffusers_flax.devices.rows import split_rows
 from diffusers_flax.devices.shares import share_of
 from diffusers_flax.models.blocks import Attention
@@ -329,7 +329,7 @@ def t_gate(model):
         def intercept(call, args, kwargs, context):
             if not isinstance(context.module, Attention) or context.method_name != "__call__":
                 return call(*args, **kwargs)
-            layer = "/".join(path_of(context.module))
+            layer = "/".join(path_in_model(context.module))
             kind = "cross" if len(args) > 1 and args[1] is not None else "self"
             out = reuse[kind][layer] if kind in reuse else call(*args, **kwargs)
             if kind in stored:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.devices.offload import path_of
+from diffusers_flax.devices.offload import path_in_model
 from diffusers_flax.models.blocks import Attention, BasicTransformerBlock, Transformer2D
 
 WINDOW = 2  # one position of each window of 2x2 is a destination
@@ -51,7 +51,7 @@ def merging_hook(technique, full_height):
         elif isinstance(module, Attention) and module.name == "attn1":
             is_self_attention = len(args) < 2 or args[1] is None
             if is_self_attention and full_height <= technique.max_downsample * size[0]:
-                offsets = window_offsets(size, "/".join(path_of(module)), technique.random)
+                offsets = window_offsets(size, "/".join(path_in_model(module)), technique.random)
                 merge, unmerge = match(block_input, size, technique.ratio, offsets)
                 return unmerge(call(merge(args[0]), *args[1:], **kwargs))
         return call(*args, **kwargs)

@@ -67,9 +67,9 @@ class Layout:
             self._check_parts()
             return
         if self.data is None:
-            data = len(self.devices) // (self.branches * self.rows)
+            data = len(self.devices) // self.group_size
             object.__setattr__(self, "data", data)
-        needed = self.data * self.branches * self.rows
+        needed = self.data * self.group_size
         if needed != len(self.devices) or not needed:
             raise ValueError(
                 f"data={self.data}, branches={self.branches} and rows={self.rows} take {needed} "
@@ -114,7 +114,12 @@ class Layout:
         """The first device of each group, a list."""
         if self.parts:
             return [self.devices[0]]
-        return list(self.devices[:: self.branches * self.rows])
+        return list(self.devices[:: self.group_size])
+
+    @property
+    def group_size(self):
+        """How many devices share the work on an image."""
+        return self.branches * self.rows
 
     @property
     def mesh(self):
@@ -244,8 +249,8 @@ class Layout:
         """
         if self.parts or not self.is_local or num_groups >= self.data:
             return self
-        size = num_groups * self.branches * self.rows
-        return replace(self, devices=self.devices[:size], data=num_groups)
+        devices = self.devices[: num_groups * self.group_size]
+        return replace(self, devices=devices, data=num_groups)
 
     def shapes_of_params(self, shapes):
         """ShapeDtypeStructs of parameters as place_params places them, to compile for."""

@@ -131,7 +131,7 @@ def fetch(params, after):
     return jax.tree.unflatten(structure, leaves)
 
 
-def path_of(module):
+def path_in_model(module):
     """The names of a module's places in its model; flax's path begins anew in a group."""
     return (*_group.get(), *module.path)
 

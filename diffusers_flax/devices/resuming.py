@@ -76,10 +76,13 @@ def identify(flag, value):
         paths = re.findall("[:,]path=([^,]+)", value)
     else:  # FILE, FILE:WEIGHT or FILE:TOKEN
         paths = [value if os.path.exists(os.path.expanduser(value)) else value.rpartition(":")[0]]
-    return [value, *(file for path in paths if path for file in files_of(Path(path).expanduser()))]
+    return [
+        value,
+        *(file for path in paths if path for file in state_of_files(Path(path).expanduser())),
+    ]
 
 
-def files_of(path):
+def state_of_files(path):
     """(name, bytes, time of the last change) of a file, or of the files of a model's directory.
 
     Images, which a program may write into the directory, are no files of a model.

@@ -139,8 +139,7 @@ def row_axes(layout, height, spread=True):
     """
     candidates = [("rows", layout.rows)]
     if spread:
-        both = layout.branches * layout.rows
-        candidates += [("branches", layout.branches), (("branches", "rows"), both)]
+        candidates += [("branches", layout.branches), (("branches", "rows"), layout.group_size)]
     fitting = [(n, names) for names, n in candidates if n > 1 and height % n == 0]
     return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
@@ -151,9 +150,7 @@ def num_devices_of_rows(layout, height):
     layout, height: as for row_axes.
     """
     names = row_axes(layout, height)
-    return {None: 1, "rows": layout.rows, "branches": layout.branches}.get(
-        names, layout.branches * layout.rows
-    )
+    return {None: 1, "rows": layout.rows, "branches": layout.branches}.get(names, layout.group_size)
 
 
 def map_rows(layout, function, x, height, axis, out_axis):

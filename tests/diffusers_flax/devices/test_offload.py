@@ -14,7 +14,7 @@ from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 from diffusers_flax import FlaxStableDiffusionXLControlNetPipeline, FlaxStableDiffusionXLPipeline
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices.layout import Layout
-from diffusers_flax.devices.offload import GROUPS, fetching, group_of, path_of
+from diffusers_flax.devices.offload import GROUPS, fetching, group_of, path_in_model
 from diffusers_flax.memory import num_bytes_at_once, plan_images
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -153,7 +153,7 @@ def test_modules_keep_their_paths(mode, pinned):
 
     def note(method, args, kwargs, context):
         if context.module.name == "attn1":
-            found.append("/".join(path_of(context.module)))
+            found.append("/".join(path_in_model(context.module)))
         return method(*args, **kwargs)
 
     with nn.intercept_methods(note):
