@@ -165,7 +165,7 @@ def bytes_of_devices(pipeline, batch_size, num_branches, size):
     layout = pipeline.layout
     image = batch_size * math.prod(size) * 3 * 4
     unet = batch_size * bytes_per_image(pipeline, num_branches, *size)
-    if layout is None or not layout.parts:
+    if layout is None or not layout.parts or layout.offload:
         if layout is not None and layout.devices[0].platform != "cpu":
             unet //= layout.group_size
         return [(num_bytes_at_once(pipeline), unet)]

@@ -26,6 +26,7 @@ from diffusers_flax.devices.offload import (
     check_offload,
     fetching,
     format_on_host,
+    has_pinned_memory,
     lives_on_host,
 )
 from diffusers_flax.devices.parts import PARTS, part_of_models
@@ -36,6 +37,7 @@ AXES = ("data", "branches", "rows")
 BALANCED = "balanced"
 # The parts of models that several parts use, or none.
 MORE_MODELS = {"tiny_vae": "unet", "safety_checker": "vae"}
+ON_ONE_DEVICE = tuple((part, 0) for part in sorted(PARTS))
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Layout:
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))
         check_offload(self.offload, self.devices)
+        if self.offload and not self.parts and not has_pinned_memory(self.devices):
+            object.__setattr__(self, "parts", ON_ONE_DEVICE)
         if self.parts:
             self._check_parts()
             return
@@ -77,7 +81,7 @@ class Layout:
             )
 
     def _check_parts(self):
-        if self.offload:
+        if self.offload and (has_pinned_memory(self.devices) or self.parts != ON_ONE_DEVICE):
             raise ValueError(
                 f"--offload {self.offload} and --devices both choose where parameters are; give one"
             )
@@ -155,7 +159,8 @@ class Layout:
     def place_params(self, params):
         """Replace parameters by copies for all devices, in place, one array at a time.
 
-        With parts each model is on the device of its part.
+        With parts each model is on the device of its part, or with offload too in the host's memory
+        until its part runs.
 
         Args:
             params: {model: tree of arrays}, NumPy or jax; of several processes all have the same.
@@ -167,6 +172,8 @@ class Layout:
             for model in params.keys() - {"scheduler"}:
                 part = part_of_models((model,))
                 device = self.device_of(part if part in PARTS else MORE_MODELS[model])
+                if self.offload and part in ("text", "vae"):
+                    device = jax.local_devices(backend="cpu")[0]
                 replace_leaves(partial(jax.device_put, device=device), params[model])
             return
 
@@ -230,7 +237,9 @@ class Layout:
         """
 
         if self.parts:
-            raise ValueError("parts on devices of their own are several programs; leave parts out")
+            raise ValueError(
+                "there is a program for each part of the model; leave --devices and --offload out"
+            )
 
         def on_group(images, shared):
             return function(jax.tree.map(lambda x: x[0], images), shared)[None]

@@ -12,6 +12,9 @@ before computes, so two of them are on the device. layer: residual blocks and bl
 are fetched when they run, one at a time. What is in no group, such as time embeddings, is on the
 device while its model runs.
 
+Devices without pinned memory have component alone, on one device, as one program per part
+(stages.py).
+
 A fetch is tied to a value of the program by an optimization barrier: XLA can start it when the
 value is known, neither before a loop nor all at once.
 
@@ -52,13 +55,24 @@ def check_offload(offload, devices):
         return
     if offload not in GROUPS:
         raise ValueError(f"offload={offload!r} is not known; known are {', '.join(GROUPS)}")
-    for device in devices:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if "pinned_host" not in kinds:
-            raise ValueError(
-                f"--offload {offload} needs pinned memory of the host, which {device.platform} "
-                f"does not have (it has {', '.join(kinds)}); leave it out"
-            )
+    if has_pinned_memory(devices):
+        return
+    if offload != "component":
+        raise ValueError(
+            f"--offload {offload} needs pinned memory of the host, which {devices[0].platform} "
+            "does not have; take --offload component"
+        )
+    if len(devices) > 1:
+        raise ValueError(
+            f"--offload component is for one device on {devices[0].platform}, which has no pinned "
+            f"memory of the host; there are {len(devices)}: hide the others, or take --devices"
+        )
+
+
+def has_pinned_memory(devices):
+    """Whether programs of these devices can fetch parameters from the host's memory."""
+    kinds = ({memory.kind for memory in device.addressable_memories()} for device in devices)
+    return all("pinned_host" in kinds_of_device for kinds_of_device in kinds)
 
 
 def lives_on_host(model, x, offload):

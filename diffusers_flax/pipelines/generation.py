@@ -561,5 +561,6 @@ def _generate_in_parts(pipeline, compiled_in, arrays, shared, jit):
         images = {name: x for name, x in arrays.items() if name != "params"}
         arrays = arrays | jax.tree.map(lambda x: x[0], images)
     stages = programs_of_parts(_generate, (pipeline, compiled_in), arrays)
-    result = stages(arrays, shared, pipeline.layout.device_of)
+    layout = pipeline.layout
+    result = stages(arrays, shared, layout.device_of, one_at_a_time=layout.offload is not None)
     return result[None] if jit else result

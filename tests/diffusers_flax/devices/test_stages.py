@@ -18,11 +18,12 @@ from diffusers_flax import (
     FlaxStableDiffusionXLPipeline,
 )
 from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.devices import layout as layout_module
+from diffusers_flax.devices import offload as offload_module
 from diffusers_flax.devices.layout import Layout, parse_parts
 from diffusers_flax.devices.stages import programs_of_parts
 from diffusers_flax.images import prepare_images
 from diffusers_flax.memory import balance
-from diffusers_flax.pipelines import generation
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
 OPTIONS = dict(num_inference_steps=3, guidance_scale=3.0)
@@ -154,18 +155,29 @@ def test_programs_are_compiled_once(folders, caplog):
 
 
 @pytest.mark.slow
-def test_one_part_at_a_time_from_the_host(folders):
-    """The programs of component offload where there is no memory of another kind."""
-    pipeline, inputs, params, options = open_case(folders, "text to image", None)
+@pytest.mark.parametrize("case", ["text to image", "edit"])
+def test_offload_without_pinned_memory(folders, case, monkeypatch):
+    """It is a program for each part, whose parameters come from the host."""
+    pipeline, inputs, params, options = open_case(folders, case, None)
     expected = pipeline(*inputs, params, KEY, **options).images
-    params = jax.tree.map(np.asarray, params)
-    device = jax.devices()[1]
-    arrays = {"prompt_ids": inputs[0], "params": params, "prng_seed": KEY}
-    compiled_in = (("num_inference_steps", 3),), pipeline.text_modules()
-    stages = programs_of_parts(generation._generate, (pipeline, compiled_in), arrays)
-    shared = {"guidance_scale": np.float32(3)}
-    images = stages(arrays, shared, lambda part: device, one_at_a_time=True)
+    for module in (offload_module, layout_module):
+        monkeypatch.setattr(module, "has_pinned_memory", lambda devices: False)
+        monkeypatch.setattr(module, "HOST_PLATFORMS", ())
+    with pytest.raises(
+        ValueError, match="needs pinned memory of the host, which cpu does not have"
+    ):
+        Layout(jax.devices()[1:2], offload="group")
+    with pytest.raises(ValueError, match="is for one device on cpu"):
+        Layout(jax.devices()[:2], offload="component")
+    layout = Layout(jax.devices()[1:2], offload="component")
+    pipeline, inputs, params, options = open_case(folders, case, layout)
+    places = {model: set(jax.tree.leaves(x)[0].devices()) for model, x in params.items() if x}
+    assert places["unet"] == {jax.devices()[1]}
+    assert places["vae"] == places["text_encoder"] == {jax.devices()[0]}
+    images = pipeline(*inputs, params, KEY, **options).images
     np.testing.assert_allclose(images, expected, atol=4e-6)  # XLA fuses other operations
+    with pytest.raises(ValueError, match="leave --devices and --offload out"):
+        layout.jit_batches(None)
 
 
 @pytest.mark.slow
