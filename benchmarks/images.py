@@ -90,6 +90,14 @@ Technique = Literal[tuple(ACCELERATIONS)]
 # int8 convolutions take minutes on a CPU.
 TIMED = tuple(x for x in ACCELERATIONS if x not in ("plain", "tgate", "int8", "int8 in all layers"))
 
+BFLOAT16 = ("--dtype", "bfloat16")
+STORAGE = {  # flags of edit_cli.py
+    "storage int8": ("--storage", "int8"),
+    "storage float8": ("--storage", "float8"),
+    "bfloat16": BFLOAT16,
+    "bfloat16, storage int8": (*BFLOAT16, "--storage", "int8"),
+}
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -370,6 +378,7 @@ class Quality:
     lora: Path | None = None  # an LCM-LoRA of distill_lcm.py; also edits in 4, 2 and 1 steps
     taesd: Path | None = None  # a TAESD of demo/make_tiny_vae.py; also decodes with it
     names: tuple[Technique, ...] = tuple(name for name in ACCELERATIONS if name != "taesd")
+    storage: bool = True  # also edits with weights stored in 8 bits, and in bfloat16
     output: str = "benchmarks/results/images.json"
 
 
@@ -422,6 +431,8 @@ def quality_cases(config):
     """{name: (specs of --accelerate, further flags of edit_cli.py)}, the plain pipeline first."""
     cases = {"plain": ((), ())}
     cases |= {name: (specs, ()) for name, specs in quality_specs(config, 0).items()}
+    if config.storage:
+        cases |= {name: ((), flags) for name, flags in STORAGE.items()}
     for steps in (4, 2, 1) if config.lora else ():
         few = ("--num_inference_steps", str(steps))
         name = f"{steps} steps" if steps > 1 else "1 step"

@@ -38,6 +38,7 @@ TABLES = {
     "families_models": quality.families_models_table,
     "acceleration_quality": quality.acceleration_table,
     "text_to_image": quality.text_to_image_table,
+    "storage": quality.storage_table,
     "distillation": quality.distillation_table,
     "tpu_recipes": tpu.recipes_table,
     "tpu_train": tpu.train_table,

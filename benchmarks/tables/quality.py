@@ -104,7 +104,11 @@ def acceleration_table() -> str:
     """Edits of the demo's model with each acceleration, and how much faster a CPU is."""
     rows, lines = results("images"), []
     timed = {case.partition(", ")[2]: row for case, row in rows_of(rows, "accelerated").items()}
-    quality = {name: row for name, row in rows_of(rows, "quality").items() if "step" not in name}
+    quality = {
+        name: row
+        for name, row in rows_of(rows, "quality").items()
+        if "step" not in name and not is_of_storage(row)
+    }
     for name in dict.fromkeys([*quality, *timed]):
         row, ratios = quality.get(name), timed.get(name, {}).get("times_as_fast", [])
         cells = [psnr_cell(row["psnr"]), *edit_cells(row)] if row else [""] * 3
@@ -116,6 +120,21 @@ def acceleration_table() -> str:
         "| times as fast on a CPU",
         lines,
     )
+
+
+def is_of_storage(row: dict) -> bool:
+    """Whether a row is of edits with other weights, and no acceleration."""
+    return "--storage" in row["flags"] or "--dtype" in row["flags"]
+
+
+def storage_table() -> str:
+    """Edits of the demo's model with weights in 8 bits."""
+    lines = [
+        [f"`{row['flags']}`", psnr_cell(row["psnr"])]
+        for row in rows_of(results("images"), "quality").values()
+        if is_of_storage(row)
+    ]
+    return markdown_table("| PSNR to the edits without", lines)
 
 
 def text_to_image_table() -> str:
