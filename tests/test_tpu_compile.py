@@ -759,6 +759,8 @@ ENTRY %main (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
     assert hbm_bytes(text, [(0.7, 0.3)]) == 7 * one + 3 * two
     assert hbm_bytes(text) == 10 * (one + two)
     assert expected_cycles(text, [(0.7, 0.3)]) == 7 * 3
+    unknown = text.replace('"estimated_cycles":"3"', f'"estimated_cycles":"{2**64 - 1}"')
+    assert expected_cycles(unknown, [(0.7, 0.3)]) == 0
     with pytest.raises(ValueError, match="1 of 2 switches are not in the program"):
         hbm_bytes(text, [(0.7, 0.3), (0.5, 0.5)])
 

@@ -29,6 +29,7 @@ NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "part
 SLICES = {"slice", "dynamic-slice"}
 FUSED = re.compile(r"calls=%([\w.\-]+)")
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+UNKNOWN_CYCLES = 2**64 - 1  # of an operation that the compiler has no estimate for
 
 
 def array_bytes(dtype, shape):
@@ -230,7 +231,8 @@ def expected_cycles(text, switches=()):
     """
 
     def cost(instructions, computations):
-        return sum(int(x) for *_, rest in instructions for x in CYCLES.findall(rest))
+        found = [int(x) for *_, rest in instructions for x in CYCLES.findall(rest)]
+        return sum(x for x in found if x != UNKNOWN_CYCLES)
 
     return sum_over_run(text, cost, switches)
 
