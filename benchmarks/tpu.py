@@ -88,6 +88,7 @@ LATENTS = ("--cache_latents", "latents", "--no_random_crop")
 JOBS = {
     "train": TRAIN,
     "train latents": (*TRAIN, *LATENTS),
+    "train lora latents": (*TRAIN[:3], *LATENTS, "--lora_rank", "16"),
     "train sdxl": TRAIN_SDXL,
     "train sdxl latents": (*TRAIN_SDXL, *LATENTS),
     "train sdxl by block": (*TRAIN_SDXL, *LATENTS, "--gather_by_block"),

@@ -20,9 +20,21 @@ def several_tasks():
     return tasks != "1" or "," in env.get("TPU_WORKER_HOSTNAMES", "")
 
 
+def is_only_host():
+    """Whether the environment variables of a TPU name this host alone, as in notebooks.
+
+    Colab has TPU_WORKER_HOSTNAMES "localhost", Kaggle also TPU_PROCESS_ADDRESSES "local", which jax
+    would look up as the name of a host for five minutes; neither has a metadata server to ask.
+    """
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    is_one_slice = os.environ.get("MEGASCALE_NUM_SLICES", "1") == "1"
+    return hosts != "" and "," not in hosts and is_one_slice
+
+
 def on_tpu_vm():
     """Whether jax will use a TPU here, whose metadata server knows the other hosts."""
-    if os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0] not in ("", "tpu"):
+    platform = os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0]
+    if platform not in ("", "tpu") or is_only_host():
         return False
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     is_google = any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors)
