@@ -1,6 +1,8 @@
 # make demo: train and use a small editing model, 4 minutes on two CPU cores with AVX-512.
 # make test: one test of everything that matters, 5 minutes on two cores.  make test-all: all tests,
 # with programs compiled as users' are.  make test-export: all tests of export_model.py.
+# make app: the page of edit_app.py with the demo's model, which it makes if there is none.
+# make test-app: all tests of edit_app.py, in Chromium.
 # make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
 PYTHON ?= python3
@@ -11,9 +13,20 @@ BIN := .venv/bin
 # --max-worker-restart 0: pytest would hang after a worker crash.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 0
 
-.PHONY: demo test test-all test-export aria2 lint
+.PHONY: demo app test test-all test-export test-app aria2 chromium lint
 demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
+
+app: .venv/app demo/output/model/model_index.json
+	$(BIN)/python edit_app.py --model demo/output/model --examples demo/output/held_out/edits.jsonl \
+		--guidance_scale 2 --image_guidance_scale 1.2 --num_inference_steps 20
+
+demo/output/model/model_index.json:
+	$(MAKE) demo
+
+.venv/app: .venv/installed requirements-app.txt
+	$(BIN)/python -m pip install --quiet -r requirements-app.txt
+	touch $@
 
 test: .venv/installed .venv/tpu aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10
@@ -28,6 +41,18 @@ test-export: .venv/export
 .venv/export: .venv/installed requirements-export.txt
 	$(BIN)/python -m pip install --quiet -r requirements-export.txt
 	touch $@
+
+# Without gradio, Playwright and Chromium the tests of the page are skipped.
+test-app: .venv/playwright chromium
+	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_edit_app.py
+
+.venv/playwright: .venv/app
+	$(BIN)/python -m pip install --quiet playwright
+	touch $@
+
+chromium:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		bash setup-tpu-vm.sh chromium
 
 aria2:
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2

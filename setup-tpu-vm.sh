@@ -7,6 +7,7 @@
 #   bash setup-tpu-vm.sh cuda       a machine with NVIDIA GPUs (CUDA 12 or newer driver)
 #   bash setup-tpu-vm.sh cpu        a machine without accelerator
 #   bash setup-tpu-vm.sh aria2      only aria2 and curl, which script.sh needs
+#   bash setup-tpu-vm.sh chromium   only Chromium, which the tests of edit_app.py need
 #
 # Safe to run again: installed parts are kept. Then: source .venv/bin/activate
 # PYTHON=python3.12 selects the interpreter, 3.11 or newer. Asks no questions.
@@ -20,13 +21,13 @@ torch=${TORCH:-torch==2.13.0}
 case $target in
     tpu) extra=tpu ;;
     cuda) extra=cuda12 ;;
-    cpu | aria2) extra= ;;
+    cpu | aria2 | chromium) extra= ;;
     -h | --help)
         sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0"
         exit 0
         ;;
     *)
-        say "unknown target '$target'; use tpu, cuda, cpu or aria2" >&2
+        say "unknown target '$target'; use tpu, cuda, cpu, aria2 or chromium" >&2
         exit 2
         ;;
 esac
@@ -48,6 +49,11 @@ find_python() {
         fi
     done
 }
+
+if [ "$target" = chromium ]; then
+    apt_install --no-install-recommends chromium
+    exit 0
+fi
 
 if ! command -v aria2c >/dev/null || ! command -v curl >/dev/null; then
     command -v apt-get >/dev/null || {

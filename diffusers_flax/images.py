@@ -6,7 +6,7 @@ Also initial latents from a file, batches for several devices, and the check for
 from functools import partial
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, PngImagePlugin
 
 from diffusers_flax.loading.files import save_whole
 
@@ -158,7 +158,7 @@ def ramp(inside, feather):
     return np.minimum(distance / (feather + 1), 1).astype(np.float32)
 
 
-def save_image(image, path, software=None, image_id=None):
+def save_image(image, path, software=None, image_id=None, texts=None):
     """Write an image in the format of its extension, to a temporary file that is renamed.
 
     Args:
@@ -166,6 +166,7 @@ def save_image(image, path, software=None, image_id=None):
         path: of the file.
         software: text for the EXIF tag of this name; None: no EXIF data.
         image_id: 32 hexadecimal digits for the EXIF tag ImageUniqueID, or None.
+        texts: {keyword: text} for the text chunks of a PNG, which Pillow reads as Image.text.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; name a file")
@@ -179,6 +180,10 @@ def save_image(image, path, software=None, image_id=None):
         if image_id:
             details = options["exif"].get_ifd(ExifTags.IFD.Exif)
             details[ExifTags.Base.ImageUniqueID] = image_id
+    if texts:
+        options["pnginfo"] = PngImagePlugin.PngInfo()
+        for keyword, text in texts.items():
+            options["pnginfo"].add_itxt(keyword, text)
     save_whole(path, partial(image.save, format=image_format, quality=JPEG_QUALITY, **options))
 
 

@@ -34,9 +34,11 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     edit_branches,
     pixels_per_latent,
 )
+from diffusers_flax.pipelines.sampling import text_branches
 from diffusers_flax.schedulers.factory import choose_scheduler
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
+TEXT_TO_IMAGE = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 MAX_LOADERS = 8
 
 
@@ -150,6 +152,7 @@ def check_model(
     timestep_spacing=None,
     accelerate=(),
     guidance_scales=(7.5, 1.5),
+    text_to_image=False,
 ):
     """Check a model and the flags that depend on it, without reading its weights.
 
@@ -162,6 +165,7 @@ def check_model(
         timestep_spacing: see choose_scheduler.
         accelerate: see acceleration.plans.parse.
         guidance_scales: of the instruction and the image.
+        text_to_image: take a model that makes images from text, too.
 
     Returns:
         CheckedModel.
@@ -172,7 +176,8 @@ def check_model(
     """
     accelerate = parse(accelerate)
     pipeline_type = pipeline_class(model)
-    if not issubclass(pipeline_type, InstructPix2Pix):
+    is_known = text_to_image and pipeline_type.torch_class_name in TEXT_TO_IMAGE
+    if not is_known and not issubclass(pipeline_type, InstructPix2Pix):
         raise ValueError(
             f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix model; "
             "train one with flax_train_instruct_pix2pix.py, or make images from text with "
@@ -184,10 +189,57 @@ def check_model(
     if resolution is None:
         side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
         resolution = factor * (max(side) if isinstance(side, list) else side)
-    found, state = choose_scheduler(configs["scheduler"], model, scheduler, timestep_spacing)
-    steps = timestep_options(num_inference_steps, timesteps, eta, pipeline_type.ays_timesteps)
-    check_steps(found, state, steps, accelerate, edit_branches(*guidance_scales))
+    found = check_sampling(
+        pipeline_type,
+        configs["scheduler"],
+        model,
+        num_inference_steps,
+        scheduler,
+        timesteps,
+        eta,
+        timestep_spacing,
+        accelerate,
+        guidance_scales,
+    )
     return CheckedModel(pipeline_type, factor, resolution, found)
+
+
+def check_sampling(
+    pipeline_type,
+    scheduler_config,
+    model,
+    num_inference_steps,
+    scheduler=None,
+    timesteps=None,
+    eta=None,
+    timestep_spacing=None,
+    accelerate=(),
+    guidance_scales=(7.5, 1.5),
+):
+    """The scheduler that an edit takes, after a check of all that its steps depend on.
+
+    Args:
+        pipeline_type: class of the pipeline.
+        scheduler_config: content of the model's scheduler_config.json.
+        others: as for check_model.
+
+    Raises:
+        ValueError: the scheduler does not take the number of steps, or accelerations do not fit.
+    """
+    accelerate = parse(accelerate)
+    pipeline_type.check_acceleration(accelerate)
+    found, state = choose_scheduler(scheduler_config, model, scheduler, timestep_spacing)
+    steps = timestep_options(num_inference_steps, timesteps, eta, pipeline_type.ays_timesteps)
+    branches = branches_of(pipeline_type, *guidance_scales)
+    check_steps(found, state, steps, accelerate, branches)
+    return found
+
+
+def branches_of(pipeline_type, guidance_scale, image_guidance_scale):
+    """The branches of guidance that a pipeline computes; from text the second scale has none."""
+    if issubclass(pipeline_type, InstructPix2Pix):
+        return edit_branches(guidance_scale, image_guidance_scale)
+    return text_branches(guidance_scale)
 
 
 def load_model(

@@ -10,13 +10,14 @@ import pytest
 from helpers import ROOT
 
 LIBRARY = "diffusers_flax"
-FOLDERS = {"training", "dataloading", "editing", "tpu", "exporting"}
+FOLDERS = {"training", "dataloading", "editing", "tpu", "exporting", "app"}
 # Of the repository, what the files of a folder may import besides the folder itself.
 BELOW = {
     LIBRARY: set(),
     "dataloading": {LIBRARY, "command_line"},
     "training": {LIBRARY, "command_line", "dataloading"},
     "editing": {LIBRARY, "command_line", "dataloading"},
+    "app": {LIBRARY, "command_line", "dataloading", "editing"},
     "tpu": {LIBRARY, "command_line"},
     "exporting": {LIBRARY, "command_line"},
     "examples": set(),  # what users copy

@@ -33,12 +33,13 @@ class Preview:
             (B, H, W, 3) in [0, 1]) -> None, for the images of one device. Arrays are NumPy's. An
             error that it raises ends the call of the pipeline.
         path: directory or hub id of the TAESD; "": the path that --accelerate taesd names, or
-            madebyollin/taesd, for SDXL madebyollin/taesdxl.
+            madebyollin/taesd, for SDXL madebyollin/taesdxl. None: nothing is decoded, and show
+            gets None for the images; it counts the steps.
     """
 
     every: int
     show: Callable
-    path: str = ""
+    path: str | None = ""
 
     def __post_init__(self):
         if not isinstance(self.every, int) or self.every < 1:
@@ -59,14 +60,18 @@ class Preview:
         alphas, sigmas = map(jnp.asarray, scales)
 
         def show(step, key_data, images):
-            self.show(int(step), np.asarray(key_data), np.asarray(images))
+            images = None if images is None else np.asarray(images)
+            self.show(int(step), np.asarray(key_data), images)
 
         def watch(i, x, guided):
             step = i + 1
 
             def send():
-                x_0, _ = predict_x0_and_eps(prediction_type, alphas[i], sigmas[i], x, guided)
-                jax.debug.callback(show, step, jax.random.key_data(keys), decode(x_0))
+                images = None
+                if self.path is not None:
+                    x_0, _ = predict_x0_and_eps(prediction_type, alphas[i], sigmas[i], x, guided)
+                    images = decode(x_0)
+                jax.debug.callback(show, step, jax.random.key_data(keys), images)
 
             is_due = (step % self.every == 0) & (step < len(alphas))
             is_due = is_due if is_shown is None else is_due & is_shown

@@ -340,12 +340,14 @@ class ProcessFlags:
 def layout_of_flags(flags):
     """The Layout of DeviceFlags, or None if each device makes images of its own.
 
-    ProcessFlags say which processes join before, so no device may be used before this call.
+    ProcessFlags say which processes join before, so no device may be used before this call. Flags
+    without them are of a program of one process.
 
     Raises:
         ValueError: the flags are not valid, or exclude each other.
     """
-    names = ("coordinator_address", "num_processes", "process_id")
+    is_one_process = not isinstance(flags, ProcessFlags)
+    names = () if is_one_process else ("coordinator_address", "num_processes", "process_id")
     given = [name for name in names if getattr(flags, name) is not None]
     if flags.parallel and flags.devices:
         raise ValueError("--devices excludes --parallel; give one of them")
@@ -357,8 +359,9 @@ def layout_of_flags(flags):
         return Layout(devices, parts=parts, offload=flags.offload)
     if not flags.parallel:
         return Layout(devices, offload=flags.offload) if flags.offload else None
-    start_distributed(*(getattr(flags, name) for name in names))
-    check_agreement(repr(replace(flags, process_id=None)))
+    if not is_one_process:
+        start_distributed(*(getattr(flags, name) for name in names))
+        check_agreement(repr(replace(flags, process_id=None)))
     return replace(parse_layout(flags.parallel), offload=flags.offload)
 
 

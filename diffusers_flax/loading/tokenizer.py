@@ -58,18 +58,29 @@ def tokenize(tokenizer, prompt, length):
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one text, which may be empty")
     rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int32)
-    sequences = sequences_of_tokens(tokenizer)
-    for row, ids in zip(rows, tokenizer(prompts, verbose=False).input_ids):
-        ids = [part for i in ids for part in sequences.get(i, [i])]
-        if len(ids) > length:
-            cut = tokenizer.decode(ids[length - 1 : -1])
-            warn_once(
-                f"prompt is {len(ids)} tokens long, the text encoder takes {length}; "
-                f"cut off: {cut!r}"
-            )
+    for row, ids in zip(rows, sequences_of_ids(tokenizer, prompts)):
+        if message := too_long(tokenizer, ids, length):
+            warn_once(message)
             ids = [*ids[: length - 1], ids[-1]]  # with the end-of-text token
         row[: len(ids)] = ids
     return rows
+
+
+def sequences_of_ids(tokenizer, prompts):
+    """Token ids of each of a list of str, of any length."""
+    sequences = sequences_of_tokens(tokenizer)
+    return [
+        [part for i in ids for part in sequences.get(i, [i])]
+        for ids in tokenizer(prompts, verbose=False).input_ids
+    ]
+
+
+def too_long(tokenizer, ids, length):
+    """What tokenize cuts off of a prompt's ids, in words; "" if they fit."""
+    if len(ids) <= length:
+        return ""
+    cut = tokenizer.decode(ids[length - 1 : -1])
+    return f"prompt is {len(ids)} tokens long, the text encoder takes {length}; cut off: {cut!r}"
 
 
 def sequences_of_tokens(tokenizer):

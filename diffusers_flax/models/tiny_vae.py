@@ -171,7 +171,7 @@ def choose_tiny_vae(decoder, preview, published):
     Raises:
         ValueError: both name one, it does not exist, or is the published one of the other family.
     """
-    if not decoder and not preview:
+    if not decoder and (not preview or preview.path is None):
         return None
     if decoder and preview and preview.path:
         raise ValueError(

@@ -1,0 +1,447 @@
+"""The model of the page, and the one thread that makes images with it.
+
+    editor = Editor(config, layout)
+    editor.open()
+    job = editor.submit(Job(settings, image))
+    async for progress in editor.follow(job): ...
+    image, = job.images
+
+Jobs run one after another, in the order in which they come.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from PIL import Image
+
+from app.settings import SHAPES, Limits, Settings, check_settings
+from dataloading.images import load_image
+from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.images import check_finite_images, to_pil
+from diffusers_flax.loading.lora import split_weight
+from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
+from diffusers_flax.memory import plan_images
+from diffusers_flax.parameters import cast_params, choose_dtype, place_params
+from diffusers_flax.pipelines.base import TEXT_ENCODERS
+from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
+from editing.edits import (
+    batch_inputs,
+    branches_of,
+    check_model,
+    check_sampling,
+    devices_for,
+    edit_size,
+    fit_image,
+    load_model,
+    plan_edits,
+)
+from editing.masks import fit_mask
+
+MAX_PROGRAMS = 24  # in memory; those before are in the compilation cache on the disk
+MAX_PREVIEWS = 10  # of an image
+POLL = 0.15  # seconds between two looks at a job
+
+logger = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A job was cancelled, or its page closed."""
+
+
+class Progress(NamedTuple):
+    """How far a job is."""
+
+    stage: str  # "waiting", "loading", "compiling", "making"
+    since: float  # time.monotonic() of the beginning of the stage
+    step: int = 0  # that is done
+    image: int = 0  # of a comparison
+    preview: Any = None  # PIL image
+
+
+@dataclass(eq=False)
+class Job:
+    """Images of one request."""
+
+    settings: Settings
+    image: Image.Image | None = None  # to edit, of any size
+    mask: Image.Image | None = None  # of its size, white where it may change
+    scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): of settings
+    is_trial: bool = False  # compiles, and makes no image
+    progress: Progress = field(default_factory=lambda: Progress("waiting", time.monotonic()))
+    images: list = field(default_factory=list)  # PIL
+    seconds: float | None = None
+    error: Exception | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self):
+        settings = self.settings
+        self.scales = self.scales or ((settings.guidance_scale, settings.image_guidance_scale),)
+
+    def report(self, stage, **more):
+        """Set the progress."""
+        since = self.progress.since if self.progress.stage == stage else time.monotonic()
+        self.progress = self.progress._replace(stage=stage, since=since, **more)
+
+
+@dataclass(eq=False)
+class Program:
+    """A pipeline with the settings that are compiled in."""
+
+    pipeline: Any
+    is_compiled: bool = False
+
+
+class Editor:
+    """The model, its programs, and the queue of jobs."""
+
+    def __init__(self, config, layout=None):
+        """config: of edit_app.py; layout: of the devices, or None."""
+        self.config, self.layout = config, layout and layout.first(1)
+        self.checked = check_model(
+            config.model,
+            config.resolution,
+            config.num_inference_steps,
+            config.scheduler,
+            accelerate=config.accelerate,
+            guidance_scales=(config.guidance_scale, config.image_guidance_scale),
+            text_to_image=True,
+        )
+        _, configs = self.checked.pipeline_type.check(config.model)
+        self.scheduler_config = configs["scheduler"]
+        self.edits = issubclass(self.checked.pipeline_type, InstructPix2Pix)
+        self.loras = {Path(split_weight(spec)[0]).stem: spec for spec in config.lora}
+        self.limits = self._limits(configs)
+        self.decoder = config.preview_decoder or None
+        if self.decoder and not config.progress:
+            raise ValueError("--preview_decoder is for --progress; leave --no_progress out")
+        check_settings(replace(self.defaults(), instruction="red"), self.limits)
+        self.check(self.defaults())
+        self.devices = devices_for(1, None, self.layout)
+        self.programs, self.compile_seconds = OrderedDict(), None
+        self.params, self.weights = None, None
+        self.jobs, self.condition = deque(), threading.Condition()
+        self.current = self.program = None  # of the thread
+
+    def _limits(self, configs):
+        """The Limits, from the configs of the model."""
+        levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
+        smallest = self.checked.factor * 2 ** (levels - 1)
+        largest = self.config.max_resolution or 2 * self.checked.resolution
+        if largest < self.checked.resolution:
+            raise ValueError(
+                f"--max_resolution {largest} is below the resolution of the model, "
+                f"{self.checked.resolution}; give --resolution too"
+            )
+        return Limits(smallest, largest, tuple(self.loras))
+
+    def defaults(self):
+        """The Settings that the page begins with."""
+        names = ("guidance_scale", "image_guidance_scale", "num_inference_steps", "scheduler")
+        given = {name: getattr(self.config, name) for name in names}
+        given |= {"accelerate": self.config.accelerate, "lora": tuple(self.loras)}
+        return Settings("", seed=self.config.seed, resolution=self.checked.resolution, **given)
+
+    def open(self):
+        """Load the model, and start the thread."""
+        config = self.config
+        size = (self.checked.resolution,) * 2
+        self.pipeline, params = load_model(
+            config.model,
+            self.checked.pipeline_type,
+            self.checked.scheduler,
+            choose_dtype(config.dtype),
+            self._lora_specs(self.defaults()),
+            preview=Preview(1, self._show, self.decoder) if config.progress else None,
+            plan=partial(self._plan, settings=self.defaults(), size=size, is_masked=False),
+            embedding=config.embedding,
+            unet_delta=config.unet_delta,
+            layout=self.layout,
+            storage=config.storage,
+        )
+        if config.accelerate:  # int8 changes the parameters
+            cast_params(self._with_settings(self.defaults()), params)
+        place_params(params, self.devices, self.layout)
+        self.params, self.weights = params, self._weights_of(self.defaults())
+        threading.Thread(target=self._work, name="editor", daemon=True).start()
+
+    # ------------------------------------------------------------ of a request
+
+    def check(self, settings):
+        """Raise a ValueError for settings that the model does not take; check_settings is before.
+
+        Returns:
+            The scheduler.
+        """
+        return check_sampling(
+            self.checked.pipeline_type,
+            self.scheduler_config,
+            self.config.model,
+            settings.num_inference_steps,
+            settings.scheduler,
+            accelerate=self._acceleration(settings),
+            guidance_scales=(settings.guidance_scale, settings.image_guidance_scale),
+        )
+
+    def size_of(self, settings, image_size=None):
+        """(width, height) of an image; image_size: of the image to edit."""
+        shape = image_size if self.edits else SHAPES[settings.shape]
+        return edit_size(shape, settings.resolution, self.checked.factor)
+
+    def cut_text(self, text):
+        """What the text encoders cut off of a text, a sentence; "" if it fits."""
+        for name, encoder in TEXT_ENCODERS.items():
+            if tokenizer := getattr(self.pipeline, name, None):
+                length = getattr(self.pipeline, encoder).module.max_position_embeddings
+                (ids,) = sequences_of_ids(tokenizer, [text])
+                if message := too_long(tokenizer, ids, length):
+                    return message
+        return ""
+
+    # ------------------------------------------------------------ the queue
+
+    def submit(self, job):
+        """Add a job to the queue; raise a ValueError if it is full."""
+        with self.condition:
+            if len(self.jobs) > self.config.max_queue:
+                raise ValueError(
+                    f"{len(self.jobs)} requests wait already; try again in a few minutes"
+                )
+            self.jobs.append(job)
+            self.condition.notify()
+        return job
+
+    def num_before(self, job):
+        """How many jobs run or wait before this one."""
+        with self.condition:
+            return self.jobs.index(job) if job in self.jobs else 0
+
+    def stop(self, job):
+        """Cancel a job: it leaves the queue, or ends after its current step."""
+        job.stopped.set()
+        with self.condition:
+            if job in self.jobs and job is not self.current:
+                self.jobs.remove(job)
+                job.error = Stopped()
+                job.done.set()
+
+    async def follow(self, job):
+        """Wait for a job and yield its Progress meanwhile; a job that nobody follows ends."""
+        try:
+            while not job.done.is_set():
+                yield job.progress
+                await asyncio.sleep(POLL)
+        finally:
+            if not job.done.is_set():
+                self.stop(job)
+        if job.error:
+            raise job.error
+
+    def _work(self):
+        while True:
+            with self.condition:
+                self.condition.wait_for(lambda: self.jobs)
+                job = self.current = self.jobs[0]
+            try:
+                self._make(job)
+            except Exception as error:
+                job.error = error_of(error, job)
+            with self.condition:
+                self.current = None
+                self.jobs.popleft()
+            job.done.set()
+
+    # ------------------------------------------------------------ the model, in the thread
+
+    def _make(self, job):
+        started = time.perf_counter()
+        settings = job.settings
+        self._load_weights(job)
+        size = self.size_of(settings, job.image and job.image.size)
+        arrays = None
+        for number, scales in enumerate(job.scales):
+            job.report("making", image=number, step=0)
+            of_image = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
+            mask = None if job.mask is None else fit_mask(job.mask, size)
+            mask = None if mask and mask.getextrema()[0] else mask  # all white restricts nothing
+            program = self._program(replace(settings, **of_image), size, mask is not None)
+            self.program = program
+            if not program.is_compiled:
+                job.report("compiling")
+            if arrays is None:
+                arrays = self._arrays(job, size, mask)
+            images = self._call(program.pipeline, arrays, settings, size, scales)
+            if job.stopped.is_set():
+                raise Stopped
+            images = np.asarray(images).reshape(-1, size[1], size[0], 3)
+            if not program.is_compiled:  # no step was shown
+                self.compile_seconds = time.monotonic() - job.progress.since
+                program.is_compiled = True
+            check_finite_images(images, "the images", settings.lora)
+            job.images += to_pil(images)
+        job.seconds = time.perf_counter() - started
+
+    def _arrays(self, job, size, mask):
+        """The arrays of a call for one device or group: of text, keys, and of an edit."""
+        settings, pipeline = job.settings, self.pipeline
+        prompt_ids = pipeline.prepare_text_inputs([settings.instruction])
+        neg_ids = None
+        if settings.negative_prompt:
+            neg_ids = pipeline.prepare_text_inputs([settings.negative_prompt])
+        key = jax.random.key(settings.seed)
+        if self.edits:
+            image, masks = fit_image(job.image, size), None if mask is None else [mask]
+            feather = settings.mask_feather
+            of_edit = prompt_ids, neg_ids, key, np.array([0]), 1
+            return batch_inputs(pipeline, [image], masks, feather, *of_edit)
+        keys = jax.random.fold_in(key, 0)[None, None]
+        return prompt_ids[None], keys, None if neg_ids is None else neg_ids[None]
+
+    def _call(self, pipeline, arrays, settings, size, scales):
+        """The images, on devices; they may not be ready."""
+        steps = settings.num_inference_steps
+        if self.edits:
+            prompt_ids, image, keys, neg_ids, mask = arrays
+            of_image = prompt_ids, image, self.params, keys, steps, *scales
+            return pipeline(*of_image, neg_prompt_ids=neg_ids, jit=True, mask=mask).images
+        prompt_ids, keys, neg_ids = arrays
+        return pipeline(
+            prompt_ids,
+            self.params,
+            keys,
+            num_inference_steps=steps,
+            guidance_scale=scales[0],
+            width=size[0],
+            height=size[1],
+            neg_prompt_ids=neg_ids,
+            jit=True,
+        ).images
+
+    def _program(self, settings, size, is_masked):
+        """The Program of an image, new ones not compiled."""
+        scales = settings.guidance_scale, settings.image_guidance_scale
+        branches = branches_of(self.checked.pipeline_type, *scales)
+        key = (
+            *(settings.scheduler, settings.accelerate, settings.num_inference_steps, size),
+            *(is_masked, branches, bool(settings.negative_prompt)),
+        )
+        if key not in self.programs:
+            if len(self.programs) == MAX_PROGRAMS:
+                self.programs.clear()
+                jax.clear_caches()
+            pipeline = self._with_settings(settings)
+            pipeline, _ = self._plan(pipeline, settings, size, is_masked)
+            self.programs[key] = Program(pipeline)
+        return self.programs[key]
+
+    def _with_settings(self, settings):
+        """The pipeline with the scheduler and the accelerations of settings."""
+        accelerate = parse(self._acceleration(settings))
+        every, decoder = 1, self.decoder
+        if decoder:
+            every = -(-settings.num_inference_steps // MAX_PREVIEWS)
+            decoder = "" if accelerate.tiny_decoder else decoder  # the same one
+        return replace(
+            self.pipeline,
+            scheduler=self.check(settings),
+            accelerate=accelerate,
+            preview=Preview(every, self._show, decoder) if self.config.progress else None,
+            compiled=set(),
+        )
+
+    def _acceleration(self, settings):
+        """--accelerate of settings, taesd with the page's decoder."""
+        if "taesd" in settings.accelerate and not self.decoder:
+            raise ValueError("--accelerate taesd needs a TAESD; start with --preview_decoder")
+        named = {"taesd": f"taesd:path={self.decoder}"}
+        return tuple(named.get(spec, spec) for spec in settings.accelerate)
+
+    def _plan(self, pipeline, settings, size, is_masked):
+        """(pipeline, with tiles of the VAE if it needs them; a line about the memory)."""
+        scales = settings.guidance_scale, settings.image_guidance_scale
+        branches = branches_of(self.checked.pipeline_type, *scales)
+        if self.edits:
+            of_edit = {"masked": [is_masked], "vae_tile": self.config.vae_tile}
+            return plan_edits(pipeline, [size], 1, branches, **of_edit)
+        pipeline.check_parallel(branches, size[1])
+        of_image = self.devices, 1, 1, branches, size
+        return plan_images(pipeline, *of_image, vae_tile=self.config.vae_tile)
+
+    def _lora_specs(self, settings):
+        """--lora of settings: FILE:WEIGHT of each name."""
+        chosen = (split_weight(self.loras[name]) for name in settings.lora)
+        return tuple(f"{file}:{weight * settings.lora_weight}" for file, weight in chosen)
+
+    def _weights_of(self, settings):
+        """What the parameters depend on."""
+        int8 = parse(self._acceleration(settings)).int8
+        return self._lora_specs(settings), int8 and int8.mode
+
+    def _load_weights(self, job):
+        """Read the model again if the job has another LoRA than the one before, or int8."""
+        weights = self._weights_of(job.settings)
+        if weights == self.weights:
+            return
+        job.report("loading")
+        self.params = self.weights = None  # never twice in memory
+        options = {"lora": weights[0], "unet_delta": self.config.unet_delta}
+        params = self.pipeline.load_params(self.config.model, **options)
+        cast_params(self._with_settings(job.settings), params)
+        place_params(params, self.devices, self.layout)
+        self.params, self.weights = params, weights
+
+    def _show(self, step, keys, images):
+        """Called by the program after a step, in any thread."""
+        job = self.current
+        if job is None:
+            return
+        if job.progress.stage == "compiling":
+            self.compile_seconds = time.monotonic() - job.progress.since
+            self.program.is_compiled = True
+        preview = to_pil(images)[0] if images is not None else job.progress.preview
+        job.report("making", step=step, preview=preview)
+        # An error ends the program at once. A TPU's program ends by itself, and its image is
+        # dropped: there an error of a callback was never tried.
+        is_unwanted = job.stopped.is_set() or job.is_trial
+        if is_unwanted and self.devices[0].platform != "tpu":
+            raise Stopped
+
+
+class NoStops(logging.Filter):
+    """Drops jax's log entry about an error in a callback that is Stopped."""
+
+    def filter(self, record):
+        return not (record.exc_info and isinstance(record.exc_info[1], Stopped))
+
+
+def error_of(error, job):
+    """The exception for a job's user."""
+    text = str(error)
+    if job.stopped.is_set() or (job.is_trial and "Stopped" in text):
+        return Stopped()
+    if "RESOURCE_EXHAUSTED" in text:
+        return ValueError("the memory of the device is too small; choose a smaller size")
+    if not isinstance(error, ValueError | OSError):
+        logger.error("a request failed", exc_info=error)
+    return error
+
+
+def trial_job(editor, images):
+    """The Job that compiles the program of the first example, or of a square.
+
+    images: paths of the examples.
+    """
+    settings, image = replace(editor.defaults(), instruction="a photograph"), None
+    if editor.edits:
+        image = load_image(images[0]) if images else Image.new("RGB", (64, 64), "grey")
+    return Job(settings, image, is_trial=True)

@@ -1,0 +1,442 @@
+"""What the page does when something is clicked, and its API."""
+
+import asyncio
+import html
+import time
+from contextlib import aclosing
+from dataclasses import fields, replace
+from functools import partial
+
+import gradio as gr
+
+from app.editor import Job, Stopped
+from app.images import image_to_paint_on, painted_mask, read_image
+from app.layout import COMPARED, NAMES, OWN_SCHEDULER, hide, settings_components, show
+from app.settings import (
+    Settings,
+    check_settings,
+    draw_seed,
+    read_settings,
+    within_limits,
+)
+from diffusers_flax.captions import GRID_MARGIN, captioned, tile_grid
+from diffusers_flax.images import save_image
+from diffusers_flax.messages import one_line
+from editing.edits import fit_image
+from editing.masks import read_mask_of
+
+MAX_COMPARED = 8
+
+
+class Events:
+    """The handlers of the page's events."""
+
+    def __init__(self, editor, sessions, components):
+        self.editor, self.sessions, self.c = editor, sessions, components
+        self.controls = settings_components(components)
+
+    def connect(self, blocks):
+        """Attach the handlers, in the current gr.Blocks."""
+        c, private = self.c, {"api_visibility": "private"}
+        quick = private | {"queue": False, "show_progress": "hidden"}
+        slow = private | {"concurrency_limit": None, "show_progress": "hidden"}
+        request = {c.image, c.use_mask, c.mask, c.keep_seed, *self.controls.values()}
+        gr.on([c.run.click, c.instruction.submit], self.make, request, self._all(), **slow)
+        c.compare.click(self.compare, request | {c.compared, c.values}, self._all(), **slow)
+        c.cancel.click(self.cancel, None, None, **quick)
+        c.roll.click(lambda: (draw_seed(), True), None, [c.seed, c.keep_seed], **quick)
+        shown = [*self.controls.values(), c.keep_seed, c.result, c.status, c.download, c.use]
+        c.gallery.select(partial(self.pick, "results"), None, shown, **quick)
+        c.comparison.select(partial(self.pick, "comparison"), None, shown, **quick)
+        c.use.click(self.use_result, None, [c.image], **quick)
+        restored = [*self.controls.values(), c.keep_seed, c.status]
+        c.image.upload(self.restore, [c.image], restored, **quick)
+        paint = {"fn": self.paint, "inputs": [c.use_mask, c.image, c.resolution]}
+        paint |= {"outputs": [c.mask, c.mask_feather]} | quick
+        gr.on([c.use_mask.change, c.image.change], **paint)
+        blocks.load(self.begin, None, [c.state], **quick)
+        timer = gr.Timer(1)
+        timer.tick(self.tick, None, [c.state, timer], **quick)
+        c.api_button.click(
+            self.api_edit if self.editor.edits else self.api_image,
+            self._api_inputs(),
+            [c.api_result, c.api_settings],
+            api_name="edit" if self.editor.edits else "image",
+            concurrency_limit=None,
+        )
+        blocks.unload(self.close)
+
+    def _all(self):
+        """The components that a request changes."""
+        c = self.c
+        result = [c.result, c.status, c.download, c.use, c.gallery_title, c.gallery, c.seed]
+        return [c.run, c.cancel, c.compare, *result, c.comparison, c.figure]
+
+    def _api_inputs(self):
+        names = [name for name in NAMES if name not in ("image_guidance_scale", "mask_feather")]
+        if not self.editor.edits:
+            return [self.controls[name] for name in names]
+        names = [name for name in NAMES if name != "shape"]
+        return [self.c.api_image, *(self.controls[name] for name in names), self.c.api_mask]
+
+    # ------------------------------------------------------------ requests
+
+    async def make(self, data, request: gr.Request):
+        """Make an image."""
+        session = self.sessions.get(request.session_hash)
+        async for update in self._run(data, session, self._scales_of_one):
+            yield update
+
+    async def compare(self, data, request: gr.Request):
+        """Make the same image at several values of a scale."""
+        session = self.sessions.get(request.session_hash)
+        async for update in self._run(data, session, self._scales_of_several):
+            yield update
+
+    async def _run(self, data, session, scales_of):
+        c = self.c
+        try:
+            settings = self._settings(data)
+            job = await asyncio.to_thread(self._job, settings, data, scales_of(settings, data))
+            self.editor.submit(job)
+        except (ValueError, OSError) as error:
+            yield self._failed(error)
+            return
+        session.job, before = job, None
+        yield {c.run: hide(), c.compare: gr.update(interactive=False), c.cancel: show()}
+        if job.image is not None:
+            size = self.editor.size_of(settings, job.image.size)
+            before = fit_image(job.image, size)
+        try:
+            async with aclosing(self.editor.follow(job)) as following:
+                seen = None
+                async for progress in following:
+                    update = {c.status: self._status_of(job, progress)}
+                    if progress.preview is not None and progress.preview is not seen:
+                        seen = progress.preview
+                        update[c.result] = (before, seen) if before else seen
+                    yield update
+            yield await asyncio.to_thread(self._finished, job, before, session)
+        except Stopped:
+            yield self._idle() | {c.status: status("cancelled", "info")}
+        except (ValueError, OSError) as error:
+            yield self._failed(error)
+        except Exception:  # the log of the server has it
+            yield self._failed("this failed on the server, whose log says why")
+            raise
+
+    def _settings(self, data):
+        """The Settings of the controls; a new seed unless it is kept."""
+        values = {name: data[control] for name, control in self.controls.items()}
+        if not data[self.c.keep_seed] or values["seed"] is None:
+            values["seed"] = draw_seed()
+        return self._checked(values)
+
+    def _checked(self, values):
+        """The Settings of {name: value of its control}."""
+        own = values["scheduler"] in (None, OWN_SCHEDULER)
+        changes = {"scheduler": None if own else values["scheduler"]}
+        changes |= {name: values[name] or "" for name in ("instruction", "negative_prompt")}
+        changes |= {name: tuple(values.get(name) or ()) for name in ("accelerate", "lora")}
+        for field in fields(Settings):
+            if isinstance(field.default, float | int) and field.name in values:
+                changes[field.name] = as_number(field.name, values[field.name], type(field.default))
+        settings = Settings(**values | changes)
+        check_settings(settings, self.editor.limits)
+        self.editor.check(settings)
+        for text in (settings.instruction, settings.negative_prompt):
+            if message := self.editor.cut_text(text):
+                gr.Warning(message)
+        return settings
+
+    def _job(self, settings, data, scales):
+        """The Job of a request."""
+        c = self.c
+        if not self.editor.edits:
+            return Job(settings, scales=scales)
+        if not data[c.image]:
+            raise ValueError("there is no image; drop one, paste one, or take an example")
+        image, mask = read_image(data[c.image]), None
+        if data[c.use_mask]:
+            mask = painted_mask((data[c.mask] or {}).get("layers") or [])
+        return Job(settings, image, mask, scales)
+
+    def _scales_of_one(self, settings, data):
+        return ()
+
+    def _scales_of_several(self, settings, data):
+        """(guidance_scale, image_guidance_scale) at each value."""
+        words = data[self.c.values].replace(",", " ").split()
+        values = [as_number("values", word, float) for word in words]
+        if not 2 <= len(values) <= MAX_COMPARED:
+            raise ValueError(f"give 2 to {MAX_COMPARED} values, such as 1, 1.5, 2")
+        name = COMPARED[data[self.c.compared]] if self.editor.edits else "guidance_scale"
+        several = [replace(settings, **{name: value}) for value in values]
+        for one in several:
+            check_settings(one, self.editor.limits)
+            self.editor.check(one)
+        return tuple((one.guidance_scale, one.image_guidance_scale) for one in several)
+
+    def _finished(self, job, before, session):
+        """Save the images of a job; the updates that show them."""
+        c, edits = self.c, self.editor.edits
+        names = ("guidance_scale", "image_guidance_scale")
+        several = [replace(job.settings, **dict(zip(names, scales))) for scales in job.scales]
+        results = self.sessions.add(session, job.images, before, several, edits)
+        gallery = [(result.path, result.settings.instruction) for result in session.results]
+        update = self._idle() | self._shown(results[-1], session)
+        update |= {
+            c.gallery: show(value=gallery),
+            c.gallery_title: show(),
+            c.seed: job.settings.seed,
+        }
+        text = f"{results[-1].summary}; {job.seconds:.1f} s"
+        if len(results) > 1:
+            session.comparison = results
+            text = f"{len(results)} images in {job.seconds:.1f} s"
+            captions = [self._caption(one, several) for one in several]
+            strip = [(result.path, caption) for result, caption in zip(results, captions)]
+            update[c.comparison] = show(value=strip, columns=len(strip))
+            update[c.figure] = show(value=self._figure(job, before, captions, session))
+        return update | {c.status: status(text, "done")}
+
+    def _caption(self, settings, several):
+        """The scale in which the images of a comparison differ."""
+        names = {"guidance_scale": "instruction", "image_guidance_scale": "image"}
+        for name, word in names.items():
+            if len({getattr(one, name) for one in several}) > 1:
+                return f"{word if self.editor.edits else 'scale'} {getattr(settings, name):g}"
+        return ""
+
+    def _figure(self, job, before, captions, session):
+        """The file of a comparison: the input and the images in a row, with captions."""
+        images, captions = [*job.images], [*captions]
+        if before is not None:
+            images, captions = [before, *images], [job.settings.instruction, *captions]
+        scale = -(-192 // max(images[0].size)) if max(images[0].size) < 192 else 1
+        large = [image.resize([side * scale for side in image.size]) for image in images]
+        tiles = [captioned([image], text) for image, text in zip(large, captions)]
+        file = session.folder / f"{session.number:03}-comparison.png"
+        save_image(tile_grid(tiles, len(tiles), GRID_MARGIN), file)
+        return file
+
+    def _shown(self, result, session):
+        """The updates that show a Result."""
+        c, session.shown = self.c, result
+        return {
+            c.result: (result.before, result.path) if result.before else result.path,
+            c.download: gr.update(value=result.path, interactive=True),
+            c.use: gr.update(interactive=True),
+        }
+
+    def _idle(self):
+        """The updates after a request."""
+        c = self.c
+        return {c.run: show(), c.cancel: hide(), c.compare: gr.update(interactive=True)}
+
+    def _failed(self, error):
+        """The updates that show an error."""
+        message = in_words(error)
+        gr.Warning(message)
+        return self._idle() | {self.c.status: status(message, "failed")}
+
+    def _status_of(self, job, progress):
+        """What the status line says of a job."""
+        seconds = time.monotonic() - progress.since
+        if progress.stage == "waiting":
+            current, number = self.editor.current, self.editor.num_before(job)
+            if number == 1 and current and current.is_trial:
+                return status(f"waiting for the program, which compiles, {seconds:.0f} s", "busy")
+            number = f"{number} request{'s' * (number > 1)}"
+            return status(f"waiting for {number} before this one", "busy")
+        if progress.stage == "loading":
+            return status(f"reading the weights with other LoRA, {seconds:.0f} s", "busy")
+        of_several = f"image {progress.image + 1} of {len(job.scales)}, " * (len(job.scales) > 1)
+        if progress.stage == "compiling":
+            return status(of_several + self._compiling(job, seconds), "busy")
+        steps = job.settings.num_inference_steps
+        text = f"{of_several}step {min(progress.step, steps)} of {steps}"
+        return status(text, "busy", (progress.image + progress.step / steps) / len(job.scales))
+
+    def _compiling(self, job, seconds):
+        width, height = self.editor.size_of(job.settings, job.image and job.image.size)
+        last = self.editor.compile_seconds
+        last = f"; the last one took {last:.0f} s" if last else "; it takes a while, once"
+        steps = job.settings.num_inference_steps
+        return f"compiling for {width}x{height} and {steps} steps, {seconds:.0f} s{last}"
+
+    # ------------------------------------------------------------ small ones
+
+    def cancel(self, request: gr.Request):
+        """Stop the session's request."""
+        if job := self.sessions.get(request.session_hash).job:
+            self.editor.stop(job)
+
+    def pick(self, name, picked: gr.SelectData, request: gr.Request):
+        """Show an image of a gallery again, with its settings."""
+        session = self.sessions.get(request.session_hash)
+        results = getattr(session, name)
+        if picked.index >= len(results):
+            return {self.c.status: status("this image is not there any more", "failed")}
+        result = results[picked.index]
+        update = self._restored(result.settings) | self._shown(result, session)
+        return update | {self.c.status: status(result.summary, "done")}
+
+    def use_result(self, request: gr.Request):
+        """Make the shown result the input."""
+        shown = self.sessions.get(request.session_hash).shown
+        return shown.path if shown else gr.skip()
+
+    def restore(self, file):
+        """Take the settings out of an uploaded file of this program."""
+        try:
+            read_image(file)
+        except (ValueError, OSError) as error:
+            return {self.c.status: status(in_words(error), "failed")}
+        if (settings := read_settings(file)) is None:
+            return {self.c.status: ""}
+        settings, changed = within_limits(settings, self.editor.limits)
+        text = "the settings of this file are back"
+        if changed:
+            text += f"; this page cannot have its {', '.join(NAMES[name] for name in changed)}"
+        return self._restored(settings) | {self.c.status: status(text, "info")}
+
+    def _restored(self, settings):
+        """The updates of all controls."""
+        update = {control: getattr(settings, name) for name, control in self.controls.items()}
+        update[self.controls["scheduler"]] = settings.scheduler or OWN_SCHEDULER
+        for name in ("accelerate", "lora"):
+            update[self.controls[name]] = [*getattr(settings, name)]
+        return update | {self.c.keep_seed: True}
+
+    def paint(self, use_mask, file, resolution):
+        """Put the image into the editor of masks, or hide that."""
+        if not use_mask:
+            return hide(), hide()
+        try:
+            image = read_image(file) if file else None
+        except (ValueError, OSError):
+            image = None
+        if image is None:
+            return show(value=None), show()
+        size = self.editor.size_of(Settings("", resolution=int(resolution)), image.size)
+        large = image_to_paint_on(image, size)
+        return show(value={"background": large, "layers": [], "composite": None}), show()
+
+    def begin(self):
+        """The state of the model, when the page opens."""
+        return self._state()
+
+    def tick(self):
+        """The state of the model, every second until it is ready."""
+        is_busy = any(job.is_trial for job in [*self.editor.jobs])
+        return self._state(), gr.update(active=is_busy)
+
+    def _state(self):
+        trial = next((job for job in [*self.editor.jobs] if job.is_trial), None)
+        if trial is None:
+            return '<span class="ready">ready</span>'
+        width, height = self.editor.size_of(trial.settings, trial.image and trial.image.size)
+        seconds = time.monotonic() - trial.progress.since
+        return f'<span class="busy">compiling for {width}x{height}, {seconds:.0f} s</span>'
+
+    def close(self, request: gr.Request):
+        """Forget the session."""
+        self.cancel(request)
+        self.sessions.close(request.session_hash)
+
+    # ------------------------------------------------------------ the API
+
+    async def api_edit(
+        self,
+        image,
+        instruction,
+        guidance_scale,
+        image_guidance_scale,
+        num_inference_steps,
+        seed,
+        resolution,
+        scheduler,
+        accelerate,
+        lora,
+        lora_weight,
+        negative_prompt,
+        mask_feather,
+        mask=None,
+        request: gr.Request = None,
+    ):
+        """Edit an image; intermediate results are the progress, the last one the image."""
+        values = {name: value for name, value in locals().items() if name in NAMES}
+        async for update in self._api_run(values, image, mask, request):
+            yield update
+
+    async def api_image(
+        self,
+        instruction,
+        guidance_scale,
+        num_inference_steps,
+        seed,
+        resolution,
+        shape,
+        scheduler,
+        accelerate,
+        lora,
+        lora_weight,
+        negative_prompt,
+        request: gr.Request,
+    ):
+        """Make an image from text; intermediate results are the progress."""
+        values = {name: value for name, value in locals().items() if name in NAMES}
+        async for update in self._api_run(values, None, None, request):
+            yield update
+
+    async def _api_run(self, values, image, mask, request):
+        try:
+            settings = self._checked(values)
+            if self.editor.edits and not image:
+                raise ValueError("there is no image; give image=handle_file(PATH)")
+            image = image and await asyncio.to_thread(read_image, image)
+            if mask:
+                with open(mask, "rb") as file:
+                    mask = read_mask_of(file.read(), "the mask")
+            job = self.editor.submit(Job(settings, image, mask))
+            async with aclosing(self.editor.follow(job)) as following:
+                async for progress in following:
+                    yield None, {"stage": progress.stage, "step": progress.step}
+        except Stopped as error:
+            raise gr.Error("cancelled") from error
+        except (ValueError, OSError) as error:
+            raise gr.Error(in_words(error)) from error
+        session = self.sessions.get(request.session_hash)
+        result = self.sessions.add(session, job.images, None, [settings], self.editor.edits)[0]
+        yield result.path, read_settings(result.path).__dict__ | {"seconds": job.seconds}
+
+
+def as_number(name, value, kind):
+    """A number of the page; a ValueError if it is none."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"--{name} {value} is not a number") from None
+
+
+def in_words(error):
+    """What an error says, with the page's names for flags."""
+    text = one_line(error)
+    for name, shown in NAMES.items():
+        text = text.replace(f"--{name} ", f"{shown} ")
+    return text
+
+
+def status(text, kind, share=None):
+    """The HTML of the status line.
+
+    Args:
+        text: what it says.
+        kind: "busy", "done", "info" or "failed".
+        share: of the work that is done, from 0 to 1, for a bar; None: no bar.
+    """
+    bar = "" if share is None else f'<progress value="{share:.3f}" max="1"></progress>'
+    role = "alert" if kind == "failed" else "status"
+    text = html.escape(text[:1].upper() + text[1:])
+    return f'<div class="line {kind}" role="{role}">{bar}<span>{text}</span></div>'

@@ -1,0 +1,76 @@
+"""Images and masks that come from the page."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dataloading.images import decode_image
+from editing.edits import fit_image, read_edits
+from editing.masks import white_mask
+
+MAX_PIXELS = 50_000_000  # of an image to edit
+PAINTING_SIZE = 512  # pixels, the longer side of the image to paint a mask on, at least
+
+
+def read_image(path):
+    """An image file of the page's user, upright, PIL of mode RGB.
+
+    Raises:
+        ValueError: it is not an image, or too large; the message has no path.
+    """
+    data = Path(path).read_bytes()
+    try:
+        width, height = Image.open(io.BytesIO(data)).size
+    except Exception as error:  # decoders raise errors of many types
+        raise ValueError(
+            "this file is not an image that Pillow can read; convert it to PNG or JPEG"
+        ) from error
+    if width * height > MAX_PIXELS:
+        raise ValueError(
+            f"this image has {width}x{height} pixels; scale it down to {MAX_PIXELS // 10**6} "
+            "megapixels or less"
+        )
+    try:
+        return Image.fromarray(decode_image(data))
+    except ValueError as error:
+        raise ValueError(f"this image cannot be read: {error}") from error
+
+
+def image_to_paint_on(image, size):
+    """An image for the editor of masks: what the model sees, enlarged if it is small.
+
+    size: (width, height) of the edit.
+    """
+    scale = -(-PAINTING_SIZE // max(size)) if max(size) < PAINTING_SIZE else 1
+    fitted = fit_image(image, size)
+    return fitted.resize([side * scale for side in size], Image.Resampling.LANCZOS)
+
+
+def painted_mask(layers):
+    """The mask of an editor's layers: PIL of mode 1, white where one of them has paint.
+
+    Args:
+        layers: PIL images of mode RGBA, of one size.
+
+    Raises:
+        ValueError: there is no paint.
+    """
+    painted = [np.asarray(layer.convert("RGBA"))[..., 3] for layer in layers]
+    mask = white_mask(np.max(painted, axis=0)) if painted else None
+    if mask is None or not mask.getbbox():
+        raise ValueError("no part is painted; paint the part that may change, or switch this off")
+    return mask
+
+
+def read_examples(file, edits):
+    """The images and instructions of a list, each once: (paths, texts).
+
+    Args:
+        file: see --examples; None: there are none.
+        edits: whether the model edits images; else no paths.
+    """
+    rows = read_edits(file) if file else []
+    paths = [str(path) for path, *_ in rows] if edits else []
+    return [*dict.fromkeys(paths)], [*dict.fromkeys(text for _, text, *_ in rows)]

@@ -1,0 +1,300 @@
+"""The components of the page."""
+
+import html
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import gradio as gr
+
+from app.settings import MAX_STEPS, SHAPES
+from diffusers_flax.schedulers.factory import SCHEDULERS
+
+FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
+MONOSPACE = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
+OWN_SCHEDULER = "the model's own"
+ACCELERATIONS = (
+    *("guidance:stop=0.6", "deepcache:interval=2", "deepcache:interval=3", "spectrum", "fbcache"),
+    *("tome", "int8"),
+)
+MAX_EXAMPLES = 12  # of each kind
+COMPARED = {  # radio button: setting, values to begin with
+    "Instruction scale": "guidance_scale",
+    "Image scale": "image_guidance_scale",
+}
+NAMES = {  # of settings, on the page
+    "instruction": "Instruction",
+    "guidance_scale": "Instruction scale",
+    "image_guidance_scale": "Image scale",
+    "num_inference_steps": "Steps",
+    "seed": "Seed",
+    "resolution": "Size",
+    "shape": "Shape",
+    "scheduler": "Scheduler",
+    "accelerate": "Acceleration",
+    "lora": "LoRA",
+    "lora_weight": "LoRA weight",
+    "negative_prompt": "Avoid",
+    "mask_feather": "Soft edge",
+}
+
+
+def image_file(**options):
+    """A gr.Image whose value is the path of the uploaded file, with its metadata, or a broken one.
+
+    A subclass would do, but Gradio writes a stub next to the file of each.
+    """
+    image = gr.Image(type="filepath", image_mode=None, format="png", **options)
+    image.preprocess = lambda payload: payload and payload.path
+    return image
+
+
+def theme():
+    """Colors and fonts; fonts of the system, as others would be loaded from another host."""
+    return gr.themes.Base(
+        primary_hue=gr.themes.colors.teal,
+        secondary_hue=gr.themes.colors.teal,
+        neutral_hue=gr.themes.colors.slate,
+        font=FONTS,
+        font_mono=MONOSPACE,
+        radius_size=gr.themes.sizes.radius_md,
+        spacing_size=gr.themes.sizes.spacing_md,
+    ).set(
+        body_background_fill="*neutral_50",
+        block_shadow="none",
+        block_label_text_size="*text_sm",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        button_primary_text_color="white",
+        button_primary_background_fill_dark="*primary_600",
+        slider_color="*primary_600",
+        checkbox_background_color_selected="*primary_600",
+    )
+
+
+def build(editor, examples):
+    """All components, in the current gr.Blocks.
+
+    Args:
+        editor: Editor.
+        examples: (paths of images, instructions) to try.
+
+    Returns:
+        Namespace with the components; those of Settings have its names.
+    """
+    c, defaults = SimpleNamespace(), editor.defaults()
+    kind = "Edit images by instruction" if editor.edits else "Images from text"
+    name = "/".join(Path(str(editor.config.model)).parts[-2:])  # of a hub id, all of it
+    with gr.Row(elem_id="head"):
+        gr.HTML(f"<h1>{kind}</h1><p>{html.escape(name)}</p>", padding=False)
+        c.state = gr.HTML(elem_id="state", padding=False)
+    with gr.Row(elem_id="columns"):
+        with gr.Column(scale=5, min_width=320, elem_id="request"):
+            build_request(c, editor, defaults, examples)
+        with gr.Column(scale=6, min_width=320, elem_id="results"):
+            build_results(c, editor)
+            build_comparison(c, editor, defaults)
+    with gr.Row(visible=False):  # of the API
+        c.api_image, c.api_mask = image_file(label="Image"), image_file(label="Mask")
+        c.api_result, c.api_settings = image_file(label="Result"), gr.JSON(label="Settings")
+        c.api_button = gr.Button()
+    return c
+
+
+def build_request(c, editor, defaults, examples):
+    """The left column: image, instruction, mask, settings."""
+    c.image = image_file(
+        label="Image",
+        sources=["upload", "webcam", "clipboard"],
+        visible=editor.edits,
+        height=320,
+        elem_id="image",
+        buttons=["fullscreen"],
+    )
+    c.instruction = gr.Textbox(
+        label="Instruction" if editor.edits else "Prompt",
+        placeholder="make it look like winter" if editor.edits else "a red panda reading a map",
+        lines=1,
+        max_lines=4,
+        elem_id="instruction",
+    )
+    with gr.Row(elem_id="buttons"):
+        verb = "Edit" if editor.edits else "Make an image"
+        c.run = gr.Button(verb, variant="primary", elem_id="run", scale=3)
+        c.cancel = gr.Button("Cancel", variant="stop", elem_id="cancel", visible=False, scale=3)
+    images, texts = examples
+    for component, samples, label in (
+        (c.image, images, "Images to try"),
+        (c.instruction, texts, "Instructions to try" if editor.edits else "Prompts to try"),
+    ):
+        if samples:
+            gr.Examples(
+                [[sample] for sample in samples],
+                [component],
+                label=label,
+                examples_per_page=MAX_EXAMPLES,
+                cache_examples=False,
+                elem_id=f"examples_{'images' if component is c.image else 'texts'}",
+                api_visibility="private",
+            )
+    with gr.Accordion("Only a part of the image", open=False, visible=editor.edits):
+        c.use_mask = gr.Checkbox(
+            False, label="Restrict the edit to what I paint", elem_id="use_mask"
+        )
+        c.mask = gr.ImageEditor(
+            label="Paint the part that may change",
+            type="pil",
+            image_mode="RGBA",
+            format="png",
+            sources=[],
+            transforms=[],
+            layers=False,
+            brush=gr.Brush(colors=["#14b8a6"], color_mode="fixed", default_size=40),
+            visible=False,
+            elem_id="mask",
+        )
+        c.mask_feather = gr.Slider(
+            0, 64, defaults.mask_feather, step=1, label="Soft edge, pixels", visible=False
+        )
+    with gr.Accordion("Settings", open=True, elem_id="settings"):
+        build_settings(c, editor, defaults)
+
+
+def build_settings(c, editor, defaults):
+    """The controls of Settings."""
+    limits = editor.limits
+    step = max(editor.checked.factor, editor.checked.resolution // 8)
+    with gr.Row():
+        c.guidance_scale = gr.Slider(
+            *(0, 20, defaults.guidance_scale),
+            step=0.1,
+            label="Instruction scale" if editor.edits else "Prompt scale",
+            info="higher: a stronger edit" if editor.edits else "higher: closer to the prompt",
+        )
+        c.image_guidance_scale = gr.Slider(
+            *(0, 5, defaults.image_guidance_scale),
+            step=0.05,
+            label="Image scale",
+            elem_id="image_guidance_scale",
+            info="higher: closer to the input",
+            visible=editor.edits,
+        )
+    with gr.Row():
+        c.num_inference_steps = gr.Slider(
+            *(1, MAX_STEPS, defaults.num_inference_steps),
+            step=1,
+            label="Steps",
+            elem_id="num_inference_steps",
+        )
+        c.resolution = gr.Slider(
+            *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
+            step=step,
+            label="Size, pixels of the longer side",
+        )
+    with gr.Row(elem_id="seeds"):
+        c.seed = gr.Number(defaults.seed, precision=0, minimum=0, label="Seed", elem_id="seed")
+        with gr.Column(min_width=120):
+            c.keep_seed = gr.Checkbox(
+                False, label="Keep this seed", container=False, elem_id="keep_seed"
+            )
+            c.roll = gr.Button("Roll a new one", elem_id="roll", size="sm")
+    c.shape = gr.Dropdown([*SHAPES], value=defaults.shape, label="Shape", visible=not editor.edits)
+    with gr.Accordion("More settings", open=False):
+        c.negative_prompt = gr.Textbox("", label="Avoid", placeholder="blurry, text", max_lines=3)
+        c.scheduler = gr.Dropdown(
+            [OWN_SCHEDULER, *SCHEDULERS],
+            value=defaults.scheduler or OWN_SCHEDULER,
+            label="Scheduler",
+        )
+        c.accelerate = gr.Dropdown(
+            [*ACCELERATIONS, *(["taesd"] if editor.decoder else [])],
+            value=[*defaults.accelerate],
+            label="Acceleration",
+            info="less work for almost the same image",
+            multiselect=True,
+            allow_custom_value=True,
+        )
+        with gr.Row(visible=bool(editor.loras)):
+            c.lora = gr.Dropdown(
+                [*editor.loras], value=[*defaults.lora], label="LoRA", multiselect=True
+            )
+            c.lora_weight = gr.Slider(0, 2, 1.0, step=0.05, label="LoRA weight")
+
+
+def build_results(c, editor):
+    """The right column: result, what to do with it, and those before."""
+    component = gr.ImageSlider if editor.edits else gr.Image
+    c.result = component(
+        label="Input and result" if editor.edits else "Result",
+        type="filepath",
+        format="png",
+        interactive=False,
+        elem_id="result",
+        buttons=["fullscreen"],
+        **({"max_height": 640, "slider_position": 50} if editor.edits else {}),
+    )
+    c.status = gr.HTML(elem_id="status", padding=False)
+    with gr.Row(elem_id="actions"):
+        c.download = gr.DownloadButton(
+            "Download PNG", interactive=False, size="sm", elem_id="download"
+        )
+        c.use = gr.Button(
+            "Use the result as input",
+            interactive=False,
+            size="sm",
+            visible=editor.edits,
+            elem_id="use",
+        )
+    c.gallery_title = gr.HTML("Images of this session; click one for its settings", visible=False)
+    c.gallery = gr.Gallery(
+        show_label=False,
+        columns=5,
+        height="auto",
+        object_fit="contain",
+        allow_preview=False,
+        elem_id="gallery",
+        interactive=False,
+        buttons=[],
+        visible=False,
+    )
+
+
+def build_comparison(c, editor, defaults):
+    """The same instruction at several values of a scale."""
+    with gr.Accordion("Compare values of a scale, side by side", open=False, elem_id="compare"):
+        with gr.Row():
+            c.compared = gr.Radio(
+                [*COMPARED],
+                value="Image scale" if editor.edits else "Instruction scale",
+                label="Scale",
+                visible=editor.edits,
+                elem_id="compared",
+            )
+            c.values = gr.Textbox(
+                "1.1, 1.2, 1.5, 2" if editor.edits else "2, 4, 7.5, 12",
+                label="Values",
+                elem_id="values",
+            )
+        c.compare = gr.Button("Compare", elem_id="run_comparison")
+        c.comparison = gr.Gallery(
+            show_label=False,
+            columns=4,
+            height="auto",
+            object_fit="contain",
+            allow_preview=False,
+            interactive=False,
+            buttons=[],
+            elem_id="comparison",
+            visible=False,
+        )
+        c.figure = gr.DownloadButton(
+            "Download as one image", size="sm", visible=False, elem_id="figure"
+        )
+
+
+def settings_components(c):
+    """The components of Settings, by its names."""
+    return {name: getattr(c, name) for name in NAMES}
+
+
+hide, show = partial(gr.update, visible=False), partial(gr.update, visible=True)

@@ -1,0 +1,160 @@
+"""The server of the page: its port, its password, its files, and its end."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+PASSWORD = "EDIT_APP_PASSWORD"  # environment variable
+LOCAL = ("127.0.0.1", "localhost", "::1")
+HEARTBEAT = "3"  # seconds; a closed page is noticed after about twice as many
+MAX_FILE_AGE = 24 * 3600  # seconds, of uploads
+PAGE = Path(__file__).parent / "page"
+
+
+def read_password(username, password_file, host):
+    """The password of the page; None: it has none.
+
+    Raises:
+        ValueError: there is a password without a user, or the reverse, or the page would be open
+            to others without one.
+    """
+    password = os.environ.get(PASSWORD)
+    if password_file is not None:
+        try:
+            password = password_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--password_file {password_file} cannot be read: {error}") from error
+        if not password:
+            raise ValueError(f"--password_file {password_file} is empty; write the password to it")
+    source = f"--password_file {password_file}" if password_file else PASSWORD
+    if username and not password:
+        raise ValueError(
+            f"--username {username} has no password; write it to a --password_file, or to the "
+            f"environment variable {PASSWORD}"
+        )
+    if password and not username:
+        raise ValueError(f"{source} is a password without a user; give --username too")
+    if host not in LOCAL and not username:
+        raise ValueError(
+            f"--host {host} opens the page to others; give --username and a --password_file"
+        )
+    return password
+
+
+def check_port(host, port):
+    """Raise a ValueError unless a server can listen on a port."""
+    if not 0 < port < 2**16:
+        raise ValueError(f"--port {port} must be from 1 to {2**16 - 1}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"--host {host} is no address of this machine: {error}") from error
+    with socket.socket(family) as opened:
+        # As the server does: the port of a server that has ended a moment ago is free.
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            opened.bind(address)
+        except OSError as error:
+            raise ValueError(
+                f"--port {port} of {host} is in use or not allowed ({error.strerror}); name "
+                "another --port, or end the program that has it"
+            ) from error
+
+
+@contextmanager
+def files_of_sessions():
+    """A new directory for the files of all pages, deleted at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="edit_app_"))
+    settings = {
+        "GRADIO_TEMP_DIR": str(folder),
+        "GRADIO_ANALYTICS_ENABLED": "False",
+        "GRADIO_HEARTBEAT_INTERVAL": os.environ.get("GRADIO_HEARTBEAT_INTERVAL", HEARTBEAT),
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)  # Gradio reads them when components are made
+    try:
+        yield folder
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_blocks(editor, examples, folder):
+    """The page, a gr.Blocks that is not served.
+
+    Args:
+        editor: Editor, open.
+        examples: see layout.build.
+        folder: of files_of_sessions.
+    """
+    import gradio as gr
+
+    from app.events import Events
+    from app.layout import build
+    from app.sessions import Sessions
+
+    title = "Edit images" if editor.edits else "Images from text"
+    with (
+        warnings.catch_warnings(),
+        gr.Blocks(title=title, analytics_enabled=False, delete_cache=(600, MAX_FILE_AGE)) as blocks,
+    ):
+        warnings.simplefilter("ignore")  # of Gradio about itself
+        components = build(editor, examples)
+        sessions = Sessions(folder, Path(str(editor.config.model)).name)
+        Events(editor, sessions, components).connect(blocks)
+    # Requests wait in the editor's queue, so that the page can say how many are before.
+    return blocks.queue(max_size=None, default_concurrency_limit=None)
+
+
+def start(blocks, config, password):
+    """Serve the page in threads; returns the address."""
+    from app.layout import theme
+
+    def is_user(name, given):
+        same = secrets.compare_digest(name.encode(), config.username.encode())
+        return secrets.compare_digest(given.encode(), password.encode()) and same
+
+    _, local, _ = blocks.launch(
+        server_name=config.host,
+        server_port=config.port,
+        auth=is_user if password else None,
+        share=False,
+        inbrowser=config.open_browser,
+        prevent_thread_lock=True,
+        quiet=True,
+        show_error=False,
+        max_file_size=config.max_upload_mb * 2**20,
+        footer_links=["api"],
+        theme=theme(),
+        css_paths=[PAGE / "page.css"],
+        js=(PAGE / "page.js").read_text(encoding="utf-8"),
+        favicon_path=PAGE / "icon.png",
+        pwa=False,
+        ssr_mode=False,
+        mcp_server=False,
+        enable_monitoring=False,
+    )
+    return local
+
+
+def wait_for_end():
+    """Return after Ctrl-C, or when the process is told to end."""
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        ended.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)

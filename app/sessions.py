@@ -1,0 +1,104 @@
+"""The images of each open page, and their files, which are deleted when it is closed."""
+
+import re
+import secrets
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from app.settings import SOFTWARE, Settings
+from diffusers_flax.images import save_image
+
+MAX_RESULTS = 60  # of a page; older ones are deleted
+MAX_AGE = 12 * 3600  # seconds, of a session without a new image
+
+
+@dataclass(frozen=True)
+class Result:
+    """An image that was made."""
+
+    path: Path  # PNG
+    before: Path | None  # PNG of the input at the same size; None: from text
+    settings: Settings
+    summary: str
+
+
+@dataclass
+class Session:
+    """Images of one page, the newest first."""
+
+    folder: Path
+    results: list = field(default_factory=list)
+    comparison: list = field(default_factory=list)  # Results of the last one
+    shown: Result | None = None
+    job: Any = None  # the last one
+    number: int = 0  # of images that were made
+    used: float = field(default_factory=time.monotonic)
+
+
+class Sessions:
+    """Sessions by their number, which Gradio chooses."""
+
+    def __init__(self, root, model):
+        """root: directory for files, of Gradio; model: its name, for the files."""
+        self.root, self.model = Path(root), model
+        self.open, self.lock = {}, Lock()
+
+    def get(self, number):
+        """The Session of a number, a new one if it is unknown."""
+        with self.lock:
+            now = time.monotonic()
+            for old in [x for x, session in self.open.items() if now - session.used > MAX_AGE]:
+                self._delete(old)
+            if number not in self.open:
+                # Gradio serves files to whoever knows their names.
+                folder = self.root / f"session-{secrets.token_urlsafe(16)}"
+                folder.mkdir(parents=True)
+                self.open[number] = Session(folder)
+            self.open[number].used = now
+            return self.open[number]
+
+    def close(self, number):
+        """Forget a Session and delete its files."""
+        with self.lock:
+            self._delete(number)
+
+    def _delete(self, number):
+        if session := self.open.pop(number, None):
+            shutil.rmtree(session.folder, ignore_errors=True)
+
+    def add(self, session, images, before, settings, edits):
+        """Save images that were made.
+
+        Args:
+            session: Session.
+            images: PIL images.
+            before: PIL image of their size, or None.
+            settings: Settings of each.
+            edits: whether the model edits images.
+
+        Returns:
+            The Results, which are in session.results too.
+        """
+        made, input_file = [], None
+        if before is not None:
+            input_file = session.folder / f"{session.number + 1:03}-input.png"
+            save_image(before, input_file)
+        for image, of_image in zip(images, settings):
+            session.number += 1
+            words = re.sub(r"[^a-z0-9]+", "-", of_image.instruction.lower()).strip("-")[:40]
+            file = session.folder / f"{session.number:03}-{words or 'image'}.png"
+            save_image(image, file, SOFTWARE, texts=of_image.as_texts(self.model))
+            made.append(Result(file, input_file, of_image, of_image.summary(edits)))
+        session.results[:0] = reversed(made)
+        for old in session.results[MAX_RESULTS:]:
+            old.path.unlink(missing_ok=True)
+        del session.results[MAX_RESULTS:]
+        kept = {result.before for result in session.results}
+        for file in session.folder.glob("*-input.png"):
+            if file not in kept:
+                file.unlink()
+        return made

@@ -1,0 +1,169 @@
+"""What an image of the page is made with, and how a PNG file carries it.
+
+settings = Settings("make it red", guidance_scale=2, seed=7, resolution=64)
+save_image(image, path, SOFTWARE, texts=settings.as_texts("demo"))
+settings = read_settings(path)  # of an uploaded file; None: it has none
+"""
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, fields, replace
+
+from PIL import Image
+
+from command_line import check_scale, check_seed
+from diffusers_flax.schedulers.factory import check_scheduler
+
+SOFTWARE = "edit_app.py"  # marks the images of the page
+KEYWORD = "edit_app"  # of the PNG text chunk with the settings
+SHAPES = {  # width to height of images from text
+    "square": (1, 1),
+    "landscape 4:3": (4, 3),
+    "landscape 16:9": (16, 9),
+    "portrait 3:4": (3, 4),
+    "portrait 9:16": (9, 16),
+}
+MAX_STEPS = 150
+MAX_TEXT = 1000  # characters; 77 tokens are about 300
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an image is made with, besides the model, the input image and the mask."""
+
+    instruction: str  # for models that make images from text, the prompt
+    guidance_scale: float = 7.5
+    image_guidance_scale: float = 1.5
+    num_inference_steps: int = 50
+    seed: int = 0
+    resolution: int = 512  # pixels, longer side
+    shape: str = "square"  # of SHAPES, for images from text
+    scheduler: str | None = None  # None: the model's own
+    accelerate: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()  # names of the files that the page offers
+    lora_weight: float = 1.0  # a factor of each one's own weight
+    negative_prompt: str = ""
+    mask_feather: int = 0  # pixels
+
+    def as_texts(self, model):
+        """{keyword: text} for save_image; model: its name."""
+        return {KEYWORD: json.dumps({"model": model} | asdict(self))}
+
+    def summary(self, edits):
+        """The settings in a few words; edits: whether the model edits images."""
+        scales = f"{self.guidance_scale:g}"
+        if edits:
+            scales += f" and {self.image_guidance_scale:g}"
+        words = [f"scale{'s' * edits} {scales}", f"{self.num_inference_steps} steps"]
+        words += [f"seed {self.seed}", *filter(None, [self.scheduler]), *self.accelerate]
+        words += [f"{name} at {self.lora_weight:g}" for name in self.lora]
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the page lets its users choose."""
+
+    smallest: int  # pixels, longer side
+    largest: int
+    loras: tuple[str, ...]  # names
+
+
+def check_settings(settings, limits):
+    """Raise a ValueError for settings that are out of range.
+
+    What depends on the model is checked where it is opened, see Editor.check.
+    """
+    if not settings.instruction.strip():
+        raise ValueError('write what to change, such as "make it red"')
+    for name in ("instruction", "negative_prompt"):
+        if len(getattr(settings, name)) > MAX_TEXT:
+            raise ValueError(
+                f"--{name} has {len(getattr(settings, name))} characters; write {MAX_TEXT} or less"
+            )
+    for name in ("guidance_scale", "image_guidance_scale"):
+        check_scale(name, getattr(settings, name))
+    check_seed("seed", settings.seed)
+    check_scheduler(settings.scheduler)
+    if not 1 <= settings.num_inference_steps <= MAX_STEPS:
+        raise ValueError(
+            f"--num_inference_steps {settings.num_inference_steps} must be from 1 to {MAX_STEPS}"
+        )
+    if not limits.smallest <= settings.resolution <= limits.largest:
+        raise ValueError(
+            f"--resolution {settings.resolution} must be from {limits.smallest} to "
+            f"{limits.largest} pixels"
+        )
+    if settings.shape not in SHAPES:
+        raise ValueError(f"--shape {settings.shape} is unknown; choose from {', '.join(SHAPES)}")
+    if unknown := sorted({*settings.lora} - {*limits.loras}):
+        raise ValueError(f"--lora {unknown[0]} is not among the files that this page offers")
+    if not -10 <= settings.lora_weight <= 10:
+        raise ValueError(f"--lora_weight {settings.lora_weight} must be from -10 to 10")
+    if not 0 <= settings.mask_feather <= limits.largest:
+        raise ValueError(f"--mask_feather {settings.mask_feather} must be 0 or more pixels")
+    for spec in settings.accelerate:  # a path of the server, or a hub id to download
+        if spec.startswith("taesd:"):
+            raise ValueError(f"--accelerate {spec}: the page has one TAESD; write taesd")
+
+
+def draw_seed():
+    """A new seed."""
+    return secrets.randbelow(2**32)
+
+
+def read_settings(path):
+    """The Settings that as_texts has written into a PNG file; None: it has none.
+
+    Entries that are missing or of another type have their defaults.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()  # text chunks may stand after the pixels
+            saved = json.loads(image.text[KEYWORD])
+            known = settings_of(saved)
+    except Exception:  # decoders raise errors of many types
+        return None
+    return known
+
+
+def settings_of(saved):
+    """The Settings of a dict from JSON."""
+    settings = Settings(str(saved["instruction"]))
+    changes = {}
+    for field in fields(Settings)[1:]:
+        value, default = saved.get(field.name), getattr(settings, field.name)
+        if isinstance(value, list):
+            value = tuple(value)
+        is_number = isinstance(default, float) and type(value) is int
+        is_text = field.name == "scheduler" and isinstance(value, str)
+        if type(value) is type(default) or is_number or is_text:
+            changes[field.name] = float(value) if is_number else value
+    return replace(settings, **changes)
+
+
+def within_limits(settings, limits):
+    """Settings of another page or model, as far as this page allows them.
+
+    Returns:
+        (Settings, list of the names that were changed).
+    """
+    side = min(max(settings.resolution, limits.smallest), limits.largest)
+    allowed = replace(
+        settings,
+        resolution=side,
+        lora=tuple(name for name in settings.lora if name in limits.loras),
+        num_inference_steps=min(max(settings.num_inference_steps, 1), MAX_STEPS),
+    )
+    changed = [
+        f.name for f in fields(settings) if getattr(settings, f.name) != getattr(allowed, f.name)
+    ]
+    for name in ("seed", "scheduler", "guidance_scale", "image_guidance_scale", "shape"):
+        default = next(f.default for f in fields(Settings) if f.name == name)
+        try:
+            check_settings(
+                replace(Settings("x", resolution=side), **{name: getattr(allowed, name)}), limits
+            )
+        except ValueError:
+            allowed, changed = replace(allowed, **{name: default}), [*changed, name]
+    return allowed, changed

@@ -1,0 +1,139 @@
+"""A page to edit images on, in the browser, with an InstructPix2Pix model.
+
+    python edit_app.py --model timbrooks/instruct-pix2pix
+    python edit_app.py --model MODEL --lora style.safetensors --preview_decoder madebyollin/taesd
+    python edit_app.py --model MODEL --host 0.0.0.0 --username anna --password_file password.txt
+
+With the model of `make demo`, on a CPU, also started by `make app`:
+
+    python edit_app.py --model demo/output/model --examples demo/output/held_out/edits.jsonl \\
+        --guidance_scale 2 --image_guidance_scale 1.2 --num_inference_steps 20
+
+It prints the address to open, http://127.0.0.1:7860, and runs until Ctrl-C. An image is the same as
+that of edit_cli.py with the same settings. Models of Stable Diffusion and SDXL that make images
+from text have the page without the input.
+
+The program of the first size is compiled at the start; another size, number of steps or scheduler
+compiles when it is first used, and the page says so. Requests of all pages run one after another.
+The page loads nothing from other hosts and is open to this machine only; others need --host, a
+--username and a password, which is in a file or in the environment variable EDIT_APP_PASSWORD.
+Images of a page are deleted when it is closed. docs/editing.md has the API for other programs.
+
+Needs the packages of requirements-app.txt. Runs on TPU, GPU and CPU.
+"""
+
+import logging
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from app import server
+from app.editor import Editor, NoStops, trial_job
+from app.images import read_examples
+from command_line import check_scale, check_seed, run_main
+from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.devices.layout import DeviceFlags, layout_of_flags
+from diffusers_flax.loading.hub import with_single_files
+from diffusers_flax.schedulers.factory import check_scheduler
+
+
+@dataclass(frozen=True)
+class AppFlags:
+    """The model, what the page begins with, and who may open it."""
+
+    model: str  # directory, hub id or file of an InstructPix2Pix or text-to-image model, SD or SDXL
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = None
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: all of this machine
+    port: int = 7860  # to listen on
+    username: str | None = None  # who may open the page, with a password
+    password_file: Path | None = None  # file with the password; default: EDIT_APP_PASSWORD
+    open_browser: bool = False  # open the page in a browser
+    # lines {"input", "edit"} to click on the page, as of edit_cli.py --edits_jsonl
+    examples: Path | None = None
+    num_inference_steps: int = 50  # denoising steps that the page begins with
+    guidance_scale: float = 7.5  # weight of the instruction, likewise
+    image_guidance_scale: float = 1.5  # similarity to the input, likewise
+    seed: int = 0  # of the noise, likewise
+    resolution: int | None = None  # pixels, longer side, likewise; default: the model's
+    max_resolution: int | None = None  # the largest choice; default: twice the resolution
+    scheduler: str | None = None  # ddim, euler, ..., likewise; default: the model's own
+    # NAME or NAME:PARAMETER=VALUE,..., likewise; names: see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
+    # LoRA files or hub ids, FILE or FILE:WEIGHT, folded into the model; the page can leave them out
+    lora: tuple[str, ...] = ()
+    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
+    embedding: tuple[str, ...] = ()
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
+    # is a directory, hub id or file
+    unet_delta: tuple[str, ...] = ()
+    # directory or hub id of a TAESD, which shows images while they are made; default: a bar only
+    preview_decoder: str | None = None
+    # shows the steps of an image, and Cancel ends it; without, programs come from the compilation
+    # cache at a later start, which those with steps never do
+    progress: bool = True
+    max_queue: int = 16  # requests that may wait, of all pages
+    max_upload_mb: int = 20  # size of an image's file
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
+
+
+@dataclass(frozen=True)
+class Config(DeviceFlags, AppFlags):
+    """Flags of the script."""
+
+
+def check_flags(config):
+    """Raise a ValueError for invalid flags."""
+    for name in ("num_inference_steps", "max_queue", "max_upload_mb"):
+        if (value := getattr(config, name)) < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    for name in ("guidance_scale", "image_guidance_scale"):
+        check_scale(name, getattr(config, name))
+    check_seed("seed", config.seed)
+    if find_spec("gradio") is None:
+        raise ValueError(
+            "the package gradio is missing; install it: pip install -r requirements-app.txt"
+        )
+
+
+def run(config):
+    """Check the flags, load the model, serve the page until Ctrl-C."""
+    check_flags(config)
+    check_scheduler(config.scheduler)
+    password = server.read_password(config.username, config.password_file, config.host)
+    server.check_port(config.host, config.port)
+
+    layout = layout_of_flags(config)
+    use_compilation_cache(config.compilation_cache_dir)
+    editor = Editor(with_single_files(config, "model"), layout)
+    examples = read_examples(config.examples, editor.edits)
+    logging.getLogger("jax._src.debugging").addFilter(NoStops())
+    print(f"loading {config.model}", file=sys.stderr)
+    editor.open()
+    with server.files_of_sessions() as folder:
+        blocks = server.make_blocks(editor, examples, folder)
+        address = server.start(blocks, config, password)
+        print(f"open {address} in a browser; Ctrl-C ends", flush=True)
+        editor.submit(trial_job(editor, examples[0]))
+        server.wait_for_end()
+    raise KeyboardInterrupt("the page is closed, and its images are deleted")
+
+
+def main(args=None):
+    """Command line."""
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="nothing was served",
+        out_of_memory="lower --resolution, or use --dtype bfloat16",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,700 @@
+"""edit_app.py: its settings and files, its model and queue, its API, and the page in Chromium."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import aclosing, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import ROOT, free_port, photo, save_tiny_vae
+from PIL import Image
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+import edit_app
+import edit_cli
+from app import server
+from app.editor import Editor, Job, Stopped
+from app.images import image_to_paint_on, painted_mask, read_image
+from app.sessions import MAX_RESULTS, Sessions
+from app.settings import (
+    KEYWORD,
+    SOFTWARE,
+    Limits,
+    Settings,
+    check_settings,
+    read_settings,
+    within_limits,
+)
+from diffusers_flax.images import save_image
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+LIMITS = Limits(16, 128, ("style",))
+
+
+def needs(*packages, chromium=False):
+    """Marks a slow test that make test-app runs, and make test-all if its packages are there."""
+    missing = [name for name in packages if find_spec(name) is None]
+    missing += ["chromium"] if chromium and CHROMIUM is None else []
+    reason = f"needs make test-app: {', '.join(missing)}"
+    skip = pytest.mark.skipif(bool(missing), reason=reason)
+    return lambda test: pytest.mark.slow(skip(test))
+
+
+needs_gradio, needs_browser = needs("gradio"), needs("gradio", "playwright", chromium=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", unet_channels=(16,))
+
+
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory):
+    file = tmp_path_factory.mktemp("photo") / "photo.png"
+    photo(96, 72).save(file)
+    return file
+
+
+def edit_by_cli(model, photograph, output, *flags, settings=None):
+    """The image that edit_cli.py makes with Settings, uint8 (H, W, 3)."""
+    settings = settings or Settings("make it red")
+    words = ["--model", str(model), "--input", str(photograph), "--output", str(output), *flags]
+    words += ["--edit", settings.instruction]
+    for name in ("num_inference_steps", "seed", "guidance_scale", "image_guidance_scale"):
+        words += [f"--{name}", str(getattr(settings, name))]
+    edit_cli.main([*words, "--resolution", str(settings.resolution)])
+    return np.asarray(Image.open(output))
+
+
+# ---------------------------------------------------------------- settings, files
+
+
+def test_settings_in_a_png_file(tmp_path):
+    """They come back as they were; other files have none, damaged ones are no error."""
+    settings = Settings(
+        "écris « rouge »", 3.5, 1.2, 7, 2**32 - 1, 48, "square", "euler", ("tome",), ("style",), 0.5
+    )
+    image = photo(8, 6)
+    save_image(image, tmp_path / "a.png", SOFTWARE, texts=settings.as_texts("demo"))
+    assert read_settings(tmp_path / "a.png") == settings
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(image))
+    save_image(image, tmp_path / "plain.png", SOFTWARE)
+    texts = {KEYWORD: '{"instruction": "red", "seed": "7", "guidance_scale": 2, "lora": ["x"]}'}
+    save_image(image, tmp_path / "other.png", texts=texts)
+    assert read_settings(tmp_path / "plain.png") is None
+    other = Settings("red", guidance_scale=2.0, lora=("x",))  # the seed is no number
+    assert read_settings(tmp_path / "other.png") == other
+    assert within_limits(other, LIMITS) == (
+        dataclasses.replace(other, resolution=128, lora=()),
+        ["resolution", "lora"],
+    )
+    for damaged in ('{"instruction": ', "[]", "7"):
+        save_image(image, tmp_path / "broken.png", texts={KEYWORD: damaged})
+        assert read_settings(tmp_path / "broken.png") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"instruction": " "}, "write what to change"),
+        ({"instruction": "red " * 300}, "--instruction has 1200 characters; write 1000 or less"),
+        ({"guidance_scale": float("nan")}, "--guidance_scale nan must be 0 or more"),
+        ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
+        ({"num_inference_steps": 151}, "--num_inference_steps 151 must be from 1 to 150"),
+        ({"resolution": 136}, "--resolution 136 must be from 16 to 128 pixels"),
+        ({"scheduler": "eular"}, "--scheduler eular is unknown"),
+        ({"lora": ("/etc/x",)}, "--lora /etc/x is not among the files that this page offers"),
+        ({"accelerate": ("taesd:path=/etc",)}, "the page has one TAESD; write taesd"),
+        ({"shape": "round"}, "--shape round is unknown"),
+    ],
+)
+def test_settings_out_of_range(change, message):
+    settings = Settings("red", resolution=64, lora=("style",))
+    check_settings(settings, LIMITS)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_settings(dataclasses.replace(settings, **change), LIMITS)
+
+
+def test_images_and_masks_of_the_page(tmp_path):
+    photo(8, 6).save(tmp_path / "a.png")
+    np.testing.assert_array_equal(
+        np.asarray(read_image(tmp_path / "a.png")), np.asarray(photo(8, 6))
+    )
+    (tmp_path / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    (tmp_path / "text.png").write_text("no image")
+    Image.new("1", (10_000, 6_000)).save(tmp_path / "large.png")
+    for name, message in (
+        ("broken", "this image cannot be read: "),
+        ("text", "this file is not an image that Pillow can read"),
+        ("large", "this image has 10000x6000 pixels; scale it down to 50 megapixels"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            read_image(tmp_path / f"{name}.png")
+    assert image_to_paint_on(photo(100, 70), (64, 44)).size == (512, 352)
+    assert image_to_paint_on(photo(2000, 1500), (768, 576)).size == (768, 576)
+    layer = Image.new("RGBA", (6, 4))
+    with pytest.raises(ValueError, match="no part is painted"):
+        painted_mask([layer])
+    layer.paste((20, 184, 166, 255), (2, 0, 6, 4))
+    mask = np.asarray(painted_mask([Image.new("RGBA", (6, 4)), layer]))
+    np.testing.assert_array_equal(mask, np.arange(6) >= np.full((4, 1), 2))
+
+
+def test_files_of_sessions(tmp_path):
+    """A session keeps its latest images; closing it deletes its files and no others."""
+    sessions = Sessions(tmp_path, "demo")
+    ours, theirs = sessions.get("a"), sessions.get("b")
+    assert sessions.get("a") is ours
+    settings = Settings("make it red")
+    for _ in range(MAX_RESULTS + 2):
+        sessions.add(ours, [photo(8, 6)], photo(8, 6), [settings], edits=True)
+    (other,) = sessions.add(theirs, [photo(8, 6)], None, [settings], edits=True)
+    assert other.path.name == "001-make-it-red.png"
+    names = sorted(file.name for file in ours.folder.iterdir())
+    assert len(names) == 2 * MAX_RESULTS and len(ours.results) == MAX_RESULTS
+    assert names[:2] == ["003-input.png", "003-make-it-red.png"]
+    assert read_settings(ours.results[0].path) == settings
+    sessions.close("a")
+    sessions.close("never")
+    assert not ours.folder.exists() and other.path.exists()
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--username", "anna"], "--username anna has no password; write it to a --password_file"),
+        (
+            ["--password_file", "secret.txt"],
+            "--password_file secret.txt is a password without a user",
+        ),
+        (["--password_file", "none.txt", "--username", "anna"], "none.txt cannot be read"),
+        (["--password_file", "empty.txt", "--username", "anna"], "empty.txt is empty"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 opens the page to others; give --username"),
+        (["--port", "0"], "--port 0 must be from 1 to 65535"),
+        (["--model", "nowhere"], "nowhere has no model_index.json"),
+        (["--max_queue", "0"], "--max_queue 0 must be at least 1"),
+        (["--guidance_scale", "-1"], "--guidance_scale -1.0 must be 0 or more"),
+        (["--scheduler", "eular"], "--scheduler eular is unknown"),
+        (["--num_inference_steps", "151"], "--num_inference_steps 151 must be from 1 to 150"),
+        (["--max_resolution", "32"], "--max_resolution 32 is below the resolution"),
+        (["--examples", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--accelerate", "taesd"], "--accelerate taesd needs a TAESD; start with --preview_dec"),
+        (["--no_progress", "--preview_decoder", "x"], "--preview_decoder is for --progress"),
+    ],
+)
+def test_bad_input_is_one_line(model, tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(edit_app, "find_spec", lambda name: True)
+    monkeypatch.setattr(Editor, "open", None)
+    Path("secret.txt").write_text("secret\n")
+    Path("empty.txt").write_text("\n")
+    given = [] if "--model" in flags else ["--model", str(model)]
+    port = [] if "--port" in flags else ["--port", str(free_port())]
+    with pytest.raises(SystemExit) as stop:
+        edit_app.main([*given, *port, *flags])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_no_gradio_and_a_port_in_use(monkeypatch, capsys):
+    monkeypatch.setenv(server.PASSWORD, "secret")
+    with pytest.raises(ValueError, match="EDIT_APP_PASSWORD is a password without a user"):
+        server.read_password(None, None, "127.0.0.1")
+    assert server.read_password("anna", None, "0.0.0.0") == "secret"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port} of 127.0.0.1 is in use"):
+            server.check_port("127.0.0.1", port)
+    server.check_port("127.0.0.1", port)
+    monkeypatch.setattr(edit_app, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        edit_app.main(["--model", "nowhere"])
+    assert capsys.readouterr().err == (
+        "error: the package gradio is missing; install it: pip install -r requirements-app.txt\n"
+    )
+
+
+# ---------------------------------------------------------------- the model and the queue
+
+
+def open_editor(model, **options):
+    config = edit_app.Config(str(model), compilation_cache_dir="", **options)
+    editor = Editor(config)
+    editor.open()
+    return editor
+
+
+async def run_job(editor, job, until=lambda progress: False):
+    """All Progress of a job; it is left when one is as wanted."""
+    found = []
+    async for progress in editor.follow(editor.submit(job)):
+        found.append(progress)
+        if until(progress):
+            editor.stop(job)
+    return found
+
+
+def test_the_queue(model, monkeypatch):
+    """Jobs run in order; a stopped or abandoned one leaves; a full queue takes no more."""
+    made, go_on = [], threading.Event()
+
+    def make(self, job):
+        go_on.wait(10)
+        made.append(job.settings.seed)
+        if job.settings.seed == 3:
+            raise ValueError("no memory")
+
+    monkeypatch.setattr(Editor, "_make", make)
+    monkeypatch.setattr(
+        Editor, "open", lambda self: threading.Thread(target=self._work, daemon=True).start()
+    )
+    editor = open_editor(model, max_queue=4)
+    jobs = [editor.submit(Job(Settings("red", seed=seed))) for seed in range(5)]
+    with pytest.raises(ValueError, match="5 requests wait already; try again"):
+        editor.submit(Job(Settings("red")))
+    assert [editor.num_before(job) for job in jobs] == [0, 1, 2, 3, 4]
+
+    async def abandon():
+        async with aclosing(editor.follow(jobs[1])) as following:
+            async for progress in following:
+                assert progress.stage == "waiting"
+                break
+
+    asyncio.run(abandon())
+    editor.stop(jobs[2])
+    go_on.set()
+    for job in jobs:
+        assert job.done.wait(10)
+    assert made == [0, 3, 4]
+    assert [type(job.error) for job in jobs] == [
+        type(None),
+        Stopped,
+        Stopped,
+        ValueError,
+        type(None),
+    ]
+
+
+@pytest.mark.slow
+def test_the_editor_makes_the_images_of_edit_cli(model, photograph, tmp_path):
+    """Also after a job that was cancelled in its first steps, which ends early."""
+    settings = Settings("make it red", 3.0, 1.2, 4, seed=7, resolution=32)
+    editor, image = open_editor(model), Image.open(photograph)
+    many = Job(dataclasses.replace(settings, num_inference_steps=100), image)
+    with pytest.raises(Stopped):
+        asyncio.run(run_job(editor, many, lambda progress: progress.step > 0))
+    job, waiting = Job(settings, image), Job(settings, image)
+    editor.submit(job)
+    editor.submit(waiting)
+    editor.stop(waiting)
+    assert editor.num_before(job) <= 1
+    assert job.done.wait(60) and job.error is None and isinstance(waiting.error, Stopped)
+    assert many.progress.step < 100 and job.progress.step == 3
+    expected = edit_by_cli(model, photograph, tmp_path / "cli.png", settings=settings)
+    np.testing.assert_array_equal(np.asarray(job.images[0]), expected)
+
+
+# ---------------------------------------------------------------- the server
+
+
+@contextmanager
+def served(model, *flags, cwd=None, **environment):
+    """edit_app.py as a process of its own: its address and the process."""
+    port = free_port()
+    command = [sys.executable, ROOT / "edit_app.py", "--model", model, "--port", str(port), *flags]
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=cwd,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("open http://127.0.0.1:"), line + process.stderr.read()
+        yield SimpleNamespace(url=line.split()[1], process=process, port=port)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+FAST = ("--resolution", "32", "--num_inference_steps", "3", "--compilation_cache_dir", "")
+
+
+@pytest.fixture(scope="module")
+def page(model, photograph, tmp_path_factory):
+    """The page of a tiny model."""
+    examples = tmp_path_factory.mktemp("examples") / "edits.jsonl"
+    row = {"input": str(photograph), "edit": "make it blue", "output": "none.png"}
+    examples.write_text(json.dumps(row))
+    with served(model, "--examples", examples, *FAST) as page:
+        yield page
+
+
+def connect(page, **options):
+    from gradio_client import Client
+
+    return Client(page.url, verbose=False, download_files=options.pop("folder"), **options)
+
+
+@needs_gradio
+def test_the_api(page, model, photograph, tmp_path):
+    """The image of edit_cli.py, also with a mask; its file has the settings; errors say why."""
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    client, given = connect(page, folder=tmp_path), {"image": handle_file(photograph)}
+    given |= {"instruction": "make it red", "api_name": "/edit"}
+    settings = Settings("make it red", 3.0, 1.2, 3, seed=7, resolution=32)
+    changes = {"guidance_scale": 3, "image_guidance_scale": 1.2, "seed": 7}
+    job = client.submit(**given, **changes)
+    file, made = job.result()
+    assert read_settings(file) == settings
+    assert made.pop("seconds") > 0 and made["seed"] == 7
+    expected = edit_by_cli(model, photograph, tmp_path / "cli.png", settings=settings)
+    np.testing.assert_array_equal(np.asarray(Image.open(file)), expected)
+    assert {"compiling", "making"} & {progress["stage"] for _, progress in job.outputs()[:-1]}
+
+    mask = Image.new("L", (96, 72))
+    mask.paste(255, (48, 0, 96, 72))
+    mask.save(tmp_path / "mask.png")
+    file, _ = client.predict(**given, **changes, mask=handle_file(tmp_path / "mask.png"))
+    flags = "--mask", tmp_path / "mask.png"
+    masked = edit_by_cli(model, photograph, tmp_path / "m.png", *map(str, flags), settings=settings)
+    np.testing.assert_array_equal(np.asarray(Image.open(file)), masked)
+    assert np.any(masked != expected)
+
+    (tmp_path / "broken.png").write_bytes(photograph.read_bytes()[:99])
+    for change, message in (
+        ({"image": handle_file(tmp_path / "broken.png")}, "this image cannot be read"),
+        ({"num_inference_steps": 0}, "Steps 0 must be from 1 to 150"),
+        ({"scheduler": "dpmsolver++", "accelerate": ["tgate"]}, "is for text to image"),
+        ({"resolution": 4096}, "Size 4096 must be from 4 to 64 pixels"),
+    ):
+        with pytest.raises(AppError, match=re.escape(message)):
+            client.predict(**given | change)
+
+
+@needs_gradio
+def test_two_clients_30_requests_and_a_client_that_goes(page, photograph, tmp_path):
+    """Requests of two pages never mix, memory stays, files go with the session."""
+    from gradio_client import handle_file
+
+    given = {"image": handle_file(photograph), "api_name": "/edit"}
+    clients = [connect(page, folder=tmp_path / name) for name in ("a", "b")]
+    memory, jobs = [], []
+    for seed in range(30):
+        words = ("make it red", "invert the colors")[seed % 2]
+        jobs.append(clients[seed % 2].submit(**given, seed=seed, instruction=words))
+        if len(jobs) == 6:
+            for job in jobs:
+                job.result()
+            memory.append(memory_of(page.process))
+            made, jobs = jobs, []
+    for number, job in enumerate(made, 24):
+        file, settings = job.result()
+        assert settings["seed"] == number
+        assert settings["instruction"] == ("make it red", "invert the colors")[number % 2]
+        assert read_settings(file).seed == number
+    print("memory, MB:", [round(x / 2**20) for x in memory])
+    assert memory[-1] - memory[0] < 64 * 2**20
+
+    slow = clients[0].submit(**given, instruction="red", num_inference_steps=150)
+    wait_for(lambda: any(stage["stage"] == "making" for _, stage in slow.outputs()))
+    slow.cancel()
+    clients[1].predict(**given, instruction="make it blue")  # is not behind it
+
+
+def memory_of(process):
+    """Bytes of memory that a process has."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+def wait_for(condition, seconds=60):
+    """Wait until a condition is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.05)
+
+
+@needs_gradio
+def test_a_used_port_a_password_and_ctrl_c(model, tmp_path):
+    """A second start says that the port is in use; Ctrl-C ends at once and deletes the files."""
+    import httpx
+    from gradio_client import Client
+
+    (tmp_path / "password.txt").write_text("secret\n")
+    (tmp_path / "tmp").mkdir()
+    flags = "--username", "anna", "--password_file", "password.txt", *FAST
+    with served(model, *flags, cwd=tmp_path, TMPDIR=str(tmp_path / "tmp")) as page:
+        command = [sys.executable, ROOT / "edit_app.py", "--model", model]
+        second = [*command, "--port", str(page.port)]
+        done = subprocess.run(list(map(str, second)), capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert f"error: --port {page.port} of 127.0.0.1 is in use" in done.stderr
+        for path in ("config", "gradio_api/info"):
+            assert httpx.get(f"{page.url}{path}").status_code == 401
+        with pytest.raises(Exception, match=r"(?i)login|auth|credential"):
+            Client(page.url, verbose=False, auth=("anna", "wrong"))
+        Client(page.url, verbose=False, auth=("anna", "secret")).view_api(print_info=False)
+        assert list((tmp_path / "tmp").glob("edit_app_*")) != []
+        started = time.monotonic()
+        page.process.send_signal(signal.SIGINT)  # while the first program compiles
+        _, errors = page.process.communicate(timeout=20)
+        print(f"Ctrl-C: {time.monotonic() - started:.2f} s")
+        assert time.monotonic() - started < 2
+        assert page.process.returncode == 130
+        assert "interrupted; the page is closed, and its images are deleted" in errors
+        assert list((tmp_path / "tmp").glob("edit_app_*")) == []
+
+
+@needs_gradio
+@pytest.mark.parametrize("kind", ["xl_edit", "text", "xl", "preview"])
+def test_other_models(kind, tmp_path, photograph):
+    """SDXL, text to image, and previews by a TAESD."""
+    from gradio_client import handle_file
+
+    flags = [*FAST]
+    if kind == "preview":
+        model = make_tiny_pipeline(tmp_path / "model", unet_channels=(16,))
+        save_tiny_vae(tmp_path / "taesd", (8, 8, 8))
+        flags += ["--preview_decoder", str(tmp_path / "taesd")]
+    elif kind == "text":
+        model = make_tiny_pipeline(tmp_path / "model", in_channels=4)
+    else:
+        model = make_tiny_xl(tmp_path / "model", edits=kind == "xl_edit")
+    with served(model, *flags) as page:
+        client, given = connect(page, folder=tmp_path / "files"), {"instruction": "make it red"}
+        is_edit = kind in ("xl_edit", "preview")
+        given |= {"image": handle_file(photograph)} if is_edit else {"shape": "landscape 4:3"}
+        given |= {"accelerate": ["taesd"]} if kind == "preview" else {}
+        file, settings = client.predict(**given, seed=3, api_name="/edit" if is_edit else "/image")
+        assert Image.open(file).size == (32, 24) and settings["seed"] == 3
+
+
+# ---------------------------------------------------------------- the page in Chromium
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def tab(browser, page, **options):
+    """A tab of its own session; it must have no console error and no request elsewhere."""
+    context = browser.new_context(viewport={"width": 1280, "height": 1000}, **options)
+    opened, wrong = context.new_page(), []
+    opened.on("console", lambda x: x.type == "error" and wrong.append(f"console: {x.text}"))
+    opened.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    local = (page.url, page.url.replace("http", "ws"), "data:", "blob:")
+    opened.on("request", lambda x: x.url.startswith(local) or wrong.append(f"request: {x.url}"))
+    opened.goto(page.url)
+    opened.wait_for_selector("#run", timeout=60_000)
+    yield opened
+    context.close()
+    assert wrong == []
+
+
+def click_and_wait(tab, button="#run", state=".done"):
+    """Start a request and wait for its end; the text of the status line."""
+    tab.evaluate("document.querySelector('#status').dataset.seen = ''")
+    tab.click(button)
+    tab.wait_for_selector("#cancel", state="visible", timeout=30_000)
+    tab.wait_for_selector(f"#status {state}", timeout=120_000)
+    tab.wait_for_selector("#run", state="visible")
+    return tab.inner_text("#status")
+
+
+def give(tab, photograph, instruction="make it red", seed=7):
+    tab.set_input_files("#image input[type=file]", photograph)
+    tab.wait_for_selector("#image img")
+    tab.fill("#instruction textarea, #instruction input", instruction)
+    tab.fill("#seed input", str(seed))
+    tab.check("#keep_seed input")
+
+
+def download(tab, selector, file):
+    with tab.expect_download() as started:
+        tab.click(selector)
+    started.value.save_as(file)
+    return np.asarray(Image.open(file))
+
+
+def value_of(tab, selector):
+    return tab.input_value(f"{selector} input, {selector} textarea")
+
+
+@needs_browser
+def test_an_edit_in_the_browser(browser, page, model, photograph, tmp_path):
+    """Upload, instruction, slider, gallery, download, settings from the file, result as input."""
+    settings = Settings("make it red", 7.5, 1.5, 3, seed=7, resolution=32)
+    expected = edit_by_cli(model, photograph, tmp_path / "cli.png", settings=settings)
+    with tab(browser, page) as opened:
+        give(opened, photograph)
+        assert "seed 7" in click_and_wait(opened)
+        assert opened.locator("#result img").count() == 2
+        made = download(opened, "#download", tmp_path / "made.png")
+        np.testing.assert_array_equal(made, expected)
+        assert read_settings(tmp_path / "made.png") == settings
+
+        opened.fill("#instruction textarea, #instruction input", "make it blue")
+        opened.uncheck("#keep_seed input")
+        click_and_wait(opened)
+        seed = int(value_of(opened, "#seed"))
+        assert seed != 7
+        other = download(opened, "#download", tmp_path / "other.png")
+        assert np.any(other != made) and read_settings(tmp_path / "other.png").seed == seed
+        opened.click("#gallery button >> nth=1")  # the first one
+        wait_for(lambda: value_of(opened, "#seed") == "7")
+        assert value_of(opened, "#instruction") == "make it red"
+        opened.click("#use")
+        opened.wait_for_selector("#image img[src*='make-it-red']")
+
+    with tab(browser, page) as opened:  # of another session
+        assert opened.locator("#gallery").count() == 0
+        opened.set_input_files("#image input[type=file]", tmp_path / "other.png")
+        wait_for(lambda: value_of(opened, "#instruction") == "make it blue")
+        assert value_of(opened, "#seed") == str(seed) and opened.is_checked("#keep_seed input")
+        assert "settings of this file are back" in opened.inner_text("#status")
+        opened.set_input_files("#image input[type=file]", photograph)
+
+
+@needs_browser
+def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_path):
+    """Paint restricts an edit; a comparison makes an image per value and one of all."""
+    with tab(browser, page) as opened:
+        give(opened, photograph)
+        opened.click("text=Only a part of the image")
+        opened.check("#use_mask input")
+        opened.wait_for_selector("#mask canvas", timeout=30_000)
+        assert "No part is painted" in click_without_start(opened)
+        box = opened.locator("#mask canvas").first.bounding_box()
+        x, y = box["x"] + 0.5 * box["width"], box["y"] + 0.3 * box["height"]
+        opened.mouse.move(x, y)
+        opened.mouse.down()
+        for step in range(8):
+            opened.mouse.move(x, y + 0.05 * step * box["height"])
+        opened.mouse.up()
+        opened.wait_for_timeout(500)
+        click_and_wait(opened)
+        masked = download(opened, "#download", tmp_path / "masked.png")
+        with Image.open(photograph) as image:
+            before = np.asarray(image.resize((32, 24), Image.Resampling.LANCZOS))
+        same = (masked == before).all(-1)
+        assert 0.2 < same.mean() < 0.95 and same[:, :4].all()
+
+        opened.uncheck("#use_mask input")
+        opened.click("text=Compare values of a scale")
+        opened.fill("#values textarea, #values input", "1.2 1.5, 3")
+        assert "3 images" in click_and_wait(opened, "#run_comparison")
+        assert opened.locator("#comparison button img").count() == 3
+        figure = download(opened, "#figure", tmp_path / "figure.png")
+        assert figure.shape[1] > 4 * 192
+        opened.click("#comparison button >> nth=2")
+        opened.wait_for_function(
+            "document.querySelector('#image_guidance_scale input').value == '3'"
+        )
+
+
+def click_without_start(tab):
+    """Click and wait for the error; the status line."""
+    tab.click("#run")
+    tab.wait_for_selector("#status .failed", timeout=30_000)
+    return tab.inner_text("#status")
+
+
+@needs_browser
+def test_two_tabs_cancel_and_a_tab_that_is_closed(browser, page, photograph, tmp_path):
+    """A long request is cancelled, and one of a closed tab ends, so that the next one runs."""
+    with tab(browser, page) as opened:
+        give(opened, photograph)
+        fill_steps(opened, 140)
+        opened.click("#run")
+        opened.wait_for_selector("#status progress", timeout=120_000)
+        opened.keyboard.press("Escape")
+        opened.wait_for_selector("#status .info", timeout=20_000)
+        assert opened.inner_text("#status") == "Cancelled"
+        fill_steps(opened, 3)
+
+        with tab(browser, page) as second:
+            give(second, photograph, "invert the colors", seed=8)
+            fill_steps(second, 140)
+            second.click("#run")
+            second.wait_for_selector("#status progress", timeout=120_000)
+            opened.click("#run")
+            wait_for(lambda: "waiting for 1 request" in opened.inner_text("#status").lower())
+        opened.wait_for_selector("#status .done", timeout=60_000)
+        assert "seed 7" in opened.inner_text("#status")
+
+
+def fill_steps(tab, number):
+    tab.fill("#num_inference_steps input[type=number]", str(number))
+    tab.keyboard.press("Tab")
+
+
+@needs_browser
+def test_messages_in_the_browser(browser, page, photograph, tmp_path):
+    """A broken file, a text file, no image, no instruction, a text that is too long."""
+    (tmp_path / "broken.png").write_bytes(photograph.read_bytes()[:99])
+    with tab(browser, page) as opened:
+        assert "Write what to change" in click_without_start(opened)
+        opened.fill("#instruction textarea, #instruction input", "make it red")
+        opened.click("#run")
+        opened.wait_for_selector("#status .failed:has-text('There is no image')")
+    with tab(browser, page) as opened:
+        opened.set_input_files("#image input[type=file]", tmp_path / "broken.png")
+        opened.wait_for_selector("#status .failed:has-text('This image cannot be read')")
+    with tab(browser, page) as opened:
+        give(opened, photograph, "make it red " * 30)
+        opened.click("#run")
+        opened.wait_for_selector("text=/prompt is .* tokens long/i", timeout=30_000)
+        opened.wait_for_selector("#status .done", timeout=60_000)
+
+
+@needs_browser
+def test_a_wrong_password_in_the_browser(browser, model, tmp_path):
+    with served(model, "--username", "anna", *FAST, EDIT_APP_PASSWORD="secret") as page:
+        opened = browser.new_page()
+        opened.goto(page.url)
+        for password, is_in in (("wrong", False), ("secret", True)):
+            opened.fill("input[type=text], input[autocomplete=username]", "anna")
+            opened.fill("input[type=password]", password)
+            opened.click("button:has-text('Login')")
+            if is_in:
+                opened.wait_for_selector("#run", timeout=30_000)
+            else:
+                opened.wait_for_selector("text=/incorrect/i", timeout=30_000)
+                assert opened.locator("#run").count() == 0
+        opened.close()
