@@ -11,6 +11,7 @@ Jobs run one after another, in the order in which they come.
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -131,7 +132,7 @@ class Editor:
         self.programs, self.compile_seconds = OrderedDict(), None
         self.params, self.weights = None, None
         self.jobs, self.condition = deque(), threading.Condition()
-        self.current = self.program = None  # of the thread
+        self.current = self.program = self.trial_error = None  # of the thread
 
     def _limits(self, configs):
         """The Limits, from the configs of the model."""
@@ -256,6 +257,8 @@ class Editor:
                 self._make(job)
             except Exception as error:
                 job.error = error_of(error, job)
+                if job.is_trial and not isinstance(job.error, Stopped):
+                    self.trial_error = job.error
             with self.condition:
                 self.current = None
                 self.jobs.popleft()
@@ -270,6 +273,7 @@ class Editor:
         size = self.size_of(settings, job.image and job.image.size)
         arrays = None
         for number, scales in enumerate(job.scales):
+            scales = scales if len(job.scales) == 1 else with_all_branches(*scales)
             job.report("making", image=number, step=0)
             of_image = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
             mask = None if job.mask is None else fit_mask(job.mask, size)
@@ -422,6 +426,18 @@ class NoStops(logging.Filter):
 
     def filter(self, record):
         return not (record.exc_info and isinstance(record.exc_info[1], Stopped))
+
+
+def with_all_branches(guidance_scale, image_guidance_scale):
+    """The scales, enlarged by less than float32 has where they would leave a branch out.
+
+    The images of a comparison then have one program.
+    """
+    if image_guidance_scale in (1, guidance_scale):
+        image_guidance_scale = math.nextafter(image_guidance_scale, math.inf)
+    if guidance_scale in (0, 1):
+        guidance_scale = math.nextafter(guidance_scale, math.inf)
+    return guidance_scale, image_guidance_scale
 
 
 def error_of(error, job):

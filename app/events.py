@@ -5,9 +5,9 @@ import html
 import time
 from contextlib import aclosing
 from dataclasses import fields, replace
-from functools import partial
 
 import gradio as gr
+from PIL import Image
 
 from app.editor import Job, Stopped
 from app.images import image_to_paint_on, painted_mask, read_image
@@ -46,8 +46,8 @@ class Events:
         c.cancel.click(self.cancel, None, None, **quick)
         c.roll.click(lambda: (draw_seed(), True), None, [c.seed, c.keep_seed], **quick)
         shown = [*self.controls.values(), c.keep_seed, c.result, c.status, c.download, c.use]
-        c.gallery.select(partial(self.pick, "results"), None, shown, **quick)
-        c.comparison.select(partial(self.pick, "comparison"), None, shown, **quick)
+        c.gallery.select(self.pick, None, shown, **quick)
+        c.comparison.select(self.pick_compared, None, shown, **quick)
         c.use.click(self.use_result, None, [c.image], **quick)
         restored = [*self.controls.values(), c.keep_seed, c.status]
         c.image.upload(self.restore, [c.image], restored, **quick)
@@ -97,24 +97,26 @@ class Events:
         c = self.c
         try:
             settings = self._settings(data)
-            job = await asyncio.to_thread(self._job, settings, data, scales_of(settings, data))
+            scales = scales_of(settings, data)
+            job = await asyncio.to_thread(self._job, settings, data, scales, session)
             self.editor.submit(job)
         except (ValueError, OSError) as error:
             yield self._failed(error)
             return
-        session.job, before = job, None
-        yield {c.run: hide(), c.compare: gr.update(interactive=False), c.cancel: show()}
+        session.job, before, seen = job, None, None
+        busy = gr.update(interactive=False)
+        yield {c.run: busy, c.compare: busy, c.cancel: show()}
         if job.image is not None:
-            size = self.editor.size_of(settings, job.image.size)
-            before = fit_image(job.image, size)
+            fitted = fit_image(job.image, self.editor.size_of(settings, job.image.size))
+            before = self.sessions.save(session, fitted, "input")
         try:
             async with aclosing(self.editor.follow(job)) as following:
-                seen = None
                 async for progress in following:
                     update = {c.status: self._status_of(job, progress)}
-                    if progress.preview is not None and progress.preview is not seen:
+                    if progress.preview not in (None, seen):
                         seen = progress.preview
-                        update[c.result] = (before, seen) if before else seen
+                        shown = self.sessions.save(session, seen, "preview")
+                        update[c.result] = (before, shown) if before else shown
                     yield update
             yield await asyncio.to_thread(self._finished, job, before, session)
         except Stopped:
@@ -149,13 +151,14 @@ class Events:
                 gr.Warning(message)
         return settings
 
-    def _job(self, settings, data, scales):
+    def _job(self, settings, data, scales, session):
         """The Job of a request."""
         c = self.c
         if not self.editor.edits:
             return Job(settings, scales=scales)
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
+        self.sessions.add_upload(session, data[c.image])
         image, mask = read_image(data[c.image]), None
         if data[c.use_mask]:
             mask = painted_mask((data[c.mask] or {}).get("layers") or [])
@@ -180,6 +183,8 @@ class Events:
     def _finished(self, job, before, session):
         """Save the images of a job; the updates that show them."""
         c, edits = self.c, self.editor.edits
+        for file in session.folder.glob("preview-*.png"):
+            file.unlink()
         names = ("guidance_scale", "image_guidance_scale")
         several = [replace(job.settings, **dict(zip(names, scales))) for scales in job.scales]
         results = self.sessions.add(session, job.images, before, several, edits)
@@ -212,6 +217,8 @@ class Events:
         """The file of a comparison: the input and the images in a row, with captions."""
         images, captions = [*job.images], [*captions]
         if before is not None:
+            with Image.open(before) as image:
+                before = image.convert("RGB")
             images, captions = [before, *images], [job.settings.instruction, *captions]
         scale = -(-192 // max(images[0].size)) if max(images[0].size) < 192 else 1
         large = [image.resize([side * scale for side in image.size]) for image in images]
@@ -231,8 +238,8 @@ class Events:
 
     def _idle(self):
         """The updates after a request."""
-        c = self.c
-        return {c.run: show(), c.cancel: hide(), c.compare: gr.update(interactive=True)}
+        c, ready = self.c, gr.update(interactive=True)
+        return {c.run: ready, c.compare: ready, c.cancel: hide()}
 
     def _failed(self, error):
         """The updates that show an error."""
@@ -272,13 +279,20 @@ class Events:
         if job := self.sessions.get(request.session_hash).job:
             self.editor.stop(job)
 
-    def pick(self, name, picked: gr.SelectData, request: gr.Request):
-        """Show an image of a gallery again, with its settings."""
+    def pick(self, picked: gr.SelectData, request: gr.Request):
+        """Show an image of the session again, with its settings."""
         session = self.sessions.get(request.session_hash)
-        results = getattr(session, name)
-        if picked.index >= len(results):
+        return self._picked(session.results, picked.index, session)
+
+    def pick_compared(self, picked: gr.SelectData, request: gr.Request):
+        """Show an image of the comparison, with its settings."""
+        session = self.sessions.get(request.session_hash)
+        return self._picked(session.comparison, picked.index, session)
+
+    def _picked(self, results, index, session):
+        if index >= len(results) or not results[index].path.exists():
             return {self.c.status: status("this image is not there any more", "failed")}
-        result = results[picked.index]
+        result = results[index]
         update = self._restored(result.settings) | self._shown(result, session)
         return update | {self.c.status: status(result.summary, "done")}
 
@@ -287,8 +301,9 @@ class Events:
         shown = self.sessions.get(request.session_hash).shown
         return shown.path if shown else gr.skip()
 
-    def restore(self, file):
+    def restore(self, file, request: gr.Request):
         """Take the settings out of an uploaded file of this program."""
+        self.sessions.add_upload(self.sessions.get(request.session_hash), file)
         try:
             read_image(file)
         except (ValueError, OSError) as error:
@@ -309,7 +324,7 @@ class Events:
             update[self.controls[name]] = [*getattr(settings, name)]
         return update | {self.c.keep_seed: True}
 
-    def paint(self, use_mask, file, resolution):
+    def paint(self, use_mask, file, resolution, request: gr.Request):
         """Put the image into the editor of masks, or hide that."""
         if not use_mask:
             return hide(), hide()
@@ -320,8 +335,9 @@ class Events:
         if image is None:
             return show(value=None), show()
         size = self.editor.size_of(Settings("", resolution=int(resolution)), image.size)
-        large = image_to_paint_on(image, size)
-        return show(value={"background": large, "layers": [], "composite": None}), show()
+        session = self.sessions.get(request.session_hash)
+        large = self.sessions.save(session, image_to_paint_on(image, size), "paint")
+        return show(value={"background": str(large), "layers": [], "composite": None}), show()
 
     def begin(self):
         """The state of the model, when the page opens."""
@@ -334,6 +350,9 @@ class Events:
 
     def _state(self):
         trial = next((job for job in [*self.editor.jobs] if job.is_trial), None)
+        if trial is None and self.editor.trial_error:
+            error = html.escape(in_words(self.editor.trial_error))
+            return f'<span class="failed" title="{error}">the first program failed</span>'
         if trial is None:
             return '<span class="ready">ready</span>'
         width, height = self.editor.size_of(trial.settings, trial.image and trial.image.size)
@@ -391,6 +410,9 @@ class Events:
             yield update
 
     async def _api_run(self, values, image, mask, request):
+        session = self.sessions.get(request.session_hash)
+        for file in filter(None, (image, mask)):
+            self.sessions.add_upload(session, file)
         try:
             settings = self._checked(values)
             if self.editor.edits and not image:
@@ -407,8 +429,7 @@ class Events:
             raise gr.Error("cancelled") from error
         except (ValueError, OSError) as error:
             raise gr.Error(in_words(error)) from error
-        session = self.sessions.get(request.session_hash)
-        result = self.sessions.add(session, job.images, None, [settings], self.editor.edits)[0]
+        (result,) = self.sessions.add(session, job.images, None, [settings], self.editor.edits)
         yield result.path, read_settings(result.path).__dict__ | {"seconds": job.seconds}
 
 

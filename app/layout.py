@@ -89,11 +89,15 @@ def build(editor, examples):
         gr.HTML(f"<h1>{kind}</h1><p>{html.escape(name)}</p>", padding=False)
         c.state = gr.HTML(elem_id="state", padding=False)
     with gr.Row(elem_id="columns"):
-        with gr.Column(scale=5, min_width=320, elem_id="request"):
-            build_request(c, editor, defaults, examples)
-        with gr.Column(scale=6, min_width=320, elem_id="results"):
+        with gr.Column(elem_id="request"):
+            build_request(c, editor, examples)
+        with gr.Column(elem_id="results"):
             build_results(c, editor)
-            build_comparison(c, editor, defaults)
+            build_comparison(c, editor)
+        with gr.Column(elem_id="controls"):
+            build_mask(c, editor, defaults)
+            with gr.Accordion("Settings", open=True, elem_id="settings"):
+                build_settings(c, editor, defaults)
     with gr.Row(visible=False):  # of the API
         c.api_image, c.api_mask = image_file(label="Image"), image_file(label="Mask")
         c.api_result, c.api_settings = image_file(label="Result"), gr.JSON(label="Settings")
@@ -101,8 +105,8 @@ def build(editor, examples):
     return c
 
 
-def build_request(c, editor, defaults, examples):
-    """The left column: image, instruction, mask, settings."""
+def build_request(c, editor, examples):
+    """Image, instruction and examples."""
     c.image = image_file(
         label="Image",
         sources=["upload", "webcam", "clipboard"],
@@ -118,10 +122,8 @@ def build_request(c, editor, defaults, examples):
         max_lines=4,
         elem_id="instruction",
     )
-    with gr.Row(elem_id="buttons"):
-        verb = "Edit" if editor.edits else "Make an image"
-        c.run = gr.Button(verb, variant="primary", elem_id="run", scale=3)
-        c.cancel = gr.Button("Cancel", variant="stop", elem_id="cancel", visible=False, scale=3)
+    verb = "Edit" if editor.edits else "Make an image"
+    c.run = gr.Button(verb, variant="primary", elem_id="run")
     images, texts = examples
     for component, samples, label in (
         (c.image, images, "Images to try"),
@@ -137,6 +139,10 @@ def build_request(c, editor, defaults, examples):
                 elem_id=f"examples_{'images' if component is c.image else 'texts'}",
                 api_visibility="private",
             )
+
+
+def build_mask(c, editor, defaults):
+    """The editor of masks."""
     with gr.Accordion("Only a part of the image", open=False, visible=editor.edits):
         c.use_mask = gr.Checkbox(
             False, label="Restrict the edit to what I paint", elem_id="use_mask"
@@ -156,8 +162,6 @@ def build_request(c, editor, defaults, examples):
         c.mask_feather = gr.Slider(
             0, 64, defaults.mask_feather, step=1, label="Soft edge, pixels", visible=False
         )
-    with gr.Accordion("Settings", open=True, elem_id="settings"):
-        build_settings(c, editor, defaults)
 
 
 def build_settings(c, editor, defaults):
@@ -190,6 +194,7 @@ def build_settings(c, editor, defaults):
             *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
             step=step,
             label="Size, pixels of the longer side",
+            elem_id="resolution",
         )
     with gr.Row(elem_id="seeds"):
         c.seed = gr.Number(defaults.seed, precision=0, minimum=0, label="Seed", elem_id="seed")
@@ -233,7 +238,9 @@ def build_results(c, editor):
         buttons=["fullscreen"],
         **({"max_height": 640, "slider_position": 50} if editor.edits else {}),
     )
-    c.status = gr.HTML(elem_id="status", padding=False)
+    with gr.Row(elem_id="progress"):
+        c.status = gr.HTML(elem_id="status", padding=False)
+        c.cancel = gr.Button("Cancel", variant="stop", elem_id="cancel", visible=False, size="sm")
     with gr.Row(elem_id="actions"):
         c.download = gr.DownloadButton(
             "Download PNG", interactive=False, size="sm", elem_id="download"
@@ -245,7 +252,12 @@ def build_results(c, editor):
             visible=editor.edits,
             elem_id="use",
         )
-    c.gallery_title = gr.HTML("Images of this session; click one for its settings", visible=False)
+    c.gallery_title = gr.HTML(
+        "Images of this session; click one for its settings",
+        visible=False,
+        padding=False,
+        elem_classes="title",
+    )
     c.gallery = gr.Gallery(
         show_label=False,
         columns=5,
@@ -259,7 +271,7 @@ def build_results(c, editor):
     )
 
 
-def build_comparison(c, editor, defaults):
+def build_comparison(c, editor):
     """The same instruction at several values of a scale."""
     with gr.Accordion("Compare values of a scale, side by side", open=False, elem_id="compare"):
         with gr.Row():
@@ -271,7 +283,7 @@ def build_comparison(c, editor, defaults):
                 elem_id="compared",
             )
             c.values = gr.Textbox(
-                "1.1, 1.2, 1.5, 2" if editor.edits else "2, 4, 7.5, 12",
+                "1, 1.2, 1.5, 2" if editor.edits else "2, 4, 7.5, 12",
                 label="Values",
                 elem_id="values",
             )

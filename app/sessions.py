@@ -35,6 +35,7 @@ class Session:
     comparison: list = field(default_factory=list)  # Results of the last one
     shown: Result | None = None
     job: Any = None  # the last one
+    uploads: set = field(default_factory=set)  # Paths
     number: int = 0  # of images that were made
     used: float = field(default_factory=time.monotonic)
 
@@ -46,6 +47,7 @@ class Sessions:
         """root: directory for files, of Gradio; model: its name, for the files."""
         self.root, self.model = Path(root), model
         self.open, self.lock = {}, Lock()
+        self.examples = {*self.root.rglob("*")}  # which Gradio has copied
 
     def get(self, number):
         """The Session of a number, a new one if it is unknown."""
@@ -69,6 +71,21 @@ class Sessions:
     def _delete(self, number):
         if session := self.open.pop(number, None):
             shutil.rmtree(session.folder, ignore_errors=True)
+            # Gradio has one file of uploads with the same content.
+            others = (other.uploads for other in self.open.values())
+            for file in session.uploads - self.examples - set().union(*others):
+                file.unlink(missing_ok=True)
+
+    def add_upload(self, session, path):
+        """Note a file that Gradio has saved for a session, to delete it at the end."""
+        if (file := Path(path)).is_relative_to(self.root):
+            session.uploads.add(file)
+
+    def save(self, session, image, name):
+        """Save an image that is shown for a while; its path."""
+        file = session.folder / f"{name}-{secrets.token_hex(4)}.png"
+        image.save(file, compress_level=1)
+        return file
 
     def add(self, session, images, before, settings, edits):
         """Save images that were made.
@@ -76,29 +93,26 @@ class Sessions:
         Args:
             session: Session.
             images: PIL images.
-            before: PIL image of their size, or None.
+            before: path of the input at their size, of save, or None.
             settings: Settings of each.
             edits: whether the model edits images.
 
         Returns:
             The Results, which are in session.results too.
         """
-        made, input_file = [], None
-        if before is not None:
-            input_file = session.folder / f"{session.number + 1:03}-input.png"
-            save_image(before, input_file)
+        made = []
         for image, of_image in zip(images, settings):
             session.number += 1
             words = re.sub(r"[^a-z0-9]+", "-", of_image.instruction.lower()).strip("-")[:40]
             file = session.folder / f"{session.number:03}-{words or 'image'}.png"
             save_image(image, file, SOFTWARE, texts=of_image.as_texts(self.model))
-            made.append(Result(file, input_file, of_image, of_image.summary(edits)))
+            made.append(Result(file, before, of_image, of_image.summary(edits)))
         session.results[:0] = reversed(made)
         for old in session.results[MAX_RESULTS:]:
             old.path.unlink(missing_ok=True)
         del session.results[MAX_RESULTS:]
         kept = {result.before for result in session.results}
-        for file in session.folder.glob("*-input.png"):
+        for file in session.folder.glob("input-*.png"):
             if file not in kept:
                 file.unlink()
         return made

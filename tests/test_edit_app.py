@@ -157,21 +157,31 @@ def test_images_and_masks_of_the_page(tmp_path):
 
 def test_files_of_sessions(tmp_path):
     """A session keeps its latest images; closing it deletes its files and no others."""
+    example, upload, both = (tmp_path / f"{name}.png" for name in ("example", "upload", "both"))
+    example.touch()
     sessions = Sessions(tmp_path, "demo")
+    upload.touch()
+    both.touch()
     ours, theirs = sessions.get("a"), sessions.get("b")
     assert sessions.get("a") is ours
     settings = Settings("make it red")
     for _ in range(MAX_RESULTS + 2):
-        sessions.add(ours, [photo(8, 6)], photo(8, 6), [settings], edits=True)
+        before = sessions.save(ours, photo(8, 6), "input")
+        sessions.add(ours, [photo(8, 6)], before, [settings], edits=True)
     (other,) = sessions.add(theirs, [photo(8, 6)], None, [settings], edits=True)
     assert other.path.name == "001-make-it-red.png"
     names = sorted(file.name for file in ours.folder.iterdir())
     assert len(names) == 2 * MAX_RESULTS and len(ours.results) == MAX_RESULTS
-    assert names[:2] == ["003-input.png", "003-make-it-red.png"]
+    assert names[0] == "003-make-it-red.png" and names[-1].startswith("input-")
     assert read_settings(ours.results[0].path) == settings
+    for file in (example, upload, both, Path(__file__)):
+        sessions.add_upload(ours, file)
+    sessions.add_upload(theirs, both)
     sessions.close("a")
     sessions.close("never")
     assert not ours.folder.exists() and other.path.exists()
+    assert not upload.exists()
+    assert all(file.exists() for file in (example, both, Path(__file__)))
 
 
 # ---------------------------------------------------------------- the command line
@@ -350,7 +360,7 @@ def page(model, photograph, tmp_path_factory):
     examples = tmp_path_factory.mktemp("examples") / "edits.jsonl"
     row = {"input": str(photograph), "edit": "make it blue", "output": "none.png"}
     examples.write_text(json.dumps(row))
-    with served(model, "--examples", examples, *FAST) as page:
+    with served(model, "--examples", examples, *FAST, "--max_resolution", "256") as page:
         yield page
 
 
@@ -390,9 +400,10 @@ def test_the_api(page, model, photograph, tmp_path):
     (tmp_path / "broken.png").write_bytes(photograph.read_bytes()[:99])
     for change, message in (
         ({"image": handle_file(tmp_path / "broken.png")}, "this image cannot be read"),
-        ({"num_inference_steps": 0}, "Steps 0 must be from 1 to 150"),
+        ({"instruction": " "}, "write what to change"),
+        ({"instruction": "red " * 300}, "Instruction has 1200 characters; write 1000 or less"),
+        ({"num_inference_steps": 151}, "Value 151 is greater than maximum value 150"),  # Gradio's
         ({"scheduler": "dpmsolver++", "accelerate": ["tgate"]}, "is for text to image"),
-        ({"resolution": 4096}, "Size 4096 must be from 4 to 64 pixels"),
     ):
         with pytest.raises(AppError, match=re.escape(message)):
             client.predict(**given | change)
@@ -422,7 +433,7 @@ def test_two_clients_30_requests_and_a_client_that_goes(page, photograph, tmp_pa
     print("memory, MB:", [round(x / 2**20) for x in memory])
     assert memory[-1] - memory[0] < 64 * 2**20
 
-    slow = clients[0].submit(**given, instruction="red", num_inference_steps=150)
+    slow = clients[0].submit(**given, instruction="red", num_inference_steps=150, resolution=256)
     wait_for(lambda: any(stage["stage"] == "making" for _, stage in slow.outputs()))
     slow.cancel()
     clients[1].predict(**given, instruction="make it blue")  # is not behind it
@@ -494,7 +505,8 @@ def test_other_models(kind, tmp_path, photograph):
         given |= {"image": handle_file(photograph)} if is_edit else {"shape": "landscape 4:3"}
         given |= {"accelerate": ["taesd"]} if kind == "preview" else {}
         file, settings = client.predict(**given, seed=3, api_name="/edit" if is_edit else "/image")
-        assert Image.open(file).size == (32, 24) and settings["seed"] == 3
+        with Image.open(file) as image:
+            assert image.size == (32, 24) and settings["seed"] == 3
 
 
 # ---------------------------------------------------------------- the page in Chromium
@@ -623,9 +635,7 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_pat
         figure = download(opened, "#figure", tmp_path / "figure.png")
         assert figure.shape[1] > 4 * 192
         opened.click("#comparison button >> nth=2")
-        opened.wait_for_function(
-            "document.querySelector('#image_guidance_scale input').value == '3'"
-        )
+        wait_for(lambda: opened.input_value("#image_guidance_scale input[type=number]") == "3")
 
 
 def click_without_start(tab):
@@ -640,17 +650,18 @@ def test_two_tabs_cancel_and_a_tab_that_is_closed(browser, page, photograph, tmp
     """A long request is cancelled, and one of a closed tab ends, so that the next one runs."""
     with tab(browser, page) as opened:
         give(opened, photograph)
-        fill_steps(opened, 140)
+        make_long(opened)
         opened.click("#run")
         opened.wait_for_selector("#status progress", timeout=120_000)
         opened.keyboard.press("Escape")
         opened.wait_for_selector("#status .info", timeout=20_000)
         assert opened.inner_text("#status") == "Cancelled"
-        fill_steps(opened, 3)
+        fill(opened, "num_inference_steps", 3)
+        fill(opened, "resolution", 32)
 
         with tab(browser, page) as second:
             give(second, photograph, "invert the colors", seed=8)
-            fill_steps(second, 140)
+            make_long(second)
             second.click("#run")
             second.wait_for_selector("#status progress", timeout=120_000)
             opened.click("#run")
@@ -659,8 +670,14 @@ def test_two_tabs_cancel_and_a_tab_that_is_closed(browser, page, photograph, tmp
         assert "seed 7" in opened.inner_text("#status")
 
 
-def fill_steps(tab, number):
-    tab.fill("#num_inference_steps input[type=number]", str(number))
+def make_long(tab):
+    """Settings of an edit that takes some seconds."""
+    fill(tab, "num_inference_steps", 150)
+    fill(tab, "resolution", 256)
+
+
+def fill(tab, name, number):
+    tab.fill(f"#{name} input[type=number]", str(number))
     tab.keyboard.press("Tab")
 
 
