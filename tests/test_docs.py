@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import json
 import re
 import runpy
 from importlib.util import find_spec
@@ -13,10 +14,22 @@ from helpers import ROOT
 from benchmarks import tables
 from benchmarks.tables.tpu import compiled_cells, compiled_row
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "notebooks" / "instruct_pix2pix.ipynb",
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+(?:\n[^`\n]+)?`", re.MULTILINE | re.DOTALL)
+
+
+def text_of(page):
+    """A page; of a notebook its texts, without the code, which tests/test_notebook.py checks."""
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def anchors(text):
@@ -90,7 +103,7 @@ def faults(text, folder):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_commands(page):
-    assert list(faults(page.read_text(), page.parent)) == []
+    assert list(faults(text_of(page), page.parent)) == []
 
 
 def missing_files(text):
@@ -116,13 +129,13 @@ def missing_imports(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_imports(page):
-    text = page.read_text()
+    text = text_of(page)
     assert [*missing_files(text), *missing_imports(text)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_of_the_results_files(page):
-    text = page.read_text()
+    text = text_of(page)
     assert tables.fill(text) == text, "run python -m benchmarks.tables"
 
 

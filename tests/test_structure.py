@@ -86,7 +86,7 @@ def test_programs_that_read_like_the_published_guides_are_short():
 
 def test_imports():
     programs = {file.stem for file in code() if len(file.parts) == 1} - {"command_line"}
-    ours = {*BELOW, *programs, "command_line", "tests", "benchmarks", "demo"}
+    ours = {*BELOW, *programs, "command_line", "tests", "benchmarks", "demo", "notebooks"}
     wrong = {}
     for file, tree in code().items():
         name = file.stem if len(file.parts) == 1 else file.parts[0]
