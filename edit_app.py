@@ -52,7 +52,7 @@ class AppFlags:
     username: str | None = None  # who may open the page, with a password
     password_file: Path | None = None  # file with the password; default: EDIT_APP_PASSWORD
     open_browser: bool = False  # open the page in a browser
-    # lines {"input", "edit"} to click on the page, as of edit_cli.py --edits_jsonl
+    # list of edits, as of edit_cli.py --edits_jsonl, whose images and instructions can be clicked
     examples: Path | None = None
     num_inference_steps: int = 50  # denoising steps that the page begins with
     guidance_scale: float = 7.5  # weight of the instruction, likewise

@@ -34,7 +34,7 @@ NAMES = {  # of settings, on the page
     "accelerate": "Acceleration",
     "lora": "LoRA",
     "lora_weight": "LoRA weight",
-    "negative_prompt": "Avoid",
+    "negative_prompt": "Negative prompt",
     "mask_feather": "Soft edge",
 }
 
@@ -69,6 +69,7 @@ def theme():
         button_primary_background_fill_dark="*primary_600",
         slider_color="*primary_600",
         checkbox_background_color_selected="*primary_600",
+        checkbox_border_color_dark="*neutral_500",
     )
 
 
@@ -173,7 +174,7 @@ def build_settings(c, editor, defaults):
             *(0, 20, defaults.guidance_scale),
             step=0.1,
             label="Instruction scale" if editor.edits else "Prompt scale",
-            info="higher: a stronger edit" if editor.edits else "higher: closer to the prompt",
+            info="higher: stronger" if editor.edits else "higher: closer to the prompt",
         )
         c.image_guidance_scale = gr.Slider(
             *(0, 5, defaults.image_guidance_scale),
@@ -193,7 +194,7 @@ def build_settings(c, editor, defaults):
         c.resolution = gr.Slider(
             *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
             step=step,
-            label="Size, pixels of the longer side",
+            label="Size, pixels",
             elem_id="resolution",
         )
     with gr.Row(elem_id="seeds"):
@@ -205,7 +206,9 @@ def build_settings(c, editor, defaults):
             c.roll = gr.Button("Roll a new one", elem_id="roll", size="sm")
     c.shape = gr.Dropdown([*SHAPES], value=defaults.shape, label="Shape", visible=not editor.edits)
     with gr.Accordion("More settings", open=False):
-        c.negative_prompt = gr.Textbox("", label="Avoid", placeholder="blurry, text", max_lines=3)
+        c.negative_prompt = gr.Textbox(
+            "", label="Negative prompt", placeholder="what to avoid", max_lines=3
+        )
         c.scheduler = gr.Dropdown(
             [OWN_SCHEDULER, *SCHEDULERS],
             value=defaults.scheduler or OWN_SCHEDULER,
@@ -236,7 +239,7 @@ def build_results(c, editor):
         interactive=False,
         elem_id="result",
         buttons=["fullscreen"],
-        **({"max_height": 640, "slider_position": 50} if editor.edits else {}),
+        **({"max_height": 720, "slider_position": 50} if editor.edits else {}),
     )
     with gr.Row(elem_id="progress"):
         c.status = gr.HTML(elem_id="status", padding=False)

@@ -104,10 +104,11 @@ def make_blocks(editor, examples, folder):
     from app.layout import build
     from app.sessions import Sessions
 
+    options = {"analytics_enabled": False, "delete_cache": (600, MAX_FILE_AGE)}
     title = "Edit images" if editor.edits else "Images from text"
     with (
         warnings.catch_warnings(),
-        gr.Blocks(title=title, analytics_enabled=False, delete_cache=(600, MAX_FILE_AGE)) as blocks,
+        gr.Blocks(title=title, fill_width=True, **options) as blocks,
     ):
         warnings.simplefilter("ignore")  # of Gradio about itself
         components = build(editor, examples)
