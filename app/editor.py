@@ -78,6 +78,7 @@ class Job:
     mask: Image.Image | None = None  # of its size, white where it may change
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): of settings
     is_trial: bool = False  # compiles, and makes no image
+    at_once: int = 1  # images that are made at once
     progress: Progress = field(default_factory=lambda: Progress("waiting", time.monotonic()))
     images: list = field(default_factory=list)  # PIL
     seconds: float | None = None
@@ -128,7 +129,9 @@ class Editor:
             raise ValueError("--preview_decoder is for --progress; leave --no_progress out")
         check_settings(replace(self.defaults(), instruction="red"), self.limits)
         self.check(self.defaults())
+        # One image runs on the first device or the layout; those of a comparison on all.
         self.devices = devices_for(1, None, self.layout)
+        self.all_devices = self.devices if self.layout else jax.local_devices()
         self.programs, self.compile_seconds = OrderedDict(), None
         self.params, self.weights = None, None
         self.jobs, self.condition = deque(), threading.Condition()
@@ -172,8 +175,7 @@ class Editor:
         )
         if config.accelerate:  # int8 changes the parameters
             cast_params(self._with_settings(self.defaults()), params)
-        place_params(params, self.devices, self.layout)
-        self.params, self.weights = params, self._weights_of(self.defaults())
+        self._place(params, self._weights_of(self.defaults()))
         threading.Thread(target=self._work, name="editor", daemon=True).start()
 
     # ------------------------------------------------------------ of a request
@@ -271,23 +273,24 @@ class Editor:
         settings = job.settings
         self._load_weights(job)
         size = self.size_of(settings, job.image and job.image.size)
-        arrays = None
-        for number, scales in enumerate(job.scales):
-            scales = scales if len(job.scales) == 1 else with_all_branches(*scales)
-            job.report("making", image=number, step=0)
-            of_image = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
-            mask = None if job.mask is None else fit_mask(job.mask, size)
-            mask = None if mask and mask.getextrema()[0] else mask  # all white restricts nothing
-            program = self._program(replace(settings, **of_image), size, mask is not None)
-            self.program = program
+        mask = None if job.mask is None else fit_mask(job.mask, size)
+        mask = None if mask and mask.getextrema()[0] else mask  # all white restricts nothing
+        job.at_once = len(self.all_devices) if len(job.scales) > 1 else 1
+        arrays = self._arrays(job, size, mask, job.at_once)
+        for first in range(0, len(job.scales), job.at_once):
+            job.report("making", image=first, step=0)
+            scales = job.scales[first : first + job.at_once]
+            if len(job.scales) > 1:
+                scales = [with_all_branches(*one) for one in scales]
+            of_image = dict(zip(("guidance_scale", "image_guidance_scale"), scales[0]))
+            of_image = replace(settings, **of_image)
+            self.program = program = self._program(of_image, size, mask is not None, job.at_once)
             if not program.is_compiled:
                 job.report("compiling")
-            if arrays is None:
-                arrays = self._arrays(job, size, mask)
-            images = self._call(program.pipeline, arrays, settings, size, scales)
+            images = self._call(program.pipeline, arrays, settings, size, scales, job.at_once)
             if job.stopped.is_set():
                 raise Stopped
-            images = np.asarray(images).reshape(-1, size[1], size[0], 3)
+            images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
             if not program.is_compiled:  # no step was shown
                 self.compile_seconds = time.monotonic() - job.progress.since
                 program.is_compiled = True
@@ -295,33 +298,41 @@ class Editor:
             job.images += to_pil(images)
         job.seconds = time.perf_counter() - started
 
-    def _arrays(self, job, size, mask):
-        """The arrays of a call for one device or group: of text, keys, and of an edit."""
+    def _arrays(self, job, size, mask, num_devices):
+        """The arrays of a call, the same for each device: of text, keys, and of an edit."""
         settings, pipeline = job.settings, self.pipeline
-        prompt_ids = pipeline.prepare_text_inputs([settings.instruction])
+        prompt_ids = pipeline.prepare_text_inputs([settings.instruction] * num_devices)
         neg_ids = None
         if settings.negative_prompt:
-            neg_ids = pipeline.prepare_text_inputs([settings.negative_prompt])
-        key = jax.random.key(settings.seed)
+            neg_ids = pipeline.prepare_text_inputs([settings.negative_prompt] * num_devices)
+        key, indices = jax.random.key(settings.seed), np.zeros(num_devices, int)
         if self.edits:
-            image, masks = fit_image(job.image, size), None if mask is None else [mask]
-            feather = settings.mask_feather
-            of_edit = prompt_ids, neg_ids, key, np.array([0]), 1
-            return batch_inputs(pipeline, [image], masks, feather, *of_edit)
-        keys = jax.random.fold_in(key, 0)[None, None]
-        return prompt_ids[None], keys, None if neg_ids is None else neg_ids[None]
+            images = [fit_image(job.image, size)] * num_devices
+            masks = None if mask is None else [mask] * num_devices
+            of_edits = settings.mask_feather, prompt_ids, neg_ids, key, indices, num_devices
+            return batch_inputs(pipeline, images, masks, *of_edits)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
+        return jax.tree.map(lambda x: x[:, None], (prompt_ids, keys, neg_ids))
 
-    def _call(self, pipeline, arrays, settings, size, scales):
-        """The images, on devices; they may not be ready."""
-        steps = settings.num_inference_steps
+    def _call(self, pipeline, arrays, settings, size, scales, num_devices):
+        """The images, on devices; they may not be ready.
+
+        scales: of each image, at most as many as there are devices.
+        """
+        steps, params = settings.num_inference_steps, self.params[num_devices]
+        if num_devices == 1:
+            (scales,) = scales
+        else:
+            scales = [*scales, *scales[-1:] * (num_devices - len(scales))]
+            scales = np.float32(scales).T[..., None]  # (2, devices, 1)
         if self.edits:
             prompt_ids, image, keys, neg_ids, mask = arrays
-            of_image = prompt_ids, image, self.params, keys, steps, *scales
+            of_image = prompt_ids, image, params, keys, steps, *scales
             return pipeline(*of_image, neg_prompt_ids=neg_ids, jit=True, mask=mask).images
         prompt_ids, keys, neg_ids = arrays
         return pipeline(
             prompt_ids,
-            self.params,
+            params,
             keys,
             num_inference_steps=steps,
             guidance_scale=scales[0],
@@ -331,13 +342,13 @@ class Editor:
             jit=True,
         ).images
 
-    def _program(self, settings, size, is_masked):
-        """The Program of an image, new ones not compiled."""
+    def _program(self, settings, size, is_masked, num_devices):
+        """The Program of an image on each device, new ones not compiled."""
         scales = settings.guidance_scale, settings.image_guidance_scale
         branches = branches_of(self.checked.pipeline_type, *scales)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps, size),
-            *(is_masked, branches, bool(settings.negative_prompt)),
+            *(is_masked, branches, bool(settings.negative_prompt), num_devices),
         )
         if key not in self.programs:
             if len(self.programs) == MAX_PROGRAMS:
@@ -401,8 +412,16 @@ class Editor:
         options = {"lora": weights[0], "unet_delta": self.config.unet_delta}
         params = self.pipeline.load_params(self.config.model, **options)
         cast_params(self._with_settings(job.settings), params)
-        place_params(params, self.devices, self.layout)
-        self.params, self.weights = params, weights
+        self._place(params, weights)
+
+    def _place(self, params, weights):
+        """Move parameters to all devices; weights: of _weights_of."""
+        place_params(params, self.all_devices, self.layout)
+        self.params = {len(self.all_devices): params}
+        if len(self.all_devices) > 1:  # the same memory
+            first = jax.tree.map(lambda x: x.addressable_shards[0].data, params)
+            self.params[1] = first
+        self.weights = weights
 
     def _show(self, step, keys, images):
         """Called by the program after a step, in any thread."""

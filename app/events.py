@@ -258,12 +258,15 @@ class Events:
             return status(f"waiting for {number} before this one", "busy")
         if progress.stage == "loading":
             return status(f"reading the weights with other LoRA, {seconds:.0f} s", "busy")
-        of_several = f"image {progress.image + 1} of {len(job.scales)}, " * (len(job.scales) > 1)
+        first, last = progress.image + 1, min(progress.image + job.at_once, len(job.scales))
+        numbers = f"image {first}" if first == last else f"images {first} to {last}"
+        of_several = f"{numbers} of {len(job.scales)}, " * (len(job.scales) > 1)
         if progress.stage == "compiling":
             return status(of_several + self._compiling(job, seconds), "busy")
         steps = job.settings.num_inference_steps
         text = f"{of_several}step {min(progress.step, steps)} of {steps}"
-        return status(text, "busy", (progress.image + progress.step / steps) / len(job.scales))
+        done = progress.image + (last - first + 1) * progress.step / steps
+        return status(text, "busy", min(1, done / len(job.scales)))
 
     def _compiling(self, job, seconds):
         width, height = self.editor.size_of(job.settings, job.image and job.image.size)
@@ -421,6 +424,11 @@ class Events:
             if mask:
                 with open(mask, "rb") as file:
                     mask = read_mask_of(file.read(), "the mask")
+                if mask.size != image.size:
+                    raise ValueError(
+                        "the mask has {}x{} pixels, the image {}x{}; make it of the same "
+                        "size".format(*mask.size, *image.size)
+                    )
             job = self.editor.submit(Job(settings, image, mask))
             async with aclosing(self.editor.follow(job)) as following:
                 async for progress in following:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, free_port, photo, save_tiny_vae
 from PIL import Image
+from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_app
@@ -324,6 +325,60 @@ def test_the_editor_makes_the_images_of_edit_cli(model, photograph, tmp_path):
     assert many.progress.step < 100 and job.progress.step == 3
     expected = edit_by_cli(model, photograph, tmp_path / "cli.png", settings=settings)
     np.testing.assert_array_equal(np.asarray(job.images[0]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [False, True])
+def test_a_comparison_runs_on_all_devices(tmp_path, photograph, text):
+    """Its images are those of single requests; also where a single one leaves a branch out."""
+    model = make_tiny_pipeline(tmp_path / "model", 4 if text else 8, unet_channels=(16,))
+    editor, image = open_editor(model), None if text else Image.open(photograph)
+    settings = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
+    scales = [(2.0, x) for x in (1.0, 1.2, 1.5, 2.0, 3.0)]
+    scales = [(1.0, 1.5), (2.0, 1.5), (7.5, 1.5)] if text else scales
+    job = editor.submit(Job(settings, image, scales=tuple(scales)))
+    assert job.done.wait(120) and job.error is None and job.at_once == 4
+    assert len(job.images) == len(scales) and len(editor.programs) == 1
+    names = ("guidance_scale", "image_guidance_scale")
+    for one, found in zip(scales, job.images):
+        single = editor.submit(Job(dataclasses.replace(settings, **dict(zip(names, one))), image))
+        assert single.done.wait(120) and single.error is None
+        difference = np.int16(single.images[0]) - np.int16(found)
+        assert np.abs(difference).max() <= 1
+
+
+@pytest.mark.slow
+def test_lora_and_int8_of_a_request(model, photograph, tmp_path):
+    """A request has the weights that it names, whatever the one before had."""
+    rng, file = np.random.default_rng(0), tmp_path / "style.safetensors"
+    layer = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    save_file(
+        {
+            f"{layer}.lora_A.weight": rng.normal(size=(2, 16)).astype(np.float32),
+            f"{layer}.lora_B.weight": rng.normal(size=(16, 2)).astype(np.float32),
+        },
+        file,
+    )
+    editor, image = open_editor(model, lora=(str(file),)), Image.open(photograph)
+    assert editor.defaults().lora == ("style",)
+    plain = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
+    changes = {
+        "lora": ({"lora": ("style",)}, ["--lora", str(file)]),
+        "half": ({"lora": ("style",), "lora_weight": 0.5}, ["--lora", f"{file}:0.5"]),
+        "plain": ({}, []),
+        "int8": ({"accelerate": ("int8:mode=weight",)}, ["--accelerate", "int8:mode=weight"]),
+        "again": ({}, []),
+    }
+    images = {}
+    for name, (change, flags) in changes.items():
+        job = editor.submit(Job(dataclasses.replace(plain, **change), image))
+        assert job.done.wait(120) and job.error is None
+        images[name] = np.asarray(job.images[0])
+        output = tmp_path / f"{name}.png"
+        expected = edit_by_cli(model, photograph, output, *flags, settings=plain)
+        assert np.abs(np.int16(images[name]) - expected).max() <= 1
+    np.testing.assert_array_equal(images["again"], images["plain"])
+    assert all(np.any(images[x] != images["plain"]) for x in ("lora", "half", "int8"))
 
 
 # ---------------------------------------------------------------- the server

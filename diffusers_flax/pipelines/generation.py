@@ -103,10 +103,10 @@ class Generation:
             num_inference_steps: of the scheduler, at least 1.
             height, width: of the result, multiples of 8; input images are resized to it. None: the
                 size of the input image, or, without one, the size that the model was trained at.
-            guidance_scale: weight of the prompt, >= 0, a number, or, but for edits, an array of one
-                per image; a number up to 1: no guidance, half of the work.
-            image_guidance_scale: for edits, similarity to the image, >= 0. Both scales 1: no
-                guidance, a third of the work; this one 1, or both equal: two thirds.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
+                number up to 1: no guidance, half of the work.
+            image_guidance_scale: for edits, similarity to the image, >= 0, likewise. Both numbers
+                1: no guidance, a third of the work; this one 1, or both equal: two thirds.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
             noise: for image to image, standard normal noise that is added at first, like latents.

@@ -223,9 +223,13 @@ class InstructPix2Pix:
                 raise ValueError("a mask is 0 everywhere, so nothing may change; 1 may change")
 
     def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
-        """The branches of guidance to compute; see edit_branches."""
-        scales = map(float, (guidance_scale, image_guidance_scale, guidance_rescale))
-        return edit_branches(*scales)
+        """The branches of guidance to compute; all for arrays of scales; see edit_branches."""
+        scales, phi = (guidance_scale, image_guidance_scale), float(guidance_rescale)
+        if not any(map(np.ndim, scales)):
+            return edit_branches(*map(float, scales), phi)
+        for values in zip(*map(np.ravel, np.broadcast_arrays(*scales))):
+            edit_branches(*map(float, values), phi)
+        return BRANCHES
 
     @with_options(
         *("num_inference_steps", "height", "width", "guidance_scale", "image_guidance_scale"),
@@ -298,7 +302,9 @@ class InstructPix2Pix:
             weights = (guidance_scale, image_guidance_scale)
             if active != branches:  # guidance by the image has ended, or all guidance
                 weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
-            weights = guidance_weights(*(jnp.asarray(s, jnp.float32) for s in weights))
+            weights = (jnp.asarray(s, jnp.float32) for s in weights)
+            weights = (s.reshape(-1, 1, 1, 1) if s.ndim else s for s in weights)  # of each image
+            weights = guidance_weights(*weights)
             weights = dict(zip(BRANCHES, weights))
             eps_pred = dict(zip(active, jnp.split(eps_pred, len(active))))
             guided = sum(weights[branch] * eps for branch, eps in eps_pred.items())

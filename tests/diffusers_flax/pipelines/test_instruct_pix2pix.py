@@ -332,6 +332,23 @@ def test_generate_under_pmap_with_everything_defaulted(loaded):
 
 
 @pytest.mark.slow
+def test_scales_of_each_image(loaded):
+    """Arrays of scales give the images of calls with these numbers."""
+    pipeline, params = loaded
+    input_images, _ = random_inputs(3, 32, 32)
+    inputs = (*pipeline.prepare_inputs(PROMPTS[:3], input_images), params)
+    keys = jax.random.split(jax.random.key(0), 3)
+    s_T, s_I = np.float32([7.5, 2, 1]), np.float32([1.5, 2, 1])
+    images = pipeline(*inputs, keys, 3, s_T, s_I).images
+    for i in range(3):
+        one = (x[i : i + 1] for x in inputs[:2])
+        expected = pipeline(*one, params, keys[i : i + 1], 3, s_T[i], s_I[i]).images
+        np.testing.assert_allclose(images[i : i + 1], expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"guidance_scale=-1.0 must be 0 or more"):
+        pipeline(*inputs, keys, 3, np.float32([1, 2, -1]), 1.5)
+
+
+@pytest.mark.slow
 def test_branches_left_out_do_not_change_the_image(loaded):
     pipeline, params = loaded
     input_images, _ = random_inputs(1, 32, 32)
