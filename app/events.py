@@ -94,6 +94,7 @@ class Events:
             yield update
 
     async def _run(self, data, session, scales_of):
+        """Make the images of the controls' values; yields the updates of the page."""
         c = self.c
         try:
             settings = self._settings(data)
@@ -103,22 +104,10 @@ class Events:
         except (ValueError, OSError) as error:
             yield self._failed(error)
             return
-        session.job, before, seen = job, None, None
-        busy = gr.update(interactive=False)
-        yield {c.run: busy, c.compare: busy, c.cancel: show()}
-        if job.image is not None:
-            fitted = fit_image(job.image, self.editor.size_of(settings, job.image.size))
-            before = self.sessions.save(session, fitted, "input")
+        session.job = job
         try:
-            async with aclosing(self.editor.follow(job)) as following:
-                async for progress in following:
-                    update = {c.status: self._status_of(job, progress)}
-                    if progress.preview not in (None, seen):
-                        seen = progress.preview
-                        shown = self.sessions.save(session, seen, "preview")
-                        update[c.result] = (before, shown) if before else shown
-                    yield update
-            yield await asyncio.to_thread(self._finished, job, before, session)
+            async for update in self._watch(job, session):
+                yield update
         except Stopped:
             yield self._idle() | {c.status: status("cancelled", "info")}
         except (ValueError, OSError) as error:
@@ -126,6 +115,26 @@ class Events:
         except Exception:  # the log of the server has it
             yield self._failed("this failed on the server, whose log says why")
             raise
+        finally:
+            self.editor.stop(job)  # of a page that was closed
+
+    async def _watch(self, job, session):
+        """The updates of a job that was submitted."""
+        c, before, seen = self.c, None, None
+        busy = gr.update(interactive=False)
+        yield {c.run: busy, c.compare: busy, c.cancel: show()}
+        if job.image is not None:
+            fitted = fit_image(job.image, self.editor.size_of(job.settings, job.image.size))
+            before = self.sessions.save(session, fitted, "input")
+        async with aclosing(self.editor.follow(job)) as following:
+            async for progress in following:
+                update = {c.status: self._status_of(job, progress)}
+                if progress.preview not in (None, seen):
+                    seen = progress.preview
+                    shown = self.sessions.save(session, seen, "preview")
+                    update[c.result] = (before, shown) if before else shown
+                yield update
+        yield await asyncio.to_thread(self._finished, job, before, session)
 
     def _settings(self, data):
         """The Settings of the controls; a new seed unless it is kept."""

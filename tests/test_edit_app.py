@@ -595,12 +595,11 @@ def tab(browser, page, **options):
 
 
 def click_and_wait(tab, button="#run", state=".done"):
-    """Start a request and wait for its end; the text of the status line."""
-    tab.evaluate("document.querySelector('#status').dataset.seen = ''")
+    """Start a request and wait for its end; the text of the status line, which is a new one."""
+    tab.evaluate("document.querySelector('#status .line')?.setAttribute('data-old', '')")
     tab.click(button)
-    tab.wait_for_selector("#cancel", state="visible", timeout=30_000)
-    tab.wait_for_selector(f"#status {state}", timeout=120_000)
-    tab.wait_for_selector("#run", state="visible")
+    tab.wait_for_selector(f"#status {state}:not([data-old])", timeout=120_000)
+    tab.wait_for_selector("#run:not([disabled])")
     return tab.inner_text("#status")
 
 
@@ -666,7 +665,7 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_pat
         opened.click("text=Only a part of the image")
         opened.check("#use_mask input")
         opened.wait_for_selector("#mask canvas", timeout=30_000)
-        assert "No part is painted" in click_without_start(opened)
+        assert "No part is painted" in click_and_wait(opened, state=".failed")
         box = opened.locator("#mask canvas").first.bounding_box()
         x, y = box["x"] + 0.5 * box["width"], box["y"] + 0.3 * box["height"]
         opened.mouse.move(x, y)
@@ -691,13 +690,6 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_pat
         assert figure.shape[1] > 4 * 192
         opened.click("#comparison button >> nth=2")
         wait_for(lambda: opened.input_value("#image_guidance_scale input[type=number]") == "3")
-
-
-def click_without_start(tab):
-    """Click and wait for the error; the status line."""
-    tab.click("#run")
-    tab.wait_for_selector("#status .failed", timeout=30_000)
-    return tab.inner_text("#status")
 
 
 @needs_browser
@@ -741,10 +733,9 @@ def test_messages_in_the_browser(browser, page, photograph, tmp_path):
     """A broken file, a text file, no image, no instruction, a text that is too long."""
     (tmp_path / "broken.png").write_bytes(photograph.read_bytes()[:99])
     with tab(browser, page) as opened:
-        assert "Write what to change" in click_without_start(opened)
+        assert "Write what to change" in click_and_wait(opened, state=".failed")
         opened.fill("#instruction textarea, #instruction input", "make it red")
-        opened.click("#run")
-        opened.wait_for_selector("#status .failed:has-text('There is no image')")
+        assert "There is no image" in click_and_wait(opened, state=".failed")
     with tab(browser, page) as opened:
         opened.set_input_files("#image input[type=file]", tmp_path / "broken.png")
         opened.wait_for_selector("#status .failed:has-text('This image cannot be read')")
