@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,7 @@ class Job:
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): of settings
     is_trial: bool = False  # compiles, and makes no image
     at_once: int = 1  # images that are made at once
+    has_compiled: bool = False
     progress: Progress = field(default_factory=lambda: Progress("waiting", time.monotonic()))
     images: list = field(default_factory=list)  # PIL
     seconds: float | None = None
@@ -122,7 +123,7 @@ class Editor:
         _, configs = self.checked.pipeline_type.check(config.model)
         self.scheduler_config = configs["scheduler"]
         self.edits = issubclass(self.checked.pipeline_type, InstructPix2Pix)
-        self.loras = {Path(split_weight(spec)[0]).stem: spec for spec in config.lora}
+        self.loras = named_loras(config.lora)
         self.limits = self._limits(configs)
         self.decoder = config.preview_decoder or None
         if self.decoder and not config.progress:
@@ -132,7 +133,7 @@ class Editor:
         # One image runs on the first device or the layout; those of a comparison on all.
         self.devices = devices_for(1, None, self.layout)
         self.all_devices = self.devices if self.layout else jax.local_devices()
-        self.programs, self.compile_seconds = OrderedDict(), None
+        self.programs, self.compile_seconds = {}, None
         self.params, self.weights = None, None
         self.jobs, self.condition = deque(), threading.Condition()
         self.current = self.program = self.trial_error = None  # of the thread
@@ -287,6 +288,7 @@ class Editor:
             self.program = program = self._program(of_image, size, mask is not None, job.at_once)
             if not program.is_compiled:
                 job.report("compiling")
+                job.has_compiled = True
             images = self._call(program.pipeline, arrays, settings, size, scales, job.at_once)
             if job.stopped.is_set():
                 raise Stopped
@@ -416,7 +418,7 @@ class Editor:
 
     def _place(self, params, weights):
         """Move parameters to all devices; weights: of _weights_of."""
-        place_params(params, self.all_devices, self.layout)
+        place_params(params, self.all_devices, self.pipeline.layout)
         self.params = {len(self.all_devices): params}
         if len(self.all_devices) > 1:  # the same memory
             first = jax.tree.map(lambda x: x.addressable_shards[0].data, params)
@@ -445,6 +447,15 @@ class NoStops(logging.Filter):
 
     def filter(self, record):
         return not (record.exc_info and isinstance(record.exc_info[1], Stopped))
+
+
+def named_loras(specs):
+    """{a short name for the page: spec} of --lora; of files of one name the folder's too."""
+    named = {}
+    for spec in specs:
+        path = Path(split_weight(spec)[0])
+        named[path.stem if path.stem not in named else f"{path.parent.name}/{path.stem}"] = spec
+    return named
 
 
 def with_all_branches(guidance_scale, image_guidance_scale):

@@ -204,10 +204,11 @@ class Events:
             c.gallery_title: show(),
             c.seed: job.settings.seed,
         }
-        text = f"{results[-1].summary}; {job.seconds:.1f} s"
+        seconds = f"{job.seconds:.1f} s{', with compiling' * job.has_compiled}"
+        text = f"{results[-1].summary}; {seconds}"
         if len(results) > 1:
             session.comparison = results
-            text = f"{len(results)} images in {job.seconds:.1f} s"
+            text = f"{len(results)} images in {seconds}"
             captions = [self._caption(one, several) for one in several]
             strip = [(result.path, caption) for result, caption in zip(results, captions)]
             update[c.comparison] = show(value=strip, columns=len(strip))

@@ -60,7 +60,8 @@ def theme():
         radius_size=gr.themes.sizes.radius_md,
         spacing_size=gr.themes.sizes.spacing_md,
     ).set(
-        body_background_fill="*neutral_50",
+        background_fill_primary="*neutral_50",
+        block_background_fill="white",
         block_shadow="none",
         block_label_text_size="*text_sm",
         button_primary_background_fill="*primary_600",
@@ -174,7 +175,7 @@ def build_settings(c, editor, defaults):
             *(0, 20, defaults.guidance_scale),
             step=0.1,
             label="Instruction scale" if editor.edits else "Prompt scale",
-            info="higher: stronger" if editor.edits else "higher: closer to the prompt",
+            info="higher: a stronger edit" if editor.edits else "higher: closer to the prompt",
         )
         c.image_guidance_scale = gr.Slider(
             *(0, 5, defaults.image_guidance_scale),
@@ -189,12 +190,14 @@ def build_settings(c, editor, defaults):
             *(1, MAX_STEPS, defaults.num_inference_steps),
             step=1,
             label="Steps",
+            info="more: finer, and slower",
             elem_id="num_inference_steps",
         )
         c.resolution = gr.Slider(
             *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
             step=step,
-            label="Size, pixels",
+            label="Size",
+            info="pixels of the longer side",
             elem_id="resolution",
         )
     with gr.Row(elem_id="seeds"):
@@ -239,7 +242,7 @@ def build_results(c, editor):
         interactive=False,
         elem_id="result",
         buttons=["fullscreen"],
-        **({"max_height": 720, "slider_position": 50} if editor.edits else {}),
+        **({"max_height": 720, "slider_position": 50} if editor.edits else {"height": 560}),
     )
     with gr.Row(elem_id="progress"):
         c.status = gr.HTML(elem_id="status", padding=False)

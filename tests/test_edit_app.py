@@ -24,10 +24,11 @@ from PIL import Image
 from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+import app.editor
 import edit_app
 import edit_cli
 from app import server
-from app.editor import Editor, Job, Stopped
+from app.editor import Editor, Job, Stopped, named_loras
 from app.images import image_to_paint_on, painted_mask, read_image
 from app.sessions import MAX_RESULTS, Sessions
 from app.settings import (
@@ -326,6 +327,10 @@ def test_the_editor_makes_the_images_of_edit_cli(model, photograph, tmp_path):
     expected = edit_by_cli(model, photograph, tmp_path / "cli.png", settings=settings)
     np.testing.assert_array_equal(np.asarray(job.images[0]), expected)
 
+    without = open_editor(model, progress=False).submit(Job(settings, image))
+    assert without.done.wait(60) and without.error is None and without.progress.step == 0
+    np.testing.assert_array_equal(np.asarray(without.images[0]), expected)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [False, True])
@@ -348,8 +353,27 @@ def test_a_comparison_runs_on_all_devices(tmp_path, photograph, text):
 
 
 @pytest.mark.slow
-def test_lora_and_int8_of_a_request(model, photograph, tmp_path):
-    """A request has the weights that it names, whatever the one before had."""
+@pytest.mark.parametrize("flag", [("--parallel", "data=1,branches=3"), ("--devices", "balanced")])
+def test_one_image_on_several_devices(model, photograph, tmp_path, flag):
+    settings = Settings("make it red", 3.0, 1.2, 3, seed=7, resolution=32)
+    options = {flag[0].removeprefix("--"): flag[1:]}
+    config = edit_app.Config(str(model), compilation_cache_dir="", **options)
+    editor = Editor(config, edit_app.layout_of_flags(config))
+    editor.open()
+    job = editor.submit(Job(settings, Image.open(photograph), scales=((3.0, 1.2), (3.0, 2.0))))
+    assert job.done.wait(120) and job.error is None and job.at_once == 1
+    expected = edit_by_cli(model, photograph, tmp_path / "cli.png", *flag, settings=settings)
+    assert np.abs(np.int16(job.images[0]) - expected).max() <= 1
+    assert job.progress.step == 2
+
+
+@pytest.mark.slow
+def test_lora_and_int8_of_a_request(model, photograph, tmp_path, monkeypatch):
+    """A request has the weights that it names, whatever the one before had.
+
+    Of the two programs only one may be in memory.
+    """
+    monkeypatch.setattr(app.editor, "MAX_PROGRAMS", 1)
     rng, file = np.random.default_rng(0), tmp_path / "style.safetensors"
     layer = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     save_file(
@@ -361,6 +385,7 @@ def test_lora_and_int8_of_a_request(model, photograph, tmp_path):
     )
     editor, image = open_editor(model, lora=(str(file),)), Image.open(photograph)
     assert editor.defaults().lora == ("style",)
+    assert [*named_loras(("a/x.bin:0.5", "b/x.bin"))] == ["x", "b/x"]
     plain = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
     changes = {
         "lora": ({"lora": ("style",)}, ["--lora", str(file)]),
