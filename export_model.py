@@ -23,8 +23,8 @@ with the names of Optimum's exports. Graphs are of PyTorch's classes with this m
 Every file is run by onnxruntime and compared with the Flax model, at two sizes and batches, before
 it gets its name; the largest difference is printed and stays in the file's metadata.
 
-openvino: the same parts for OpenVINO, compared in its runtime; --dtype float16 halves the weights,
---quantize int8 has them in 8 bits.
+openvino: the same parts for OpenVINO, compared in its runtime; examples/run_onnx.py runs them too.
+--dtype float16 halves the weights, --quantize int8 has them in 8 bits.
 
 coreml: the same parts for one --batch_size, --height and --width, as .mlpackage. Experimental: they
 are converted and never run here. --quantize palette8 or palette6 stores 256 or 64 values a matrix.
@@ -155,6 +155,10 @@ def check_flags(config):
             f"--quantize {config.quantize} and --dtype {config.dtype} are both given; give one"
         )
     require_packages(config)
+    if any((config.output_dir / "unet").glob("diffusion_pytorch_model*")):
+        raise ValueError(
+            f"--output_dir {config.output_dir} is a model, not an export; name another directory"
+        )
     # A directory takes programs of several sizes, with one file of weights.
     continues = "weights.safetensors" if name == "stablehlo" else ""
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, continues)

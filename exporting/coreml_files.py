@@ -7,11 +7,10 @@ import coremltools
 import numpy as np
 import torch
 
-from exporting.folders import quiet, write_parts
-from exporting.parts import random_inputs
+from exporting.folders import PACKAGE, quiet, write_parts
+from exporting.parts import output_shapes, random_inputs
 from exporting.twins import open_twin
 
-PACKAGE = "model.mlpackage"
 BITS = {"palette8": 8, "palette6": 6}  # of the index of a weight in its matrix's palette
 PRECISIONS = {
     "float16": coremltools.precision.FLOAT16,
@@ -39,16 +38,17 @@ def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, siz
     def write(part, saved, folder):
         batch = batch_size if part.module == "vae" else num_branches * batch_size
         inputs = random_inputs(part, pipeline, batch, latent_size)
+        shapes = output_shapes(part, pipeline, inputs)
         with quiet():
             model = convert(open_twin(part, saved, "float32"), part, inputs, dtype)
             if quantize:
                 model = palettize(model, BITS[quantize])
-        check_description(model, part, inputs)
+        check_description(model, part, inputs, shapes)
         model.short_description = NOTE
         model.save(str(folder / PACKAGE))
         return None, None
 
-    write_parts(pipeline, params, output_dir, write, None, ())
+    write_parts(pipeline, params, output_dir, write, None)
 
 
 def convert(twin, part, inputs, dtype):
@@ -89,14 +89,23 @@ def palettize(model, bits):
     return optimize.palettize_weights(model, config)
 
 
-def check_description(model, part, inputs):
-    """Raise an ArithmeticError unless a model has the names and shapes of a part."""
+def check_description(model, part, inputs, outputs):
+    """Raise an ArithmeticError unless a model has the names and shapes of the part's outputs too.
+
+    Args:
+        model: coremltools' model.
+        part: Part.
+        inputs: {name: array}.
+        outputs: shapes of our model's outputs.
+    """
     description = model.get_spec().description
-    found = {x.name: tuple(x.type.multiArrayType.shape) for x in description.input}
     wanted = {name: array.shape for name, array in inputs.items()}
-    outputs = [x.name for x in description.output]
-    if found != wanted or sorted(outputs) != sorted(names_of(part)):
+    wanted |= dict(zip(names_of(part), outputs))
+    found = {
+        x.name: tuple(x.type.multiArrayType.shape)
+        for x in (*description.input, *description.output)
+    }
+    if found != wanted:
         raise ArithmeticError(
-            f"Core ML's {part.name} has {found} and {outputs}, not {wanted} and {names_of(part)}; "
-            "nothing was written"
+            f"Core ML's {part.name} has {found}, not {wanted}; nothing was written"
         )

@@ -3,17 +3,27 @@
 import contextlib
 import io
 import logging
+import shutil
 import tempfile
 import time
 import warnings
 
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from command_line import in_bytes
 from diffusers_flax.loading.directories import INDEX_NAME, writing_pipeline
-from diffusers_flax.loading.files import write_json
+from diffusers_flax.loading.files import remove, write_json
+from diffusers_flax.parameters import replace_leaves
 from exporting.agreement import compare, references
-from exporting.parts import parts_of
+from exporting.parts import PARTS, parts_of
+
+# The files of a part, by format.
+ONNX, ONNX_DATA = "model.onnx", "model.onnx_data"
+XML, BIN = "openvino_model.xml", "openvino_model.bin"
+PACKAGE = "model.mlpackage"
+# Programs of --format stablehlo, and the parameters of all of them.
+PROGRAM, WEIGHTS = ".jaxexport", "weights.safetensors"
 
 
 @contextlib.contextmanager
@@ -33,7 +43,33 @@ def quiet():
         logging.disable(disabled)
 
 
-def write_parts(pipeline, params, output_dir, write, precision_of, files):
+@contextlib.contextmanager
+def writing_export(output_dir, keep_programs=False):
+    """Yield an empty directory, then move its files into output_dir, model_index.json last.
+
+    Files of an earlier export that no new one replaces go, of any format, and so does what a killed
+    export left. If the caller fails, output_dir is not changed.
+
+    Args:
+        output_dir: Path of a directory, made if absent.
+        keep_programs: keep programs of --format stablehlo.
+    """
+    for unfinished in output_dir.glob(".saving-*"):  # of writing_pipeline
+        shutil.rmtree(unfinished)
+    with writing_pipeline(output_dir) as folder:
+        yield folder
+        # From here on a kill leaves a directory that says that it is incomplete.
+        (output_dir / INDEX_NAME).unlink(missing_ok=True)
+        for part in PARTS:
+            for name in (ONNX, ONNX_DATA, XML, BIN, PACKAGE):
+                if not (folder / part / name).exists():
+                    remove(output_dir / part / name)
+        for program in [] if keep_programs else output_dir.glob(f"*{PROGRAM}"):
+            for file in (program, program.with_suffix(".json"), output_dir / WEIGHTS):
+                file.unlink(missing_ok=True)
+
+
+def write_parts(pipeline, params, output_dir, write, precision_of):
     """Write all parts of a pipeline, compared with our models, and what a run needs beside them.
 
     Args:
@@ -44,10 +80,9 @@ def write_parts(pipeline, params, output_dir, write, precision_of, files):
             a function {input: array} -> list of outputs that runs them, and a function that takes
             the agreement, to keep it in the files; two times None if this machine cannot run them.
         precision_of: function (part) -> key of TOLERANCES; None if this machine cannot run it.
-        files: names of the files that a part may have; left over ones of an earlier export go.
     """
     parts = parts_of(pipeline)
-    with writing_pipeline(output_dir) as folder:
+    with writing_export(output_dir) as folder:
         write_beside(pipeline, folder)
         with tqdm(parts, unit="part") as bar:
             for i, part in enumerate(bar):
@@ -56,13 +91,15 @@ def write_parts(pipeline, params, output_dir, write, precision_of, files):
                 (folder / part.name).mkdir()
                 module = getattr(pipeline, part.module)
                 getattr(module, "module", module).save_config(folder / part.name)
+                # Each comparison would copy NumPy's arrays once more.
+                replace_leaves(jnp.asarray, params[part.module])
                 runs = precision_of is not None
                 expected = references(part, pipeline, params[part.module]) if runs else None
                 is_last = all(later.module != part.module for later in parts[i + 1 :])
                 take = params.pop if is_last else params.get
                 with tempfile.TemporaryDirectory(dir=folder) as saved:
                     # A UNet of SDXL is in memory once: here as ours, then as PyTorch's.
-                    module.save_pretrained(saved, params=take(part.module))
+                    module.save_pretrained(saved, params=take(part.module), max_shard_size="1GB")
                     run, note = write(part, saved, folder / part.name)
                 text = "converted, never run here"
                 if runs:
@@ -74,11 +111,6 @@ def write_parts(pipeline, params, output_dir, write, precision_of, files):
                 num_bytes = sum(file.stat().st_size for file in (folder / part.name).rglob("*"))
                 seconds = time.perf_counter() - started
                 bar.write(f"{part.name}: {text}, {in_bytes(num_bytes)}, {seconds:.0f} s")
-        kept = {file.relative_to(folder) for file in folder.rglob("*")}
-    for part in parts:
-        for name in files:
-            if f"{part.name}/{name}" not in map(str, kept):
-                (output_dir / part.name / name).unlink(missing_ok=True)
 
 
 def write_beside(pipeline, folder):

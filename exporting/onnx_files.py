@@ -13,11 +13,10 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from exporting.folders import quiet, write_parts
+from exporting.folders import ONNX, ONNX_DATA, quiet, write_parts
 from exporting.twins import example_tensors, open_twin
 
 OPSET = 18
-FILE, DATA_FILE = "model.onnx", "model.onnx_data"
 # Protocol buffers end at 2 GB; the graph itself takes a few MB.
 LARGEST_FILE = 1_900_000_000
 # With convolutions in int8 too the demo's image is 35 dB from the Flax pipeline's instead of 41.
@@ -44,12 +43,12 @@ def export_onnx(pipeline, params, output_dir, dtype, quantize):
             own = dtype_of(part, pipeline, dtype)
             twin, tensors = open_twin(part, saved, own), example_tensors(part, pipeline, own)
             write_onnx(twin, part, tensors, folder, quantize is not None)
-        return open_onnx(folder / FILE), partial(note_agreement, folder / FILE)
+        return open_onnx(folder / ONNX), partial(note_agreement, folder / ONNX)
 
     def precision_of(part):
         return quantize or dtype_of(part, pipeline, dtype)
 
-    write_parts(pipeline, params, output_dir, write, precision_of, (FILE, DATA_FILE))
+    write_parts(pipeline, params, output_dir, write, precision_of)
 
 
 def dtype_of(part, pipeline, dtype):
@@ -68,7 +67,7 @@ def write_onnx(twin, part, tensors, folder, int8=False):
         folder: Path of the part's folder, which exists.
         int8: whether to quantize the weights of matrix products.
     """
-    file, axes = folder / FILE, tuple(part.axes().values())
+    file, axes = folder / ONNX, tuple(part.axes().values())
     program = torch.onnx.export(
         twin,
         tuple(tensors),
@@ -82,33 +81,38 @@ def write_onnx(twin, part, tensors, folder, int8=False):
         dynamic_shapes=(axes,) if part.name == "unet" else axes,
     )
     ClearMetadataAndDocStringPass()(program.model)  # lines of PyTorch's code
-    is_large = sum(parameter.nbytes for parameter in twin.parameters()) > LARGEST_FILE
-    onnx_ir.save(program.model, file, external_data=DATA_FILE if is_large else None)
+    save(program.model, file)
     if int8:
         del program
-        quantize(file, is_large)
+        quantize(file)
 
 
-def quantize(file, is_large):
+def save(model, file):
+    """Write a model of onnx_ir, with its weights beside it if they are too many for one file."""
+    weights = [value.const_value for value in model.graph.initializers.values()]
+    if sum(array.nbytes for array in weights if array is not None) > LARGEST_FILE:
+        onnx_ir.save(model, file, external_data=ONNX_DATA)
+    else:
+        onnx_ir.save(onnx_ir.external_data.load_to_model(model), file)
+
+
+def quantize(file):
     """Replace an ONNX file by one with int8 weights in matrix products."""
-    whole = file.with_name("float.onnx")
-    data = whole.with_name("float.onnx_data") if is_large else None
-    model = onnx_ir.load(file)
-    onnx_ir.save(model, whole, external_data=data.name if data else None)
-    for old in (file, file.with_name(DATA_FILE)):
-        old.unlink(missing_ok=True)
-    del model
+    whole, quantized = file.with_name("float.onnx"), file.with_name("int8.onnx")
+    file.rename(whole)
     quantize_dynamic(
         whole,
-        file,
+        quantized,
         op_types_to_quantize=QUANTIZED_OPERATORS,
         per_channel=True,
         weight_type=QuantType.QInt8,
-        use_external_data_format=is_large,
+        use_external_data_format=True,  # under another name than Optimum's
     )
-    for old in (whole, data):
-        if old is not None:
-            old.unlink()
+    for old in (whole, file.with_name(ONNX_DATA)):
+        old.unlink(missing_ok=True)
+    save(onnx_ir.load(quantized), file)
+    for old in file.parent.glob(f"{quantized.name}*"):
+        old.unlink()
 
 
 def open_onnx(file):

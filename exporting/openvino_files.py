@@ -2,11 +2,9 @@
 
 import openvino
 
-from exporting.folders import quiet, write_parts
-from exporting.onnx_files import DATA_FILE, FILE, NOTE, write_onnx
+from exporting.folders import BIN, ONNX, ONNX_DATA, XML, quiet, write_parts
+from exporting.onnx_files import NOTE, write_onnx
 from exporting.twins import example_tensors, open_twin
-
-XML, BIN = "openvino_model.xml", "openvino_model.bin"
 
 
 def export_openvino(pipeline, params, output_dir, dtype, quantize):
@@ -22,13 +20,13 @@ def export_openvino(pipeline, params, output_dir, dtype, quantize):
         with quiet():
             twin, tensors = open_twin(part, saved, "float32"), example_tensors(part, pipeline)
             write_onnx(twin, part, tensors, folder)
-            model = openvino.Core().read_model(folder / FILE)
+            model = openvino.Core().read_model(folder / ONNX)
             if quantize:
                 import nncf  # seconds
 
                 model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
             save(model, folder, dtype)
-        for name in (FILE, DATA_FILE):
+        for name in (ONNX, ONNX_DATA):
             (folder / name).unlink(missing_ok=True)
 
         def note(agreement):
@@ -43,7 +41,7 @@ def export_openvino(pipeline, params, output_dir, dtype, quantize):
 
         return open_openvino(folder / XML), note
 
-    write_parts(pipeline, params, output_dir, write, lambda part: quantize or dtype, (XML, BIN))
+    write_parts(pipeline, params, output_dir, write, lambda part: quantize or dtype)
 
 
 def save(model, folder, dtype):

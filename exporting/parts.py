@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+PARTS = (*TEXT_ENCODERS, "vae_encoder", "vae_decoder", "unet")
 # Latents (height, width) and batches at which every part is compared. The sides of the second are
 # odd: the UNet halves them and has to come back to the same size.
 CHECKED_SIZES = ((1, (16, 16)), (3, (13, 24)))
@@ -129,6 +130,14 @@ def run_flax(part, pipeline, params, inputs):
     """
     given = {name: jnp.asarray(array) for name, array in inputs.items()}
     return [np.asarray(x) for x in jax.jit(flax_function(part, pipeline))(params, given)]
+
+
+def output_shapes(part, pipeline, inputs):
+    """Shapes of our model's outputs of a part, without its parameters; arguments of run_flax."""
+    module = getattr(pipeline, part.module)
+    params = jax.eval_shape(getattr(module, "module", module).init_weights, jax.random.key(0))
+    given = {name: jnp.asarray(array) for name, array in inputs.items()}
+    return [x.shape for x in jax.eval_shape(flax_function(part, pipeline), params, given)]
 
 
 def flax_function(part, pipeline):

@@ -66,6 +66,10 @@ def open_program(file):
             f"--run {file} is no program of --format stablehlo with its .json beside it; name the "
             ".jaxexport file that export_model.py wrote"
         )
+    if not (file.parent / "model_index.json").is_file():
+        raise ValueError(
+            f"--run {file} is in an incomplete export, which was interrupted; export it again"
+        )
     settings = json.loads(settings_file.read_text(encoding="utf-8"))
     try:
         program = export.deserialize(bytearray(file.read_bytes()))

@@ -5,8 +5,6 @@ six months, see jax.export's compatibility guarantees: the weights are the archi
 """
 
 import shutil
-from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +13,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export
 from safetensors.flax import save_file
 
-from diffusers_flax.loading.files import save_whole, write_json
+from diffusers_flax.loading.directories import INDEX_NAME
+from diffusers_flax.loading.files import write_json
 from diffusers_flax.parameters import cast_params
-from exporting.folders import write_beside
+from exporting.folders import PROGRAM, WEIGHTS, write_beside, writing_export
 
 
 def program_name(pipeline, platform, batch_size, size, num_inference_steps):
@@ -97,18 +96,18 @@ def export_stablehlo(
         platform: export.export(function, platforms=(platform,))(struct, arrays).serialize()
         for platform in platforms
     }
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_beside(pipeline, output_dir)
-    save_whole(output_dir / "weights.safetensors", lambda path: save_file(weights, path))
-    shutil.copymode(output_dir / "model_index.json", output_dir / "weights.safetensors")
     settings = {
         "arrays": {key: [list(x.shape), str(x.dtype)] for key, x in arrays.items()},
         "jax": jax.__version__,
     }
     files = []
-    for platform, program in programs.items():
-        name = program_name(pipeline, platform, batch_size, size, num_inference_steps)
-        files.append(output_dir / f"{name}.jaxexport")
-        save_whole(files[-1].with_suffix(".json"), partial(write_json, content=settings))
-        save_whole(files[-1], partial(Path.write_bytes, data=program))
+    with writing_export(output_dir, keep_programs=True) as folder:
+        write_beside(pipeline, folder)
+        save_file(weights, folder / WEIGHTS)
+        shutil.copymode(folder / INDEX_NAME, folder / WEIGHTS)  # safetensors' is the owner's alone
+        for platform, program in programs.items():
+            name = program_name(pipeline, platform, batch_size, size, num_inference_steps)
+            files.append(output_dir / f"{name}{PROGRAM}")
+            write_json(folder / f"{name}.json", settings)
+            (folder / files[-1].name).write_bytes(program)
     return files

@@ -62,7 +62,8 @@ class UNetTwin(torch.nn.Module):
 
     def forward(self, *arrays):
         given = dict(zip(self.inputs, arrays))
-        added = {name: given[name] for name in ("text_embeds", "time_ids") if name in given}
+        # Concatenated with an embedding in float32; the operation of ONNX takes one dtype.
+        added = {x: given[x].float() for x in ("text_embeds", "time_ids") if x in given}
         found = self.model(
             given["sample"],
             given["timestep"],
