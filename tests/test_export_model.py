@@ -9,7 +9,11 @@ import sys
 import jax
 import numpy as np
 import pytest
+import torch
+from diffusers import StableDiffusionPipeline
 from helpers import ROOT, photo, psnr
+from original_layout import original_layout, write_single_file
+from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import export_model
@@ -24,8 +28,11 @@ def needs(format):
     return lambda test: pytest.mark.slow(skip(test))
 
 
+INT8, FLOAT16 = ("--quantize", "int8"), ("--dtype", "float16")
+OPENVINO = ("--format", "openvino")
 # Two levels: the UNet of the first halves sides, which may be odd.
 MODELS = {
+    "demo": lambda folder: ROOT / "demo" / "base_model",
     "edit": lambda folder: make_tiny_pipeline(folder, unet_channels=(16, 32)),
     "text": lambda folder: make_tiny_pipeline(folder, in_channels=4, scheduler="euler"),
     "xl": make_tiny_xl,
@@ -37,17 +44,20 @@ def export(model, folder, *flags):
     export_model.main(["--model", str(model), "--output_dir", str(folder), *flags])
 
 
-def make(name, tmp_path_factory):
-    return MODELS[name](tmp_path_factory.mktemp("models") / name)
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Function (name, *flags) -> (a model of MODELS, its export), which no test changes."""
+    folder, found = tmp_path_factory.mktemp("exports"), {}
 
+    def get(name, *flags):
+        if (name, flags) not in found:
+            model = folder / name
+            model = model if model.exists() else MODELS[name](model)
+            export(model, target := folder / f"export{len(found)}", *flags)
+            found[name, flags] = model, target
+        return found[name, flags]
 
-@pytest.fixture(scope="module", params=MODELS)
-def exported(request, tmp_path_factory):
-    """(a model, its ONNX files)."""
-    model = make(request.param, tmp_path_factory)
-    folder = tmp_path_factory.mktemp("exports") / request.param
-    export(model, folder)
-    return model, folder
+    return get
 
 
 def ours_and_theirs(model, folder, tmp_path, python=sys.executable):
@@ -55,7 +65,8 @@ def ours_and_theirs(model, folder, tmp_path, python=sys.executable):
     pipeline, params = pipeline_class(model).from_pretrained(model)
     h, w = 8, 11
     factor = pipeline.vae_scale_factor
-    noise = np.random.default_rng(1).standard_normal((1, 4, h, w), np.float32)
+    shape = (1, pipeline.vae.latent_channels, h, w)
+    noise = np.random.default_rng(1).standard_normal(shape, np.float32)
     np.save(tmp_path / "noise.npy", noise)
     size = dict(height=h * factor, width=w * factor)
     command = [python, ROOT / "examples/run_onnx.py", "--model", folder]
@@ -76,43 +87,80 @@ def ours_and_theirs(model, folder, tmp_path, python=sys.executable):
     return np.asarray(ours), np.load(tmp_path / "image.npy")
 
 
+# Least PSNR of an image of 20 steps, dB.
 @needs("onnx")
-def test_image_of_onnx_files(exported, tmp_path):
-    ours, theirs = ours_and_theirs(*exported, tmp_path)
-    assert ours.std() > 0.05 and psnr(ours, theirs) > 60
+@pytest.mark.parametrize(
+    ("name", "flags", "least"),
+    [
+        *((name, (), 60) for name in MODELS),
+        ("demo", FLOAT16, 50),
+        ("xl_edit", FLOAT16, 50),
+        ("demo", INT8, 35),
+        ("edit", INT8, 35),
+    ],
+)
+def test_image_of_onnx_files(exports, tmp_path, name, flags, least):
+    ours, theirs = ours_and_theirs(*exports(name, *flags), tmp_path)
+    print(f"{name} {' '.join(flags)}: {psnr(ours, theirs):.1f} dB")
+    assert ours.std() > 0.05 and psnr(ours, theirs) > least
 
 
-@needs("onnx")
-def test_onnx_files_at_other_sizes(exported):
+@needs("openvino")
+@pytest.mark.parametrize(
+    ("name", "flags", "least"),
+    [
+        ("demo", (), 60),
+        ("edit", (), 60),
+        ("xl_edit", (), 60),
+        ("demo", FLOAT16, 50),
+        ("edit", FLOAT16, 50),
+        ("demo", INT8, 35),
+        ("edit", INT8, 35),
+    ],
+)
+def test_image_of_openvino_files(exports, tmp_path, name, flags, least):
+    ours, theirs = ours_and_theirs(*exports(name, *OPENVINO, *flags), tmp_path)
+    print(f"{name} openvino {' '.join(flags)}: {psnr(ours, theirs):.1f} dB")
+    assert ours.std() > 0.05 and psnr(ours, theirs) > least
+
+
+@needs("openvino")
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [*((name, ()) for name in MODELS), *((name, OPENVINO) for name in ("demo", "edit", "xl_edit"))],
+)
+def test_parts_at_other_sizes(exports, name, flags):
     from exporting.onnx_files import open_onnx
+    from exporting.openvino_files import open_openvino
     from exporting.parts import parts_of, random_inputs, run_flax
 
-    model, folder = exported
+    model, folder = exports(name, *flags)
     pipeline, params = pipeline_class(model).from_pretrained(model)
     for part in parts_of(pipeline):
-        run = open_onnx(folder / part.name / "model.onnx")
+        file = folder / part.name / ("openvino_model.xml" if flags else "model.onnx")
+        run = (open_openvino if flags else open_onnx)(file)
         for checked in ((1, (8, 8)), (3, (24, 16)), (2, (9, 7))):
             inputs = random_inputs(part, pipeline, *checked)
-            for ours, found in zip(
-                run_flax(part, pipeline, params[part.module], inputs), run(inputs)
-            ):
+            wanted = run_flax(part, pipeline, params[part.module], inputs)
+            for ours, found in zip(wanted, run(inputs)):
                 assert np.abs(ours - found).max() < 1e-4 * np.abs(ours).max()
 
 
 @needs("onnx")
-def test_layout_of_an_export(exported):
+@pytest.mark.parametrize("name", MODELS)
+def test_layout_of_an_export(exports, name):
     import onnx
 
-    _, folder = exported
+    _, folder = exports(name)
     index = json.loads((folder / "model_index.json").read_text())
-    names = [name for name in index if name.startswith(("unet", "text_encoder"))]
-    for name in (*names, "vae_encoder", "vae_decoder"):
-        model = onnx.load(folder / name / "model.onnx")
+    names = [x for x in index if x.startswith(("unet", "text_encoder"))]
+    for part in (*names, "vae_encoder", "vae_decoder"):
+        model = onnx.load(folder / part / "model.onnx")
         assert [x.version for x in model.opset_import if not x.domain] == [18]
         properties = {x.key: x.value for x in model.metadata_props}
         assert "PyTorch" in properties["note"]
         assert float(properties["largest_difference"]) < 1e-4 * float(properties["largest_output"])
-        assert (folder / name / "config.json").exists()
+        assert (folder / part / "config.json").exists()
     assert (folder / "tokenizer" / "tokenizer.json").exists()
     assert (folder / "scheduler" / "scheduler_config.json").exists()
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
@@ -123,18 +171,72 @@ def test_layout_of_an_export(exported):
 
 
 @needs("onnx")
-@pytest.mark.parametrize("flags", [("--quantize", "int8"), ("--dtype", "float16")], ids=str)
-def test_smaller_files(tmp_path, flags):
+@pytest.mark.parametrize("flags", [(), INT8], ids=str)
+def test_weights_beside_a_large_file(tmp_path, monkeypatch, flags):
+    from exporting import onnx_files
+
     model = MODELS["text"](tmp_path / "model")
-    export(model, tmp_path / "small", *flags)
-    ours, theirs = ours_and_theirs(model, tmp_path / "small", tmp_path)
-    assert psnr(ours, theirs) > (35 if "int8" in flags else 50)
+    monkeypatch.setattr(onnx_files, "LARGEST_FILE", 20_000)  # bytes
+    export(model, tmp_path / "export", *flags)
+    file = tmp_path / "export" / "unet" / "model.onnx"
+    assert {x.name for x in file.parent.iterdir()} == {
+        "config.json",
+        file.name,
+        f"{file.name}_data",
+    }
+    data = file.with_name(f"{file.name}_data")
+    assert data.stat().st_size > 20_000
+    ours, theirs = ours_and_theirs(model, tmp_path / "export", tmp_path)
+    assert psnr(ours, theirs) > (35 if flags else 60)
 
 
 @needs("onnx")
-def test_example_without_jax_and_torch(tmp_path):
-    model = make_tiny_xl(tmp_path / "model", edits=True)
-    export(model, tmp_path / "export")
+def test_lora_in_a_single_file(tmp_path):
+    """The UNet and the text encoder are PyTorch's with the LoRA fused."""
+    from exporting.onnx_files import open_onnx
+    from exporting.parts import parts_of, random_inputs
+
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=4, unet_channels=(16, 32))
+    file = write_single_file(tmp_path / "model.safetensors", original_layout(model))
+    theirs = StableDiffusionPipeline.from_pretrained(model, safety_checker=None)
+    targets, tensors = ("attn2.to_k", "ff.net.2", "conv1", "q_proj"), {}
+    for part in ("unet", "text_encoder"):
+        for name, module in getattr(theirs, part).named_modules():
+            if name.endswith(targets):
+                out, num_in, *kernel = module.weight.shape
+                down, up = (
+                    torch.randn(2, num_in, *kernel),
+                    torch.randn(out, 2, *(1 for _ in kernel)),
+                )
+                tensors[f"{part}.{name}.lora_A.weight"] = down / 8
+                tensors[f"{part}.{name}.lora_B.weight"] = up
+    save_file(tensors, lora := tmp_path / "lora.safetensors")
+    flags = ["--config_name_or_path", str(model), "--lora", f"{lora}:0.8"]
+    export(file, tmp_path / "export", *flags)
+
+    pipeline, _ = pipeline_class(model).from_pretrained(model)
+    text, *_, unet = parts_of(pipeline)
+    inputs = random_inputs(unet, pipeline, 2, (9, 6))
+    given = {name: torch.from_numpy(x) for name, x in inputs.items()}
+    ids = random_inputs(text, pipeline, 2, None)["input_ids"]
+
+    def run_theirs():
+        with torch.no_grad():
+            states = theirs.text_encoder(torch.from_numpy(ids)).last_hidden_state
+            return states.numpy(), theirs.unet(**given).sample.numpy()
+
+    before = run_theirs()
+    theirs.load_lora_weights(lora)
+    theirs.fuse_lora(lora_scale=0.8)
+    run = [open_onnx(tmp_path / "export" / part.name / "model.onnx") for part in (text, unet)]
+    found = run[0]({"input_ids": ids})[0], run[1](inputs)[0]
+    for x, fused, plain in zip(found, run_theirs(), before):
+        assert np.abs(x - fused).max() < 1e-4 * np.abs(fused).max() < np.abs(plain - fused).max()
+
+
+@needs("onnx")
+def test_example_without_jax_and_torch(exports, tmp_path):
+    model, folder = exports("xl_edit")
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     packages = ["onnxruntime", "numpy", "tokenizers", "pillow"]
@@ -145,15 +247,40 @@ def test_example_without_jax_and_torch(tmp_path):
         pytest.skip(f"pip cannot install {', '.join(packages)}: {done.stderr[-200:]}")
     for name in ("jax", "torch"):
         assert subprocess.run([python, "-c", f"import {name}"], capture_output=True).returncode
-    ours, theirs = ours_and_theirs(model, tmp_path / "export", tmp_path, python)
+    ours, theirs = ours_and_theirs(model, folder, tmp_path, python)
     assert psnr(ours, theirs) > 60
-    for folder, said in (
-        (model, "has no unet/model.onnx; export with --format onnx"),
-        (tmp_path / "venv", "is no complete export; make one with export_model.py"),
-    ):
-        command = [python, ROOT / "examples/run_onnx.py", "--model", folder, "--prompt", "it"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr
+
+
+def refusal(*flags):
+    """What run_onnx.py says about its flags, on one line."""
+    command = [sys.executable, ROOT / "examples/run_onnx.py", "--prompt", "it", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    return done.stderr
+
+
+@needs("onnx")
+def test_folders_that_run_onnx_refuses(exports, tmp_path, capsys):
+    model, whole = exports("edit")
+    assert "has no unet/model.onnx; export with --format onnx" in refusal("--model", model)
+    assert "is no complete export; make one with export_model.py" in refusal("--model", tmp_path)
+    assert "needs --input" in refusal("--model", whole)
+    photo(64, 64).save(image := tmp_path / "in.png")
+    flags = ["--model", whole, "--input", image]
+    assert "30 pixels are not a multiple of 4" in refusal(*flags, "--height", "30")
+    assert "--num_inference_steps 0 must be" in refusal(*flags, "--num_inference_steps", "0")
+    shutil.copytree(whole, broken := tmp_path / "broken")
+    file = broken / "unet" / "model.onnx"
+    file.write_bytes(file.read_bytes()[:5000])
+    assert "broken cannot be opened: " in refusal("--model", broken, "--input", image)
+    # An export is no model to export, and a model is no place for an export.
+    with pytest.raises(SystemExit, match="2"):
+        export(whole, tmp_path / "other")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "vae" in error and not (tmp_path / "other").exists()
+    with pytest.raises(SystemExit, match="2"):
+        export(model, model, "--overwrite_output_dir")
+    assert f"--output_dir {model} is a model, not an export" in capsys.readouterr().err
 
 
 @needs("onnx")
@@ -172,31 +299,118 @@ def test_interruption(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-@needs("openvino")
-@pytest.mark.parametrize(
-    ("flags", "least"), [((), 60), (("--dtype", "float16"), 50), (("--quantize", "int8"), 35)]
-)
-def test_openvino(tmp_path, monkeypatch, flags, least):
-    from exporting.openvino_files import open_openvino
-    from exporting.parts import parts_of, random_inputs, run_flax
+@needs("onnx")
+def test_killed_export(exports, tmp_path):
+    """The export before it still runs, a new directory is refused; the next start cleans up."""
+    model, whole = exports("text")
+    other = MODELS["edit"](tmp_path / "other")
+    shutil.copytree(whole, old := tmp_path / "old")
+    code = (
+        "import os, signal, sys, export_model; from exporting import folders;"
+        "folders.compare = lambda *args: os.kill(os.getpid(), signal.SIGKILL);"
+        "export_model.main(sys.argv[1:])"
+    )
+    for folder in (old, new := tmp_path / "new", new):
+        flags = ["--model", other, "--output_dir", folder, "--overwrite_output_dir"]
+        done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT)
+        assert done.returncode == -9
+        assert len(list(folder.glob(".saving-*"))) == 1
+    ours, theirs = ours_and_theirs(model, old, tmp_path)
+    assert psnr(ours, theirs) > 60
+    assert "is no complete export" in refusal("--model", new)
 
-    model = MODELS["text"](tmp_path / "model")
-    export(model, tmp_path / "export", "--format", "openvino", *flags)
-    pipeline, params = pipeline_class(model).from_pretrained(model)
-    for part in parts_of(pipeline):
-        run = open_openvino(tmp_path / "export" / part.name / "openvino_model.xml")
-        inputs = random_inputs(part, pipeline, 2, (11, 8))
-        for ours, found in zip(run_flax(part, pipeline, params[part.module], inputs), run(inputs)):
-            scale = np.abs(ours).max()
-            assert -20 * np.log10(np.sqrt(np.mean((ours - found) ** 2)) / scale) > least
+
+@needs("openvino")
+def test_an_export_of_another_format(exports, tmp_path, capsys):
+    """It is refused, or replaced as a whole."""
+    model, whole = exports("text")
+    shutil.copytree(whole, folder := tmp_path / "export")
+    (folder / "unet" / "model.onnx_data").write_bytes(b"weights")
+    with pytest.raises(SystemExit, match="2"):
+        export(model, folder, *OPENVINO)
+    assert "is not empty (model_index.json, scheduler" in capsys.readouterr().err
+    size = ["--height", "64", "--width", "64", "--num_inference_steps", "1"]
+    program = ["--format", "stablehlo", *size, "--platform", "cpu"]
+    export(model, folder, *program, "--overwrite_output_dir")
+    (file,) = folder.glob("*.jaxexport")
+    assert [x.name for x in (folder / "unet").iterdir()] == ["config.json"]
+    assert "has no unet/model.onnx" in refusal("--model", folder)
+    (folder / "model_index.json").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        export_model.main(["--run", str(file), "--prompt", "it"])
+    assert "is in an incomplete export" in capsys.readouterr().err
+    export(model, folder, *OPENVINO, "--overwrite_output_dir")
+    files = {"config.json", "openvino_model.xml", "openvino_model.bin"}
+    assert {x.name for x in (folder / "unet").iterdir()} == files
+    assert not [*folder.glob("*.jaxexport"), *folder.glob("weights*"), *folder.glob("image*")]
+
+
+@needs("openvino")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch and diffusers
+def test_benchmarks(tmp_path, monkeypatch):
+    """With tiny models: an export of each format, and times of every contender with them."""
+    from benchmarks.export import __main__ as benchmark
+
+    monkeypatch.delenv("XLA_FLAGS")  # on one device
+    output = tmp_path / "rows.json"
+    flags = ["--output", str(output), "--work_dir", str(tmp_path / "work")]
+    benchmark.main(["files", "--quick", *flags, "--names", "onnx", "openvino"])
+    rows = json.loads(output.read_text())
+    assert list(rows) == ["export sd15 onnx", "export sd15 openvino"]
+    for row in rows.values():
+        assert row["largest_share"] < 1e-4 and row["parts"].keys() >= {"unet", "vae_encoder"}
+    tiny = ["--size", "tiny", "--resolution", "64", "--num_inference_steps", "2"]
+    benchmark.main(["runtimes", *tiny, "--rounds", "1", "--seconds", "0", *flags])
+    rows = {x: row for x, row in json.loads(output.read_text()).items() if x not in rows}
+    assert {row["work"] for row in rows.values()} == {"runtimes, UNet", "runtimes, edit, 2 steps"}
+    names = {"ours", "torch eager", "onnxruntime", "openvino"}
+    assert all(row["seconds"].keys() == names for row in rows.values())
 
 
 @needs("coreml")
-@pytest.mark.parametrize("flags", [(), ("--quantize", "palette6")], ids=str)
-def test_coreml(tmp_path, flags):
-    model = make_tiny_xl(tmp_path / "model")
-    export(model, tmp_path / "export", "--format", "coreml", "--height", "64", *flags)
-    assert len(list((tmp_path / "export").glob("*/model.mlpackage/Manifest.json"))) == 5
+@pytest.mark.parametrize(
+    ("name", "flags", "num_values"),
+    [
+        ("xl", (), None),
+        ("edit", ("--quantize", "palette8"), 256),
+        ("xl_edit", ("--quantize", "palette6"), 64),
+    ],
+)
+def test_coreml(tmp_path, name, flags, num_values):
+    """coremltools opens the packages; matrices have tables of so many values."""
+    import coremltools
+    from coremltools.optimize.coreml import get_weights_metadata
+
+    model, num_branches = MODELS[name](tmp_path / "model"), 3 if "edit" in name else 2
+    size = ["--height", "64", "--width", "32", "--batch_size", "2"]
+    export(model, folder := tmp_path / "export", "--format", "coreml", *size, *flags)
+    factor = pipeline_class(model).from_pretrained(model)[0].vae_scale_factor
+    h, w = 64 // factor, 32 // factor
+    shapes = {
+        "vae_encoder": {"sample": [2, 3, 64, 32], "latent_parameters": [2, 8, h, w]},
+        "vae_decoder": {"latent_sample": [2, 4, h, w], "sample": [2, 3, 64, 32]},
+        "text_encoder": {"input_ids": [2 * num_branches, 77]},
+        "unet": {"timestep": [1], "out_sample": [2 * num_branches, 4, h, w]},
+    }
+    for part, wanted in shapes.items():
+        file = folder / part / "model.mlpackage"
+        opened = coremltools.models.MLModel(str(file), skip_model_load=True)
+        description = opened.get_spec().description
+        found = {
+            x.name: list(x.type.multiArrayType.shape)
+            for x in (*description.input, *description.output)
+        }
+        assert found.items() >= wanted.items()
+        operations = [
+            operation.type
+            for function in opened.get_spec().mlProgram.functions.values()
+            for block in function.block_specializations.values()
+            for operation in block.operations
+        ]
+        assert ("constexpr_lut_to_dense" in operations) == (num_values is not None)
+    if num_values is not None:
+        weights = get_weights_metadata(opened, weight_threshold=2049)
+        assert max(len(np.unique(x.val)) for x in weights.values()) <= num_values
 
 
 @needs("stablehlo")
@@ -250,6 +464,7 @@ def test_stablehlo_for_a_tpu_compiles(tmp_path):
     (file,) = (tmp_path / "tpu").glob("*-tpu.jaxexport")
     code = """
 import sys
+from pathlib import Path
 import jax
 from jax.experimental.topologies import get_topology_desc
 jax.config.update("jax_platforms", "cpu")
