@@ -38,7 +38,6 @@ MODEL_INDEX = {
     "feature_extractor": [None, None],
     "requires_safety_checker": False,
     "safety_checker": [None, None],
-    "scheduler": ["diffusers", "PNDMScheduler"],
     "text_encoder": ["transformers", "CLIPTextModel"],
     "tokenizer": ["transformers", "CLIPTokenizer"],
     "unet": ["diffusers", "UNet2DConditionModel"],
@@ -71,7 +70,7 @@ def write_module(folder, module):
     module.save_pretrained(folder, params=params, max_shard_size="2GB")
 
 
-def make_pipeline(folder, quick, in_channels=4):
+def make_pipeline(folder, quick, in_channels=4, scheduler="PNDMScheduler"):
     """Write a pipeline's directory with random weights, of Stable Diffusion 1.5's shapes or tiny.
 
     Call it in a new process, which frees the memory.
@@ -80,6 +79,7 @@ def make_pipeline(folder, quick, in_channels=4):
         folder: Path of a new directory.
         quick: tiny models.
         in_channels: of the UNet; 8 for InstructPix2Pix.
+        scheduler: PyTorch's class.
     """
     jax.config.update("jax_platforms", "cpu")
     unet, vae, text_encoder = UNET.clone(in_channels=in_channels), VAE, TEXT_ENCODER
@@ -92,8 +92,9 @@ def make_pipeline(folder, quick, in_channels=4):
     shutil.copytree(TOKENIZER, folder / "tokenizer")
     (folder / "scheduler").mkdir()
     kind = {"_class_name": "StableDiffusionInstructPix2PixPipeline"} if in_channels == 8 else {}
+    kind |= {"scheduler": ["diffusers", scheduler]}
     for file, content in (
-        ("scheduler/scheduler_config.json", SD15["scheduler"]),
+        ("scheduler/scheduler_config.json", SD15["scheduler"] | {"_class_name": scheduler}),
         ("model_index.json", MODEL_INDEX | kind),
     ):
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")

@@ -28,6 +28,8 @@ TABLES = {
     "gpu_plan": speed.gpu_plan_table,
     "full_size": speed.full_size_table,
     "full_size_xl": speed.full_size_xl_table,
+    "exports": speed.exports_table,
+    "runtimes": speed.runtimes_table,
     "start": speed.start_table,
     "data": speed.data_table,
     "ema_cost": speed.ema_cost_table,

@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.gpu.plan import PLANS
-from benchmarks.rows import markdown_table, psnr_cell
+from benchmarks.rows import markdown_table, psnr_cell, rows_of
 from benchmarks.tables.cells import (
     median_spread,
     middle_start,
@@ -187,6 +187,38 @@ def full_size_xl_table() -> str:
     """SDXL's command lines."""
     title = "`flax_train_instruct_pix2pix.py --lora_rank 16 --merge_lora`, 1 step"
     return commands_table("sdxl_command", (title, "train a LoRA"))
+
+
+def exports_table() -> str:
+    """Full-size exports: time and peak memory of export_model.py, and agreement with our model."""
+    lines = []
+    families = {"sd15": "Stable Diffusion 1.5, edits", "sdxl": "SDXL"}
+    for name, row in rows_of(results("full_size"), "export").items():
+        family, _, files = name.partition(" ")
+        lines.append(
+            [
+                f"{families[family]}: {files}",
+                f"{row['seconds']:.0f}",
+                f"{row['peak_gib']:.1f} GiB",
+                f"{row['bytes'] / 1e9:.2f} GB",
+                f"{row['largest_share']:.1e}",
+            ]
+        )
+    return markdown_table("| seconds | peak memory | files | largest difference", lines)
+
+
+def runtimes_table() -> str:
+    """Our pipeline, PyTorch's, and exported files in other runtimes, in turn in one run."""
+    lines = []
+    for title, work in (("UNet, three branches", "UNet"), ("edit, 20 steps", "edit, 20 steps")):
+        row = results("full_size")[f"cpu sd15_256 runtimes, {work} 1"]
+        ours = statistics.median(row["seconds"]["ours"])
+        cells = [title, str(len(row["seconds"]["ours"])), seconds(ours)]
+        for name in ("torch eager", "onnxruntime", "openvino"):
+            middle = statistics.median(row["seconds"][name])
+            cells.append(f"{seconds(middle)}: {ratio_cell(row, name, 'ours')}")
+        lines.append(cells)
+    return markdown_table("| rounds | ours | PyTorch | onnxruntime | OpenVINO", lines)
 
 
 def start_table() -> str:
