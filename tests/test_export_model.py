@@ -274,6 +274,7 @@ def test_folders_that_run_onnx_refuses(exports, tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:5000])
     assert "broken cannot be opened: " in refusal("--model", broken, "--input", image)
     # An export is no model to export, and a model is no place for an export.
+    capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         export(whole, tmp_path / "other")
     error = capsys.readouterr().err
