@@ -158,7 +158,7 @@ def test_parts_on_devices_of_their_own_make_the_same(model, made, tmp_path, caps
         (["--devices", "unet=4"], "--devices unet=4 does not exist; this machine has 4"),
         (["--devices", "unet=1", "--parallel", "rows=2"], "--devices excludes --parallel"),
         (["--devices", "unet=1", "--offload", "layer"], "--offload layer and --devices both"),
-        (["--vae_tile", "48"], "--vae_tile 48 is not a multiple of 32 pixels; try 64"),
+        (["--vae_tile", "48"], "--vae_tile 48 is not a multiple of 32 pixels, 32 or more; try 64"),
     ):
         with pytest.raises(SystemExit):
             sdxl_single.main([*flags_of(model, tmp_path / "out"), *given])

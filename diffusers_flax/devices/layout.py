@@ -312,13 +312,13 @@ class DeviceFlags:
     # devices of all hosts that share the work: data=N groups with different images; in a group
     # branches=N with different branches of guidance, rows=N with different rows of an image; see
     # docs/memory.md
-    parallel: tuple[str, ...] = ()
+    parallel: tuple[str, ...] | None = None
     # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
     # tiles if whole images would not fit into the memory
     vae_tile: int | None = None
     # devices of this machine for the parts of the model, text=0 unet=1 vae=2, one that is left out
     # on device 0; or balanced, by their memory; default: all parts on each device
-    devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] | None = None
     # keep parameters in the host's memory and fetch them when they are needed: component, text
     # encoders and VAE; group, blocks of all models, ahead; layer, one layer at a time
     offload: Literal["component", "group", "layer"] | None = None
@@ -349,6 +349,11 @@ def layout_of_flags(flags):
     is_one_process = not isinstance(flags, ProcessFlags)
     names = () if is_one_process else ("coordinator_address", "num_processes", "process_id")
     given = [name for name in names if getattr(flags, name) is not None]
+    for name, example in (("parallel", "branches=2"), ("devices", "balanced")):
+        if getattr(flags, name) == ():
+            raise ValueError(
+                f"--{name} has no value; give one, such as {example}, or leave the flag out"
+            )
     if flags.parallel and flags.devices:
         raise ValueError("--devices excludes --parallel; give one of them")
     if given and not flags.parallel:
@@ -376,7 +381,7 @@ def parse_layout(parallel, devices=None):
     Raises:
         ValueError: a name or number is not valid, or there are too few devices.
     """
-    words = [parallel] if isinstance(parallel, str) else parallel
+    words = [parallel] if isinstance(parallel, str) else parallel or ()
     words = [word for text in words for word in text.split(",")]
     if not words:
         return None
@@ -425,6 +430,10 @@ def parse_parts(words, num_devices):
     """
     if tuple(words) == (BALANCED,):
         return BALANCED
+    if BALANCED in words:
+        raise ValueError(
+            f"--devices {' '.join(words)}: {BALANCED} chooses all devices; give it alone"
+        )
     parts = {}
     for word in words:
         name, _, number = word.partition("=")

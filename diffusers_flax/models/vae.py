@@ -404,7 +404,7 @@ def check_tile(vae, tile):
     least = least_tile(vae)
     if tile < least or tile % least:
         raise ValueError(
-            f"--vae_tile {tile} is not a multiple of {least} pixels; try "
+            f"--vae_tile {tile} is not a multiple of {least} pixels, {least} or more; try "
             f"{max(1, round(tile / least)) * least}"
         )
 

@@ -260,8 +260,12 @@ def test_default_of_data():
 def test_what_devices_cannot_share(text):
     inputs = (text[0].prepare_inputs("it"),)
     for sizes, options, message in (
-        (dict(branches=2), {"guidance_scale": 1.0}, "branches=2 does not divide the 1 branches"),
-        (dict(branches=3), {}, r"branches=3 does not divide the 2 .*\(text, null\); take .*1 or 2"),
+        (
+            dict(branches=2),
+            {"guidance_scale": 1.0},
+            "branches=2 does not divide the number of branches of guidance, 1",
+        ),
+        (dict(branches=3), {}, r"branches=3 does not divide .*, 2 \(text, null\); take .*1 or 2"),
         (dict(rows=3), {}, "rows=3 does not divide a height of 64 .*; take a height of 48 or 72"),
     ):
         with pytest.raises(ValueError, match=message):

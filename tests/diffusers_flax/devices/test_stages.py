@@ -20,7 +20,7 @@ from diffusers_flax import (
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices import offload as offload_module
-from diffusers_flax.devices.layout import Layout, parse_parts
+from diffusers_flax.devices.layout import DeviceFlags, Layout, layout_of_flags, parse_parts
 from diffusers_flax.devices.stages import programs_of_parts
 from diffusers_flax.images import prepare_images
 from diffusers_flax.memory import balance
@@ -212,7 +212,9 @@ def test_what_does_not_fit(folders):
         ("--devices unet=a must be PART=NUMBER", lambda: parse_parts(["unet=a"], 4)),
         ("--devices has unet twice", lambda: parse_parts(["unet=0", "unet=1"], 4)),
         ("--devices vae=4 does not exist; this machine has 4", lambda: parse_parts(["vae=4"], 4)),
-        ("balanced must be PART=NUMBER", lambda: parse_parts(["balanced", "vae=1"], 4)),
+        ("balanced chooses all devices; give it", lambda: parse_parts(["balanced", "vae=1"], 4)),
+        ("--parallel has no value", lambda: layout_of_flags(DeviceFlags(parallel=()))),
+        ("--devices has no value", lambda: layout_of_flags(DeviceFlags(devices=()))),
         ("vae=2: there are 2 devices, 0 to 1", lambda: Layout(devices, parts={"vae": 2})),
         ("there is no part decoder", lambda: Layout(devices, parts={"decoder": 0})),
         ("with_balanced_parts chooses", lambda: Layout(devices, parts="balanced").device_of("vae")),
