@@ -427,8 +427,8 @@ def served(model, *flags, cwd=None, **environment):
         assert line.startswith("open http://127.0.0.1:"), line + process.stderr.read()
         yield SimpleNamespace(url=line.split()[1], process=process, port=port)
     finally:
-        process.kill()
-        process.communicate()
+        process.terminate()  # deletes its files
+        process.communicate(timeout=20)
 
 
 FAST = ("--resolution", "32", "--num_inference_steps", "3", "--compilation_cache_dir", "")
