@@ -264,15 +264,19 @@ class Events:
             current, number = self.editor.current, self.editor.num_before(job)
             if number == 1 and current and current.is_trial:
                 return status(f"waiting for the program, which compiles, {seconds:.0f} s", "busy")
+            if number == 0:
+                return status("starting", "busy")
             number = f"{number} request{'s' * (number > 1)}"
             return status(f"waiting for {number} before this one", "busy")
         if progress.stage == "loading":
-            return status(f"reading the weights with other LoRA, {seconds:.0f} s", "busy")
+            return status(f"reading the model with other weights, {seconds:.0f} s", "busy")
         first, last = progress.image + 1, min(progress.image + job.at_once, len(job.scales))
         numbers = f"image {first}" if first == last else f"images {first} to {last}"
         of_several = f"{numbers} of {len(job.scales)}, " * (len(job.scales) > 1)
         if progress.stage == "compiling":
             return status(of_several + self._compiling(job, seconds), "busy")
+        if not self.editor.config.progress:
+            return status(f"{of_several}{seconds:.0f} s", "busy")
         steps = job.settings.num_inference_steps
         text = f"{of_several}step {min(progress.step, steps)} of {steps}"
         done = progress.image + (last - first + 1) * progress.step / steps
