@@ -469,6 +469,7 @@ from pathlib import Path
 import jax
 from jax.experimental.topologies import get_topology_desc
 jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_optimization_level", "O0")  # whether it compiles, in less time
 program = jax.export.deserialize(bytearray(Path(sys.argv[1]).read_bytes()))
 device = get_topology_desc("v5e:2x2", "tpu").devices[0]
 place = jax.sharding.SingleDeviceSharding(device)
