@@ -350,7 +350,7 @@ def test_an_export_of_another_format(exports, tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch and diffusers
 def test_benchmarks(tmp_path, monkeypatch):
     """With tiny models: an export of each format, and times of every contender with them."""
-    from benchmarks.export import __main__ as benchmark
+    from benchmarks.export import exports as benchmark
 
     monkeypatch.delenv("XLA_FLAGS")  # on one device
     output = tmp_path / "rows.json"
