@@ -8,7 +8,8 @@ On a CPU within two minutes, with the demo's model; examples/run_onnx.py makes a
 
     python export_model.py --model demo/output/model --output_dir /tmp/exported
     python examples/run_onnx.py --model /tmp/exported --prompt "invert the colors" \\
-        --input demo/output/held_out/chelsea_0.png --output inverted.png
+        --input demo/output/held_out/chelsea_0.png --output inverted.png \\
+        --guidance_scale 2 --image_guidance_scale 1.2
 
 With another --format:
 

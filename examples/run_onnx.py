@@ -6,7 +6,7 @@
 Needs NumPy, tokenizers, Pillow, and onnxruntime or, for --format openvino, openvino. Stable
 Diffusion and SDXL, text to image and InstructPix2Pix. --scheduler is ddim or euler, by default the
 model's own if it is one of them, else ddim. --noise is an .npy of normal noise, (1, 4, h, w) of the
-latents; an --output that ends in .npy gets floats in [0, 1]. Copy this file into an application.
+latents, else of --seed, not edit_cli.py's. An --output that ends in .npy gets floats in [0, 1].
 """
 
 import json
@@ -67,7 +67,7 @@ def open_folder(folder):
     names = ["unet", "vae_decoder", "text_encoder", *["text_encoder_2"] * ("XL" in kind)]
     names += ["vae_encoder"] * ("Pix2Pix" in kind)
     if missing := [x for x in names if not any((folder / x / y).is_file() for y in FILES)]:
-        raise ValueError(f"{folder} has no {missing[0]}/model.onnx; export with --format onnx")
+        raise ValueError(f"{folder} has no {missing[0]}/model.onnx; export with onnx or openvino")
     try:
         parts = {name: Part(folder / name) for name in names}
     except Exception as error:  # both packages have exceptions of their own
@@ -144,13 +144,12 @@ def make_image(options, index, parts):
     if is_edit:
         image = ImageOps.exif_transpose(Image.open(options.input)).convert("RGB")
         near = [max(1, round(side / factor)) * factor for side in image.size[::-1]]
-    size = [options.height or near[0], options.width or near[1]]
+    size = [a if b is None else b for a, b in zip(near, (options.height, options.width))]
     if bad := [x for x in size if x < 1 or x % factor]:
         raise ValueError(f"{bad[0]} pixels are not a multiple of {factor}; choose another size")
     shape = (1, vae["latent_channels"], *(side // factor for side in size))
     noise = np.random.default_rng(options.seed).standard_normal(shape, np.float32)
-    noise = np.load(options.noise) if options.noise else noise
-    if noise.shape != shape:
+    if options.noise and (noise := np.load(options.noise)).shape != shape:
         raise ValueError(f"--noise has shape {noise.shape}, this size needs {shape}")
     # Branches of guidance: text and image, for edits image alone, and neither (arXiv 2211.09800)
     texts = [options.prompt, *[options.negative_prompt] * (2 if is_edit else 1)]
@@ -162,8 +161,8 @@ def make_image(options, index, parts):
     condition = np.zeros((len(texts), 0, *shape[2:]))
     if is_edit:
         image = np.float32(ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)) / 127.5 - 1
-        encoded = parts["vae_encoder"](sample=image.transpose(2, 0, 1)[None])
-        latents = encoded["latent_parameters"][:, : shape[1]]
+        encoded = parts["vae_encoder"](sample=image.transpose(2, 0, 1)[None])["latent_parameters"]
+        latents = encoded[:, : shape[1]]
         condition = np.concatenate([latents, latents, np.zeros_like(latents)])
         weights = [scale, image_scale - scale, 1 - image_scale]
 
@@ -184,8 +183,9 @@ def main():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     for name, x in FLAGS.items():
         kind, default = (x, None) if isinstance(x, type) else (type(x), x)
-        needed = name in ("model", "prompt")
-        parser.add_argument(f"--{name}", type=kind, default=default, required=needed)
+        more = dict(choices=("ddim", "euler")) if name == "scheduler" else {"default": default}
+        parser.add_argument(f"--{name}", type=kind, required=name in ("model", "prompt"), **more)
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # one line
     options = parser.parse_args()
     try:
         image = make_image(options, *open_folder(options.model))

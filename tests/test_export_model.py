@@ -262,7 +262,7 @@ def refusal(*flags):
 @needs("onnx")
 def test_folders_that_run_onnx_refuses(exports, tmp_path, capsys):
     model, whole = exports("edit")
-    assert "has no unet/model.onnx; export with --format onnx" in refusal("--model", model)
+    assert "has no unet/model.onnx; export with onnx or openvino" in refusal("--model", model)
     assert "is no complete export; make one with export_model.py" in refusal("--model", tmp_path)
     assert "needs --input" in refusal("--model", whole)
     photo(64, 64).save(image := tmp_path / "in.png")
