@@ -71,6 +71,6 @@ def read_examples(file, edits):
         file: see --examples; None: there are none.
         edits: whether the model edits images; else no paths.
     """
-    rows = read_edits(file) if file else []
+    rows = read_edits(file, "examples") if file else []
     paths = [str(path) for path, *_ in rows] if edits else []
     return [*dict.fromkeys(paths)], [*dict.fromkeys(text for _, text, *_ in rows)]

@@ -62,8 +62,8 @@ def fit_image(image, size):
     return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
 
 
-def read_edits(file):
-    """Read --edits_jsonl, see dataloading/lists.py.
+def read_edits(file, flag="edits_jsonl"):
+    """Read a list of edits, see dataloading/lists.py; flag: that names the file, for errors.
 
     Returns:
         List of (path of the image, instruction, output, mask or None, the place in the list of the
@@ -73,7 +73,7 @@ def read_edits(file):
         ValueError: a row is invalid, or would overwrite an image that another row edits.
     """
     names = ("original_image", "edit_prompt", "output")
-    rows = read_list(f"--edits_jsonl {file}", file, names, ("mask",))
+    rows = read_list(f"--{flag} {file}", file, names, ("mask",))
     raise_problems(file, overwritten_images(rows))
     places = {row["line"]: place for place, row in enumerate(rows)}
     return [(*(row[name] for name in (*names, "mask")), places.get(row["after"])) for row in rows]

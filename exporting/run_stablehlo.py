@@ -115,8 +115,11 @@ def tokenize(folder, text, shape):
 
 def read_image(file, shape):
     """The image in a file, float32 of shape (B, 3, H, W) in [-1, 1], cropped to its sides."""
-    with Image.open(file) as opened:
-        image = ImageOps.exif_transpose(opened).convert("RGB")
+    try:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except OSError as error:
+        raise ValueError(f"--input {file} cannot be read as an image: {error}") from error
     image = ImageOps.fit(image, (shape[3], shape[2]), Image.Resampling.LANCZOS)
     array = np.float32(image).transpose(2, 0, 1) / 127.5 - 1
     return np.broadcast_to(array, shape)
