@@ -219,7 +219,7 @@ class Editor:
         with self.condition:
             if len(self.jobs) > self.config.max_queue:
                 raise ValueError(
-                    f"{len(self.jobs)} requests wait already; try again in a few minutes"
+                    f"{self.config.max_queue} requests wait already; try again in a few minutes"
                 )
             self.jobs.append(job)
             self.condition.notify()
@@ -273,6 +273,8 @@ class Editor:
         started = time.perf_counter()
         settings = job.settings
         self._load_weights(job)
+        if job.stopped.is_set():
+            raise Stopped
         size = self.size_of(settings, job.image and job.image.size)
         mask = None if job.mask is None else fit_mask(job.mask, size)
         mask = None if mask and mask.getextrema()[0] else mask  # all white restricts nothing

@@ -4,14 +4,23 @@ import asyncio
 import html
 import time
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
+from io import BytesIO
 
 import gradio as gr
 from PIL import Image
 
 from app.editor import Job, Stopped
-from app.images import image_to_paint_on, painted_mask, read_image
-from app.layout import COMPARED, NAMES, OWN_SCHEDULER, hide, settings_components, show
+from app.images import image_to_paint_on, painted_mask, read_bytes, read_image
+from app.layout import (
+    COMPARED,
+    NAMES,
+    OWN_SCHEDULER,
+    hide,
+    names_of,
+    settings_components,
+    show,
+)
 from app.settings import (
     Settings,
     check_settings,
@@ -34,6 +43,7 @@ class Events:
     def __init__(self, editor, sessions, components):
         self.editor, self.sessions, self.c = editor, sessions, components
         self.controls = settings_components(components)
+        self.names = names_of(editor.edits) | {"values": "Values"}
 
     def connect(self, blocks):
         """Attach the handlers, in the current gr.Blocks."""
@@ -54,7 +64,7 @@ class Events:
         paint = {"fn": self.paint, "inputs": [c.use_mask, c.image, c.resolution]}
         paint |= {"outputs": [c.mask, c.mask_feather]} | quick
         gr.on([c.use_mask.change, c.image.change], **paint)
-        blocks.load(self.begin, None, [c.state], **quick)
+        blocks.load(self.state, None, [c.state], **quick)
         timer = gr.Timer(1)
         timer.tick(self.tick, None, [c.state, timer], **quick)
         c.api_button.click(
@@ -96,10 +106,11 @@ class Events:
     async def _run(self, data, session, scales_of):
         """Make the images of the controls' values; yields the updates of the page."""
         c = self.c
+        self._note_uploads(data, session)
         try:
             settings = self._settings(data)
             scales = scales_of(settings, data)
-            job = await asyncio.to_thread(self._job, settings, data, scales, session)
+            job = await asyncio.to_thread(self._job, settings, data, scales)
             self.editor.submit(job)
         except (ValueError, OSError) as error:
             yield self._failed(error)
@@ -109,11 +120,12 @@ class Events:
             async for update in self._watch(job, session):
                 yield update
         except Stopped:
-            yield self._idle() | {c.status: status("cancelled", "info")}
+            yield self._without_preview(session) | {c.status: status("cancelled", "info")}
         except (ValueError, OSError) as error:
-            yield self._failed(error)
+            yield self._without_preview(session) | self._failed(error)
         except Exception:  # the log of the server has it
-            yield self._failed("this failed on the server, whose log says why")
+            message = "this failed on the server, whose log says why"
+            yield self._without_preview(session) | self._failed(message)
             raise
         finally:
             self.editor.stop(job)  # of a page that was closed
@@ -148,7 +160,9 @@ class Events:
         own = values["scheduler"] in (None, OWN_SCHEDULER)
         changes = {"scheduler": None if own else values["scheduler"]}
         changes |= {name: values[name] or "" for name in ("instruction", "negative_prompt")}
-        changes |= {name: tuple(values.get(name) or ()) for name in ("accelerate", "lora")}
+        for name in ("accelerate", "lora"):
+            several = values.get(name) or ()
+            changes[name] = (several,) if isinstance(several, str) else tuple(several)
         for field in fields(Settings):
             if isinstance(field.default, float | int) and field.name in values:
                 changes[field.name] = as_number(field.name, values[field.name], type(field.default))
@@ -160,17 +174,26 @@ class Events:
                 gr.Warning(message)
         return settings
 
-    def _job(self, settings, data, scales, session):
+    def _note_uploads(self, data, session):
+        """Note the files of a request, which are deleted with the session."""
+        files = [data[self.c.image]]
+        if painting := data[self.c.mask]:
+            parts = painting.background, painting.composite, *painting.layers
+            files += [part.path for part in parts if part]
+        for file in filter(None, files):
+            self.sessions.add_upload(session, file)
+
+    def _job(self, settings, data, scales):
         """The Job of a request."""
         c = self.c
         if not self.editor.edits:
             return Job(settings, scales=scales)
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
-        self.sessions.add_upload(session, data[c.image])
         image, mask = read_image(data[c.image]), None
         if data[c.use_mask]:
-            mask = painted_mask((data[c.mask] or {}).get("layers") or [])
+            layers = data[c.mask].layers if data[c.mask] else []
+            mask = painted_mask([Image.open(BytesIO(read_bytes(x.path))) for x in layers])
         return Job(settings, image, mask, scales)
 
     def _scales_of_one(self, settings, data):
@@ -251,11 +274,24 @@ class Events:
         c, ready = self.c, gr.update(interactive=True)
         return {c.run: ready, c.compare: ready, c.cancel: hide()}
 
+    def _without_preview(self, session):
+        """The updates after a request that made nothing: the result before it."""
+        if session.shown and session.shown.path.exists():
+            return self._idle() | self._shown(session.shown, session)
+        return self._idle() | {self.c.result: None}
+
     def _failed(self, error):
         """The updates that show an error."""
-        message = in_words(error)
+        message = self._in_words(error)
         gr.Warning(message)
         return self._idle() | {self.c.status: status(message, "failed")}
+
+    def _in_words(self, error):
+        """What an error says, with the page's names for flags."""
+        text = one_line(error)
+        for name, shown in self.names.items():
+            text = text.replace(f"--{name} ", f"{shown} ")
+        return text
 
     def _status_of(self, job, progress):
         """What the status line says of a job."""
@@ -308,7 +344,7 @@ class Events:
 
     def _picked(self, results, index, session):
         if index >= len(results) or not results[index].path.exists():
-            return {self.c.status: status("this image is not there any more", "failed")}
+            return {self.c.status: status("this image is deleted", "failed")}
         result = results[index]
         update = self._restored(result.settings) | self._shown(result, session)
         return update | {self.c.status: status(result.summary, "done")}
@@ -318,19 +354,18 @@ class Events:
         shown = self.sessions.get(request.session_hash).shown
         return shown.path if shown else gr.skip()
 
-    def restore(self, file, request: gr.Request):
+    def restore(self, file):
         """Take the settings out of an uploaded file of this program."""
-        self.sessions.add_upload(self.sessions.get(request.session_hash), file)
         try:
             read_image(file)
         except (ValueError, OSError) as error:
-            return {self.c.status: status(in_words(error), "failed")}
+            return {self.c.status: status(self._in_words(error), "failed")}
         if (settings := read_settings(file)) is None:
             return {self.c.status: ""}
         settings, changed = within_limits(settings, self.editor.limits)
         text = "the settings of this file are back"
         if changed:
-            text += f"; this page cannot have its {', '.join(NAMES[name] for name in changed)}"
+            text += f"; this page cannot have its {', '.join(self.names[name] for name in changed)}"
         return self._restored(settings) | {self.c.status: status(text, "info")}
 
     def _restored(self, settings):
@@ -343,6 +378,9 @@ class Events:
 
     def paint(self, use_mask, file, resolution, request: gr.Request):
         """Put the image into the editor of masks, or hide that."""
+        session = self.sessions.get(request.session_hash)
+        if file:
+            self.sessions.add_upload(session, file)
         if not use_mask:
             return hide(), hide()
         try:
@@ -352,23 +390,19 @@ class Events:
         if image is None:
             return show(value=None), show()
         size = self.editor.size_of(Settings("", resolution=int(resolution)), image.size)
-        session = self.sessions.get(request.session_hash)
         large = self.sessions.save(session, image_to_paint_on(image, size), "paint")
         return show(value={"background": str(large), "layers": [], "composite": None}), show()
-
-    def begin(self):
-        """The state of the model, when the page opens."""
-        return self._state()
 
     def tick(self):
         """The state of the model, every second until it is ready."""
         is_busy = any(job.is_trial for job in [*self.editor.jobs])
-        return self._state(), gr.update(active=is_busy)
+        return self.state(), gr.update(active=is_busy)
 
-    def _state(self):
+    def state(self):
+        """The state of the model, HTML."""
         trial = next((job for job in [*self.editor.jobs] if job.is_trial), None)
         if trial is None and self.editor.trial_error:
-            error = html.escape(in_words(self.editor.trial_error))
+            error = html.escape(self._in_words(self.editor.trial_error))
             return f'<span class="failed" title="{error}">the first program failed</span>'
         if trial is None:
             return '<span class="ready">ready</span>'
@@ -436,8 +470,7 @@ class Events:
                 raise ValueError("there is no image; give image=handle_file(PATH)")
             image = image and await asyncio.to_thread(read_image, image)
             if mask:
-                with open(mask, "rb") as file:
-                    mask = read_mask_of(file.read(), "the mask")
+                mask = read_mask_of(read_bytes(mask), "the mask")
                 if mask.size != image.size:
                     raise ValueError(
                         "the mask has {}x{} pixels, the image {}x{}; make it of the same "
@@ -448,11 +481,11 @@ class Events:
                 async for progress in following:
                     yield None, {"stage": progress.stage, "step": progress.step}
         except Stopped as error:
-            raise gr.Error("cancelled") from error
+            raise gr.Error("cancelled", print_exception=False) from error
         except (ValueError, OSError) as error:
-            raise gr.Error(in_words(error)) from error
+            raise gr.Error(self._in_words(error), print_exception=False) from error
         (result,) = self.sessions.add(session, job.images, None, [settings], self.editor.edits)
-        yield result.path, read_settings(result.path).__dict__ | {"seconds": job.seconds}
+        yield result.path, asdict(settings) | {"seconds": job.seconds}
 
 
 def as_number(name, value, kind):
@@ -461,14 +494,6 @@ def as_number(name, value, kind):
         return kind(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"--{name} {value} is not a number") from None
-
-
-def in_words(error):
-    """What an error says, with the page's names for flags."""
-    text = one_line(error)
-    for name, shown in NAMES.items():
-        text = text.replace(f"--{name} ", f"{shown} ")
-    return text
 
 
 def status(text, kind, share=None):

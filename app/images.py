@@ -11,11 +11,12 @@ from editing.edits import fit_image, read_edits
 from editing.masks import white_mask
 
 MAX_PIXELS = 50_000_000  # of an image to edit
+SCALE_DOWN = f"scale it down to {MAX_PIXELS // 10**6} megapixels or less"
 PAINTING_SIZE = 512  # pixels, the longer side of the image to paint a mask on, at least
 
 
-def read_image(path):
-    """An image file of the page's user, upright, PIL of mode RGB.
+def read_bytes(path):
+    """The content of an image file, of which only the size is decoded.
 
     Raises:
         ValueError: it is not an image, or too large; the message has no path.
@@ -23,15 +24,20 @@ def read_image(path):
     data = Path(path).read_bytes()
     try:
         width, height = Image.open(io.BytesIO(data)).size
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"this image is far too large; {SCALE_DOWN}") from error
     except Exception as error:  # decoders raise errors of many types
         raise ValueError(
             "this file is not an image that Pillow can read; convert it to PNG or JPEG"
         ) from error
     if width * height > MAX_PIXELS:
-        raise ValueError(
-            f"this image has {width}x{height} pixels; scale it down to {MAX_PIXELS // 10**6} "
-            "megapixels or less"
-        )
+        raise ValueError(f"this image has {width}x{height} pixels; {SCALE_DOWN}")
+    return data
+
+
+def read_image(path):
+    """An image file of the page's user, upright, PIL of mode RGB; ValueErrors as read_bytes."""
+    data = read_bytes(path)
     try:
         return Image.fromarray(decode_image(data))
     except ValueError as error:

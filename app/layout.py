@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import gradio as gr
 
-from app.settings import MAX_STEPS, SHAPES
+from app.settings import RANGES, SHAPES
 from diffusers_flax.schedulers.factory import SCHEDULERS
 
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
@@ -37,6 +37,11 @@ NAMES = {  # of settings, on the page
     "negative_prompt": "Negative prompt",
     "mask_feather": "Soft edge",
 }
+
+
+def names_of(edits):
+    """NAMES of a model; edits: whether it edits images."""
+    return NAMES if edits else NAMES | {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
 
 
 def image_file(**options):
@@ -118,7 +123,7 @@ def build_request(c, editor, examples):
         buttons=["fullscreen"],
     )
     c.instruction = gr.Textbox(
-        label="Instruction" if editor.edits else "Prompt",
+        label=names_of(editor.edits)["instruction"],
         placeholder="make it look like winter" if editor.edits else "a red panda reading a map",
         lines=1,
         max_lines=4,
@@ -151,7 +156,6 @@ def build_mask(c, editor, defaults):
         )
         c.mask = gr.ImageEditor(
             label="Paint the part that may change",
-            type="pil",
             image_mode="RGBA",
             format="png",
             sources=[],
@@ -161,75 +165,87 @@ def build_mask(c, editor, defaults):
             visible=False,
             elem_id="mask",
         )
+        c.mask.preprocess = lambda payload: payload  # with the paths of its files
         c.mask_feather = gr.Slider(
-            0, 64, defaults.mask_feather, step=1, label="Soft edge, pixels", visible=False
+            *RANGES["mask_feather"],
+            defaults.mask_feather,
+            step=1,
+            label=f"{NAMES['mask_feather']}, pixels",
+            visible=False,
         )
 
 
 def build_settings(c, editor, defaults):
     """The controls of Settings."""
-    limits = editor.limits
+    limits, names = editor.limits, names_of(editor.edits)
     step = max(editor.checked.factor, editor.checked.resolution // 8)
     with gr.Row():
         c.guidance_scale = gr.Slider(
-            *(0, 20, defaults.guidance_scale),
+            *RANGES["guidance_scale"],
+            defaults.guidance_scale,
             step=0.1,
-            label="Instruction scale" if editor.edits else "Prompt scale",
+            label=names["guidance_scale"],
             info="higher: a stronger edit" if editor.edits else "higher: closer to the prompt",
         )
         c.image_guidance_scale = gr.Slider(
-            *(0, 5, defaults.image_guidance_scale),
+            *RANGES["image_guidance_scale"],
+            defaults.image_guidance_scale,
             step=0.05,
-            label="Image scale",
+            label=names["image_guidance_scale"],
             elem_id="image_guidance_scale",
             info="higher: closer to the input",
             visible=editor.edits,
         )
     with gr.Row():
         c.num_inference_steps = gr.Slider(
-            *(1, MAX_STEPS, defaults.num_inference_steps),
+            *RANGES["num_inference_steps"],
+            defaults.num_inference_steps,
             step=1,
-            label="Steps",
+            label=names["num_inference_steps"],
             info="more: finer, and slower",
             elem_id="num_inference_steps",
         )
         c.resolution = gr.Slider(
             *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
             step=step,
-            label="Size",
+            label=names["resolution"],
             info="pixels of the longer side",
             elem_id="resolution",
         )
     with gr.Row(elem_id="seeds"):
-        c.seed = gr.Number(defaults.seed, precision=0, minimum=0, label="Seed", elem_id="seed")
+        c.seed = gr.Number(defaults.seed, precision=0, label=names["seed"], elem_id="seed")
         with gr.Column(min_width=120):
             c.keep_seed = gr.Checkbox(
                 False, label="Keep this seed", container=False, elem_id="keep_seed"
             )
             c.roll = gr.Button("Roll a new one", elem_id="roll", size="sm")
-    c.shape = gr.Dropdown([*SHAPES], value=defaults.shape, label="Shape", visible=not editor.edits)
+    c.shape = gr.Dropdown(
+        [*SHAPES], value=defaults.shape, label=names["shape"], visible=not editor.edits
+    )
     with gr.Accordion("More settings", open=False):
         c.negative_prompt = gr.Textbox(
-            "", label="Negative prompt", placeholder="what to avoid", max_lines=3
+            "", label=names["negative_prompt"], placeholder="what to avoid", max_lines=3
         )
         c.scheduler = gr.Dropdown(
             [OWN_SCHEDULER, *SCHEDULERS],
             value=defaults.scheduler or OWN_SCHEDULER,
-            label="Scheduler",
+            label=names["scheduler"],
         )
         c.accelerate = gr.Dropdown(
             [*ACCELERATIONS, *(["taesd"] if editor.decoder else [])],
             value=[*defaults.accelerate],
-            label="Acceleration",
+            label=names["accelerate"],
             info="less work for almost the same image",
             multiselect=True,
             allow_custom_value=True,
         )
         with gr.Row(visible=bool(editor.loras)):
             c.lora = gr.Dropdown(
-                [*editor.loras], value=[*defaults.lora], label="LoRA", multiselect=True
+                [*editor.loras], value=[*defaults.lora], label=names["lora"], multiselect=True
             )
-            c.lora_weight = gr.Slider(0, 2, 1.0, step=0.05, label="LoRA weight")
+            c.lora_weight = gr.Slider(
+                *RANGES["lora_weight"], 1.0, step=0.05, label=names["lora_weight"]
+            )
 
 
 def build_results(c, editor):

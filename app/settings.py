@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from PIL import Image
 
-from command_line import check_scale, check_seed
+from command_line import check_seed
+from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.schedulers.factory import check_scheduler
 
 SOFTWARE = "edit_app.py"  # marks the images of the page
@@ -23,7 +24,13 @@ SHAPES = {  # width to height of images from text
     "portrait 3:4": (3, 4),
     "portrait 9:16": (9, 16),
 }
-MAX_STEPS = 150
+RANGES = {  # of the page's sliders
+    "guidance_scale": (0, 20),
+    "image_guidance_scale": (0, 5),
+    "num_inference_steps": (1, 150),
+    "lora_weight": (0, 2),
+    "mask_feather": (0, 64),
+}
 MAX_TEXT = 1000  # characters; 77 tokens are about 300
 
 
@@ -75,33 +82,24 @@ def check_settings(settings, limits):
     What depends on the model is checked where it is opened, see Editor.check.
     """
     if not settings.instruction.strip():
-        raise ValueError('write what to change, such as "make it red"')
+        raise ValueError("--instruction is empty; write a few words")
     for name in ("instruction", "negative_prompt"):
         if len(getattr(settings, name)) > MAX_TEXT:
             raise ValueError(
                 f"--{name} has {len(getattr(settings, name))} characters; write {MAX_TEXT} or less"
             )
-    for name in ("guidance_scale", "image_guidance_scale"):
-        check_scale(name, getattr(settings, name))
+    ranges = RANGES | {"resolution": (limits.smallest, limits.largest)}
+    for name, (low, high) in ranges.items():
+        if not low <= (value := getattr(settings, name)) <= high:
+            unit = " pixels" * (name in ("resolution", "mask_feather"))
+            raise ValueError(f"--{name} {value} must be from {low} to {high}{unit}")
     check_seed("seed", settings.seed)
     check_scheduler(settings.scheduler)
-    if not 1 <= settings.num_inference_steps <= MAX_STEPS:
-        raise ValueError(
-            f"--num_inference_steps {settings.num_inference_steps} must be from 1 to {MAX_STEPS}"
-        )
-    if not limits.smallest <= settings.resolution <= limits.largest:
-        raise ValueError(
-            f"--resolution {settings.resolution} must be from {limits.smallest} to "
-            f"{limits.largest} pixels"
-        )
     if settings.shape not in SHAPES:
         raise ValueError(f"--shape {settings.shape} is unknown; choose from {', '.join(SHAPES)}")
     if unknown := sorted({*settings.lora} - {*limits.loras}):
         raise ValueError(f"--lora {unknown[0]} is not among the files that this page offers")
-    if not -10 <= settings.lora_weight <= 10:
-        raise ValueError(f"--lora_weight {settings.lora_weight} must be from -10 to 10")
-    if not 0 <= settings.mask_feather <= limits.largest:
-        raise ValueError(f"--mask_feather {settings.mask_feather} must be 0 or more pixels")
+    parse(settings.accelerate)  # raises errors
     for spec in settings.accelerate:  # a path of the server, or a hub id to download
         if spec.startswith("taesd:"):
             raise ValueError(f"--accelerate {spec}: the page has one TAESD; write taesd")
@@ -143,27 +141,27 @@ def settings_of(saved):
 
 
 def within_limits(settings, limits):
-    """Settings of another page or model, as far as this page allows them.
+    """Settings of another page or model, or of a file that anyone may have written.
+
+    What this page does not allow becomes the nearest value, or the default.
 
     Returns:
-        (Settings, list of the names that were changed).
+        (Settings, which check_settings takes, list of the names that were changed).
     """
-    side = min(max(settings.resolution, limits.smallest), limits.largest)
+    largest_steps = RANGES["num_inference_steps"][1]
     allowed = replace(
         settings,
-        resolution=side,
+        instruction=settings.instruction[:MAX_TEXT],
+        negative_prompt=settings.negative_prompt[:MAX_TEXT],
+        num_inference_steps=min(max(settings.num_inference_steps, 1), largest_steps),
+        resolution=min(max(settings.resolution, limits.smallest), limits.largest),
         lora=tuple(name for name in settings.lora if name in limits.loras),
-        num_inference_steps=min(max(settings.num_inference_steps, 1), MAX_STEPS),
     )
-    changed = [
-        f.name for f in fields(settings) if getattr(settings, f.name) != getattr(allowed, f.name)
-    ]
-    for name in ("seed", "scheduler", "guidance_scale", "image_guidance_scale", "shape"):
-        default = next(f.default for f in fields(Settings) if f.name == name)
+    plain = Settings("a word", resolution=allowed.resolution)
+    for field in fields(Settings)[1:]:
         try:
-            check_settings(
-                replace(Settings("x", resolution=side), **{name: getattr(allowed, name)}), limits
-            )
+            check_settings(replace(plain, **{field.name: getattr(allowed, field.name)}), limits)
         except ValueError:
-            allowed, changed = replace(allowed, **{name: default}), [*changed, name]
-    return allowed, changed
+            allowed = replace(allowed, **{field.name: field.default})
+    names = [field.name for field in fields(Settings)]
+    return allowed, [x for x in names if getattr(settings, x) != getattr(allowed, x)]

@@ -105,6 +105,18 @@ def test_settings_in_a_png_file(tmp_path):
         dataclasses.replace(other, resolution=128, lora=()),
         ["resolution", "lora"],
     )
+    for wrong in (
+        {"instruction": "x" * 9999, "negative_prompt": "y" * 9999},
+        {"seed": -1, "resolution": 10**30, "num_inference_steps": 0, "mask_feather": -5},
+        {"guidance_scale": 99, "image_guidance_scale": float("inf"), "lora_weight": float("nan")},
+        {"accelerate": [{"a": 1}, ["x"], 5], "lora": [["style"]], "scheduler": "<b>"},
+        {"accelerate": ["taesd:path=/etc/passwd"], "shape": "round"},
+    ):
+        texts = {KEYWORD: json.dumps({"instruction": "red", "resolution": 64} | wrong)}
+        save_image(image, tmp_path / "wrong.png", texts=texts)
+        allowed, changed = within_limits(read_settings(tmp_path / "wrong.png"), LIMITS)
+        check_settings(allowed, LIMITS)
+        assert sorted(changed) == sorted(wrong)
     for damaged in ('{"instruction": ', "[]", "7"):
         save_image(image, tmp_path / "broken.png", texts={KEYWORD: damaged})
         assert read_settings(tmp_path / "broken.png") is None
@@ -113,14 +125,17 @@ def test_settings_in_a_png_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"instruction": " "}, "write what to change"),
+        ({"instruction": " "}, "--instruction is empty; write a few words"),
         ({"instruction": "red " * 300}, "--instruction has 1200 characters; write 1000 or less"),
-        ({"guidance_scale": float("nan")}, "--guidance_scale nan must be 0 or more"),
+        ({"guidance_scale": float("nan")}, "--guidance_scale nan must be from 0 to 20"),
         ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
         ({"num_inference_steps": 151}, "--num_inference_steps 151 must be from 1 to 150"),
         ({"resolution": 136}, "--resolution 136 must be from 16 to 128 pixels"),
         ({"scheduler": "eular"}, "--scheduler eular is unknown"),
         ({"lora": ("/etc/x",)}, "--lora /etc/x is not among the files that this page offers"),
+        ({"lora_weight": 2.5}, "--lora_weight 2.5 must be from 0 to 2"),
+        ({"mask_feather": -1}, "--mask_feather -1 must be from 0 to 64 pixels"),
+        ({"accelerate": ("tea",)}, "--accelerate tea: 'tea' is unknown"),
         ({"accelerate": ("taesd:path=/etc",)}, "the page has one TAESD; write taesd"),
         ({"shape": "round"}, "--shape round is unknown"),
     ],
@@ -140,10 +155,12 @@ def test_images_and_masks_of_the_page(tmp_path):
     (tmp_path / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
     (tmp_path / "text.png").write_text("no image")
     Image.new("1", (10_000, 6_000)).save(tmp_path / "large.png")
+    Image.new("1", (20_000, 10_000)).save(tmp_path / "bomb.png")
     for name, message in (
         ("broken", "this image cannot be read: "),
         ("text", "this file is not an image that Pillow can read"),
         ("large", "this image has 10000x6000 pixels; scale it down to 50 megapixels"),
+        ("bomb", "this image is far too large; scale it down to 50 megapixels"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             read_image(tmp_path / f"{name}.png")
@@ -284,7 +301,7 @@ def test_the_queue(model, monkeypatch):
     )
     editor = open_editor(model, max_queue=4)
     jobs = [editor.submit(Job(Settings("red", seed=seed))) for seed in range(5)]
-    with pytest.raises(ValueError, match="5 requests wait already; try again"):
+    with pytest.raises(ValueError, match="4 requests wait already; try again"):
         editor.submit(Job(Settings("red")))
     assert [editor.num_before(job) for job in jobs] == [0, 1, 2, 3, 4]
 
@@ -481,7 +498,10 @@ def test_the_api(page, model, photograph, tmp_path):
     (tmp_path / "broken.png").write_bytes(photograph.read_bytes()[:99])
     for change, message in (
         ({"image": handle_file(tmp_path / "broken.png")}, "this image cannot be read"),
-        ({"instruction": " "}, "write what to change"),
+        ({"instruction": " "}, "Instruction is empty; write a few words"),
+        ({"seed": -1}, "Seed -1 must be from 0 to 4294967295"),
+        ({"accelerate": "tea"}, "Acceleration tea: 'tea' is unknown"),
+        ({"mask": handle_file(tmp_path / "broken.png")}, "the mask cannot be read as a mask"),
         ({"instruction": "red " * 300}, "Instruction has 1200 characters; write 1000 or less"),
         ({"num_inference_steps": 151}, "Value 151 is greater than maximum value 150"),  # Gradio's
         ({"scheduler": "dpmsolver++", "accelerate": ["tgate"]}, "is for text to image"),
@@ -759,7 +779,7 @@ def test_messages_in_the_browser(browser, page, photograph, tmp_path):
     """A broken file, a text file, no image, no instruction, a text that is too long."""
     (tmp_path / "broken.png").write_bytes(photograph.read_bytes()[:99])
     with tab(browser, page) as opened:
-        assert "Write what to change" in click_and_wait(opened, state=".failed")
+        assert "Instruction is empty" in click_and_wait(opened, state=".failed")
         opened.fill("#instruction textarea, #instruction input", "make it red")
         assert "There is no image" in click_and_wait(opened, state=".failed")
     with tab(browser, page) as opened:
