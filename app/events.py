@@ -5,7 +5,6 @@ import html
 import time
 from contextlib import aclosing
 from dataclasses import asdict, fields, replace
-from io import BytesIO
 
 import gradio as gr
 from PIL import Image
@@ -106,7 +105,8 @@ class Events:
     async def _run(self, data, session, scales_of):
         """Make the images of the controls' values; yields the updates of the page."""
         c = self.c
-        self._note_uploads(data, session)
+        if data[c.image]:
+            self.sessions.add_upload(session, data[c.image])
         try:
             settings = self._settings(data)
             scales = scales_of(settings, data)
@@ -174,15 +174,6 @@ class Events:
                 gr.Warning(message)
         return settings
 
-    def _note_uploads(self, data, session):
-        """Note the files of a request, which are deleted with the session."""
-        files = [data[self.c.image]]
-        if painting := data[self.c.mask]:
-            parts = painting.background, painting.composite, *painting.layers
-            files += [part.path for part in parts if part]
-        for file in filter(None, files):
-            self.sessions.add_upload(session, file)
-
     def _job(self, settings, data, scales):
         """The Job of a request."""
         c = self.c
@@ -192,8 +183,7 @@ class Events:
             raise ValueError("there is no image; drop one, paste one, or take an example")
         image, mask = read_image(data[c.image]), None
         if data[c.use_mask]:
-            layers = data[c.mask].layers if data[c.mask] else []
-            mask = painted_mask([Image.open(BytesIO(read_bytes(x.path))) for x in layers])
+            mask = painted_mask((data[c.mask] or {}).get("layers") or [])
         return Job(settings, image, mask, scales)
 
     def _scales_of_one(self, settings, data):

@@ -156,6 +156,7 @@ def build_mask(c, editor, defaults):
         )
         c.mask = gr.ImageEditor(
             label="Paint the part that may change",
+            type="pil",
             image_mode="RGBA",
             format="png",
             sources=[],
@@ -165,7 +166,6 @@ def build_mask(c, editor, defaults):
             visible=False,
             elem_id="mask",
         )
-        c.mask.preprocess = lambda payload: payload  # with the paths of its files
         c.mask_feather = gr.Slider(
             *RANGES["mask_feather"],
             defaults.mask_feather,
