@@ -64,8 +64,8 @@ class Progress(NamedTuple):
 
     stage: str  # "waiting", "loading", "compiling", "making"
     since: float  # time.monotonic() of the beginning of the stage
-    step: int = 0  # that is done
-    image: int = 0  # of a comparison
+    step: int = 0  # denoising steps done
+    image: int = 0  # number of the first image in work, of a comparison
     preview: Any = None  # PIL image
 
 
@@ -78,7 +78,7 @@ class Job:
     mask: Image.Image | None = None  # of its size, white where it may change
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): of settings
     is_trial: bool = False  # compiles, and makes no image
-    at_once: int = 1  # images that are made at once
+    at_once: int = 1  # batch size
     has_compiled: bool = False
     progress: Progress = field(default_factory=lambda: Progress("waiting", time.monotonic()))
     images: list = field(default_factory=list)  # PIL
@@ -99,7 +99,7 @@ class Job:
 
 @dataclass(eq=False)
 class Program:
-    """A pipeline with the settings that are compiled in."""
+    """A pipeline, and whether its program is compiled."""
 
     pipeline: Any
     is_compiled: bool = False
@@ -130,7 +130,7 @@ class Editor:
             raise ValueError("--preview_decoder is for --progress; leave --no_progress out")
         check_settings(replace(self.defaults(), instruction="red"), self.limits)
         self.check(self.defaults())
-        # One image runs on the first device or the layout; those of a comparison on all.
+        # A single image runs on the first device or the layout, a comparison on all devices.
         self.devices = devices_for(1, None, self.layout)
         self.all_devices = self.devices if self.layout else jax.local_devices()
         self.programs, self.compile_seconds = {}, None

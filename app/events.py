@@ -315,7 +315,7 @@ class Events:
         steps = job.settings.num_inference_steps
         return f"compiling for {width}x{height} and {steps} steps, {seconds:.0f} s{last}"
 
-    # ------------------------------------------------------------ small ones
+    # ------------------------------------------------------------ other events
 
     def cancel(self, request: gr.Request):
         """Stop the session's request."""
