@@ -417,13 +417,12 @@ def test_a_seed_repeats_the_lora(models, data, tmp_path, lenient_optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["epsilon", "xl"])
-def test_loss_falls(models, data, tmp_path, lenient_optimizer, family):
+def test_loss_falls(models, data, tmp_path, lenient_optimizer):
     """Compared with the losses of the untrained LoRA for the same data, noise and timesteps."""
     more = ("--max_train_steps", 100, "--lr_scheduler", "cosine", "--lr_warmup_steps", 10)
-    distill_lcm.main(flags(models[family], data, tmp_path / "lora", *more))
+    distill_lcm.main(flags(models["epsilon"], data, tmp_path / "lora", *more))
     untrained = (*more, "--learning_rate", 1e-9)
-    distill_lcm.main(flags(models[family], data, tmp_path / "untrained", *untrained))
+    distill_lcm.main(flags(models["epsilon"], data, tmp_path / "untrained", *untrained))
     rows = read_metrics(tmp_path / "lora")
     losses, before = (
         np.array([row["loss"] for row in read_metrics(tmp_path / name)])

@@ -451,14 +451,36 @@ def served(model, *flags, cwd=None, **environment):
 FAST = ("--resolution", "32", "--num_inference_steps", "3", "--compilation_cache_dir", "")
 
 
+# Writes the hosts that a Python process connects to, or looks up, to a file.
+NOTE_HOSTS = """
+import os, sys
+
+def note(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        host = args[0] if event == "socket.getaddrinfo" else args[1]
+        with open(os.environ["HOSTS"], "a") as file:
+            print(host if isinstance(host, str | None) else host[0], file=file)
+
+sys.addaudithook(note)
+"""
+
+
 @pytest.fixture(scope="module")
 def page(model, photograph, tmp_path_factory):
-    """The page of a tiny model."""
-    examples = tmp_path_factory.mktemp("examples") / "edits.jsonl"
+    """The page of a tiny model, whose files are in page.files; its server asks no other host."""
+    folder = tmp_path_factory.mktemp("page")
     row = {"input": str(photograph), "edit": "make it blue", "output": "none.png"}
-    examples.write_text(json.dumps(row))
-    with served(model, "--examples", examples, *FAST, "--max_resolution", "256") as page:
+    (folder / "edits.jsonl").write_text(json.dumps(row))
+    (folder / "sitecustomize.py").write_text(NOTE_HOSTS)
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    environment = {"PYTHONPATH": path, "HOSTS": str(folder / "hosts"), "TMPDIR": str(folder)}
+    flags = "--examples", folder / "edits.jsonl", *FAST, "--max_resolution", "256"
+    with served(model, *flags, **environment) as page:
+        (page.files,) = folder.glob("edit_app_*")
         yield page
+    assert not page.files.exists()
+    hosts = set((folder / "hosts").read_text().split())
+    assert "127.0.0.1" in hosts and hosts <= {*server.LOCAL, "None"}
 
 
 def connect(page, **options):
@@ -613,13 +635,18 @@ def test_other_models(kind, tmp_path, photograph):
 # ---------------------------------------------------------------- the page in Chromium
 
 
+def launch(browser_type, *flags):
+    """Chromium, without a window."""
+    options = ["--no-sandbox", "--disable-dev-shm-usage", *flags]
+    return browser_type.launch(executable_path=CHROMIUM, args=options)
+
+
 @pytest.fixture(scope="module")
 def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        options = ["--no-sandbox", "--disable-dev-shm-usage"]
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        browser = launch(playwright.chromium)
         yield browser
         browser.close()
 
@@ -752,15 +779,61 @@ def test_two_tabs_cancel_and_a_tab_that_is_closed(browser, page, photograph, tmp
         fill(opened, "num_inference_steps", 3)
         fill(opened, "resolution", 32)
 
+        photo(80, 60).save(tmp_path / f"{tmp_path.name}.png")
+        before = {*page.files.glob("session-*")}
         with tab(browser, page) as second:
-            give(second, photograph, "invert the colors", seed=8)
+            give(second, tmp_path / f"{tmp_path.name}.png", "invert the colors", seed=8)
             make_long(second)
             second.click("#run")
             second.wait_for_selector("#status progress", timeout=120_000)
             opened.click("#run")
             wait_for(lambda: "waiting for 1 request" in opened.inner_text("#status").lower())
+            (folder,) = {*page.files.glob("session-*")} - before
+            (upload,) = page.files.rglob(f"{tmp_path.name}.png")
+            assert [file.name.partition("-")[0] for file in folder.iterdir()] == ["input"]
         opened.wait_for_selector("#status .done", timeout=60_000)
         assert "seed 7" in opened.inner_text("#status")
+        wait_for(lambda: not folder.exists() and not upload.exists())
+
+
+@needs_browser
+def test_30_requests_and_a_browser_that_is_killed(browser, page, photograph):
+    """Memory stays; a request of a killed browser leaves the queue."""
+    memory = []
+    with tab(browser, page) as opened:
+        give(opened, photograph)
+        for number in range(30):
+            fill(opened, "seed", number)
+            assert f"seed {number}" in click_and_wait(opened)
+            memory.append(memory_of(page.process))
+    print("memory, MB:", [round(x / 2**20) for x in memory])
+    assert memory[-1] - memory[5] < 64 * 2**20
+
+    killed = launch(browser.browser_type)
+    processes = killed.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+    (number,) = (process["id"] for process in processes if process["type"] == "browser")
+    opened = killed.new_page()
+    opened.goto(page.url)
+    give(opened, photograph)
+    make_long(opened)
+    opened.click("#run")
+    opened.wait_for_selector("#status progress", timeout=120_000)
+    os.kill(number, signal.SIGKILL)
+    with tab(browser, page) as opened:
+        give(opened, photograph)
+        started = time.monotonic()
+        click_and_wait(opened)
+        print(f"after a killed browser: {time.monotonic() - started:.1f} s")
+        assert time.monotonic() - started < 20
+
+
+@needs_browser
+def test_a_photograph_of_the_camera(browser, page, tmp_path):
+    """Chromium's own moving test image stands for the camera."""
+    fake = "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"
+    with tab(launch(browser.browser_type, *fake), page, permissions=["camera"]) as opened:
+        opened.click("#image button[aria-label='Capture from camera']")
+        opened.screenshot(path="/tmp/w/cam1.png")
 
 
 def make_long(tab):

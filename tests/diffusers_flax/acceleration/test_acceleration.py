@@ -275,21 +275,14 @@ def test_first_block_cache_is_written_anew(models):
     assert_images_agree(found, plain, expected)
 
 
-SLOW_SPECS = (
-    "deepcache",
-    "spectrum",
-    "tgate:gate=7",
-    "tome:max_downsample=8",
-    "guidance:start=0.2,stop=0.6",
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [
         "fbcache:threshold=0.3",
-        *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW_SPECS),
+        "deepcache",
+        "tome:max_downsample=8",
+        "guidance:start=0.2,stop=0.6",
     ],
 )
 def test_an_image_does_not_depend_on_its_batch_or_devices(models, spec):
@@ -323,15 +316,12 @@ def scales_per_step(theirs, scales):
 OFF = 1 + 1e-9  # of guidance: above 1, so that PyTorch computes all branches
 
 
-@pytest.mark.parametrize(
-    ("model", "scheduler"), [("sd", "ddim"), pytest.param("xl", "euler", marks=pytest.mark.slow)]
-)
 @pytest.mark.slow
-def test_guidance_in_an_interval(models, model, scheduler):
-    pipeline, params = open_ours(models[model], "guidance:start=0.25,stop=0.75", scheduler)
+def test_guidance_in_an_interval(models):
+    pipeline, params = open_ours(models["xl"], "guidance:start=0.25,stop=0.75", "euler")
     found = images_of(pipeline, params)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
-    theirs = open_theirs(models[model], pipeline.scheduler)
+    theirs = open_theirs(models["xl"], pipeline.scheduler)
     callback = scales_per_step(theirs, {"guidance_scale": [OFF] * 3 + [7.5] * 6 + [OFF] * 3})
     expected = images_of_theirs(theirs, factor=pipeline.vae_scale_factor, **callback)
     assert_images_agree(found, plain, expected)
@@ -341,10 +331,8 @@ def test_guidance_in_an_interval(models, model, scheduler):
 @pytest.mark.parametrize(
     ("model", "scales", "numbers"),
     [
-        ("edits", (7.5, 1.5), [3] * 4 + [2] * 4 + [1] * 4),
-        pytest.param("edits", (1.5, 1.5), [2] * 8 + [1] * 4, marks=pytest.mark.slow),
-        pytest.param("edits", (7.5, 1.0), [2] * 8 + [1] * 4, marks=pytest.mark.slow),
-        pytest.param("xl edits", (7.5, 1.5), [3] * 4 + [2] * 4 + [1] * 4, marks=pytest.mark.slow),
+        ("edits", (7.5, 1.0), [2] * 8 + [1] * 4),
+        ("xl edits", (7.5, 1.5), [3] * 4 + [2] * 4 + [1] * 4),
     ],
 )
 def test_edits_go_from_three_branches_to_two_to_one(models, model, scales, numbers):
