@@ -1,8 +1,7 @@
 # make demo: train and use a small editing model, 4 minutes on two CPU cores with AVX-512.
 # make test: one test of everything that matters, 5 minutes on two cores.  make test-all: all tests,
-# with programs compiled as users' are.  make test-export: all tests of export_model.py.
+# with programs compiled as users' are.  make test-export, make test-app: all of one program.
 # make app: the page of edit_app.py with the demo's model, which it makes if there is none.
-# make test-app: all tests of edit_app.py, in Chromium.
 # make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
 PYTHON ?= python3
@@ -28,10 +27,10 @@ demo/output/model/model_index.json:
 	$(BIN)/python -m pip install --quiet -r requirements-app.txt
 	touch $@
 
-test: .venv/installed .venv/tpu aria2
+test: .venv/installed .venv/tpu .venv/playwright aria2 chromium
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10
 
-test-all: .venv/installed .venv/tpu aria2
+test-all: .venv/installed .venv/tpu .venv/playwright aria2 chromium
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" --optimized
 
 # Without its packages the tests of export_model.py are skipped.
@@ -52,7 +51,7 @@ test-app: .venv/playwright chromium
 
 chromium:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
-		bash setup-tpu-vm.sh chromium
+		bash setup-tpu-vm.sh chromium || echo "no Chromium: tests in the browser are skipped"
 
 aria2:
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2
