@@ -294,12 +294,8 @@ def other(**changes):
     ("spoil", "reason"),
     [
         (damage, "is damaged"),
-        pytest.param(cut_off, "is damaged", marks=pytest.mark.slow),
+        (cut_off, "is damaged"),
         (other(jax="0.9.0"), f"jax was 0.9.0 and is {jax.__version__}"),
-        pytest.param(
-            other(device="TPU v5e"), "device was TPU v5e and is cpu", marks=pytest.mark.slow
-        ),
-        (other(jax_default_matmul_precision="high"), "precision was high and is None"),
     ],
 )
 def test_what_is_stale_or_damaged_is_compiled_again(

@@ -53,14 +53,13 @@ def place(params, layout):
 @pytest.mark.parametrize(
     "family, accelerate, modes",
     [
-        ("edit", (), ("group",)),
         ("edit", (), ("component", "layer")),
         ("xl", (), MODES),
-        ("xl edit", (), MODES),
-        ("xl", ("deepcache",), MODES),
-        ("controlnet", (), MODES),
-        ("xl", ("tgate:gate=5,interval=2",), ("group", "layer")),
-        ("xl", ("tome:ratio=0.5",), ("group", "layer")),
+        ("xl edit", (), ("group",)),
+        ("xl", ("deepcache",), ("layer",)),
+        ("controlnet", (), ("group",)),
+        ("xl", ("tgate:gate=5,interval=2",), ("group",)),
+        ("xl", ("tome:ratio=0.5",), ("layer",)),
     ],
 )
 def test_images_are_those_without(family, accelerate, modes, tmp_path, pinned):
