@@ -14,6 +14,7 @@ from diffusers_flax.images import save_image
 
 MAX_RESULTS = 60  # of a page; older ones are deleted
 MAX_AGE = 12 * 3600  # seconds, of a session without a new image
+PAINTED = ("background*.png", "composite*.png", "layer_*.png")  # uploads of Gradio's ImageEditor
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Session:
     uploads: set = field(default_factory=set)  # Paths
     number: int = 0  # of images that were made
     used: float = field(default_factory=time.monotonic)
+    opened: float = field(default_factory=time.time)
 
 
 class Sessions:
@@ -64,7 +66,10 @@ class Sessions:
             return self.open[number]
 
     def close(self, number):
-        """Forget a Session and delete its files."""
+        """Forget a Session and delete its files.
+
+        A painted mask goes when all pages are closed that were open when it was uploaded.
+        """
         with self.lock:
             self._delete(number)
 
@@ -72,9 +77,15 @@ class Sessions:
         if session := self.open.pop(number, None):
             shutil.rmtree(session.folder, ignore_errors=True)
             # Gradio has one file of uploads with the same content.
-            others = (other.uploads for other in self.open.values())
-            for file in session.uploads - self.examples - set().union(*others):
+            kept = self.examples.union(*(other.uploads for other in self.open.values()))
+            for file in session.uploads - kept:
                 file.unlink(missing_ok=True)
+            # Gradio does not tell whose these are.
+            oldest = min((other.opened for other in self.open.values()), default=float("inf"))
+            painted = (file for name in PAINTED for file in self.root.glob(f"*/{name}"))
+            for file in {*painted} - kept:
+                if file.stat().st_mtime < oldest:
+                    file.unlink()
 
     def add_upload(self, session, path):
         """Note a file that Gradio has saved for a session, to delete it at the end."""

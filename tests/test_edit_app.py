@@ -195,11 +195,19 @@ def test_files_of_sessions(tmp_path):
     for file in (example, upload, both, Path(__file__)):
         sessions.add_upload(ours, file)
     sessions.add_upload(theirs, both)
+    (tmp_path / "hash").mkdir()
+    painted = [tmp_path / "hash" / f"{name}.png" for name in ("background", "layer_0")]
+    for file in painted:
+        file.touch()
+    sessions.get("opened later").opened = time.time() + 1
     sessions.close("a")
+    assert all(file.exists() for file in painted)  # may be of b
     sessions.close("never")
     assert not ours.folder.exists() and other.path.exists()
     assert not upload.exists()
     assert all(file.exists() for file in (example, both, Path(__file__)))
+    sessions.close("b")
+    assert not any(file.exists() for file in (*painted, both))
 
 
 # ---------------------------------------------------------------- the command line
@@ -737,6 +745,7 @@ def test_an_edit_in_the_browser(browser, page, model, photograph, tmp_path):
 @needs_browser
 def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_path):
     """Paint restricts an edit; a comparison makes an image per value and one of all."""
+    files = {*page.files.rglob("*")}
     with tab(browser, page) as opened:
         give(opened, photograph)
         opened.click("text=Only a part of the image")
@@ -767,6 +776,7 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_pat
         assert figure.shape[1] > 4 * 192
         opened.click("#comparison button >> nth=2")
         wait_for(lambda: opened.input_value("#image_guidance_scale input[type=number]") == "3")
+    wait_for(lambda: not [x for x in {*page.files.rglob("*")} - files if x.is_file()], 15)
 
 
 @pytest.mark.slow
