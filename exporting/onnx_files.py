@@ -4,6 +4,7 @@ Names, folders and opset are those of Optimum's exports.
 """
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -11,7 +12,9 @@ import onnx_ir
 import onnxruntime
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnx_ir.tensor_adapters import TorchTensor
 from onnxruntime.quantization import QuantType, quantize_dynamic
+from safetensors import safe_open
 
 from exporting.folders import ONNX, ONNX_DATA, quiet, write_parts
 from exporting.twins import example_tensors, open_twin
@@ -41,8 +44,7 @@ def export_onnx(pipeline, params, output_dir, dtype, quantize):
     def write(part, saved, folder):
         with quiet():
             own = dtype_of(part, pipeline, dtype)
-            twin, tensors = open_twin(part, saved, own), example_tensors(part, pipeline, own)
-            write_onnx(twin, part, tensors, folder, quantize is not None)
+            write_onnx(part, pipeline, saved, folder, own, quantize is not None)
         return open_onnx(folder / ONNX), partial(note_agreement, folder / ONNX)
 
     def precision_of(part):
@@ -57,21 +59,25 @@ def dtype_of(part, pipeline, dtype):
     return "float32" if is_vae and pipeline.vae.config.force_upcast else dtype
 
 
-def write_onnx(twin, part, tensors, folder, int8=False):
+def write_onnx(part, pipeline, saved, folder, dtype="float32", int8=False):
     """Write a part's ONNX file, and its weights beside it if they are too many for one file.
 
     Args:
-        twin: of open_twin.
         part: Part.
-        tensors: of example_tensors.
+        pipeline: that it is a part of.
+        saved: directory of the part's module, as its save_pretrained writes it.
         folder: Path of the part's folder, which exists.
+        dtype: name of the weights' dtype.
         int8: whether to quantize the weights of matrix products.
     """
     file, axes = folder / ONNX, tuple(part.axes().values())
+    device = "meta" if part.name == "unet" else "cpu"  # meta: without weights
+    tensors = [tensor.to(device) for tensor in example_tensors(part, pipeline, dtype)]
     program = torch.onnx.export(
-        twin,
+        open_twin(part, saved, dtype, device),
         tuple(tensors),
         dynamo=True,
+        optimize=False,
         verbose=False,
         opset_version=OPSET,
         external_data=False,
@@ -80,11 +86,38 @@ def write_onnx(twin, part, tensors, folder, int8=False):
         # The UNet's twin takes its inputs as *arrays, one argument.
         dynamic_shapes=(axes,) if part.name == "unet" else axes,
     )
+    if device == "meta":
+        add_weights(program.model.graph, saved, dtype)
+    program.optimize()
     ClearMetadataAndDocStringPass()(program.model)  # lines of PyTorch's code
     save(program.model, file)
     if int8:
         del program
         quantize(file)
+
+
+def add_weights(graph, folder, dtype):
+    """Give the initializers of a twin's graph its weights, which are read when they are needed.
+
+    Args:
+        graph: of onnx_ir.
+        folder: as for open_twin.
+        dtype: name of the dtype that they are cast to.
+    """
+    files = {}
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file)
+
+    def read(name):
+        with safe_open(files[name], "pt") as opened:
+            return TorchTensor(opened.get_tensor(name).to(getattr(torch, dtype)))
+
+    for name, value in graph.initializers.items():
+        like, key = value.const_value, name.removeprefix("model.")
+        value.const_value = onnx_ir.LazyTensor(
+            partial(read, key), dtype=like.dtype, shape=like.shape, name=name
+        )
 
 
 def save(model, file):

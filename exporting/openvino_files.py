@@ -4,7 +4,6 @@ import openvino
 
 from exporting.folders import BIN, ONNX, ONNX_DATA, XML, quiet, write_parts
 from exporting.onnx_files import NOTE, write_onnx
-from exporting.twins import example_tensors, open_twin
 
 
 def export_openvino(pipeline, params, output_dir, dtype, quantize):
@@ -18,8 +17,7 @@ def export_openvino(pipeline, params, output_dir, dtype, quantize):
 
     def write(part, saved, folder):
         with quiet():
-            twin, tensors = open_twin(part, saved, "float32"), example_tensors(part, pipeline)
-            write_onnx(twin, part, tensors, folder)
+            write_onnx(part, pipeline, saved, folder)
             model = openvino.Core().read_model(folder / ONNX)
             if quantize:
                 import nncf  # seconds

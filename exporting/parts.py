@@ -41,10 +41,10 @@ class Part:
 
 
 def parts_of(pipeline):
-    """The Parts of a pipeline, the smallest first."""
-    found = [text_part(pipeline, name) for name in TEXT_ENCODERS if getattr(pipeline, name, None)]
+    """The Parts of a pipeline, the largest first, whose parameters then leave the memory."""
+    texts = [text_part(pipeline, name) for name in TEXT_ENCODERS if getattr(pipeline, name, None)]
     num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
-    return [*found, *vae_parts(pipeline.vae), unet_part(pipeline.unet.config, num_time_ids)]
+    return [unet_part(pipeline.unet.config, num_time_ids), *texts, *vae_parts(pipeline.vae)]
 
 
 def text_part(pipeline, name):

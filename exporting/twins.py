@@ -74,16 +74,22 @@ class UNetTwin(torch.nn.Module):
         return (found.sample,)
 
 
-def open_twin(part, folder, dtype):
+def open_twin(part, folder, dtype, device="cpu"):
     """The twin of a part.
 
     Args:
         part: Part.
         folder: of the part's module, as its save_pretrained writes it.
         dtype: name of a dtype of torch, of the weights.
+        device: "cpu", or "meta": shapes without weights, for a module of diffusers.
     """
-    options = {"torch_dtype": getattr(torch, dtype)}
-    model = CLASSES[part.module].from_pretrained(folder, **options).eval().requires_grad_(False)
+    cls, dtype = CLASSES[part.module], getattr(torch, dtype)
+    if device == "meta":
+        with torch.device(device):
+            model = cls.from_config(cls.load_config(folder)).to(dtype)
+    else:
+        model = cls.from_pretrained(folder, torch_dtype=dtype)
+    model.eval().requires_grad_(False)
     if part.module.startswith("text_encoder"):
         return TextTwin(model, part.outputs)
     if part.name == "unet":

@@ -215,7 +215,7 @@ def test_lora_in_a_single_file(tmp_path):
     export(file, tmp_path / "export", *flags)
 
     pipeline, _ = pipeline_class(model).from_pretrained(model)
-    text, *_, unet = parts_of(pipeline)
+    unet, text, *_ = parts_of(pipeline)
     inputs = random_inputs(unet, pipeline, 2, (9, 6))
     given = {name: torch.from_numpy(x) for name, x in inputs.items()}
     ids = random_inputs(text, pipeline, 2, None)["input_ids"]
