@@ -1,6 +1,7 @@
 """Writing an export, part by part: a directory appears when all of it is compared."""
 
 import contextlib
+import gc
 import io
 import logging
 import shutil
@@ -100,6 +101,7 @@ def write_parts(pipeline, params, output_dir, write, precision_of):
                 with tempfile.TemporaryDirectory(dir=folder) as saved:
                     # A UNet of SDXL is in memory once: here as ours, then as PyTorch's.
                     module.save_pretrained(saved, params=take(part.module), max_shard_size="1GB")
+                    gc.collect()  # traces of run_flax refer to the parameters, in cycles
                     run, note = write(part, saved, folder / part.name)
                 text = "converted, never run here"
                 if runs:
