@@ -1,6 +1,7 @@
 # make demo: train and use a small editing model, 4 minutes on two CPU cores with AVX-512.
 # make test: one test of everything that matters, 5 minutes on two cores.  make test-all: all tests,
-# with programs compiled as users' are.  make test-export, make test-app: all of one program.
+# with programs compiled as users' are.  make test-export, make test-app: all tests of one
+# program, export_model.py or edit_app.py.
 # make app: the page of edit_app.py with the demo's model, which it makes if there is none.
 # make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
@@ -12,7 +13,7 @@ BIN := .venv/bin
 # --max-worker-restart 0: pytest would hang after a worker crash.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 0
 
-.PHONY: demo app test test-all test-export test-app aria2 chromium lint
+.PHONY: demo app test test-all test-export test-app aria2 browser chromium lint
 demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
@@ -27,10 +28,10 @@ demo/output/model/model_index.json:
 	$(BIN)/python -m pip install --quiet -r requirements-app.txt
 	touch $@
 
-test: .venv/installed .venv/tpu .venv/playwright aria2 chromium
+test: .venv/installed .venv/tpu browser aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10
 
-test-all: .venv/installed .venv/tpu .venv/playwright aria2 chromium
+test-all: .venv/installed .venv/tpu browser aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" --optimized
 
 # Without its packages the tests of export_model.py are skipped.
@@ -49,9 +50,13 @@ test-app: .venv/playwright chromium
 	$(BIN)/python -m pip install --quiet playwright
 	touch $@
 
+# Without them the tests in the browser are skipped.
+browser: .venv/installed
+	-@$(MAKE) --no-print-directory .venv/playwright chromium
+
 chromium:
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
-		bash setup-tpu-vm.sh chromium || echo "no Chromium: tests in the browser are skipped"
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		bash setup-tpu-vm.sh chromium
 
 aria2:
 	@{ command -v aria2c && command -v curl; } >/dev/null || bash setup-tpu-vm.sh aria2

@@ -63,7 +63,7 @@ class Events:
         paint = {"fn": self.paint, "inputs": [c.use_mask, c.image, c.resolution]}
         paint |= {"outputs": [c.mask, c.mask_feather]} | quick
         gr.on([c.use_mask.change, c.image.change], **paint)
-        blocks.load(self.open, None, [c.state], **quick)
+        blocks.load(self.state, None, [c.state], **quick)
         timer = gr.Timer(1)
         timer.tick(self.tick, None, [c.state, timer], **quick)
         c.api_button.click(
@@ -107,6 +107,8 @@ class Events:
         c = self.c
         if data[c.image]:
             self.sessions.add_upload(session, data[c.image])
+        if data[c.use_mask] and session.painted_since == float("inf"):
+            session.painted_since = 0  # of a session that began anew after a lost connection
         try:
             settings = self._settings(data)
             scales = scales_of(settings, data)
@@ -373,6 +375,7 @@ class Events:
             self.sessions.add_upload(session, file)
         if not use_mask:
             return hide(), hide()
+        session.painted_since = min(session.painted_since, time.time())
         try:
             image = read_image(file) if file else None
         except (ValueError, OSError):
@@ -382,11 +385,6 @@ class Events:
         size = self.editor.size_of(Settings("", resolution=int(resolution)), image.size)
         large = self.sessions.save(session, image_to_paint_on(image, size), "paint")
         return show(value={"background": str(large), "layers": [], "composite": None}), show()
-
-    def open(self, request: gr.Request):
-        """Begin the session; the state of the model."""
-        self.sessions.get(request.session_hash)
-        return self.state()
 
     def tick(self):
         """The state of the model, every second until it is ready."""

@@ -4,6 +4,7 @@ import re
 import secrets
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -39,7 +40,7 @@ class Session:
     uploads: set = field(default_factory=set)  # Paths
     number: int = 0  # of images that were made
     used: float = field(default_factory=time.monotonic)
-    opened: float = field(default_factory=time.time)
+    painted_since: float = float("inf")  # time of the first mask
 
 
 class Sessions:
@@ -68,7 +69,8 @@ class Sessions:
     def close(self, number):
         """Forget a Session and delete its files.
 
-        A painted mask goes when all pages are closed that were open when it was uploaded.
+        Gradio does not tell whose a painted mask is: it stays while another page is open that may
+        have painted it.
         """
         with self.lock:
             self._delete(number)
@@ -80,12 +82,13 @@ class Sessions:
             kept = self.examples.union(*(other.uploads for other in self.open.values()))
             for file in session.uploads - kept:
                 file.unlink(missing_ok=True)
-            # Gradio does not tell whose these are.
-            oldest = min((other.opened for other in self.open.values()), default=float("inf"))
+            first = (other.painted_since for other in self.open.values())
+            first = min(first, default=float("inf"))
             painted = (file for name in PAINTED for file in self.root.glob(f"*/{name}"))
             for file in {*painted} - kept:
-                if file.stat().st_mtime < oldest:
-                    file.unlink()
+                with suppress(FileNotFoundError):  # Gradio deletes old files too
+                    if file.stat().st_mtime < first:
+                        file.unlink()
 
     def add_upload(self, session, path):
         """Note a file that Gradio has saved for a session, to delete it at the end."""

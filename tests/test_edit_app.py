@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, closing, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,7 +199,8 @@ def test_files_of_sessions(tmp_path):
     painted = [tmp_path / "hash" / f"{name}.png" for name in ("background", "layer_0")]
     for file in painted:
         file.touch()
-    sessions.get("opened later").opened = time.time() + 1
+    theirs.painted_since = time.time() - 60
+    sessions.get("paints later").painted_since = time.time() + 60
     sessions.close("a")
     assert all(file.exists() for file in painted)  # may be of b
     sessions.close("never")
@@ -463,10 +464,15 @@ NOTE_HOSTS = """
 import os, sys
 
 def note(event, args):
-    if event in ("socket.connect", "socket.getaddrinfo"):
-        host = args[0] if event == "socket.getaddrinfo" else args[1]
-        with open(os.environ["HOSTS"], "a") as file:
-            print(host if isinstance(host, str | None) else host[0], file=file)
+    if event not in ("socket.connect", "socket.getaddrinfo"):
+        return
+    host = args[0] if event == "socket.getaddrinfo" else args[1]
+    if event == "socket.connect":
+        if not isinstance(host, tuple):  # of this machine
+            return
+        host = host[0]
+    with open(os.environ["HOSTS"], "a") as file:
+        print(host.decode() if isinstance(host, bytes) else host, file=file)
 
 sys.addaudithook(note)
 """
@@ -490,15 +496,24 @@ def page(model, photograph, tmp_path_factory):
     assert "127.0.0.1" in hosts and hosts <= {*server.LOCAL, "None"}
 
 
-def connect(page, **options):
+@pytest.fixture
+def connect():
+    """A function that opens a client of a page's API; its session ends with the test."""
     from gradio_client import Client
 
-    return Client(page.url, verbose=False, download_files=options.pop("folder"), **options)
+    with ExitStack() as opened:
+
+        def open_client(page, folder):
+            client = Client(page.url, verbose=False, download_files=folder)
+            opened.callback(client.close)
+            return client
+
+        yield open_client
 
 
 @pytest.mark.slow
 @needs_gradio
-def test_the_api(page, model, photograph, tmp_path):
+def test_the_api(page, connect, model, photograph, tmp_path):
     """The image of edit_cli.py, also with a mask; its file has the settings; errors say why."""
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
@@ -542,7 +557,7 @@ def test_the_api(page, model, photograph, tmp_path):
 
 @pytest.mark.slow
 @needs_gradio
-def test_two_clients_30_requests_and_a_client_that_goes(page, photograph, tmp_path):
+def test_two_clients_30_requests_and_a_client_that_goes(page, connect, photograph, tmp_path):
     """Requests of two pages never mix, memory stays, files go with the session."""
     from gradio_client import handle_file
 
@@ -620,7 +635,7 @@ def test_a_used_port_a_password_and_ctrl_c(model, tmp_path):
 @pytest.mark.slow
 @needs_gradio
 @pytest.mark.parametrize("kind", ["xl_edit", "text", "xl", "preview"])
-def test_other_models(kind, tmp_path, photograph):
+def test_other_models(kind, connect, tmp_path, photograph):
     """SDXL, text to image, and previews by a TAESD."""
     from gradio_client import handle_file
 
@@ -673,8 +688,10 @@ def tab(browser, page, **options):
     opened.on("request", lambda x: x.url.startswith(local) or wrong.append(f"request: {x.url}"))
     opened.goto(page.url)
     opened.wait_for_selector("#run", timeout=60_000)
-    yield opened
-    context.close()
+    try:
+        yield opened
+    finally:
+        context.close()
     assert wrong == []
 
 
@@ -833,14 +850,16 @@ def test_30_requests_and_a_browser_that_is_killed(browser, page, photograph):
     opened.goto(page.url)
     give(opened, photograph)
     make_long(opened)
-    opened.click("#run")
+    opened.click("text=Compare values of a scale")
+    opened.fill("#values textarea, #values input", "1 1.1 1.2 1.3 1.4 1.5 1.6 1.7")
+    opened.click("#run_comparison")
     opened.wait_for_selector("#status progress", timeout=120_000)
     (folder,) = {*page.files.glob("session-*")} - before
     os.kill(number, signal.SIGKILL)
     started = time.monotonic()
     while folder.exists():
         with suppress(FileNotFoundError):  # it is deleted at this moment
-            assert not [*folder.glob("0*.png")], "the image was finished"
+            assert not [*folder.glob("0*.png")], "the comparison was finished"
         assert time.monotonic() - started < 60
     print(f"files of the killed browser are gone after {time.monotonic() - started:.1f} s")
     with tab(browser, page) as opened:
@@ -853,7 +872,10 @@ def test_30_requests_and_a_browser_that_is_killed(browser, page, photograph):
 def test_a_photograph_of_the_camera(browser, page, tmp_path):
     """Chromium's own moving test image stands for the camera."""
     flags = "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"
-    with tab(launch(browser.browser_type, *flags), page, permissions=["camera"]) as opened:
+    with (
+        closing(launch(browser.browser_type, *flags)) as other,
+        tab(other, page, permissions=["camera"]) as opened,
+    ):
         opened.click("#image button[aria-label='Capture from camera']")
         opened.click("#image div[title='grant webcam access'] button")
         opened.wait_for_function("document.querySelector('#image video').currentTime > 0")
