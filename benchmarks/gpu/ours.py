@@ -28,7 +28,7 @@ def our_flags(config, sources):
     """
     size = SIZES[config.size]
     sd15 = {"tpu": "", "pretrained_model_name_or_path": sources["sd15"]}
-    steps = {"num_inference_steps": size.num_inference_steps}
+    of_images = {"num_inference_steps": size.num_inference_steps, "vae_tile": 0}
     unet = Unet(
         **sd15,
         in_channels=8,
@@ -48,14 +48,14 @@ def our_flags(config, sources):
         tpu="",
         pretrained_model_name_or_path=sources["sdxl"],
         image_size=size.image_size,
-        **steps,
+        **of_images,
     )
     return {
         "forward": {"ours": unet},
         "gradient": {"ours": replace(unet, gradient=True)},
         "train": {"ours": train},
         "images": {"ours": images, ACCELERATED: replace(images, accelerate=ACCELERATE)},
-        "edit": {"ours": Edit(**sd15, resolution=size.resolution, **steps)},
+        "edit": {"ours": Edit(**sd15, resolution=size.resolution, **of_images)},
     }
 
 
