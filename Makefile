@@ -50,12 +50,12 @@ test-app: .venv/playwright chromium
 	$(BIN)/python -m pip install --quiet playwright
 	touch $@
 
-# Without them the tests in the browser are skipped.
+# If this fails, tests in the browser are skipped.
 browser: .venv/installed
 	-@$(MAKE) --no-print-directory .venv/playwright chromium
 
 chromium:
-	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
 		bash setup-tpu-vm.sh chromium
 
 aria2:

@@ -16,7 +16,7 @@ PAINTING_SIZE = 512  # pixels, the longer side of the image to paint a mask on, 
 
 
 def read_bytes(path):
-    """The content of an image file, of which only the size is decoded.
+    """The bytes of an image file. Its header is checked, its pixels are not decoded.
 
     Raises:
         ValueError: it is not an image, or too large; the message has no path.

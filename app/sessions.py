@@ -79,11 +79,11 @@ class Sessions:
         if session := self.open.pop(number, None):
             shutil.rmtree(session.folder, ignore_errors=True)
             # Gradio has one file of uploads with the same content.
-            kept = self.examples.union(*(other.uploads for other in self.open.values()))
+            others = self.open.values()
+            kept = self.examples.union(*(other.uploads for other in others))
             for file in session.uploads - kept:
                 file.unlink(missing_ok=True)
-            first = (other.painted_since for other in self.open.values())
-            first = min(first, default=float("inf"))
+            first = min((other.painted_since for other in others), default=float("inf"))
             painted = (file for name in PAINTED for file in self.root.glob(f"*/{name}"))
             for file in {*painted} - kept:
                 with suppress(FileNotFoundError):  # Gradio deletes old files too

@@ -192,7 +192,7 @@ def main():
         if options.output.suffix == ".npy":
             return np.save(options.output, image)
         Image.fromarray(np.uint8((image * 255).round())).save(options.output)
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises plain Exceptions
         sys.exit(print("error:", *str(error).split(), file=sys.stderr) or 2)
 
 

@@ -99,7 +99,7 @@ def write_parts(pipeline, params, output_dir, write, precision_of):
                 is_last = all(later.module != part.module for later in parts[i + 1 :])
                 take = params.pop if is_last else params.get
                 with tempfile.TemporaryDirectory(dir=folder) as saved:
-                    # A UNet of SDXL is in memory once: here as ours, then as PyTorch's.
+                    # Our weights leave the memory before the part's file is written and run.
                     module.save_pretrained(saved, params=take(part.module), max_shard_size="1GB")
                     gc.collect()  # traces of run_flax refer to the parameters, in cycles
                     run, note = write(part, saved, folder / part.name)
