@@ -207,18 +207,15 @@ def test_the_twin_makes_the_same_tiles(model, tmp_path, store):
     """The executable of whole images is not taken for tiles."""
     options = [*OPTIONS[:2], "--prompt", "it", "--num_images", "1"]
     found = {}
-    for tile in (0, 32):
-        for script in ("sdxl_single.py", "sdxl_single_aot.py"):
-            saved = ["--executable_dir", store] if "aot" in script else []
-            output = tmp_path / f"{tile}_{script[:-3]}"
-            flags = ["--vae_tile", str(tile), *saved]
-            errors = run(script, model, output, *options, *flags, num_devices=1)
-            assert ("tiles of 32 pixels" in errors) == bool(tile)
-            (found[tile, script],) = images(output)
-        np.testing.assert_array_equal(
-            found[tile, "sdxl_single.py"], found[tile, "sdxl_single_aot.py"]
-        )
-    assert (found[0, "sdxl_single.py"] != found[32, "sdxl_single.py"]).any()
+    for script, tile in (("single_aot", 0), ("single_aot", 32), ("single", 32)):
+        saved = ["--executable_dir", store] if "aot" in script else []
+        output = tmp_path / f"{tile}_{script}"
+        flags = ["--vae_tile", str(tile), *saved]
+        errors = run(f"sdxl_{script}.py", model, output, *options, *flags, num_devices=1)
+        assert ("tiles of 32 pixels" in errors) == bool(tile)
+        (found[script, tile],) = images(output)
+    np.testing.assert_array_equal(found["single", 32], found["single_aot", 32])
+    assert (found["single_aot", 0] != found["single_aot", 32]).any()
 
 
 def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_path):
